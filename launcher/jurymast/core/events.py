@@ -1,0 +1,230 @@
+"""What can happen to a run. These are the journal's lines: the state of a run is a fold over them.
+
+Every event has `t`, seconds since the Unix epoch as the supervisor's clock saw it (monotonic within one
+epoch of the supervisor). Durations end in `_s` and are seconds, sizes end in `_bytes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    t: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """First event of a run: what was asked for."""
+
+    run: str
+    name: str
+    active: int
+    spares: int
+    ranks_per_node: int
+    script: str
+    submitted_at: float
+    policy_hash: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationStarted(Event):
+    """Slurm (or the local cluster) gave the run nodes; `restarts` counts requeues of this Slurm job."""
+
+    slurm_job: str
+    restarts: int
+    nodes: tuple[str, ...]
+    host: str
+    eligible_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationEnded(Event):
+    """The nodes went back; written at the orderly end, or by the next allocation when there was none."""
+
+    slurm_job: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorStarted(Event):
+    """A supervisor took the run over under this epoch."""
+
+    epoch: int
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJoined(Event):
+    """An agent connected and proved itself. `incarnation` is new with every agent process."""
+
+    node: str
+    address: str
+    incarnation: str
+    boot_id: str = ""
+    gpus: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReady(Event):
+    """The node's torchrun host is warm and waits for a plan; its next store listens on `store_port`."""
+
+    node: str
+    store_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost(Event):
+    """`how`: silent (no heartbeat for `silent_s`), closed (its connection was reset) or left (it said so)."""
+
+    node: str
+    how: str
+    silent_s: float
+    limit_s: float = 0.0
+    evidence: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersStarted(Event):
+    node: str
+    attempt: int
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailed(Event):
+    """A rank's process ended badly: `exit_code` as the shell would say it, negative for a signal."""
+
+    node: str
+    attempt: int
+    rank: int
+    exit_code: int
+    error: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksHung(Event):
+    """No rank stepped for `silent_s`, longer than `limit_s`; `ranks` are those with evidence against them."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+    node: str
+    silent_s: float
+    limit_s: float
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersStopped(Event):
+    """All ranks of this node are gone; its host waits for the next plan with a new store."""
+
+    node: str
+    attempt: int
+    store_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFinished(Event):
+    """Every rank of the node ended with exit code 0."""
+
+    node: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress(Event):
+    """The slowest rank has done `step` steps; `stepped_at` is when the last one ended.
+
+    `absolute` is False while the script gives no step numbers: then `step` counts from the attempt's start.
+    """
+
+    attempt: int
+    step: int
+    stepped_at: float
+    absolute: bool
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event):
+    """A checkpoint of `step` is complete in `tier`, or (`ok` False) could not be saved; `stall_s` blocked the training."""
+
+    attempt: int
+    step: int
+    tier: str
+    ok: bool
+    stall_s: float
+    size_bytes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Event):
+    """A rank group restored `step` (0: a fresh start) from `tier` in `seconds`."""
+
+    attempt: int
+    step: int
+    tier: str
+    seconds: float
+    size_bytes: int = 0
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Event):
+    """Somebody asked by hand: cancel, restart or drain (`node`)."""
+
+    what: str
+    by: str
+    node: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signalled(Event):
+    """Slurm signalled the job: `signal` is SIGTERM (ending now) or SIGUSR2 (time limit near)."""
+
+    signal: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(Event):
+    """Something worth reading at 3 a.m. that changes no decision."""
+
+    message: str
+    node: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick(Event):
+    """Time passed: wakes deadlines. Journalled only when it led to a decision."""
+
+
+class _Registry:
+    by_name: ClassVar[dict[str, type[Event]]] = {
+        cls.__name__: cls
+        for cls in (
+            RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady, NodeLost,
+            WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved, Restored,
+            Asked, Signalled, Noted, Tick,
+        )
+    }  # fmt: skip
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """The journal's form: {"event": class name, field: value, ...}."""
+    return {"event": type(event).__name__, **asdict(event)}
+
+
+def from_json(line: dict[str, Any]) -> Event:
+    """Inverse of `to_json`; fields this version does not know are ignored. KeyError: unknown event."""
+    cls = _Registry.by_name[line["event"]]
+    known = {field.name for field in fields(cls)}
+    values = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in line.items() if key in known
+    }
+    return cls(**values)

@@ -1,0 +1,50 @@
+"""What the state machine tells the edges to do. Every instruction carries its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch(Instruction):
+    """Start attempt `attempt`: `placement[i]` is the node with group rank i; rank 0's node serves the store."""
+
+    attempt: int
+    placement: tuple[str, ...]
+    master_address: str
+    master_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopWorkers(Instruction):
+    """Stop the ranks of `attempt` on these nodes; each answers with WorkersStopped."""
+
+    attempt: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dismiss(Instruction):
+    """This node is out: it kills its ranks; its agent stays and may be asked back as a spare."""
+
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requeue(Instruction):
+    """Give the allocation back and ask for one without `exclude`."""
+
+    exclude: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish(Instruction):
+    """The run is over: `state` is succeeded, failed or cancelled; agents leave, the job ends with `exit_code`."""
+
+    state: str
+    exit_code: int

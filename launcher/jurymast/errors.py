@@ -1,0 +1,89 @@
+"""Every error jurymast raises on purpose, with the exit code it ends the command with.
+
+The application's own exit codes (1..63, 128+signal) pass through, so ours start at 64. Where sysexits.h
+has a code for the meaning we use that one.
+"""
+
+from __future__ import annotations
+
+
+class JurymastError(Exception):
+    """Base of the tree. `hint` says what to do next; both are shown, on one line each."""
+
+    exit_code = 70
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(JurymastError):
+    """The command line is wrong: an unknown option, a bad value, options that contradict."""
+
+    exit_code = 64
+
+
+class PolicyError(JurymastError):
+    """A policy file is wrong; the message names every file, line and key at fault."""
+
+    exit_code = 65
+
+
+class ScriptError(JurymastError):
+    """The training script is missing or cannot be read."""
+
+    exit_code = 66
+
+
+class RunNotFoundError(JurymastError):
+    """No run with this id, Slurm job id or directory."""
+
+    exit_code = 67
+
+
+class ClusterUnavailableError(JurymastError):
+    """Slurm is missing or does not answer."""
+
+    exit_code = 69
+
+
+class RunDirectoryError(JurymastError):
+    """The runs directory cannot be written, or is unsafe (readable by others)."""
+
+    exit_code = 73
+
+
+class SubmissionError(JurymastError):
+    """Slurm refused the job; the message is Slurm's own."""
+
+    exit_code = 75
+
+
+class ProtocolError(JurymastError):
+    """A peer spoke another protocol version or sent a malformed frame."""
+
+    exit_code = 76
+
+
+class AuthenticationError(JurymastError):
+    """A connection did not prove that it knows the run's secret."""
+
+    exit_code = 77
+
+
+class CheckpointError(JurymastError):
+    """No checkpoint can be read, although some exist, or a save cannot be prepared."""
+
+    exit_code = 78
+
+
+class RunFailedError(JurymastError):
+    """The run ended in failure without an application exit code of its own (lost nodes, budget spent)."""
+
+    exit_code = 79
+
+
+class RunCancelledError(JurymastError):
+    """Somebody cancelled the run."""
+
+    exit_code = 80

@@ -1,0 +1,167 @@
+"""What a rank says to its node's agent: step heartbeats through shared memory, events through a pipe.
+
+Both are anonymous kernel objects of the agent, opened through /proc/<agent>/fd/N. Nothing lies in a
+file system, only the run's own user can open them, and they vanish with the agent. Neither can block
+or fail the training: without an agent (plain torchrun) every call does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+SLOT_BYTES = 64
+# step, beats, pid, phase, time of the last beat, longest time between beats, time of the last phase change
+# (times: seconds on the machine's CLOCK_MONOTONIC)
+SLOT = struct.Struct("<qqqqddd")
+STARTING, STEPPING, RESTORING, SAVING, DONE = range(5)
+PHASES = ("starting", "stepping", "restoring", "saving", "done")
+# Of the first beats the slow ones (compilation, warm-up) must not set the scale of a normal step.
+WARM_UP_BEATS = 3
+# A write of up to PIPE_BUF bytes to a pipe is atomic, so ranks can share one (pipe(7)).
+EVENT_BYTES_MAX = 4096
+
+PAGE_VARIABLE = "JURYMAST_PAGE"
+EVENTS_VARIABLE = "JURYMAST_EVENTS"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One rank's slot as the agent reads it; times in seconds on CLOCK_MONOTONIC."""
+
+    step: int
+    beats: int
+    pid: int
+    phase: str
+    beat_at: float
+    longest_s: float
+    phase_at: float
+
+
+def read_slot(page: mmap.mmap, local_rank: int) -> Beat:
+    step, beats, pid, phase, beat_at, longest_s, phase_at = SLOT.unpack_from(page, local_rank * SLOT_BYTES)
+    return Beat(
+        step,
+        beats,
+        pid,
+        PHASES[phase] if 0 <= phase < len(PHASES) else "starting",
+        beat_at,
+        longest_s,
+        phase_at,
+    )
+
+
+class Link:
+    """One rank's way to its agent. `page` has `SLOT_BYTES` a local rank; `events_fd` is a pipe or -1."""
+
+    def __init__(self, page: mmap.mmap | None, events_fd: int, local_rank: int) -> None:
+        self._page = page
+        self._events_fd = events_fd
+        self._offset = local_rank * SLOT_BYTES
+        self._step = 0
+        self._beats = 0
+        self._pid = os.getpid()
+        self._phase = STARTING
+        self._beat_at = 0.0
+        self._longest_s = 0.0
+        self._phase_at = time.monotonic()
+        # Set once the script reports its own step numbers (Checkpointer): they are absolute, the optimizer
+        # hook can only count from the start of this process.
+        self.explicit_steps = False
+        self._write()
+
+    @property
+    def attached(self) -> bool:
+        """True when an agent listens."""
+        return self._page is not None
+
+    def _write(self) -> None:
+        if self._page is not None:
+            SLOT.pack_into(
+                self._page, self._offset, self._step, self._beats, self._pid, self._phase, self._beat_at,
+                self._longest_s, self._phase_at,
+            )  # fmt: skip
+
+    def beat(self, step: int) -> None:
+        """Record that `step` steps are done. Costs well under 1 us; never raises."""
+        now = time.monotonic()
+        gap_s = now - self._beat_at
+        if gap_s > self._longest_s and self._beats >= WARM_UP_BEATS and self._phase == STEPPING:
+            self._longest_s = gap_s
+        self._step = step
+        self._beats += 1
+        self._phase = STEPPING
+        self._beat_at = now
+        if self._page is not None:
+            SLOT.pack_into(
+                self._page,
+                self._offset,
+                step,
+                self._beats,
+                self._pid,
+                STEPPING,
+                now,
+                self._longest_s,
+                self._phase_at,
+            )
+
+    def optimizer_stepped(self) -> None:
+        """The hook's beat: counts optimizer steps of this process unless the script gives step numbers."""
+        if not self.explicit_steps and self._phase <= STEPPING:
+            self.beat(self._step + 1)
+
+    def enter(self, phase: int) -> None:
+        """Say what the rank does now (RESTORING, SAVING, ...), so that a long one is not taken for a hang."""
+        self._phase = phase
+        self._phase_at = time.monotonic()
+        self._write()
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Send an event to the journal, best effort: a full pipe or a lost agent drops it, training goes on."""
+        if self._events_fd < 0:
+            return
+        line = (
+            json.dumps({"event": event, "local_rank": self._offset // SLOT_BYTES, **fields}).encode() + b"\n"
+        )
+        if len(line) > EVENT_BYTES_MAX:
+            return
+        try:
+            os.write(self._events_fd, line)
+        except OSError:
+            pass
+
+
+def _open_page(path: str) -> mmap.mmap | None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError):
+        return None
+
+
+def _open_events(path: str) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+_current: Link | None = None
+
+
+def current() -> Link:
+    """This process's link, opened at the first call; one that does nothing when no agent is there."""
+    global _current
+    if _current is None or _current._pid != os.getpid():
+        page = _open_page(os.environ[PAGE_VARIABLE]) if PAGE_VARIABLE in os.environ else None
+        events_fd = _open_events(os.environ[EVENTS_VARIABLE]) if EVENTS_VARIABLE in os.environ else -1
+        _current = Link(page, events_fd, int(os.environ.get("LOCAL_RANK", "0")))
+    return _current
