@@ -152,7 +152,10 @@ class Progress(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(Event):
-    """A checkpoint of `step` is complete in `tier`, or (`ok` False) could not be saved; `stall_s` blocked the training."""
+    """A checkpoint of `step` is complete in `tier`, or (`ok` False) was not saved.
+
+    `stall_s` is how long the training stood still for it.
+    """
 
     attempt: int
     step: int
@@ -208,9 +211,9 @@ class _Registry:
     by_name: ClassVar[dict[str, type[Event]]] = {
         cls.__name__: cls
         for cls in (
-            RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady, NodeLost,
-            WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved, Restored,
-            Asked, Signalled, Noted, Tick,
+            RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady,
+            NodeLost, WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
+            Restored, Asked, Signalled, Noted, Tick,
         )
     }  # fmt: skip
 

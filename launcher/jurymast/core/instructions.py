@@ -12,7 +12,7 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch(Instruction):
-    """Start attempt `attempt`: `placement[i]` is the node with group rank i; rank 0's node serves the store."""
+    """Start attempt `attempt`: `placement[i]` is the node with group rank i; the first serves the store."""
 
     attempt: int
     placement: tuple[str, ...]
@@ -44,7 +44,7 @@ class Requeue(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Finish(Instruction):
-    """The run is over: `state` is succeeded, failed or cancelled; agents leave, the job ends with `exit_code`."""
+    """The run is over (`state`: succeeded, failed, cancelled); agents leave, the job ends with `exit_code`."""
 
     state: str
     exit_code: int

@@ -122,7 +122,7 @@ class Link:
         self._write()
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Send an event to the journal, best effort: a full pipe or a lost agent drops it, training goes on."""
+        """Send an event to the journal, best effort: a full pipe or a lost agent drops it."""
         if self._events_fd < 0:
             return
         line = (

@@ -1,0 +1,82 @@
+"""What a policy and a command line come to: the frozen values the decisions read. Times in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """At most `count` restarts in any `window_s`; `count` None is unlimited."""
+
+    count: int | None = None
+    window_s: float = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Values the core decides with.
+
+    `node_lost_after_s` and `hang_s` are None for `auto`; `hang_s` 0 switches hang detection off.
+    `cadence_steps` and `cadence_s` are both None for `auto`; at most one of them is set.
+    """
+
+    heartbeat_s: float = 0.5
+    node_lost_after_s: float | None = None
+    hang_s: float | None = None
+    start_limit_s: float = 1800.0
+    join_limit_s: float = 300.0
+    stop_grace_s: float = 1.0
+    infrastructure: Budget = field(default_factory=Budget)
+    application: Budget = field(default_factory=lambda: Budget(count=3, window_s=3600.0))
+    requeues: int | None = None
+    cadence_steps: int | None = None
+    cadence_s: float | None = None
+    keep: int = 3
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Settings:
+        known = {f.name for f in fields(cls)}
+        kept = {key: value for key, value in values.items() if key in known}
+        for key in ("infrastructure", "application"):
+            if key in kept:
+                kept[key] = Budget(**kept[key])
+        return cls(**kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """One run as submitted (`plan.json`): who runs what, where, with how many nodes."""
+
+    run: str
+    name: str
+    directory: str
+    cluster: str  # slurm | local
+    active: int
+    spares: int
+    ranks_per_node: int
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False  # `script` is a module name, as with `python -m`
+    working_directory: str = "."
+    python: str = "python3"
+    sbatch_options: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    submitted_at: float = 0.0
+    policy_hash: str = ""
+    settings: Settings = field(default_factory=Settings)
+
+    @property
+    def nodes(self) -> int:
+        return self.active + self.spares
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunPlan:
+        known = {f.name for f in fields(cls)}
+        kept = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known}
+        kept["settings"] = Settings.from_json(values.get("settings", {}))
+        return cls(**kept)

@@ -1,0 +1,141 @@
+"""The run directory: every path in it, and the rules for making it (0700, files 0600, whole or absent)."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jurymast.core.settings import RunPlan
+from jurymast.errors import RunDirectoryError
+
+
+def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write `data` so that `path` is the old content or the new, never a part; mode 0600.
+
+    Raises OSError. `durable` also waits for the disk.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class RunDirectory:
+    """Paths of one run; nothing is created until `create`."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    @property
+    def plan_file(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def policy_file(self) -> Path:
+        return self.root / "policy.yaml"
+
+    @property
+    def secret_file(self) -> Path:
+        return self.root / "secret"
+
+    @property
+    def epochs(self) -> Path:
+        return self.root / "epochs"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def submission(self) -> Path:
+        """What submitit and Slurm write: the batch script, the pickled entry, the job's own output."""
+        return self.root / "slurm"
+
+    @property
+    def attempt_file(self) -> Path:
+        """Number of the newest attempt: fences ranks of an older one off the checkpoints."""
+        return self.root / "attempt"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        return self.logs / f"attempt-{attempt:04d}"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
+
+    def create(self) -> None:
+        """Make the directory and its parts, and the run's secret. Raises RunDirectoryError."""
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=False)
+            for part in (self.epochs, self.journal, self.logs, self.checkpoints, self.submission):
+                part.mkdir(mode=0o700)
+            write_atomically(self.secret_file, secrets.token_hex(32).encode())
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot create the run directory {self.root}: {error.strerror}",
+                hint="choose another place with --runs DIR (it must be on storage that all nodes share)",
+            ) from error
+
+    def secret(self) -> bytes:
+        """The run's secret, 32 bytes. Raises RunDirectoryError when others could have read it."""
+        try:
+            status = self.secret_file.stat()
+            if status.st_mode & 0o077:
+                raise RunDirectoryError(
+                    f"{self.secret_file} can be read by others", hint=f"chmod 600 {self.secret_file}"
+                )
+            return bytes.fromhex(self.secret_file.read_text())
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(f"cannot read the run's secret {self.secret_file}: {error}") from error
+
+    def save_plan(self, plan: RunPlan) -> None:
+        write_atomically(self.plan_file, json.dumps(plan.to_json(), indent=1).encode())
+
+    def plan(self) -> RunPlan:
+        """Raises RunDirectoryError when the file is missing or damaged."""
+        try:
+            values: dict[str, Any] = json.loads(self.plan_file.read_bytes())
+            return RunPlan.from_json(values)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise RunDirectoryError(f"cannot read {self.plan_file}: {error}") from error
+
+    def journal_files(self) -> Iterator[Path]:
+        """Journal files, oldest epoch first."""
+        yield from sorted(self.journal.glob("*.jsonl"))
+
+    def newest_attempt(self) -> int:
+        """Number in the attempt file; 0 when there is none."""
+        try:
+            return int(self.attempt_file.read_text())
+        except (OSError, ValueError):
+            return 0
