@@ -44,7 +44,7 @@ class Requeue(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Finish(Instruction):
-    """The run is over (`state`: succeeded, failed, cancelled); agents leave, the job ends with `exit_code`."""
+    """The run is over (succeeded, failed or cancelled): agents leave, the job ends with `exit_code`."""
 
     state: str
     exit_code: int
