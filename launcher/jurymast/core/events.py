@@ -64,6 +64,7 @@ class NodeJoined(Event):
     node: str
     address: str
     incarnation: str
+    pid: int = 0
     boot_id: str = ""
     gpus: int = 0
 
@@ -227,7 +228,7 @@ def from_json(line: dict[str, Any]) -> Event:
     """Inverse of `to_json`; fields this version does not know are ignored. KeyError: unknown event."""
     cls = _Registry.by_name[line["event"]]
     known = {field.name for field in fields(cls)}
-    values = {
+    values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in line.items() if key in known
     }
     return cls(**values)

@@ -38,7 +38,7 @@ class Settings:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Settings:
         known = {f.name for f in fields(cls)}
-        kept = {key: value for key, value in values.items() if key in known}
+        kept: dict[str, Any] = {key: value for key, value in values.items() if key in known}
         for key in ("infrastructure", "application"):
             if key in kept:
                 kept[key] = Budget(**kept[key])
@@ -63,6 +63,7 @@ class RunPlan:
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    requeue: bool = True  # False: the user said --no-requeue, the Slurm job must never be requeued
     submitted_at: float = 0.0
     policy_hash: str = ""
     settings: Settings = field(default_factory=Settings)
@@ -77,6 +78,8 @@ class RunPlan:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunPlan:
         known = {f.name for f in fields(cls)}
-        kept = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known}
+        kept: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known
+        }
         kept["settings"] = Settings.from_json(values.get("settings", {}))
         return cls(**kept)

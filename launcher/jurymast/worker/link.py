@@ -21,6 +21,8 @@ SLOT_BYTES = 64
 SLOT = struct.Struct("<qqqqddd")
 STARTING, STEPPING, RESTORING, SAVING, DONE = range(5)
 PHASES = ("starting", "stepping", "restoring", "saving", "done")
+# Added to the phase while the script gives its own step numbers.
+EXPLICIT = 16
 # Of the first beats the slow ones (compilation, warm-up) must not set the scale of a normal step.
 WARM_UP_BEATS = 3
 # A write of up to PIPE_BUF bytes to a pipe is atomic, so ranks can share one (pipe(7)).
@@ -38,6 +40,7 @@ class Beat:
     beats: int
     pid: int
     phase: str
+    explicit: bool
     beat_at: float
     longest_s: float
     phase_at: float
@@ -49,7 +52,8 @@ def read_slot(page: mmap.mmap, local_rank: int) -> Beat:
         step,
         beats,
         pid,
-        PHASES[phase] if 0 <= phase < len(PHASES) else "starting",
+        PHASES[phase % EXPLICIT] if phase % EXPLICIT < len(PHASES) else "starting",
+        phase >= EXPLICIT,
         beat_at,
         longest_s,
         phase_at,
@@ -60,6 +64,9 @@ class Link:
     """One rank's way to its agent. `page` has `SLOT_BYTES` a local rank; `events_fd` is a pipe or -1."""
 
     def __init__(self, page: mmap.mmap | None, events_fd: int, local_rank: int) -> None:
+        # Set once the script reports its own step numbers (Checkpointer): they are absolute, the optimizer
+        # hook can only count from the start of this process.
+        self.explicit_steps = False
         self._page = page
         self._events_fd = events_fd
         self._offset = local_rank * SLOT_BYTES
@@ -70,9 +77,6 @@ class Link:
         self._beat_at = 0.0
         self._longest_s = 0.0
         self._phase_at = time.monotonic()
-        # Set once the script reports its own step numbers (Checkpointer): they are absolute, the optimizer
-        # hook can only count from the start of this process.
-        self.explicit_steps = False
         self._write()
 
     @property
@@ -83,8 +87,8 @@ class Link:
     def _write(self) -> None:
         if self._page is not None:
             SLOT.pack_into(
-                self._page, self._offset, self._step, self._beats, self._pid, self._phase, self._beat_at,
-                self._longest_s, self._phase_at,
+                self._page, self._offset, self._step, self._beats, self._pid,
+                self._phase + EXPLICIT * self.explicit_steps, self._beat_at, self._longest_s, self._phase_at,
             )  # fmt: skip
 
     def beat(self, step: int) -> None:
@@ -104,7 +108,7 @@ class Link:
                 step,
                 self._beats,
                 self._pid,
-                STEPPING,
+                STEPPING + EXPLICIT * self.explicit_steps,
                 now,
                 self._longest_s,
                 self._phase_at,
@@ -119,6 +123,16 @@ class Link:
         """Say what the rank does now (RESTORING, SAVING, ...), so that a long one is not taken for a hang."""
         self._phase = phase
         self._phase_at = time.monotonic()
+        self._write()
+
+    def resume_at(self, step: int) -> None:
+        """Show that training stands at `step` and goes on from there; counts no beat, for no step was done.
+
+        The next step is timed from now, so that neither a restore nor a save passes for a long step.
+        """
+        self._step = step
+        self._phase = STEPPING if self._beats else STARTING
+        self._beat_at = self._phase_at = time.monotonic()
         self._write()
 
     def emit(self, event: str, **fields: Any) -> None:

@@ -1,0 +1,299 @@
+"""The agent: one a node, light, outlives the ranks. It starts and stops them at the supervisor's word,
+reports what happens to them, and keeps them running while no supervisor is there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jurymast.agent.host_process import HostProcess, kill_ranks
+from jurymast.agent.ranks import RankMemory, RankWatch
+from jurymast.core.settings import RunPlan
+from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.rundir import RunDirectory
+from jurymast.wire import channel, endpoint
+from jurymast.wire.channel import Channel, Message
+
+RECONNECT_S = 0.1
+# A host that has not stopped its ranks by then is stuck itself.
+STOP_MARGIN_S = 2.5
+HOST_RESTARTS_MAX = 5
+END_LIMIT_S = 3.0
+
+
+class Agent:
+    """State of one node. `attempt` is the newest one ordered here, `ranks_state` what its ranks do:
+    warming (no host yet), waiting (the host is ready), running or finished."""
+
+    def __init__(
+        self, directory: RunDirectory, plan: RunPlan, node: str, hint: tuple[str, int] | None
+    ) -> None:
+        self._directory = directory
+        self._plan = plan
+        self._node = node
+        self._hint = hint
+        self._secret = directory.secret()
+        self._incarnation = secrets.token_hex(8)
+        self._memory = RankMemory(plan.ranks_per_node)
+        self._watch = RankWatch(self._memory)
+        self._temporary = Path(tempfile.mkdtemp(prefix="jurymast-"))
+        self._host: HostProcess | None = None
+        self._host_starts = 0
+        self._channel: Channel | None = None
+        self._address = ""
+        self.attempt = 0
+        self._stopping = 0
+        self.ranks_state = "warming"
+        self._store_port = 0
+        self._pids: list[int] = []
+        self._over = asyncio.Event()
+        self._urgent = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until the supervisor says that the run is over, or a SIGTERM."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._over.set)
+        loop.add_signal_handler(signal.SIGUSR2, lambda: None)
+        loop.add_reader(self._memory.events_fd, self._pass_events_on)
+        serve = asyncio.ensure_future(self._serve())
+        try:
+            await self._over.wait()
+        finally:
+            serve.cancel()
+            await asyncio.gather(serve, return_exceptions=True)
+            await self._end_host()
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    # The supervisor's side.
+
+    async def _serve(self) -> None:
+        while not self._over.is_set():
+            connection = await self._connect()
+            if connection is None:
+                await asyncio.sleep(RECONNECT_S)
+                continue
+            self._channel = connection
+            self._address = connection.local_address
+            connection.send(self._hello())
+            if self._host is None:
+                await self._start_host()
+            beats = asyncio.ensure_future(self._beat(connection))
+            try:
+                while True:
+                    self._obey(await connection.receive())
+            except (ConnectionError, AuthenticationError, ProtocolError, OSError):
+                self._channel = None
+            finally:
+                beats.cancel()
+                connection.close()
+
+    async def _connect(self) -> Channel | None:
+        targets: list[tuple[str, int]] = []
+        found = endpoint.find(self._directory.epochs)
+        if found is not None:
+            targets = [(host, found.port) for host in found.hosts]
+        elif self._hint is not None:
+            targets = [self._hint]
+        for host, port in targets:
+            try:
+                return await channel.connect(host, port, self._secret)
+            except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError):
+                continue
+        return None
+
+    def _hello(self) -> Message:
+        return {
+            "say": "hello", "node": self._node, "address": self._address, "incarnation": self._incarnation,
+            "pid": os.getpid(), "boot_id": _boot_id(), "gpus": _visible_gpus(), "attempt": self.attempt,
+            "ranks": self.ranks_state, "store_port": self._store_port, "pids": self._pids,
+        }  # fmt: skip
+
+    async def _beat(self, connection: Channel) -> None:
+        """Heartbeats, at once when something urgent happened, else every `heartbeat_s`."""
+        while True:
+            ranks = self._watch.look(self._pids) if self.ranks_state == "running" else []
+            connection.send({"say": "beat", "attempt": self.attempt, "ranks": ranks})
+            self._urgent.clear()
+            try:
+                await asyncio.wait_for(self._urgent.wait(), self._beat_period(ranks))
+            except asyncio.TimeoutError:
+                continue
+
+    def _beat_period(self, ranks: list[dict[str, Any]]) -> float:
+        # Until the first step the ranks' progress is worth a closer look: it ends an incident.
+        young = bool(ranks) and min(rank["beats"] for rank in ranks) < 3
+        return min(0.1, self._plan.settings.heartbeat_s) if young else self._plan.settings.heartbeat_s
+
+    def _tell(self, what: str, **fields: Any) -> None:
+        if self._channel is not None:
+            self._channel.send({"say": what, **fields})
+
+    def _obey(self, message: Message) -> None:
+        order = message["do"]
+        if order == "launch":
+            self._launch(message)
+        elif order == "stop":
+            self._stop(int(message["attempt"]))
+        elif order == "dismiss":
+            self._stop(self.attempt)
+        elif order == "leave":
+            self._over.set()
+
+    def _launch(self, message: Message) -> None:
+        if message["attempt"] <= self.attempt or self._host is None:
+            return
+        self.attempt = message["attempt"]
+        self.ranks_state = "starting"
+        self._memory.clear()
+        self._host.tell({**message, "do": "launch"})
+
+    def _stop(self, attempt: int) -> None:
+        """Stop the ranks of `attempt`; answers when they are gone, however long ago that was."""
+        if self.ranks_state in ("waiting", "finished"):
+            self._tell("stopped", attempt=attempt, store_port=self._store_port)
+            return
+        if attempt < self.attempt or self._stopping >= attempt or self._host is None:
+            return
+        self._stopping = attempt
+        self._host.tell({"do": "stop", "attempt": attempt})
+        loop = asyncio.get_running_loop()
+        loop.call_later(
+            self._plan.settings.stop_grace_s + STOP_MARGIN_S, self._stop_by_force, attempt, self._host
+        )
+
+    def _stop_by_force(self, attempt: int, host: HostProcess) -> None:
+        if self._host is host and self.attempt == attempt and self.ranks_state in ("starting", "running"):
+            kill_ranks(self._pids)
+            host.kill()
+
+    # The torchrun host's side.
+
+    async def _start_host(self) -> None:
+        self._host_starts += 1
+        self.ranks_state = "warming"
+        plan = {
+            "run": self._plan.run, "nodes": self._plan.nodes, "ranks": self._plan.ranks_per_node,
+            "script": self._plan.script, "arguments": self._plan.arguments, "module": self._plan.module,
+            "directory": self._plan.working_directory, "logs": str(self._directory.logs),
+            "temporary": str(self._temporary), "grace_s": self._plan.settings.stop_grace_s,
+        }  # fmt: skip
+        self._host = await HostProcess.start(plan, self._environment(), self._host_said, self._host_ended)
+
+    def _environment(self) -> dict[str, str]:
+        settings = self._plan.settings
+        values = {
+            "JURYMAST_PAGE": self._memory.page_path,
+            "JURYMAST_EVENTS": self._memory.events_path,
+            "JURYMAST_RUN": self._plan.run,
+            "JURYMAST_RUN_DIR": str(self._directory.root),
+            "JURYMAST_NODE": self._node,
+            "JURYMAST_KEEP": str(settings.keep),
+            "JURYMAST_USER_TMPDIR": os.environ.get("TMPDIR", ""),
+            "TMPDIR": str(self._temporary),
+        }
+        if settings.cadence_steps is not None:
+            values["JURYMAST_CADENCE_STEPS"] = str(settings.cadence_steps)
+        if settings.cadence_s is not None:
+            values["JURYMAST_CADENCE_S"] = str(settings.cadence_s)
+        if self._plan.ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+            values["OMP_NUM_THREADS"] = "1"  # as torchrun does
+        interface = interface_of(self._address)
+        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            # gloo resolves the host's name, which need not be the address that the other nodes reach.
+            values["GLOO_SOCKET_IFNAME"] = interface
+        return values
+
+    def _host_said(self, message: Message) -> None:
+        said = message["host"]
+        if said == "waiting":
+            self._store_port = message["store_port"]
+            if self.ranks_state == "finished":
+                return
+            before, self.ranks_state, self._pids = self.ranks_state, "waiting", []
+            if before == "warming":
+                self._tell("ready", store_port=self._store_port)
+            else:
+                self._tell("stopped", attempt=self.attempt, store_port=self._store_port)
+        elif said == "started":
+            self.ranks_state, self._pids = "running", message["pids"]
+            self._tell("started", attempt=message["attempt"], pids=self._pids)
+            self._urgent.set()
+        elif said == "failed":
+            self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
+            self._tell("failed", **{key: value for key, value in message.items() if key != "host"})
+        elif said == "finished":
+            self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
+            self.ranks_state, self._pids = "finished", []
+            self._tell("finished", attempt=message["attempt"])
+
+    def _host_ended(self, code: int) -> None:
+        """The host died under its ranks, or while it waited: its ranks die with it; start another."""
+        self._host = None
+        if self._over.is_set():
+            return
+        had_ranks = self.ranks_state in ("starting", "running")
+        kill_ranks(self._pids)
+        if had_ranks and self._stopping < self.attempt:
+            self._tell(
+                "failed", attempt=self.attempt, rank=-1, exit_code=code or 1, error="TorchrunHostDied",
+                message=f"the node's torchrun host ended (code {code}) and took its ranks along",
+            )  # fmt: skip
+        if self._host_starts > HOST_RESTARTS_MAX:
+            self._tell("leaving", why=f"the torchrun host died {self._host_starts} times")
+            self._over.set()
+            return
+        asyncio.ensure_future(self._restart_host(had_ranks))
+
+    async def _restart_host(self, had_ranks: bool) -> None:
+        await self._start_host()
+        if had_ranks:
+            self.ranks_state = "starting"  # so that its readiness is told as the end of the attempt's ranks
+
+    async def _end_host(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            kill_ranks(self._pids)
+            host.tell({"do": "stop", "attempt": self.attempt})
+            await host.end(END_LIMIT_S)
+
+    def _pass_events_on(self) -> None:
+        for event in self._memory.read_events():
+            self._tell("event", attempt=self.attempt, event=event)
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that has `address`, or ""."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return name
+    return ""
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _visible_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return len([part for part in visible.split(",") if part.strip()])
+
+
+async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None) -> None:
+    """Run this node's agent. Raises RunDirectoryError."""
+    started = time.monotonic()
+    plan = directory.plan()
+    agent = Agent(directory, plan, node, hint)
+    await agent.run()
+    print(f"agent on {node}: done after {time.monotonic() - started:.1f} s", flush=True)

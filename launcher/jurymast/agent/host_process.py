@@ -1,0 +1,105 @@
+"""The torchrun host as a child of the agent: start it, talk to it, and end it when it does not listen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jurymast.worker.agent_pipe import FD_VARIABLE
+
+Message = dict[str, Any]
+
+
+class HostProcess:
+    """One torchrun host. `on_message` gets what it says, `on_end` its exit code when it is gone."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        writer: asyncio.StreamWriter,
+        on_message: Callable[[Message], None],
+        on_end: Callable[[int], None],
+        reader: asyncio.StreamReader,
+    ) -> None:
+        self._process = process
+        self._writer = writer
+        self._tasks = [
+            asyncio.ensure_future(self._read(reader, on_message)),
+            asyncio.ensure_future(self._wait(on_end)),
+        ]
+
+    @classmethod
+    async def start(
+        cls,
+        plan: Message,
+        environment: dict[str, str],
+        on_message: Callable[[Message], None],
+        on_end: Callable[[int], None],
+    ) -> HostProcess:
+        """`plan` goes by the environment: it holds no secret. Output joins the agent's own."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            values = {**os.environ, **environment, FD_VARIABLE: str(theirs.fileno())}
+            values["JURYMAST_HOST_PLAN"] = json.dumps(plan)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "jurymast.worker.host", env=values, pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL, cwd=plan["directory"],
+            )  # fmt: skip
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(process, writer, on_message, on_end, reader)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, message: Message) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[Message], None]) -> None:
+        try:
+            while line := await reader.readline():
+                on_message(json.loads(line))
+        except (ConnectionError, ValueError):
+            pass
+
+    async def _wait(self, on_end: Callable[[int], None]) -> None:
+        code = await self._process.wait()
+        # Everything it said before it ended counts first.
+        await asyncio.wait([self._tasks[0]], timeout=1.0)
+        on_end(code)
+
+    def kill(self) -> None:
+        try:
+            self._process.send_signal(signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    async def end(self, limit_s: float) -> None:
+        """Ask it to leave, and kill it when it has not after `limit_s`."""
+        self.tell({"do": "finish"})
+        try:
+            await asyncio.wait_for(self._process.wait(), limit_s)
+        except asyncio.TimeoutError:
+            self.kill()
+            await self._process.wait()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._writer.close()
+
+
+def kill_ranks(pids: list[int]) -> None:
+    """SIGKILL the ranks' processes by their ids. They are children of the forkserver, so their ids cannot
+    have been given to others while it has not reaped them; it reaps them at once, hence the check."""
+    for pid in pids:
+        try:
+            if b"jurymast" in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        except OSError:
+            continue

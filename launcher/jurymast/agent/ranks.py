@@ -1,0 +1,131 @@
+"""What the agent sees of its ranks: their step heartbeats, their processes, the events they send."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from jurymast.core.hang import IDLE_SHARE
+from jurymast.worker.link import SLOT_BYTES, Beat, read_slot
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class RankMemory:
+    """The page that the ranks beat into and the pipe for their events; both anonymous, both ours.
+
+    They are opened by the ranks through /proc/<agent>/fd, so only the run's user can, and they are gone
+    with the agent, however it dies.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        size = max(mmap.PAGESIZE, ranks * SLOT_BYTES)
+        self._page_fd = os.memfd_create("jurymast-ranks", os.MFD_CLOEXEC)
+        os.ftruncate(self._page_fd, size)
+        self.page = mmap.mmap(self._page_fd, size)
+        self.events_fd, self._events_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._rest = b""
+        self.ranks = ranks
+
+    @property
+    def page_path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._page_fd}"
+
+    @property
+    def events_path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._events_in}"
+
+    def clear(self) -> None:
+        """Forget the last attempt's beats."""
+        self.page[:] = bytes(len(self.page))
+
+    def beats(self) -> list[Beat]:
+        return [read_slot(self.page, local_rank) for local_rank in range(self.ranks)]
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """Events sent since the last call; a line that is not a JSON object is dropped."""
+        try:
+            data = os.read(self.events_fd, 65536)
+        except BlockingIOError:
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        events = []
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                events.append(event)
+        return events
+
+
+@dataclass
+class ProcessWatch:
+    """CPU use and state of one rank's process, from /proc/PID/stat."""
+
+    cpu_s: float = 0.0
+    seen_at: float = 0.0
+    idle_since: float | None = None
+    stopped_since: float | None = None
+
+
+@dataclass
+class RankWatch:
+    """Turns beats and process states into what the supervisor judges hangs by."""
+
+    memory: RankMemory
+    watches: dict[int, ProcessWatch] = field(default_factory=dict)
+
+    def look(self, pids: list[int]) -> list[dict[str, Any]]:
+        """One dict a local rank; ages in seconds at the time of the call."""
+        now = time.monotonic()
+        self.watches = {pid: self.watches.get(pid) or ProcessWatch(seen_at=now) for pid in pids}
+        report = []
+        for pid, beat in zip(pids, self.memory.beats(), strict=False):
+            watch = self.watches[pid]
+            _update(watch, pid, now)
+            last = max(beat.beat_at, beat.phase_at) if beat.pid else 0.0
+            report.append(
+                {
+                    "step": beat.step,
+                    "beats": beat.beats,
+                    "explicit": beat.explicit,
+                    "phase": beat.phase if beat.pid else "starting",
+                    "quiet_s": round(now - last, 4) if last else None,
+                    "beat_s": round(now - beat.beat_at, 4) if beat.beat_at else None,
+                    "longest_s": round(beat.longest_s, 4),
+                    "idle_s": round(now - watch.idle_since, 3) if watch.idle_since is not None else 0.0,
+                    "stopped_s": round(now - watch.stopped_since, 3)
+                    if watch.stopped_since is not None
+                    else 0.0,
+                }
+            )
+        return report
+
+
+def _update(watch: ProcessWatch, pid: int, now: float) -> None:
+    state, cpu_s = process_state(pid)
+    if state == "T":
+        watch.stopped_since = now if watch.stopped_since is None else watch.stopped_since
+    else:
+        watch.stopped_since = None
+    passed = now - watch.seen_at
+    if passed > 0.05:
+        busy = (cpu_s - watch.cpu_s) / passed > IDLE_SHARE
+        watch.idle_since = None if busy else (watch.idle_since or watch.seen_at)
+        watch.cpu_s, watch.seen_at = cpu_s, now
+
+
+def process_state(pid: int) -> tuple[str, float]:
+    """(state letter, CPU seconds used so far) of a process; ("", 0.0) when it is gone. See proc(5)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return "", 0.0
+    return fields[0].decode(), (int(fields[11]) + int(fields[12])) / TICKS_PER_S

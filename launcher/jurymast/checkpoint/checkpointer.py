@@ -1,0 +1,325 @@
+"""`Checkpointer`: what a training script sees of checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from jurymast.checkpoint.group import Group
+from jurymast.checkpoint.shared_tier import SharedTier
+from jurymast.checkpoint.state import State
+from jurymast.checkpoint.tier import Candidate, Saved, Tier
+from jurymast.core.cadence import (
+    AUTO_FIRST_SAVE_S,
+    Cadence,
+    Meeting,
+    default_mtbf_s,
+    next_meeting,
+    next_save_step,
+    parse_cadence,
+    young_interval_s,
+)
+from jurymast.errors import CheckpointError
+from jurymast.rundir import RunDirectory
+from jurymast.worker import link
+
+log = logging.getLogger("jurymast.checkpoint")
+
+# An event must fit into a pipe's atomic write.
+ERROR_CHARACTERS = 600
+
+
+class Checkpointer:
+    """Saves and restores a training, and tells jurymast's agent how far it is.
+
+        checkpoint = jurymast.Checkpointer({"model": model, "optimizer": optimizer, "data": loader})
+        for step in range(checkpoint.restore(), total_steps):
+            train_one_step()
+            checkpoint.step(step + 1)
+
+    `state` maps names to modules, optimizers, anything with `state_dict` and `load_state_dict` (learning rate
+    schedules, data loaders), generators, tensors, or plain values in nested dicts and lists; the latter two
+    are restored in place where they can be. It is read anew at every save. What differs between ranks is
+    saved once a rank. All methods are called by every rank, with the same step.
+
+    Options, each with a default from the environment that jurymast sets:
+    `directory` of the checkpoints ($JURYMAST_RUN_DIR/checkpoints, $JURYMAST_CHECKPOINTS, ./checkpoints);
+    `every`: "200 steps" or 200, "10m", or "auto" (JURYMAST_CADENCE_STEPS, JURYMAST_CADENCE_S, automatic:
+    what loses least, from the measured stall and JURYMAST_MTBF_S); `keep`: how many to keep (JURYMAST_KEEP,
+    3). Raises CheckpointError when `state` cannot be saved.
+    """
+
+    def __init__(
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        every: str | int | None = None,
+        keep: int | None = None,
+    ) -> None:
+        self._state = State(state)
+        self._directory = _directory(directory)
+        self._cadence = _cadence(every)
+        self._keep = int(os.environ.get("JURYMAST_KEEP", "3")) if keep is None else keep
+        if self._keep < 1:
+            raise CheckpointError(f"keep={self._keep} would keep no checkpoint")
+        self._attempt = int(os.environ.get("JURYMAST_ATTEMPT", "0"))
+        self._link = link.current()
+        self._beat = self._link.beat
+        # Opened with the first use: the process group may not be there yet.
+        self._group: Group | None = None
+        self._tiers: list[Tier] = []
+        self._meeting = Meeting(-1, save=False)
+        self._meet_at = -1
+        self._saved_step = -1
+        # Rank 0's clock: what the next meeting is computed from.
+        self._due_at = 0.0
+        self._met_at = 0.0
+        self._met_step = -1
+        self._gap = 0
+        self._stall_s: float | None = None
+
+    # ---- what scripts call
+
+    def restore(self) -> int:
+        """Restore the newest complete, verified step and return it; 0, touching nothing, if there is none.
+
+        Damaged checkpoints are passed over, with a warning. Raises CheckpointError when there are
+        checkpoints but none can be read: starting over must be somebody's decision.
+        """
+        self._link.enter(link.RESTORING)
+        started = time.monotonic()
+        group = self._open()
+        for tier in self._tiers:
+            tier.open()
+        restored, tier_name, skipped = self._restore_newest()
+        step = restored.step if restored else 0
+        self._saved_step = step if restored else -1
+        self._link.resume_at(step)
+        if group.rank == 0:
+            self._report_restored(restored, tier_name, skipped, time.monotonic() - started)
+        self._begin_cadence(step)
+        return step
+
+    def step(self, step: int) -> None:
+        """Say that `step` steps are done: a heartbeat, and a save when it is time for one.
+
+        Failing storage costs the checkpoint, not the training; CheckpointError: it can never be saved.
+        """
+        # Not before the first call: a script that only restores and saves is heard by its optimizer's steps.
+        self._link.explicit_steps = True
+        self._beat(step)
+        if step >= self._meet_at:
+            self._meet(step)
+
+    def save(self, step: int) -> bool:
+        """Save `step` now, unless it is saved; False when the storage failed. Raises as `step` does."""
+        if self._meet_at < 0:
+            self._begin_cadence(step)
+        if self._saved_step == step:
+            return True
+        ok = self._save(step)
+        self._schedule(step)
+        return ok
+
+    # ---- saving
+
+    def _save(self, step: int) -> bool:
+        self._link.enter(link.SAVING)
+        started = time.monotonic()
+        self._open()
+        captured = self._capture()
+        outcomes = {tier.name: tier.save(step, captured) for tier in self._tiers}
+        stall_s = time.monotonic() - started
+        ok = any(saved.ok for saved in outcomes.values())
+        if ok:
+            self._saved_step = step
+        if any(saved.ok and not saved.existing for saved in outcomes.values()):
+            self._stall_s = stall_s
+        self._link.resume_at(step)
+        self._report_saved(step, outcomes, stall_s)
+        return ok
+
+    def _capture(self) -> Any:
+        """This rank's state, all ranks having theirs. Raises CheckpointError on all if one cannot."""
+        group = self._open()
+        trees: dict[str, Any] = {}
+        digests: dict[str, str] = {}
+        error = ""
+        try:
+            trees = self._state.trees()
+            digests = self._state.digests(trees)
+        except Exception as raised:
+            error = f"rank {group.rank}: {type(raised).__name__}: {raised}"
+            log.exception("the state cannot be taken")
+        gathered = group.gather((error, digests))
+        for text, _ in gathered:
+            if text:
+                raise CheckpointError(f"the state cannot be taken: {text}")
+        return self._state.captured(trees, [theirs for _, theirs in gathered], group.rank)
+
+    def _report_saved(self, step: int, outcomes: dict[str, Saved], stall_s: float) -> None:
+        if self._open().rank != 0:
+            return
+        for name, saved in outcomes.items():
+            if not saved.ok:
+                log.warning("step %d was not saved (%s tier): %s", step, name, saved.error)
+            self._link.emit(
+                "Saved",
+                step=step,
+                tier=name,
+                ok=saved.ok,
+                stall_s=round(stall_s, 6),
+                size_bytes=saved.size_bytes,
+                error=saved.error[:ERROR_CHARACTERS],
+            )
+
+    # ---- restoring
+
+    def _restore_newest(self) -> tuple[Candidate | None, str, dict[int, str]]:
+        """Load the newest step that any tier has whole; says what was passed over, and why."""
+        skipped: dict[int, str] = {}
+        found: list[tuple[Candidate, Tier]] = []
+        for tier in self._tiers:
+            candidates, bad = tier.candidates()
+            skipped.update(bad)
+            found += [(candidate, tier) for candidate in candidates]
+        # stable: of the same step, the tier that comes first is the faster one
+        found.sort(key=lambda pair: -pair[0].step)
+        for candidate, tier in found:
+            why = tier.load(candidate, self._state)
+            if not why:
+                return candidate, tier.name, skipped
+            skipped[candidate.step] = why
+            if self._open().rank == 0:
+                log.warning("step %d cannot be restored from the %s tier: %s", candidate.step, tier.name, why)
+        if skipped:
+            reasons = "; ".join(f"step {step}: {why}" for step, why in sorted(skipped.items(), reverse=True))
+            raise CheckpointError(
+                f"there are checkpoints in {self._directory} but none can be restored: {reasons}",
+                hint="to start from the beginning, move them away",
+            )
+        return None, "", skipped
+
+    def _report_restored(
+        self, restored: Candidate | None, tier: str, skipped: dict[int, str], seconds: float
+    ) -> None:
+        passed_over = [f"step {step}: {why}"[:ERROR_CHARACTERS] for step, why in sorted(skipped.items())]
+        if restored and passed_over:
+            log.warning("restored step %d, passing over %s", restored.step, "; ".join(passed_over))
+        self._link.emit(
+            "Restored",
+            step=restored.step if restored else 0,
+            tier=tier,
+            seconds=round(seconds, 6),
+            size_bytes=restored.size_bytes if restored else 0,
+            skipped=passed_over[-4:],
+        )
+
+    # ---- when to save
+
+    def _begin_cadence(self, step: int) -> None:
+        """Start counting at `step`: nothing was saved since, and how long a step takes is not known."""
+        self._due_at = time.monotonic() + self._interval_s()
+        if self._cadence.steps is not None:
+            self._set_meeting(Meeting(next_save_step(step, self._cadence.steps), save=True), step)
+        else:
+            self._set_meeting(Meeting(step + 1, save=False), step)
+
+    def _set_meeting(self, meeting: Meeting, step: int) -> None:
+        self._meeting = meeting
+        self._meet_at = meeting.step
+        self._gap = meeting.step - step
+        self._met_step = step
+        self._met_at = time.monotonic()
+
+    def _meet(self, step: int) -> None:
+        """All ranks are at the step they agreed to meet at: save, or agree on the next such step."""
+        if self._meet_at < 0:  # step() without restore(): the first call is the start
+            self._begin_cadence(step - 1)
+            if step < self._meet_at:
+                return
+        if not self._meeting.save:
+            meeting = self._open().broadcast(self._plan_meeting(step))
+            self._set_meeting(meeting, step)
+            if meeting.step > step:
+                return
+        if self._saved_step != step:
+            self._save(step)
+        self._schedule(step)
+
+    def _plan_meeting(self, step: int) -> Meeting | None:
+        """Rank 0's view, from its clock, of where to meet after `step`; None on the others."""
+        if self._open().rank != 0:
+            return None
+        now = time.monotonic()
+        step_s = (now - self._met_at) / max(1, step - self._met_step)
+        return next_meeting(step, self._gap, self._due_at - now, step_s)
+
+    def _schedule(self, step: int) -> None:
+        """After a save (also a failed one): set the next meeting."""
+        if self._cadence.steps is not None:
+            self._set_meeting(Meeting(next_save_step(step, self._cadence.steps), save=True), step)
+            return
+        self._due_at = time.monotonic() + self._interval_s()
+        self._set_meeting(Meeting(step + max(1, self._gap), save=False), step)
+
+    def _interval_s(self) -> float:
+        """Time from one save to the next. Only rank 0's value counts."""
+        if self._cadence.seconds is not None:
+            return self._cadence.seconds
+        if self._stall_s is None:
+            return AUTO_FIRST_SAVE_S
+        nodes = self._group.nodes if self._group else 1
+        mtbf_s = float(os.environ.get("JURYMAST_MTBF_S", "0")) or default_mtbf_s(nodes)
+        return young_interval_s(self._stall_s, mtbf_s)
+
+    # ---- set-up
+
+    def _open(self) -> Group:
+        """The ranks' group, made at the first use by all of them."""
+        if self._group is None:
+            self._group = Group()
+            shared = SharedTier(
+                self._directory,
+                self._group,
+                keep=self._keep,
+                attempt=self._attempt,
+                stale=self._stale,
+            )
+            self._tiers = [shared]
+        return self._group
+
+    def _stale(self) -> str:
+        """Why this attempt may not publish checkpoints any more, or ""."""
+        root = os.environ.get("JURYMAST_RUN_DIR")
+        newest = RunDirectory(root).newest_attempt() if root else 0
+        if newest > self._attempt:
+            return f"attempt {self._attempt} is stale: attempt {newest} has started"
+        return ""
+
+
+def _directory(given: str | os.PathLike[str] | None) -> Path:
+    if given is not None:
+        return Path(given).absolute()
+    if root := os.environ.get("JURYMAST_RUN_DIR"):
+        return RunDirectory(root).checkpoints.absolute()
+    return Path(os.environ.get("JURYMAST_CHECKPOINTS") or "checkpoints").absolute()
+
+
+def _cadence(every: str | int | None) -> Cadence:
+    """Raises CheckpointError."""
+    try:
+        if every is not None:
+            return parse_cadence(every)
+        if steps := os.environ.get("JURYMAST_CADENCE_STEPS"):
+            return Cadence(steps=int(steps))
+        if seconds := os.environ.get("JURYMAST_CADENCE_S"):
+            return Cadence(seconds=float(seconds))
+    except ValueError as error:
+        raise CheckpointError(f"when to save is unclear: {error}") from error
+    return Cadence()

@@ -1,0 +1,252 @@
+"""The shared directory of checkpoints: names, manifests, what is complete, what may go. No torch here.
+
+    checkpoints/step-00000100/            complete: a stock torch.distributed.checkpoint directory ...
+    checkpoints/step-00000100/jurymast.json   ... with our manifest, written last
+    checkpoints/.saving-00000200.a0003.<nonce>/   being written by attempt 3
+    checkpoints/.deleting-00000050.<nonce>/       on its way out
+
+A checkpoint is complete or absent: it is written under a name nobody reads, and renamed once everything in
+it is on disk. Nothing is ever written into a directory that has its final name.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from jurymast.rundir import sync_directory, write_atomically
+
+MANIFEST = "jurymast.json"
+FORMAT = 1
+READ_BYTES = 4 << 20
+
+_FINAL = re.compile(r"step-(\d{8,})")
+_SAVING = re.compile(r"\.saving-(\d+)\.a(\d+)\.[0-9a-f]+")
+_DELETING = re.compile(r"\.deleting-\d+\.[0-9a-f]+")
+
+
+class BadCheckpoint(Exception):
+    """A finding, not a failure: this directory is no checkpoint to trust; says why, on one line."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint: `name` relative to it, its size and hash as they were written by `rank`."""
+
+    name: str
+    size_bytes: int
+    xxh3_64: str
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint consists of. `entries` says of each entry how it was saved."""
+
+    step: int
+    attempt: int
+    world_size: int
+    torch: str
+    files: tuple[FileRecord, ...]
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        """JSON with a hash over itself, so that a damaged manifest is told from a damaged file."""
+        values = asdict(self)
+        values["manifest_xxh3_64"] = _hash_of_values(values)
+        return json.dumps(values, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Raises BadCheckpoint."""
+        try:
+            values: dict[str, Any] = json.loads(data)
+            expected = values.pop("manifest_xxh3_64")
+            if values["format"] != FORMAT:
+                raise BadCheckpoint(f"its format is {values['format']}, this version reads {FORMAT}")
+            if _hash_of_values(values) != expected:
+                raise BadCheckpoint(f"{MANIFEST} is damaged: its hash does not match")
+            values["files"] = tuple(FileRecord(**record) for record in values["files"])
+            return cls(**values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadCheckpoint(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _hash_of_values(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+
+
+def final_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    match = _FINAL.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def hash_file(path: Path) -> tuple[int, str]:
+    """Size and xxh3_64 of a file. Raises OSError."""
+    digest = xxhash.xxh3_64()
+    size = 0
+    buffer = memoryview(bytearray(READ_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return size, digest.hexdigest()
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+class CheckpointDirectory:
+    """One directory of checkpoints. Methods that write are for one process, rank 0."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    def path(self, step: int) -> Path:
+        return self.root / final_name(step)
+
+    def steps(self) -> list[int]:
+        """Steps that have a directory, complete or not, newest first. Raises OSError."""
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        return sorted((step for name in names if (step := step_of(name)) is not None), reverse=True)
+
+    def manifest(self, step: int) -> Manifest:
+        """Raises BadCheckpoint when there is none, or it is damaged or of another step."""
+        try:
+            data = (self.path(step) / MANIFEST).read_bytes()
+        except FileNotFoundError as error:
+            raise BadCheckpoint(f"it has no {MANIFEST}: incomplete, or not ours") from error
+        except OSError as error:
+            raise BadCheckpoint(f"{MANIFEST} cannot be read: {error.strerror}") from error
+        manifest = Manifest.from_bytes(data)
+        if manifest.step != step:
+            raise BadCheckpoint(f"{MANIFEST} is of step {manifest.step}")
+        return manifest
+
+    def check_sizes(self, step: int, manifest: Manifest) -> None:
+        """The cheap check: every file is there in full length. Raises BadCheckpoint."""
+        for record in manifest.files:
+            try:
+                size = (self.path(step) / record.name).stat().st_size
+            except OSError as error:
+                raise BadCheckpoint(f"{record.name}: {error.strerror}") from error
+            if size != record.size_bytes:
+                raise BadCheckpoint(f"{record.name} has {size} bytes, written were {record.size_bytes}")
+
+    def check_files(self, step: int, files: Iterable[FileRecord]) -> list[str]:
+        """The full check: read and hash `files`; returns what is wrong with them, a line each."""
+        problems = []
+        for record in files:
+            try:
+                size, digest = hash_file(self.path(step) / record.name)
+            except OSError as error:
+                problems.append(f"{record.name}: {error.strerror or error}")
+                continue
+            if size != record.size_bytes:
+                problems.append(f"{record.name} has {size} bytes, written were {record.size_bytes}")
+            elif digest != record.xxh3_64:
+                problems.append(f"{record.name} is corrupt: its hash does not match")
+        return problems
+
+    def complete(self) -> list[int]:
+        """Steps whose checkpoint has a sound manifest and all files in full length, newest first."""
+        found = []
+        for step in self.steps():
+            try:
+                self.check_sizes(step, self.manifest(step))
+            except BadCheckpoint:
+                continue
+            found.append(step)
+        return found
+
+    # ---- writing (rank 0)
+
+    def begin(self, step: int, attempt: int) -> Path:
+        """Make the directory in which `step` is written. Raises OSError."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = self.root / f".saving-{step:08d}.a{attempt:04d}.{secrets.token_hex(4)}"
+        temporary.mkdir(mode=0o700)
+        return temporary
+
+    def seal(self, temporary: Path, manifest: Manifest) -> None:
+        """Write the manifest, the last file, and wait until names and content are on disk. Raises OSError."""
+        for record in manifest.files:
+            size = (temporary / record.name).stat().st_size
+            if size != record.size_bytes:
+                raise OSError(errno.EIO, f"{record.name} has {size} bytes, written were {record.size_bytes}")
+        write_atomically(temporary / MANIFEST, manifest.to_bytes())
+
+    def publish(self, temporary: Path, step: int) -> None:
+        """Give a sealed directory its final name. Raises OSError, also when that name is taken."""
+        # rename(2) replaces an empty directory only, so a complete checkpoint can never be overwritten.
+        os.rename(temporary, self.path(step))
+        sync_directory(self.root)
+
+    def abandon(self, temporary: Path) -> None:
+        """Remove what a failed save left; best effort, `sweep` gets what stays."""
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    def set_aside(self, step: int) -> str:
+        """Move a damaged checkpoint out of the way of a new one, keeping it; returns its new name."""
+        name = f"{final_name(step)}.damaged-{secrets.token_hex(4)}"
+        os.rename(self.path(step), self.root / name)
+        sync_directory(self.root)
+        return name
+
+    def sweep(self, attempt: int) -> list[str]:
+        """Remove what attempts up to `attempt` left half-written or half-deleted; returns their names.
+
+        A newer attempt's directories stay: then we are the stale one.
+        """
+        try:
+            names = os.listdir(self.root)
+        except OSError:
+            return []
+        swept = []
+        for name in names:
+            saving = _SAVING.fullmatch(name)
+            if _DELETING.fullmatch(name) or (saving and int(saving[2]) <= attempt):
+                path = self.root / name
+                if stat.S_ISDIR(path.lstat().st_mode):
+                    shutil.rmtree(path, ignore_errors=True)
+                    swept.append(name)
+        return swept
+
+    def retire(self, keep: int, known_bad: frozenset[int] = frozenset()) -> list[Path]:
+        """Take all but the newest `keep` complete checkpoints away; returns what is left to delete.
+
+        Incomplete ones and those in `known_bad` neither count nor go: they are somebody's evidence. The
+        rename makes each disappear at once, so that no reader ever sees half of one. Raises OSError.
+        """
+        good = [step for step in self.complete() if step not in known_bad]
+        doomed = []
+        for step in good[max(1, keep) :]:
+            gone = self.root / f".deleting-{step:08d}.{secrets.token_hex(4)}"
+            os.rename(self.path(step), gone)
+            doomed.append(gone)
+        return doomed

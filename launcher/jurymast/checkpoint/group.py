@@ -1,0 +1,63 @@
+"""The ranks of a training talking about checkpoints; in a single process there is nobody to talk to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Group:
+    """All ranks of the default process group, over a CPU backend. Every method is called by all ranks."""
+
+    def __init__(self) -> None:
+        """Collective: makes a gloo group of its own when the training's group cannot carry CPU objects."""
+        self.process_group: Any = None
+        self.rank = 0
+        self.size = 1
+        self.distributed = dist.is_available() and dist.is_initialized()
+        if self.distributed:
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
+            if "cpu:" not in dist.get_backend_config():
+                self.process_group = dist.new_group(backend="gloo")
+
+    @property
+    def nodes(self) -> int:
+        """How many torchrun agents, normally nodes, the ranks are spread over."""
+        return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's `value`, on every rank."""
+        boxed: list[Any] = [value]
+        if self.distributed:
+            dist.broadcast_object_list(boxed, src=0, group=self.process_group)
+        result: T = boxed[0]
+        return result
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, by rank, on every rank."""
+        if not self.distributed:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Do `work` on rank 0 and give its result to every rank; what it raises is raised on every rank."""
+        result: T | None = None
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                result = work()
+            except Exception as raised:
+                error = raised.with_traceback(None)
+                error.__cause__ = error.__context__ = None
+        result, error = self.broadcast((result, error))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]  # rank 0's, and that is a T

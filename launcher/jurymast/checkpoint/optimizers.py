@@ -1,0 +1,169 @@
+"""The state of optimizers, keyed by parameter names, without side effects on the optimizer.
+
+torch's functions bring missing state into being by a step with zero gradients and learning rate. That step
+counts (Adam's bias correction sees it), so a training that saved before its first step would go on
+differently from one that did not. Here it is avoided; on restore the checkpoint itself says what state
+there is. Only where that cannot say how a state is sharded is torch's way taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from jurymast.checkpoint.tree import StoredTree, decode, encode
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+Modules = Mapping[str, torch.nn.Module]
+
+
+class _Joined(torch.nn.Module):
+    """Several modules as one, for an optimizer that has parameters of each."""
+
+    def __init__(self, modules: Modules) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(f"entry_{name.replace('.', '_')}", module)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _owner(optimizer: Optimizer, modules: Modules) -> torch.nn.Module | None:
+    """The module that has all the optimizer's parameters; None when the user did not pass it."""
+    wanted = {id(parameter) for parameter in _parameters(optimizer)}
+    for module in modules.values():
+        if wanted <= {id(parameter) for parameter in module.parameters()}:
+            return module
+    if wanted <= {id(parameter) for module in modules.values() for parameter in module.parameters()}:
+        return _Joined(modules)
+    return None
+
+
+def _is_fsdp1(owner: torch.nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in owner.modules())
+
+
+@contextmanager
+def _no_initial_step(optimizer: Optimizer) -> Iterator[None]:
+    """Keep torch from stepping the optimizer, which it does when there is no state at all."""
+    parameters = _parameters(optimizer)
+    if optimizer.state or not parameters:
+        yield
+        return
+    optimizer.state[parameters[0]] = {}
+    try:
+        yield
+    finally:
+        if not optimizer.state.get(parameters[0]):
+            optimizer.state.pop(parameters[0], None)
+
+
+def _named_state(optimizer: Optimizer, owner: torch.nn.Module) -> dict[str, Any]:
+    if _is_fsdp1(owner):  # its state has no names before it exists
+        return get_optimizer_state_dict(owner, optimizer)
+    with _no_initial_step(optimizer):
+        return get_optimizer_state_dict(owner, optimizer)
+
+
+def optimizer_state(optimizer: Optimizer, modules: Modules) -> dict[str, Any]:
+    """{"state": {parameter: {name: value}}, "param_groups": [...]}, parameters by name, the live tensors.
+
+    Parameters are numbered (as strings) when no module in `modules` has them.
+    """
+    owner = _owner(optimizer, modules)
+    if owner is None:
+        state = optimizer.state_dict()
+        state["state"] = {str(number): value for number, value in state["state"].items()}
+    else:
+        state = _named_state(optimizer, owner)
+    state["state"] = {name: value for name, value in state["state"].items() if value}
+    if not state["state"]:
+        del state["state"]
+    encoded: dict[str, Any] = encode(state)
+    return encoded
+
+
+def optimizer_template(optimizer: Optimizer, modules: Modules, stored: StoredTree) -> dict[str, Any]:
+    """A tree for DCP to load the state in `stored` into. Memory is taken where the state will live."""
+    owner = _owner(optimizer, modules)
+    if owner is None:
+        template: dict[str, Any] = stored.tree()
+        return template
+    names = [name for group in _named_state(optimizer, owner)["param_groups"] for name in group["params"]]
+    parameters = dict(zip(names, _parameters(optimizer), strict=False))
+    if _is_fsdp1(owner) or not all(_placeable(parameters, path, kind) for path, kind in stored.leaves()):
+        return _template_by_torch(optimizer, owner, stored)
+
+    def place(path: tuple[str | int, ...], kind: TensorStorageMetadata) -> torch.Tensor | None:
+        parameter = parameters.get(str(path[1])) if len(path) > 2 and path[0] == "state" else None
+        if parameter is None or parameter.shape != kind.size or not kind.size:
+            return None
+        return torch.empty_like(parameter, dtype=kind.properties.dtype, requires_grad=False)
+
+    tree: dict[str, Any] = stored.tree(place)
+    return tree
+
+
+def _placeable(parameters: Mapping[str, torch.Tensor], path: tuple[str | int, ...], kind: Any) -> bool:
+    """False for a tensor of another shape than its sharded parameter: its own sharding is not known."""
+    if not isinstance(kind, TensorStorageMetadata) or path[0] != "state":
+        return True
+    parameter = parameters.get(str(path[1]))
+    return not isinstance(parameter, DTensor) or not kind.size or kind.size == parameter.shape
+
+
+def _template_by_torch(optimizer: Optimizer, owner: torch.nn.Module, stored: StoredTree) -> dict[str, Any]:
+    """The optimizer's own state, made by torch if need be, of those parameters that have some in `stored`."""
+    template: dict[str, Any] = get_optimizer_state_dict(owner, optimizer)
+    present = {path[1] for path, _ in stored.leaves() if path[0] == "state"}
+    template["state"] = {name: value for name, value in template["state"].items() if name in present}
+    encoded: dict[str, Any] = encode(template)
+    return encoded
+
+
+def load_optimizer_state(optimizer: Optimizer, modules: Modules, loaded: dict[str, Any]) -> None:
+    """Raises ValueError or KeyError when groups or parameters do not fit."""
+    state = decode(loaded)
+    values = state.setdefault("state", {})
+    owner = _owner(optimizer, modules)
+    if owner is None:
+        state["state"] = {int(number): value for number, value in values.items()}
+        optimizer.load_state_dict(state)
+        return
+    if _is_fsdp1(owner):
+        set_optimizer_state_dict(owner, optimizer, state)
+        return
+    names = [name for group in _named_state(optimizer, owner)["param_groups"] for name in group["params"]]
+    for name in names:
+        # a parameter that never had a gradient has no state, which torch takes for an incomplete checkpoint
+        values.setdefault(name, {})
+    with _no_initial_step(optimizer):
+        set_optimizer_state_dict(owner, optimizer, state)
+    for name, parameter in zip(names, _parameters(optimizer), strict=True):
+        _restore_types(optimizer.state[parameter], values[name])
+        if not optimizer.state[parameter]:
+            del optimizer.state[parameter]
+
+
+def _restore_types(present: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Undo torch's cast to the parameter's type: float32 moments of bfloat16 weights stay float32."""
+    for name, value in saved.items():
+        now = present.get(name)
+        if (
+            isinstance(value, torch.Tensor)
+            and isinstance(now, torch.Tensor)
+            and value.is_floating_point()
+            and now.dtype != value.dtype
+        ):
+            present[name] = value.to(device=now.device)

@@ -1,0 +1,327 @@
+"""The shared tier: stock torch.distributed.checkpoint directories on storage that all nodes see."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+
+from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord, Manifest, one_line
+from jurymast.checkpoint.group import Group
+from jurymast.checkpoint.state import Captured, State
+from jurymast.checkpoint.tier import Candidate, Saved
+from jurymast.errors import CheckpointError
+
+log = logging.getLogger("jurymast.checkpoint")
+
+
+class _HashingStream:
+    """A new file, 0600, hashed as it is written: what later differs from the hash was damaged on the way."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
+        self._digest = xxhash.xxh3_64()
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        count = self._file.write(data)
+        self._digest.update(data)
+        self.size += count
+        return count
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        self._file.flush()  # DCP asks for it only to sync, and what is in our buffer must be synced too
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+class _HashingFiles(FileSystem):
+    """DCP's file system, remembering size and hash of each file this rank wrote."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, tuple[int, str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as plain:
+                yield plain
+            return
+        stream = _HashingStream(Path(path))
+        try:
+            yield stream
+        finally:
+            stream.close()
+        self.written[Path(path).name] = (stream.size, stream.hexdigest)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+    def records(self, rank: int) -> list[FileRecord]:
+        return [FileRecord(name, size, digest, rank) for name, (size, digest) in self.written.items()]
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """DCP's planner, but where ranks may differ the lowest rank's value is written, not any rank's.
+
+    No plan caching: torch's cache is one a process for each planner class, and takes plans whose tensors
+    only changed their type for equal, so a grown or changed state would be described by old metadata.
+    """
+
+    def __init__(self, balanced: frozenset[str]) -> None:
+        super().__init__()
+        self._balanced = balanced
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        seen: set[Any] = set()
+        plans = []
+        for plan in all_plans:
+            items = [
+                item
+                for item in plan.items
+                if item.type == WriteItemType.SHARD
+                or item.index.fqn in self._balanced
+                or item.index not in seen
+            ]
+            seen.update(item.index for item in items)
+            plans.append(dataclasses.replace(plan, items=items))
+        return super().create_global_plan(plans)
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """DCP warns when there is no process group; a training in a single process knows."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+class SharedTier:
+    """Checkpoints in one directory. `stale` tells rank 0 whether a newer attempt has started."""
+
+    name = "shared"
+
+    def __init__(
+        self, root: Path, group: Group, *, keep: int, attempt: int, stale: Callable[[], str]
+    ) -> None:
+        self._directory = CheckpointDirectory(root)
+        self._group = group
+        self._keep = keep
+        self._attempt = attempt
+        self._stale = stale
+        # Seen to be damaged by this process; only rank 0's matters.
+        self._damaged: set[int] = set()
+
+    def open(self) -> None:
+        swept = self._group.on_first(lambda: self._directory.sweep(self._attempt))
+        if swept and self._group.rank == 0:
+            log.info("removed what earlier attempts left half-done: %s", ", ".join(swept))
+
+    # ---- saving
+
+    def save(self, step: int, captured: Captured) -> Saved:
+        group = self._group
+        try:
+            present = group.on_first(lambda: self._present(step))
+            if isinstance(present, Manifest):
+                problems = self._verify(present)
+                if not problems:
+                    return Saved(ok=True, size_bytes=present.size_bytes, existing=True)
+                log.warning("step %d is there already but damaged (%s)", step, problems[0])
+            temporary = group.on_first(lambda: self._begin(step))
+        except OSError as error:
+            return Saved(ok=False, error=one_line(error))
+        files = _HashingFiles()
+        if error_text := self._write(temporary, captured, files):
+            group.on_first(lambda: self._directory.abandon(temporary))
+            return Saved(ok=False, error=error_text)
+        records = [record for records in group.gather(files.records(group.rank)) for record in records]
+        manifest = Manifest(
+            step=step,
+            attempt=self._attempt,
+            world_size=group.size,
+            torch=torch.__version__,
+            files=tuple(sorted(records, key=lambda record: record.name)),
+            entries=captured.entries,
+        )
+        return group.on_first(lambda: self._finish(temporary, manifest))
+
+    def _present(self, step: int) -> Manifest | None:
+        """What is under the final name already, as far as it can be told without reading it all."""
+        try:
+            return self._directory.manifest(step)
+        except BadCheckpoint:
+            return None
+
+    def _begin(self, step: int) -> Path:
+        if os.path.lexists(self._directory.path(step)):
+            # Damaged, or `save` would not be here. It is kept, for it may be all that is left of something.
+            name = self._directory.set_aside(step)
+            log.warning("a damaged checkpoint of step %d was in the way; it is now %s", step, name)
+        return self._directory.begin(step, self._attempt)
+
+    def _write(self, temporary: Path, captured: Captured, files: _HashingFiles) -> str:
+        """Have DCP write everything; returns what was wrong with the storage, on one line, or "".
+
+        Raises CheckpointError when it is not the storage: then no later save can succeed either.
+        """
+        # One thread: an error in another of DCP's threads is lost, and with it the data it was to write.
+        writer = FileSystemWriter(temporary, sync_files=True, thread_count=1, overwrite=False)
+        writer.fs = files
+        try:
+            with _alone_is_fine():
+                dcp.save(
+                    captured.tree,
+                    storage_writer=writer,
+                    planner=_SavePlanner(captured.balanced),
+                    process_group=self._group.process_group,
+                    no_dist=not self._group.distributed,
+                )
+        except CheckpointException as error:
+            failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+            text = "; ".join(f"rank {rank}: {one_line(failure)}" for rank, failure in failures.items())
+            if any(_is_storage_failure(failure) for failure in failures.values()):
+                return text
+            self._group.on_first(lambda: self._directory.abandon(temporary))
+            raise CheckpointError(f"the state cannot be saved: {text}") from error
+        return ""
+
+    def _finish(self, temporary: Path, manifest: Manifest) -> Saved:
+        """Rank 0: publish what all ranks have written."""
+        step = manifest.step
+        try:
+            self._directory.seal(temporary, manifest)
+            if why := self._stale():
+                self._directory.abandon(temporary)
+                return Saved(ok=False, error=why)
+            self._directory.publish(temporary, step)
+            self._directory.check_sizes(step, self._directory.manifest(step))
+        except (OSError, BadCheckpoint) as error:
+            self._directory.abandon(temporary)
+            return Saved(ok=False, error=one_line(error))
+        self._damaged.discard(step)
+        self._retire()
+        return Saved(ok=True, size_bytes=manifest.size_bytes)
+
+    def _retire(self) -> None:
+        try:
+            doomed = self._directory.retire(self._keep, frozenset(self._damaged))
+        except OSError as error:
+            log.warning("cannot remove old checkpoints: %s", one_line(error))
+            return
+        if doomed:  # gone for every reader; giving their space back may take long, and nobody waits for it
+            threading.Thread(target=_delete, args=(doomed,), name="jurymast-retire").start()
+
+    # ---- restoring
+
+    def candidates(self) -> tuple[list[Candidate], dict[int, str]]:
+        return self._group.on_first(self._candidates)
+
+    def _candidates(self) -> tuple[list[Candidate], dict[int, str]]:
+        found: list[Candidate] = []
+        skipped: dict[int, str] = {}
+        try:
+            steps = self._directory.steps()
+        except OSError as error:
+            raise CheckpointError(f"cannot list {self._directory.root}: {error.strerror}") from error
+        for step in steps:
+            try:
+                manifest = self._directory.manifest(step)
+                self._directory.check_sizes(step, manifest)
+            except BadCheckpoint as why:
+                skipped[step] = str(why)
+                self._damaged.add(step)
+                continue
+            found.append(Candidate(step, manifest.size_bytes, manifest.world_size, manifest.entries))
+        return found, skipped
+
+    def load(self, candidate: Candidate, state: State) -> str:
+        group = self._group
+        step = candidate.step
+        manifest = group.on_first(lambda: self._present(step))
+        problems = self._verify(manifest) if manifest else ["it disappeared"]
+        if problems:
+            self._damaged.add(step)
+            return "; ".join(problems[:3])
+        reader = FileSystemReader(self._directory.path(step))
+        template: dict[str, Any] = {}
+
+        def prepare() -> None:
+            template.update(
+                state.template(reader.read_metadata(), candidate.entries, group.rank, candidate.world_size)
+            )
+
+        if why := self._on_all(prepare):
+            return why
+        try:
+            with _alone_is_fine():
+                dcp.load(
+                    template,
+                    storage_reader=reader,
+                    planner=DefaultLoadPlanner(),
+                    process_group=group.process_group,
+                    no_dist=not group.distributed,
+                )
+        except CheckpointException as error:
+            rank, failure = min(error.failures.items())
+            return f"rank {rank}: {one_line(failure[0])}"
+        return self._on_all(lambda: state.apply(template, candidate.entries))
+
+    def _verify(self, manifest: Manifest) -> list[str]:
+        """Read and hash all files, each rank its share: those that the same rank number wrote."""
+        group = self._group
+        mine = [record for record in manifest.files if record.rank % group.size == group.rank]
+        found = group.gather(self._directory.check_files(manifest.step, mine))
+        return [problem for problems in found for problem in problems]
+
+    def _on_all(self, work: Callable[[], None]) -> str:
+        """Do `work` on every rank; why it failed on the first rank where it did, the same on all, or ""."""
+        why = ""
+        try:
+            work()
+        except Exception as error:
+            why = one_line(error)
+            log.debug("cannot load a checkpoint", exc_info=True)
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self._group.gather(why)) if text]
+        return failures[0] if failures else ""
+
+
+def _is_storage_failure(error: BaseException) -> bool:
+    """True for what another try may cure: torch's zip writer hides the OSError in a RuntimeError."""
+    hidden = isinstance(error, RuntimeError) and ".cc:" in str(error)
+    return hidden or isinstance(error, OSError)
+
+
+def _delete(directories: list[Path]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,251 @@
+"""What the user hands to `Checkpointer`, turned into what torch.distributed.checkpoint saves, and back.
+
+DCP flattens nested dicts to dotted names, turns every key into a string, drops empty dicts, and writes one
+rank's value where ranks differ. Here each of these is either undone or avoided, so that what is restored
+equals what was saved.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from jurymast.checkpoint import optimizers
+from jurymast.checkpoint.modules import load_module_state, module_state
+from jurymast.checkpoint.tree import Path, StoredTree, at, decode, digest, encode
+from jurymast.errors import CheckpointError
+
+
+class RandomState:
+    """The random generators of this process (Python's, torch's CPU and current GPU's), as a `Stateful`.
+
+    Pass one to `Checkpointer` when dropout or sampling must continue exactly where it was.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"].cpu())
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A rank's state at one step, as DCP takes it. Tensors are the live ones: save before training goes on.
+
+    `entries` is what the manifest says of each; `balanced` are the flat names of replicated tensors that
+    are the same on every rank, so that any rank may write them.
+    """
+
+    tree: dict[str, Any]
+    entries: dict[str, dict[str, Any]]
+    balanced: frozenset[str]
+
+
+@dataclass
+class State:
+    """The user's mapping from names to what is to be saved; read anew at every save."""
+
+    objects: MutableMapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for key, value in self.objects.items():
+            if not isinstance(key, str) or not key:
+                raise CheckpointError(f"the entry {key!r} has no name: keys must be non-empty strings")
+            if not _is_object(value):
+                _refuse_nested(key, value)
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        return {key: value for key, value in self.objects.items() if isinstance(value, torch.nn.Module)}
+
+    # ---- saving
+
+    def trees(self) -> dict[str, Any]:
+        """Each entry's state as nested dicts and lists that DCP keeps as they are.
+
+        Raises whatever an object's own `state_dict` raises.
+        """
+        modules = self._modules()
+        trees: dict[str, Any] = {}
+        for key, value in self.objects.items():
+            if isinstance(value, torch.nn.Module):
+                trees[key] = encode(module_state(value))
+            elif isinstance(value, torch.optim.Optimizer):
+                trees[key] = optimizers.optimizer_state(value, modules)
+            elif isinstance(value, torch.Generator):
+                trees[key] = value.get_state()
+            elif isinstance(value, Stateful):
+                trees[key] = encode(value.state_dict())
+            else:
+                trees[key] = encode(value)
+        return trees
+
+    def digests(self, trees: Mapping[str, Any]) -> dict[str, str]:
+        """A hash of every entry that may differ between ranks; modules and optimizers are DCP's business."""
+        return {
+            key: digest(tree)
+            for key, tree in trees.items()
+            if not isinstance(self.objects[key], torch.nn.Module | torch.optim.Optimizer)
+        }
+
+    def captured(self, trees: dict[str, Any], digests: list[dict[str, str]], rank: int) -> Captured:
+        """Join `trees` with what the other ranks have (their `digests`, by rank).
+
+        Entries that differ between ranks are saved once a rank, the others once.
+        """
+        tree: dict[str, Any] = {}
+        entries: dict[str, dict[str, Any]] = {}
+        balanced: set[str] = set()
+        for key, value in trees.items():
+            per_rank = len({theirs.get(key) for theirs in digests}) > 1
+            tree[key] = {rank_key(rank): value} if per_rank else value
+            entries[key] = {"kind": kind_of(self.objects[key]), "per_rank": per_rank}
+            if isinstance(self.objects[key], torch.nn.Module):
+                balanced.update(_parameter_names(key, self.objects[key], value))
+            elif isinstance(self.objects[key], torch.optim.Optimizer):
+                balanced.update(_tensor_names(key, value))
+        return Captured(tree, entries, frozenset(balanced))
+
+    # ---- restoring
+
+    def template(
+        self, metadata: Metadata, entries: Mapping[str, Mapping[str, Any]], rank: int, world_size: int
+    ) -> dict[str, Any]:
+        """What DCP loads into: live tensors of modules, new tensors for all else, shaped by the checkpoint.
+
+        `world_size` is the saver's. Raises CheckpointError for an entry that the checkpoint lacks.
+        """
+        stored = StoredTree(metadata)
+        modules = self._modules()
+        template: dict[str, Any] = {}
+        for key, value in self.objects.items():
+            if key not in entries:
+                raise CheckpointError(f"it has no entry {key!r}")
+            if isinstance(value, torch.nn.Module):
+                template[key] = encode(module_state(value))
+            elif isinstance(value, torch.optim.Optimizer):
+                template[key] = optimizers.optimizer_template(value, modules, stored.under((key,)))
+            else:
+                path = (key, rank_key(rank % world_size)) if entries[key].get("per_rank") else (key,)
+                part = stored.under(path)
+                tree = part.tree(_place_like(value) if part.has_tensors() else None)
+                template[key] = {path[1]: tree} if len(path) > 1 else tree
+        return template
+
+    def apply(self, loaded: dict[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give what DCP loaded to the objects. Raises whatever their `load_state_dict` raises."""
+        modules = self._modules()
+        for key, value in list(self.objects.items()):
+            tree = loaded[key]
+            if entries[key].get("per_rank"):
+                (tree,) = tree.values()
+            if isinstance(value, torch.nn.Module):
+                load_module_state(value, decode(tree))
+            elif isinstance(value, torch.optim.Optimizer):
+                optimizers.load_optimizer_state(value, modules, tree)
+            elif isinstance(value, torch.Generator):
+                value.set_state(tree.cpu())
+            elif isinstance(value, Stateful):
+                value.load_state_dict(decode(tree))
+            else:
+                self.objects[key] = replaced(value, decode(tree))
+
+
+def _place_like(value: Any) -> Callable[[Path, TensorStorageMetadata], torch.Tensor | None]:
+    """Load sharded tensors into ones that are sharded as `value`'s are now."""
+    live = encode(value.state_dict()) if isinstance(value, Stateful) else encode(value)
+
+    def place(path: Path, kind: TensorStorageMetadata) -> torch.Tensor | None:
+        tensor = at(live, path)
+        return tensor if isinstance(tensor, DTensor) and tensor.shape == kind.size else None
+
+    return place
+
+
+def rank_key(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def kind_of(value: Any) -> str:
+    if isinstance(value, torch.nn.Module):
+        return "module"
+    if isinstance(value, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(value, torch.Generator):
+        return "generator"
+    return "stateful" if isinstance(value, Stateful) else "value"
+
+
+def _is_object(value: Any) -> bool:
+    return kind_of(value) != "value"
+
+
+def _refuse_nested(key: str, value: Any) -> None:
+    """Objects inside plain dicts would be pickled whole, and restored as copies nobody uses."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return
+    for child in value:
+        if _is_object(child):
+            raise CheckpointError(
+                f"the entry {key!r} has a {type(child).__name__} inside", hint="give it an entry of its own"
+            )
+        _refuse_nested(key, child)
+
+
+def replaced(old: Any, new: Any) -> Any:
+    """`new`, put into `old` where `old` is a container or a tensor that others may hold on to."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        if old.shape == new.shape and old.dtype == new.dtype:
+            if old is not new:
+                with torch.no_grad():
+                    old.copy_(new)
+            return old
+        return new.to(old.device)
+    if isinstance(old, MutableMapping) and isinstance(new, Mapping):
+        for key, item in new.items():
+            old[key] = replaced(old[key], item) if key in old else item
+        return old
+    if type(old) is list and type(new) is list:
+        old[:] = [replaced(a, b) for a, b in zip(old, new, strict=False)] + new[len(old) :]
+        return old
+    return new
+
+
+def _parameter_names(key: str, module: torch.nn.Module, state: Any) -> Iterator[str]:
+    """Flat names of the module's parameters. Not of its buffers: under DDP rank 0's are the ones that count,
+    as every forward broadcasts them, and those of the others may differ by then."""
+    places = {parameter.data_ptr() for parameter in module.parameters() if _has_place(parameter)}
+    if isinstance(state, dict):
+        for name, tensor in state.items():
+            if _has_place(tensor) and tensor.data_ptr() in places:
+                yield f"{key}.{name}"
+
+
+def _has_place(value: Any) -> bool:
+    """True for a plain tensor with something in it; sharded ones are never replicated as a whole."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() > 0
+
+
+def _tensor_names(prefix: str, tree: Any) -> Iterator[str]:
+    """Flat names of tensors with at least one dimension, as DCP names them."""
+    if isinstance(tree, torch.Tensor):
+        if tree.dim():
+            yield prefix
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _tensor_names(f"{prefix}.{key}", value)

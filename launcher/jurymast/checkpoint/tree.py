@@ -1,0 +1,157 @@
+"""State as nested dicts, lists and tensors: to DCP's form and back, and how DCP stored it.
+
+DCP flattens nested dicts to dotted names, turns every key into a string, and drops empty dicts. What it
+would not give back as it was is wrapped here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeGuard
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+# A dict DCP would not give back as it was (keys that are no strings, or no keys) is stored as this tuple.
+OPAQUE = "__object__"
+# Of larger tensors a sample this big tells whether ranks differ.
+DIGEST_BYTES = 1 << 20
+
+Path = tuple[str | int, ...]
+
+
+class StoredTree:
+    """The names and shapes of (a part of) a checkpoint, from DCP's metadata."""
+
+    def __init__(self, metadata: Metadata, prefix: Path = ()) -> None:
+        self._metadata = metadata
+        self._prefix = prefix
+
+    def under(self, prefix: Path) -> StoredTree:
+        return StoredTree(self._metadata, self._prefix + prefix)
+
+    def leaves(self) -> Iterator[tuple[Path, Any]]:
+        """(path below the prefix, DCP's storage metadata) of every value."""
+        paths: Mapping[str, Path] = self._metadata.planner_data
+        depth = len(self._prefix)
+        for name, stored in self._metadata.state_dict_metadata.items():
+            path = paths[name]
+            if path[:depth] == self._prefix:
+                yield path[depth:], stored
+
+    def has_tensors(self) -> bool:
+        return any(isinstance(stored, TensorStorageMetadata) for _, stored in self.leaves())
+
+    def tree(self, place: Callable[[Path, TensorStorageMetadata], torch.Tensor | None] | None = None) -> Any:
+        """A new tree with a tensor for every tensor and None for every other value.
+
+        `place` may say which tensor to load one into (path below the prefix, its shape and type); without
+        it, or where it returns None, that is a new one in CPU memory.
+        """
+        root: dict[str, Any] = {}
+        for path, stored in self.leaves():
+            value: Any = None
+            if isinstance(stored, TensorStorageMetadata):
+                value = place(path, stored) if place else None
+                if value is None:
+                    value = torch.empty(stored.size, dtype=stored.properties.dtype)
+            put(root, ("root", *path), value)
+        return root.get("root")
+
+
+def put(root: dict[str, Any], path: Path, value: Any) -> None:
+    """Set `value` at `path`, making dicts for string keys and lists for integers on the way."""
+    container: Any = root
+    for here, following in zip(path, path[1:], strict=False):
+        fresh: Any = {} if isinstance(following, str) else []
+        if isinstance(here, int):
+            _lengthen(container, here)
+            if container[here] is None:
+                container[here] = fresh
+            container = container[here]
+        else:
+            container = container.setdefault(here, fresh)
+    last = path[-1]
+    if isinstance(last, int):
+        _lengthen(container, last)
+    container[last] = value
+
+
+def _lengthen(items: list[Any], index: int) -> None:
+    items.extend([None] * (index + 1 - len(items)))
+
+
+def at(tree: Any, path: Path) -> Any:
+    for key in path:
+        try:
+            tree = tree[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return tree
+
+
+def opaque(value: Any) -> tuple[str, Any]:
+    return (OPAQUE, value)
+
+
+def is_opaque(value: Any) -> TypeGuard[tuple[str, Any]]:
+    return isinstance(value, tuple) and len(value) == 2 and value[0] == OPAQUE and type(value[0]) is str
+
+
+def encode(value: Any) -> Any:
+    """`value` with everything DCP would not give back unchanged wrapped; new containers, same tensors."""
+    if isinstance(value, Mapping):
+        plain = type(value) in (dict, OrderedDict) and value and all(type(key) is str for key in value)
+        return {key: encode(item) for key, item in value.items()} if plain else opaque(value)
+    if type(value) is list:
+        return [encode(item) for item in value]
+    return opaque(value) if is_opaque(value) else value
+
+
+def decode(tree: Any) -> Any:
+    """Inverse of `encode`, except that an OrderedDict comes back as a dict."""
+    if is_opaque(tree):
+        return tree[1]
+    if isinstance(tree, dict):
+        return {key: decode(item) for key, item in tree.items()}
+    if type(tree) is list:
+        return [decode(item) for item in tree]
+    return tree
+
+
+def digest(tree: Any) -> str:
+    """A hash of plain values and tensors that is the same on two ranks that hold the same."""
+    state = xxhash.xxh3_64()
+    for part in _parts(tree):
+        state.update(part)
+    return state.hexdigest()
+
+
+def _parts(tree: Any) -> Iterator[bytes]:
+    if isinstance(tree, DTensor):
+        yield b"sharded"
+    elif isinstance(tree, torch.Tensor):
+        yield f"{tree.dtype} {tuple(tree.shape)}".encode()
+        flat = tree.detach().reshape(-1)
+        every = max(1, -(-flat.numel() * flat.element_size() // DIGEST_BYTES))
+        sample = flat[::every].cpu().contiguous()
+        yield ctypes.string_at(sample.data_ptr(), sample.numel() * sample.element_size())
+    elif isinstance(tree, Mapping):
+        yield b"{"
+        for key, value in tree.items():
+            yield repr(key).encode()
+            yield from _parts(value)
+    elif isinstance(tree, list | tuple):
+        yield b"["
+        for value in tree:
+            yield from _parts(value)
+        yield b"]"
+    elif tree is None or type(tree) in (bool, int, float, complex, str, bytes):
+        yield repr(tree).encode()
+    else:
+        yield pickle.dumps(tree)  # only to be hashed; DCP pickles it as well

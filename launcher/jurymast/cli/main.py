@@ -1,0 +1,87 @@
+"""The `jurymast` command. A subcommand's module is imported when it is called, so that help stays quick."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from jurymast import __version__
+from jurymast.core.nearest import did_you_mean
+from jurymast.errors import JurymastError, UsageError
+
+# name: (module with a click command called `command`, what it does)
+COMMANDS = {
+    "submit": ("jurymast.cli.submit", "Submit a training run."),
+    "policy": ("jurymast.cli.policy", "Check a policy file, or show what it comes to."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are looked up in COMMANDS."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(COMMANDS[name][0]).command
+        return command
+
+    def resolve_command(
+        self, context: click.Context, words: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if words and words[0] not in COMMANDS:
+            raise UsageError(
+                f"there is no command {words[0]}{did_you_mean(words[0], COMMANDS)}", hint="jurymast --help"
+            )
+        return super().resolve_command(context, words)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="RUN is a run id, a Slurm job id or a run directory.",
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Submit training runs to Slurm, keep them running through failures, and see where the time went."""
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code. The only place where errors are printed."""
+    try:
+        result = cli.main(args=words, prog_name="jurymast", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except JurymastError as error:
+        return _complain(str(error), error.hint, error.exit_code)
+    except click.UsageError as error:
+        place = error.ctx.command_path if error.ctx else "jurymast"
+        return _complain(_lowered(error.format_message()), f"{place} --help", UsageError.exit_code)
+    except click.ClickException as error:
+        return _complain(error.format_message(), "", error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return _complain("interrupted", "", 130)
+    except BrokenPipeError:
+        # The reader (head, less) has left. Python would complain once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _complain(message: str, hint: str, code: int) -> int:
+    click.echo(f"jurymast: error: {message}", err=True)
+    if hint:
+        click.echo(f"  hint: {hint}", err=True)
+    return code
+
+
+def _lowered(text: str) -> str:
+    return (text[:1].lower() + text[1:]).rstrip(".")

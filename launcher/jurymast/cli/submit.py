@@ -1,0 +1,181 @@
+"""`jurymast submit`: command line -> policy -> plan -> request -> submission."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jurymast.cli.find import default_runs
+from jurymast.cluster.sbatch_options import CommandLine, split_command_line
+from jurymast.errors import UsageError
+
+if TYPE_CHECKING:
+    from jurymast.cluster.request import Request, Submitted
+    from jurymast.policy.resolve import Resolved
+
+
+class SubmitCommand(click.Command):
+    """Takes sbatch's options and the script out of the command line before click sees our own options."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        options = [p for p in self.get_params(context) if isinstance(p, click.Option)]
+        own = {
+            flag: not option.is_flag for option in options for flag in (*option.opts, *option.secondary_opts)
+        }
+        line = split_command_line(args, own)
+        context.meta["jurymast.line"] = line
+        return super().parse_args(context, line.own)
+
+    def collect_usage_pieces(self, context: click.Context) -> list[str]:
+        return ["[OPTIONS] [SBATCH OPTIONS] -- SCRIPT.py [ARGS]..."]
+
+
+def _spares(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == "auto":
+        return value
+    if not value.isdigit():
+        raise UsageError(f"--spares {value}: must be a number, or auto")
+    return int(value)
+
+
+@click.command(
+    cls=SubmitCommand,
+    epilog="All of sbatch's options are passed on to it (man sbatch), as are its SBATCH_* variables. "
+    "Write -- -m MODULE to run a module instead of a script.",
+)
+@click.option("-N", "--nodes", type=click.IntRange(1), default=1, metavar="N", help="Active nodes.  [1]")
+@click.option(
+    "--spares", callback=_spares, metavar="N|auto", help="Nodes kept warm besides, ready to step in."
+)
+@click.option(
+    "--nproc-per-node", "--nproc_per_node", type=click.IntRange(1), metavar="K",
+    help="Ranks on each node.  [the node's GPUs as asked from Slurm, else 1]",
+)  # fmt: skip
+@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="What to do about failures.")
+@click.option(
+    "--cluster", type=click.Choice(["slurm", "local"]), default="slurm",
+    help="Submit to Slurm, or run on this machine.  [slurm]",
+)  # fmt: skip
+@click.option("--name", default="", metavar="NAME", help="Part of the run's id.  [the script's name]")
+@click.option(
+    "--runs", type=click.Path(path_type=Path), metavar="DIR",
+    help="Where run directories are kept; all nodes must see it.  [$JURYMAST_RUNS, or ./runs]",
+)  # fmt: skip
+@click.option("-W", "--wait", is_flag=True, help="Follow the run to its end and return its exit code.")
+@click.option("--parsable", is_flag=True, help="Print only RUN;SLURMJOB.")
+@click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def command(context: click.Context, /, **options: Any) -> int:
+    """Submit a training script, with spare nodes, as a run that survives failures."""
+    line: CommandLine = context.meta["jurymast.line"]
+    runs = (options["runs"] or default_runs()).expanduser().absolute()
+    policy = _policy(options["policy"], options["spares"])
+    request = _request(line, policy, options, runs)
+    _note_unused(line, options["cluster"])
+    from jurymast.cluster.request import submit
+
+    if options["dry_run"]:
+        click.echo(json.dumps(request.to_json(), indent=1) if options["as_json"] else _shown(request))
+        return 0
+    if request.plan.cluster == "slurm":
+        from jurymast.cluster import slurm_info
+
+        found = slurm_info.partitions(line.last("clusters", "cluster") or "")
+        asked = line.last("partition") or os.environ.get("SBATCH_PARTITION", "")
+        slurm_info.check_fits(found, asked, request.plan.active, request.plan.spares)
+        if line.has("test-only"):
+            from jurymast.cluster.slurm_submit import test_only
+
+            click.echo(test_only(request))
+            return 0
+    submitted = submit(request)
+    _announce(submitted, options, runs)
+    if options["wait"]:
+        from jurymast.report.follow import wait
+
+        return wait(request.plan.directory)
+    return 0
+
+
+def _policy(path: Path | None, spares: int | str | None) -> Resolved:
+    """Site, file and command line laid over each other and checked."""
+    from jurymast.policy.load import file_layers, pairs_layer, site_layers
+    from jurymast.policy.resolve import resolve
+
+    layers = site_layers(os.environ)
+    if path is not None:
+        layers += file_layers(path, str(path))
+    if spares is not None:
+        layers.append(pairs_layer("command line", [("spares", spares)]))
+    return resolve(layers)
+
+
+def _request(line: CommandLine, policy: Resolved, options: dict[str, Any], runs: Path) -> Request:
+    """Everything that can be found wrong without asking Slurm is found here."""
+    from jurymast.cluster.planning import Asked, make_plan
+    from jurymast.cluster.request import build_request, check_runs_directory
+
+    asked = Asked(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
+    plan = make_plan(
+        asked,
+        line,
+        policy,
+        environment=os.environ,
+        working_directory=Path.cwd(),
+        python=sys.executable,
+    )
+    check_runs_directory(runs)
+    return build_request(plan, policy)
+
+
+def _note_unused(line: CommandLine, cluster: str) -> None:
+    """Say which of sbatch's options mean nothing on the local cluster."""
+    used = ("gpus-per-node", "gpus-per-task", "gres", "job-name", "chdir")
+    unused = [" ".join(given.words) for given in line.sbatch if given.name not in used]
+    if cluster == "local" and unused:
+        click.echo(f"jurymast: note: not used on the local cluster: {' '.join(unused)}", err=True)
+
+
+def _shown(request: Request) -> str:
+    """A dry run for people: the command line, the batch script, the policy."""
+    parts = [f"# {request.plan.directory}", shlex.join(request.argv)]
+    if request.script:
+        parts += ["", f"# {request.argv[-1]}", request.script.rstrip()]
+    return "\n".join([*parts, "", f"# {request.run_directory.policy_file}", request.policy.rstrip()])
+
+
+def _announce(submitted: Submitted, options: dict[str, Any], runs: Path) -> None:
+    plan = submitted.request.plan
+    job = submitted.slurm_job or str(submitted.pid)
+    if options["as_json"]:
+        values = {
+            "run": plan.run,
+            "cluster": plan.cluster,
+            "slurm_job": submitted.slurm_job or None,
+            "slurm_cluster": submitted.slurm_cluster or None,
+            "pid": submitted.pid,
+            "directory": plan.directory,
+        }
+        click.echo(json.dumps(values))
+        return
+    if options["parsable"]:
+        click.echo(";".join(filter(None, (plan.run, job, submitted.slurm_cluster))))
+        return
+    spare = f" + {plan.spares} spare" if plan.spares else ""
+    what = "job" if plan.cluster == "slurm" else "process"
+    name = plan.run if runs == default_runs() else shlex.quote(plan.directory)
+    click.echo(
+        f"run        {plan.run}\n"
+        f"{what:<10} {job} ({plan.active} active{spare} node{'s' if plan.nodes > 1 else ''}, "
+        f"{plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''} each)\n"
+        f"directory  {plan.directory}\n"
+        f"watch      jurymast status {name}\n"
+        f"           jurymast logs {name} --follow"
+    )

@@ -1,0 +1,89 @@
+"""The nodes a run has at the moment: a Slurm allocation, or processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import psutil
+
+from jurymast.errors import ClusterUnavailableError
+
+COMMAND_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """`job`: the Slurm job id, or local-PID; `host`: the node that runs the batch script; `eligible_at`:
+    when the job could have started (seconds since the epoch)."""
+
+    job: str
+    restarts: int
+    nodes: tuple[str, ...]
+    host: str
+    eligible_at: float
+
+    @property
+    def key(self) -> str:
+        """Names this allocation and no other: a requeued job keeps its id."""
+        return f"{self.job}.{self.restarts}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Allocation:
+        kept: dict[str, Any] = {f.name: values[f.name] for f in fields(cls)}
+        kept["nodes"] = tuple(kept["nodes"])
+        return cls(**kept)
+
+
+def from_slurm_environment() -> Allocation:
+    """The allocation this batch script runs in. Raises ClusterUnavailableError outside one."""
+    job, node_list = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
+    if not job or not node_list:
+        raise ClusterUnavailableError("not inside a Slurm job: SLURM_JOB_ID or SLURM_JOB_NODELIST is missing")
+    nodes = run_command(["scontrol", "show", "hostnames", node_list]).split()
+    return Allocation(
+        job=job,
+        restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        nodes=tuple(nodes),
+        host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        eligible_at=time.time(),
+    )
+
+
+def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S) -> str:
+    """Standard output of a Slurm command. Raises ClusterUnavailableError with Slurm's own words."""
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_s, check=False)
+    except FileNotFoundError as error:
+        raise ClusterUnavailableError(f"{arguments[0]} is not installed here") from error
+    except subprocess.TimeoutExpired as error:
+        raise ClusterUnavailableError(f"{arguments[0]} gave no answer within {limit_s:.0f} s") from error
+    if done.returncode != 0:
+        words = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise ClusterUnavailableError(f"{' '.join(arguments[:3])}: {words}")
+    return done.stdout
+
+
+def announced_hosts() -> list[str]:
+    """Addresses at which other nodes may reach this one, most likely first."""
+    name = socket.gethostname()
+    found: list[str] = []
+    try:
+        found += [
+            str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        ]
+    except OSError:
+        pass  # a host that cannot resolve its own name still has addresses
+    up = {interface for interface, status in psutil.net_if_stats().items() if status.isup}
+    for interface, addresses in psutil.net_if_addrs().items():
+        if interface in up:
+            found += [entry.address for entry in addresses if entry.family == socket.AF_INET]
+    outside = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+    return [*outside, name]

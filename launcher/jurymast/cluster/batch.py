@@ -1,0 +1,162 @@
+"""The batch process: one a Slurm job, on its first node. Starts the agents and keeps a supervisor running.
+
+It is the job's life as far as Slurm is concerned, so it does as little as possible: a supervisor that
+crashes is started again, the agents and the ranks go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from jurymast.cluster.allocation import Allocation, from_slurm_environment
+from jurymast.core.settings import RunPlan
+from jurymast.errors import JurymastError
+from jurymast.rundir import RunDirectory
+from jurymast.wire.endpoint import Endpoint, find
+
+SUPERVISOR_RESTARTS_MAX = 5
+RESTART_WINDOW_S = 60.0
+ANNOUNCE_LIMIT_S = 20.0
+POLL_S = 0.02
+
+
+class Batch:
+    """One allocation. `agents` are the processes that carry them: srun, or each local node's agent."""
+
+    def __init__(self, directory: RunDirectory, plan: RunPlan, allocation: Allocation) -> None:
+        self._directory = directory
+        self._plan = plan
+        self._allocation = allocation
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self._outcome_file = directory.root / "outcome.json"
+
+    def run(self) -> dict[str, Any]:
+        """Until the supervisor says how it ended: {"state": ..., "exit_code": ...}."""
+        self._outcome_file.unlink(missing_ok=True)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, self._forward)
+        crashes: list[float] = []
+        try:
+            self._start_supervisor()
+            self._agents = self._start_agents(self._await_announcement())
+            while True:
+                assert self._supervisor is not None
+                code = self._supervisor.wait()
+                outcome = self._read_outcome()
+                if outcome is not None:
+                    return outcome
+                crashes = [t for t in crashes if t > time.monotonic() - RESTART_WINDOW_S] + [time.monotonic()]
+                print(f"the supervisor ended with code {code}", flush=True)
+                if len(crashes) > SUPERVISOR_RESTARTS_MAX:
+                    return {"state": "failed", "exit_code": 70}
+                self._start_supervisor()
+        finally:
+            self._end_agents()
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        if self._supervisor is not None and self._supervisor.poll() is None:
+            sent = signal.SIGUSR2 if number == signal.SIGUSR2 else signal.SIGTERM
+            self._supervisor.send_signal(sent)
+
+    def _start_supervisor(self) -> None:
+        arguments = [sys.executable, "-m", "jurymast.supervisor", str(self._directory.root)]
+        arguments += ["--allocation", json.dumps(self._allocation.to_json())]
+        self._supervisor = subprocess.Popen(arguments, stdin=subprocess.DEVNULL)
+
+    def _await_announcement(self) -> Endpoint:
+        """The endpoint of the supervisor just started. Raises JurymastError when it does not come up."""
+        end = time.monotonic() + ANNOUNCE_LIMIT_S
+        while time.monotonic() < end:
+            found = find(self._directory.epochs)
+            if found is not None and found.allocation == self._allocation.key:
+                return found
+            assert self._supervisor is not None
+            if self._supervisor.poll() not in (None, 0):
+                break
+            time.sleep(POLL_S)
+        raise JurymastError("the supervisor did not come up; its message is above in this log")
+
+    def _start_agents(self, place: Endpoint) -> list[subprocess.Popen[bytes]]:
+        agent = [sys.executable, "-m", "jurymast.agent", str(self._directory.root)]
+        agent += ["--supervisor", f"{place.hosts[0]}:{place.port}"]
+        if self._plan.cluster == "local":
+            return [self._start_local(agent, node) for node in self._allocation.nodes]
+        # --no-kill and friends: one node's end must not end the others' tasks.
+        command = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--ntasks-per-node=1"]
+        command += [f"--nodes={len(self._allocation.nodes)}", f"--ntasks={len(self._allocation.nodes)}"]
+        command += ["--overlap", "--unbuffered", "--cpu-bind=none"]
+        return [subprocess.Popen([*command, *agent], stdin=subprocess.DEVNULL)]
+
+    def _start_local(self, agent: list[str], node: str) -> subprocess.Popen[bytes]:
+        # A process group a node: what happens to the group happens to the node.
+        return subprocess.Popen([*agent, "--node", node], stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def _read_outcome(self) -> dict[str, Any] | None:
+        try:
+            outcome: dict[str, Any] = json.loads(self._outcome_file.read_bytes())
+            return outcome
+        except (OSError, ValueError):
+            return None
+
+    def _end_agents(self) -> None:
+        """Local agents are ours to end. Under Slurm the job's end does it, and an srun that still waits for
+        a dead node must not hold the job up."""
+        for process in self._agents:
+            if self._plan.cluster == "local":
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    pass
+            elif process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:
+    """Names for the nodes of a local run: never one that was excluded."""
+    names: list[str] = []
+    number = 0
+    while len(names) < plan.nodes:
+        number += 1
+        if f"local-{number}" not in excluded:
+            names.append(f"local-{number}")
+    return Allocation(f"local-{os.getpid()}", restarts, tuple(names), names[0], time.time())
+
+
+def main(run_directory: str) -> int:
+    """Exit code of the job: the application's own, or one of `jurymast.errors`."""
+    directory = RunDirectory(Path(run_directory))
+    plan = directory.plan()
+    if plan.cluster == "slurm":
+        outcome = Batch(directory, plan, from_slurm_environment()).run()
+        return int(outcome["exit_code"])
+    restarts = 0
+    while True:
+        excluded = _excluded(directory)
+        outcome = Batch(directory, plan, local_allocation(plan, restarts, excluded)).run()
+        if outcome["state"] != "requeued":
+            return int(outcome["exit_code"])
+        restarts += 1
+
+
+def _excluded(directory: RunDirectory) -> set[str]:
+    from jurymast.journal import replay
+
+    return set(replay(directory).excluded)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1]))
+    except JurymastError as failure:
+        print(f"jurymast: {failure}", file=sys.stderr)
+        sys.exit(failure.exit_code)

@@ -1,0 +1,58 @@
+"""The second half of a requeue, as a small Slurm job of its own.
+
+After `scontrol requeue` Slurm holds a job back until its submit time + 121 s (the lifetime of its
+credential + 1). Its owner may lift that, but only once the job is pending: an update while it is still
+completing is overwritten. Nobody inside the job lives that long.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from jurymast.cluster.allocation import run_command
+from jurymast.errors import ClusterUnavailableError
+
+POLL_S = 0.1
+LIMIT_S = 240.0
+
+
+def job_fields(job: str) -> dict[str, str]:
+    """`scontrol show job` as a dict. Raises ClusterUnavailableError."""
+    told = run_command(["scontrol", "show", "job", job, "--oneliner"])
+    return dict(part.split("=", 1) for part in told.split() if "=" in part)
+
+
+def lift(job: str, nodes: str, exclude: str) -> bool:
+    """Wait until `job` is pending and let it start now, on `nodes` (MIN-MAX) without `exclude`.
+
+    Returns False when it never became pending within `LIMIT_S`. Raises ClusterUnavailableError.
+    """
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        state = run_command(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
+        if state == "PENDING":
+            changes = [f"NumNodes={nodes}", "StartTime=now"]
+            if exclude:
+                changes.insert(0, f"ExcNodeList={exclude}")
+            for change in changes:  # one by one: a site may forbid one of them
+                try:
+                    run_command(["scontrol", "update", f"JobId={job}", change])
+                except ClusterUnavailableError as error:
+                    print(f"{change}: {error}", flush=True)
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def main() -> int:
+    job, nodes, *exclude = sys.argv[1:]
+    try:
+        return 0 if lift(job, nodes, exclude[0] if exclude else "") else 1
+    except ClusterUnavailableError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

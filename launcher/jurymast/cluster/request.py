@@ -1,0 +1,119 @@
+"""The exact request of a submission. A dry run shows it; submit sends it with nothing added in between."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jurymast.core.settings import RunPlan
+from jurymast.errors import RunDirectoryError
+from jurymast.policy.resolve import Resolved
+from jurymast.rundir import RunDirectory, write_atomically
+
+
+@dataclass(frozen=True)
+class Request:
+    """`argv` is run with `script` (Slurm's batch script; empty on the local cluster) in the run directory."""
+
+    plan: RunPlan
+    policy: str
+    script: str
+    argv: tuple[str, ...]
+
+    @property
+    def run_directory(self) -> RunDirectory:
+        return RunDirectory(self.plan.directory)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.plan.run,
+            "cluster": self.plan.cluster,
+            "directory": self.plan.directory,
+            "argv": list(self.argv),
+            "script": self.script,
+            "policy": self.policy,
+            "plan": self.plan.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """What became of a request: the Slurm job id (empty on the local cluster), or the local process."""
+
+    request: Request
+    slurm_job: str = ""
+    slurm_cluster: str = ""
+    pid: int | None = None
+
+
+def script_file(plan: RunPlan) -> Path:
+    return RunDirectory(plan.directory).submission / "job.sh"
+
+
+def build_request(plan: RunPlan, policy: Resolved) -> Request:
+    """The request for this plan; writes nothing and asks nobody."""
+    text = policy.yaml(origins=True)
+    if plan.cluster == "local":
+        from jurymast.cluster.local import command
+
+        return Request(plan, text, "", command(plan))
+    from jurymast.cluster.slurm_submit import command, render_script
+
+    return Request(plan, text, render_script(plan), command(plan))
+
+
+def check_runs_directory(runs: Path) -> None:
+    """Raise RunDirectoryError when no run directory can be made below `runs`."""
+    import os
+
+    if any(mark in str(runs) for mark in "%\\\n\r"):
+        raise RunDirectoryError(
+            f"the runs directory {str(runs)!r} has a character that Slurm reads as a pattern (% or \\)",
+            hint="choose another place with --runs DIR",
+        )
+    place = runs
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise RunDirectoryError(
+            f"cannot write to the runs directory {runs}" + ("" if place == runs else f" ({place})"),
+            hint="choose another place with --runs DIR (it must be on storage that all nodes share)",
+        )
+
+
+def write_run_directory(request: Request) -> None:
+    """Create the run directory with its plan, policy and batch script. Raises RunDirectoryError."""
+    run = request.run_directory
+    run.create()
+    try:
+        (run.submission / "jobs").mkdir(mode=0o700)
+        run.save_plan(request.plan)
+        write_atomically(run.policy_file, request.policy.encode())
+        if request.script:
+            write_atomically(script_file(request.plan), request.script.encode())
+    except OSError as error:
+        remove_run_directory(request)
+        raise RunDirectoryError(f"cannot write the run directory {run.root}: {error.strerror}") from error
+
+
+def remove_run_directory(request: Request) -> None:
+    """Take back a run directory whose submission failed: nothing is left half submitted."""
+    shutil.rmtree(request.plan.directory, ignore_errors=True)
+
+
+def submit(request: Request) -> Submitted:
+    """Send the request. Raises RunDirectoryError, ClusterUnavailableError, SubmissionError."""
+    write_run_directory(request)
+    try:
+        if request.plan.cluster == "local":
+            from jurymast.cluster.local import submit_local
+
+            return Submitted(request, pid=submit_local(request.plan.directory))
+        from jurymast.cluster.slurm_submit import submit_slurm
+
+        return submit_slurm(request)
+    except BaseException:
+        remove_run_directory(request)
+        raise

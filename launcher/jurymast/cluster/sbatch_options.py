@@ -1,0 +1,189 @@
+"""sbatch's option grammar, so that its options pass through unchanged and a mistyped one is caught here.
+
+The table was read off the option parsers of sbatch 22.05.8 and 24.11.5: it is their union. Options that only
+one of the two knows are left to the installed sbatch to accept or refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from jurymast.core.nearest import did_you_mean
+from jurymast.errors import UsageError
+
+# Long options by whether they take a value.
+REQUIRED = frozenset({
+    "account", "acctg-freq", "array", "batch", "bb", "bbf", "begin", "chdir", "cluster",
+    "cluster-constraint", "clusters", "comment", "constraint", "container", "container-id", "context",
+    "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task", "deadline",
+    "delay-boot", "dependency", "distribution", "error", "exclude", "export", "export-file", "extra",
+    "extra-node-info", "gid", "gpu-bind", "gpu-freq", "gpus", "gpus-per-node", "gpus-per-socket",
+    "gpus-per-task", "gres", "gres-flags", "hint", "input", "job-name", "kill-on-invalid-dep",
+    "licenses", "mail-type", "mail-user", "mcs-label", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu",
+    "mincpus", "network", "nodefile", "nodelist", "nodes", "ntasks", "ntasks-per-core",
+    "ntasks-per-gpu", "ntasks-per-node", "ntasks-per-socket", "ntasks-per-tres", "open-mode", "output",
+    "partition", "power", "prefer", "priority", "profile", "qos", "reservation", "segment", "signal",
+    "sockets-per-node", "switches", "tasks-per-node", "thread-spec", "threads-per-core", "time",
+    "time-min", "tmp", "tres-bind", "tres-per-task", "uid", "wait-all-nodes", "wckey", "wrap",
+})  # fmt: skip
+OPTIONAL = frozenset({
+    "exclusive", "get-user-env", "nice", "no-kill", "oom-kill-step", "propagate", "resv-ports",
+})  # fmt: skip
+NONE = frozenset({
+    "contiguous", "help", "hold", "ignore-pbs", "no-requeue", "overcommit", "oversubscribe", "parsable",
+    "quiet", "reboot", "requeue", "spread-job", "stepmgr", "test-only", "usage", "use-min-nodes",
+    "verbose", "version", "wait",
+})  # fmt: skip
+LONG = REQUIRED | OPTIONAL | NONE
+SHORT = {
+    "a": "array", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error", "h": "help",
+    "i": "input", "k": "no-kill", "m": "distribution", "n": "ntasks", "o": "output", "p": "partition",
+    "q": "qos", "s": "oversubscribe", "t": "time", "v": "verbose", "w": "nodelist", "x": "exclude",
+    "A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "F": "nodefile", "G": "gpus",
+    "H": "hold", "J": "job-name", "L": "licenses", "M": "clusters", "N": "nodes", "O": "overcommit",
+    "Q": "quiet", "S": "core-spec", "V": "version", "W": "wait",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Given:
+    """One sbatch option as typed: its full name, its value (None: none given) and its words."""
+
+    name: str
+    value: str | None
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A split command line: words of our own options, sbatch's options, the script and its arguments."""
+
+    own: list[str] = field(default_factory=list)
+    sbatch: list[Given] = field(default_factory=list)
+    script: list[str] = field(default_factory=list)
+
+    def last(self, *names: str) -> str | None:
+        """Value of the last of these sbatch options, as sbatch itself would decide; None: not given."""
+        values = [given.value for given in self.sbatch if given.name in names]
+        return values[-1] if values else None
+
+    def has(self, *names: str) -> bool:
+        return any(given.name in names for given in self.sbatch)
+
+
+def split_command_line(words: Iterable[str], own: Mapping[str, bool]) -> CommandLine:
+    """Split `[our options] [sbatch options] [--] SCRIPT [arguments]`.
+
+    `own` has our option names, with their dashes, and whether each takes a value; they win over sbatch's of
+    the same name. Everything from `--` or from the first word that is no option belongs to the script.
+    Raises UsageError for an unknown or ambiguous option and for a missing or superfluous value.
+    """
+    line = CommandLine()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            line.script.extend(rest)
+            break
+        if word.startswith("--"):
+            _long_option(line, word, rest, own)
+        elif word.startswith("-") and word != "-":
+            _short_options(line, word, rest, own)
+        elif word == ":":
+            raise UsageError(
+                "heterogeneous jobs (`:` between options) are not supported",
+                hint="submit one run of equal nodes",
+            )
+        else:
+            line.script.extend([word, *rest])
+            break
+    return line
+
+
+def _long_option(line: CommandLine, word: str, rest: list[str], own: Mapping[str, bool]) -> None:
+    typed, equals, value = word.partition("=")
+    if typed in own:
+        line.own.append(word)
+        if own[typed] and not equals:
+            line.own.append(_value(typed, rest))
+        elif equals and not own[typed]:
+            raise UsageError(f"option {typed} takes no value")
+        return
+    name = _full_name(typed, own)
+    if equals:
+        if name in NONE:
+            raise UsageError(f"option --{name} takes no value")
+        line.sbatch.append(Given(name, value, (word,)))
+    elif name in REQUIRED:
+        value = _value(typed, rest)
+        line.sbatch.append(Given(name, value, (word, value)))
+    else:
+        line.sbatch.append(Given(name, None, (word,)))
+
+
+def _short_options(line: CommandLine, word: str, rest: list[str], own: Mapping[str, bool]) -> None:
+    """One word of short options: `-N4`, `-N 4`, `-HkN4`. A bundle is taken apart."""
+    letters = word[1:]
+    while letters:
+        letter, letters = letters[0], letters[1:]
+        flag = f"-{letter}"
+        name = SHORT.get(letter, "")
+        if flag not in own and not name:
+            raise UsageError(f"unknown option {flag} in {word}", hint="jurymast submit --help; man sbatch")
+        attached = letters
+        if own.get(flag, name in REQUIRED):
+            letters = ""
+            value = attached or _value(flag, rest)
+            words = (flag + attached,) if attached else (flag, value)
+            if flag in own:
+                line.own.extend((flag, value))
+            else:
+                line.sbatch.append(Given(name, value, words))
+        elif flag in own:
+            line.own.append(flag)
+        elif name in OPTIONAL and attached:
+            # getopt gives an optional value's option the rest of the word: -koff is --no-kill=off
+            letters = ""
+            line.sbatch.append(Given(name, attached, (flag + attached,)))
+        else:
+            line.sbatch.append(Given(name, None, (flag,)))
+
+
+def _value(option: str, rest: list[str]) -> str:
+    if not rest or rest[0] == "--":
+        raise UsageError(f"option {option} needs a value")
+    return rest.pop(0)
+
+
+def _full_name(typed: str, own: Mapping[str, bool]) -> str:
+    """sbatch's option for `typed`, which may be abbreviated as sbatch allows. Raises UsageError."""
+    word = typed[2:]
+    if word in LONG:
+        return word
+    matches = sorted(name for name in LONG if name.startswith(word))
+    if len(matches) == 1:
+        return matches[0]
+    if len(matches) > 1 and not any(option.startswith(typed) for option in own):
+        raise UsageError(f"option {typed} is ambiguous: " + ", ".join(f"--{name}" for name in matches))
+    names = [*(option for option in own if option.startswith("--")), *(f"--{name}" for name in LONG)]
+    hint = TORCHRUN_HINTS.get(
+        word.replace("_", "-"), "options are those of jurymast submit --help and of sbatch"
+    )
+    raise UsageError(f"unknown option {typed}{did_you_mean(typed, names)}", hint=hint)
+
+
+# What people coming from torchrun type, and what to say.
+TORCHRUN_HINTS = {
+    "nnodes": "say --nodes N for the number of active nodes, and --spares N for the spare ones",
+    "node-rank": "nodes get their ranks from jurymast; leave it out",
+    "standalone": "say --cluster local to run on this machine",
+    "max-restarts": "restarts are the policy's: failures.restarts.application, for example 3 per 1h",
+    "monitor-interval": "leave it out; jurymast watches the workers itself",
+    "module": "say: jurymast submit [options] -- -m MODULE [args]",
+    **{
+        f"rdzv-{name}": "jurymast does the rendezvous; leave it out"
+        for name in ("backend", "endpoint", "id", "conf")
+    },
+    **{f"master-{name}": "jurymast does the rendezvous; leave it out" for name in ("addr", "port")},
+}

@@ -1,0 +1,100 @@
+"""What Slurm can tell before a submission: whether it answers, and how large a partition is."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jurymast.core.nearest import did_you_mean
+from jurymast.errors import ClusterUnavailableError, UsageError
+
+ANSWER_LIMIT_S = 60.0
+# Nodes in these states serve no job before somebody acts; sinfo marks a node that does not answer with *.
+_OUT = ("down", "drain", "fail", "future", "unk", "inval", "perfctrs", "power_down", "powered_down")
+
+
+@dataclass
+class Partition:
+    """Node counts of a partition; `largest_job` is its MaxNodes, None for unlimited."""
+
+    name: str
+    default: bool
+    up: bool
+    total: int = 0
+    out: int = 0
+    largest_job: int | None = None
+
+
+def parse_partitions(text: str) -> dict[str, Partition]:
+    """From the lines of `sinfo -h -a -o '%P|%a|%s|%D|%T'`."""
+    partitions: dict[str, Partition] = {}
+    for line in text.splitlines():
+        if line.count("|") != 4:
+            continue
+        named, up, sizes, count, state = (part.strip() for part in line.split("|"))
+        name = named.removesuffix("*")
+        partition = partitions.setdefault(name, Partition(name, named.endswith("*"), up == "up"))
+        most = sizes.rpartition("-")[2]
+        partition.largest_job = int(most) if most.isdigit() else None
+        nodes = int(count) if count.isdigit() else 0
+        partition.total += nodes
+        if state.endswith("*") or state.startswith(_OUT):
+            partition.out += nodes
+    return partitions
+
+
+def partitions(clusters: str = "") -> dict[str, Partition]:
+    """All partitions. Raises ClusterUnavailableError: no Slurm here, or it does not answer."""
+    hint = "to run on this machine without Slurm say --cluster local"
+    for program in ("sbatch", "sinfo"):
+        if shutil.which(program) is None:
+            raise ClusterUnavailableError(f"there is no Slurm here: {program} is not in PATH", hint=hint)
+    where = [f"--clusters={clusters}"] if clusters else []
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--all", *where, "--format=%P|%a|%s|%D|%T"],
+            capture_output=True, text=True, check=False, timeout=ANSWER_LIMIT_S, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise ClusterUnavailableError(
+            f"Slurm did not answer within {ANSWER_LIMIT_S:.0f} s", hint=hint
+        ) from error
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        raise ClusterUnavailableError(
+            f"Slurm does not answer: {said[-1] if said else 'sinfo failed'}", hint=hint
+        )
+    return parse_partitions(done.stdout)
+
+
+def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int) -> None:
+    """Raise UsageError when no partition of `asked` (comma list; empty: the default) could hold the run."""
+    if asked:
+        names: Iterable[str] = asked.split(",")
+        for name in names:
+            if name not in found:
+                raise UsageError(
+                    f"there is no partition {name}{did_you_mean(name, found)}",
+                    hint=f"partitions here: {', '.join(sorted(found)) or 'none'}",
+                )
+    else:
+        names = [partition.name for partition in found.values() if partition.default]
+    candidates = [found[name] for name in names]
+    rooms = {p.name: p.total if p.largest_job is None else min(p.total, p.largest_job) for p in candidates}
+    if not rooms or max(rooms.values()) >= active + spares:
+        return
+    best = max(candidates, key=lambda partition: rooms[partition.name])
+    room = rooms[best.name]
+    counted = f"has {best.total} nodes" if room == best.total else f"allows {room} nodes a job"
+    out = f", {best.out} of them out of service" if best.out else ""
+    if room >= active:
+        hint = f"the largest that fits is --spares {room - active}"
+    else:
+        hint = f"--nodes {active} alone is too many; with no spare node at most --nodes {room} fits"
+    raise UsageError(
+        f"the run needs {active + spares} nodes ({active} active + {spares} spare), "
+        f"and partition {best.name} {counted}{out}",
+        hint=hint,
+    )

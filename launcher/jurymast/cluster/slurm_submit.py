@@ -1,0 +1,175 @@
+"""Submission through submitit: its batch script and pickled entry, with sbatch's options passed through."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import SlurmExecutor
+
+from jurymast.cluster.entry import BatchEntry
+from jurymast.cluster.request import Request, Submitted, script_file
+from jurymast.core.settings import RunPlan
+from jurymast.errors import RunDirectoryError, SubmissionError
+from jurymast.rundir import RunDirectory, write_atomically
+
+
+class JurymastExecutor(SlurmExecutor):  # type: ignore[misc]
+    """submitit's Slurm executor, whose batch process is our Python itself.
+
+    With a `request` it sends that request's script and command line as they are.
+    """
+
+    def __init__(self, folder: Path, python: str, request: Request | None = None) -> None:
+        super().__init__(folder=folder, python=shlex.quote(python))
+        self.request = request
+        self.accepted: tuple[str, str] | None = None  # job id and cluster, once sbatch has taken the job
+
+    @classmethod
+    def affinity(cls) -> int:
+        # A dry run needs no Slurm, and before a submission the commands are looked for with a better message.
+        return 2
+
+    @property
+    def _submitit_command_str(self) -> str:
+        # exec: Python becomes the batch process, so that signals for the batch process (B:) reach it.
+        return f"exec {super()._submitit_command_str}"
+
+    def render(self) -> str:
+        text: str = super()._make_submission_file_text(self._submitit_command_str, "")
+        return text
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self.request.script if self.request is not None else self.render()
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        # The same text as in submitit's file stands in job.sh, under the name that the dry run showed.
+        return list(self.request.argv) if self.request is not None else ["sbatch", str(submission_file_path)]
+
+    def _get_job_id_from_submission_command(self, string: bytes | str) -> str:
+        text = string if isinstance(string, str) else string.decode()
+        # `jobid[;cluster]`, alone on its line whatever a site's submission plugin prints around it.
+        for line in reversed(text.splitlines()):
+            job, _, cluster = line.strip().partition(";")
+            if job.isdigit():
+                self.accepted = (job, cluster)
+                return job
+        raise FailedSubmissionError(f"sbatch --parsable printed no job id: {text.strip()!r}")
+
+    def _num_tasks(self) -> int:
+        # One batch process, whatever the number of nodes.
+        return 1
+
+
+def render_script(plan: RunPlan) -> str:
+    """The batch script's text."""
+    folder = RunDirectory(plan.directory).submission
+    executor = JurymastExecutor(folder, plan.python)
+    extra: dict[str, Any] = {
+        "no-kill": True,
+        "open-mode": "append",
+        "output": str(folder / "job-%j.log"),
+        # USR2 two minutes before the time limit, to the batch process alone.
+        "signal": "B:USR2@120",
+    }
+    extra["requeue" if plan.requeue else "no-requeue"] = True
+    executor.update_parameters(
+        job_name=plan.name,
+        nodes=plan.nodes,
+        ntasks_per_node=1,
+        time=None,  # submitit's own default is 5 minutes; without one the partition's limit holds
+        wckey=None,
+        stderr_to_stdout=True,
+        use_srun=False,
+        # Away from the user's files: Python looks for modules in the directory it starts in, and a queue.py
+        # there must not replace Python's own. The ranks start in the plan's working directory.
+        setup=[f"cd {shlex.quote(str(folder))} || exit {RunDirectoryError.exit_code}"],
+        additional_parameters=extra,
+    )
+    return executor.render()
+
+
+def command(plan: RunPlan) -> tuple[str, ...]:
+    """sbatch's command line. The user's options stand here, where they win over those in the script."""
+    exclude = (f"--exclude={','.join(plan.exclude)}",) if plan.exclude else ()
+    return ("sbatch", "--parsable", *plan.sbatch_options, *exclude, str(script_file(plan)))
+
+
+@contextmanager
+def _without(*variables: str) -> Iterator[None]:
+    """Run with these environment variables unset."""
+    kept = {name: os.environ.pop(name) for name in variables if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+@contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Keep Ctrl-C waiting, from sbatch too, so that a job is never taken by Slurm and forgotten here."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def submit_slurm(request: Request) -> Submitted:
+    """Hand the request to sbatch. Raises SubmissionError with Slurm's own words.
+
+    When anything fails after Slurm took the job (Ctrl-C, a full disk), the job is cancelled.
+    """
+    run = request.run_directory
+    executor = JurymastExecutor(run.submission, request.plan.python, request)
+    try:
+        # With SBATCH_WAIT sbatch would return at the job's end, and the entry be in its place too late.
+        with _interrupt_held(), _without("SBATCH_WAIT"):
+            executor.submit(BatchEntry(str(run.root)))
+        job, cluster = executor.accepted or ("", "")
+        write_atomically(run.submission / "jobs" / job, cluster.encode())
+    except BaseException as error:
+        if executor.accepted is not None:
+            _cancel(*executor.accepted)
+        if isinstance(error, FailedJobError):
+            raise SubmissionError(f"sbatch refused the job: {_slurms_words(str(error))}") from error
+        if isinstance(error, (FailedSubmissionError, OSError)):
+            raise SubmissionError(f"the job could not be submitted: {error}") from error
+        raise
+    return Submitted(request, slurm_job=job, slurm_cluster=cluster)
+
+
+def _cancel(job: str, cluster: str) -> None:
+    where = [f"--clusters={cluster}"] if cluster else []
+    subprocess.run(["scancel", *where, job], check=False, stdin=subprocess.DEVNULL)
+
+
+def _slurms_words(text: str) -> str:
+    """sbatch's complaint on one line, without the program's name before each part."""
+    lines = [line.strip().removeprefix("sbatch: ").removeprefix("error: ") for line in text.splitlines()]
+    return "; ".join(line for line in lines if line) or "it gave no reason"
+
+
+def test_only(request: Request) -> str:
+    """Slurm's words on whether and when the job could start; submits nothing. Raises SubmissionError."""
+    with tempfile.NamedTemporaryFile("w", prefix="jurymast-", suffix=".sh") as file:
+        file.write(request.script)
+        file.flush()
+        done = subprocess.run(
+            [*request.argv[:-1], file.name],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    if done.returncode != 0:
+        raise SubmissionError(f"sbatch refused the job: {_slurms_words(done.stderr)}")
+    return _slurms_words(done.stderr)

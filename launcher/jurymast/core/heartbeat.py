@@ -1,0 +1,61 @@
+"""When is a silent node a lost node? Pure maths over the arrival times of its heartbeats.
+
+    limit = clamp(max(BEATS x heartbeat, FACTOR x longest recent gap), at most LIMIT_MAX_S)
+
+A link or a machine that is merely busy shows longer gaps before it shows a very long one, and raises its
+own limit. Times are seconds on the watcher's own clock, which stands still while the watcher itself does
+(see `WatcherClock`), so that a busy supervisor blames nobody.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+BEATS = 3.0
+FACTOR = 2.5
+LIMIT_MAX_S = 15.0
+MEMORY = 240  # gaps remembered: two minutes at the default heartbeat
+
+
+@dataclass
+class Arrivals:
+    """Heartbeats of one node. `last` is the time of the newest."""
+
+    heartbeat_s: float
+    last: float
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
+
+    def beat(self, now: float) -> None:
+        self.gaps.append(max(0.0, now - self.last))
+        self.last = now
+
+    def limit_s(self, fixed_s: float | None = None) -> float:
+        """Silence that means lost, in seconds; `fixed_s` is the policy's own value, if it has one."""
+        if fixed_s is not None:
+            return fixed_s
+        longest = max(self.gaps, default=0.0)
+        return min(LIMIT_MAX_S, max(BEATS * self.heartbeat_s, FACTOR * longest))
+
+    def silent_s(self, now: float) -> float:
+        return now - self.last
+
+
+class WatcherClock:
+    """Counts only time during which the watcher itself was awake.
+
+    `tick` is called about every `interval_s`; a longer pause (the watcher was descheduled or stopped)
+    advances the clock by two intervals only: heartbeats waiting in its sockets must not look late.
+    """
+
+    def __init__(self, interval_s: float, real_now: float) -> None:
+        self._interval_s = interval_s
+        self._real = real_now
+        self.now = 0.0
+
+    def tick(self, real_now: float) -> float:
+        """Advance to the real time `real_now`; returns how long the watcher overslept, in seconds."""
+        passed = max(0.0, real_now - self._real)
+        self._real = real_now
+        self.now += min(passed, 2 * self._interval_s)
+        return max(0.0, passed - 2 * self._interval_s)

@@ -1,0 +1,140 @@
+"""The restart ladder: what to do about a known cause. The cheapest rung that is safe, with its reason.
+
+1. restart in place, 2. swap a spare in, 4. requeue without the bad nodes; or stop, when trying again
+cannot help. (Rung 3, shrinking, comes with resharding.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jurymast.core.attribution import Cause
+from jurymast.core.incident import Incident
+from jurymast.core.settings import Budget
+from jurymast.core.state import Role, RunState
+
+# A cause that comes back without one new step between is not going away by itself.
+SAME_APPLICATION_ERROR = 3
+SAME_INFRASTRUCTURE_ERROR = 5
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 30.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`action`: restart, swap, requeue or stop; `bad`: nodes that leave the placement."""
+
+    action: str
+    reason: str
+    bad: tuple[str, ...] = ()
+    backoff_s: float = 0.0
+    exit_code: int = 0
+    state: str = "failed"
+
+
+def decide(state: RunState, cause: Cause) -> Decision:
+    """What to do now that all ranks are stopped and the cause is known."""
+    if cause.kind == "cancel_asked":
+        return Decision("stop", cause.evidence, exit_code=80, state="cancelled")
+    stop = _give_up(state, cause)
+    if stop is not None:
+        return stop
+    bad, why = _bad_nodes(state, cause)
+    wait_s = backoff_s(state.fruitless)
+    if not bad:
+        return Decision("restart", f"{cause.evidence}; {why}", backoff_s=wait_s)
+    spares = [node.name for node in state.spare_nodes() if node.name not in bad]
+    coming = [
+        n for n in state.nodes.values() if n.role is Role.JOINING and n.incarnation and n.name not in bad
+    ]
+    if len(spares) + len(coming) >= len(bad):
+        names = ", ".join(bad)
+        return Decision("swap", f"{cause.evidence}; {why}: {names} out, a spare in", bad, wait_s)
+    if cause.kind != "drain_asked" and not any(state.nodes[name].role is Role.FAILED for name in bad):
+        # Blamed but alive, and nothing to put in its place: a requeue costs more than another try.
+        return Decision(
+            "restart",
+            f"{cause.evidence}; {why}, but no spare is left: tried again in place",
+            backoff_s=wait_s,
+        )
+    if state.requeue_allowed and within(state.settings.requeues, state.restarts):
+        return Decision(
+            "requeue", f"{cause.evidence}; {len(bad)} node(s) to replace, {len(spares)} spare(s) ready", bad
+        )
+    return Decision(
+        "stop",
+        f"{cause.evidence}; no spare is left and requeueing is not allowed",
+        bad,
+        exit_code=cause.exit_code or 79,
+    )
+
+
+def within(limit: int | None, used: int) -> bool:
+    """True while `used` is below `limit` (None: unlimited)."""
+    return limit is None or used < limit
+
+
+def backoff_s(fruitless: int) -> float:
+    """Wait before the next attempt: nothing after a first failure, then 0.5 s doubling up to 30 s."""
+    return 0.0 if fruitless <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** (fruitless - 2))
+
+
+def _give_up(state: RunState, cause: Cause) -> Decision | None:
+    """Stop when the same cause came back without progress, or a restart budget is spent."""
+    if cause.charged == "nobody":
+        return None
+    exit_code = cause.exit_code if cause.exit_code > 0 else (128 - cause.exit_code if cause.exit_code else 79)
+    repeated = repeats(state.incidents, cause, state.fruitless)
+    most = SAME_APPLICATION_ERROR if cause.charged == "application" else SAME_INFRASTRUCTURE_ERROR
+    if repeated >= most and cause.kind not in ("node_lost", "node_crash"):
+        return Decision(
+            "stop",
+            f"crash loop: the same failure {repeated} times without a new step; {cause.evidence}",
+            exit_code=exit_code,
+        )
+    budget = state.settings.application if cause.charged == "application" else state.settings.infrastructure
+    used = spent(state.incidents, cause.charged, budget, state.now)
+    if budget.count is not None and used > budget.count:
+        return Decision(
+            "stop",
+            f"{cause.charged} budget spent, {budget.count} per {budget.window_s:.0f} s; {cause.evidence}",
+            exit_code=exit_code,
+        )
+    return None
+
+
+def repeats(incidents: Sequence[Incident], cause: Cause, fruitless: int) -> int:
+    """How often in a row (newest included) this cause came without a new step between."""
+    count = 0
+    for incident in reversed(incidents[-fruitless:] if fruitless else incidents[-1:]):
+        if incident.signature != cause.signature:
+            break
+        count += 1
+    return count
+
+
+def spent(incidents: Sequence[Incident], charged: str, budget: Budget, now: float) -> int:
+    """Incidents charged to `charged` within the budget's window, the newest included."""
+    return sum(1 for i in incidents if i.charged == charged and i.detected_at > now - budget.window_s)
+
+
+def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
+    """Which placed nodes have to go, and why (or why none has)."""
+    gone = tuple(name for name in state.placement if state.nodes[name].role is Role.FAILED)
+    if gone:
+        return gone, "replaced"
+    if cause.kind == "drain_asked":
+        return tuple(n for n in state.placement if n == cause.node), "drained by hand"
+    if cause.charged != "infrastructure" or not cause.node:
+        return (), "restarted in place, no node is at fault"
+    if len(cause.nodes) > 1:
+        return (), "several nodes show the same cause, so none is blamed"
+    earlier = [i for i in state.incidents[:-1] if i.cause == cause.kind]
+    if earlier and earlier[-1].node == cause.node and state.nodes[cause.node].role is Role.ACTIVE:
+        if any(i.action == "swap" for i in earlier[-2:]):
+            return (), "the node that took over shows the same cause, so the node is not blamed"
+        return (cause.node,), f"second time in a row on {cause.node}"
+    if earlier and earlier[-1].node not in ("", cause.node):
+        return (), "another node showed the same cause before, so the node is not blamed"
+    return (), "restarted in place, first time on this node"

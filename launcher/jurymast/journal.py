@@ -1,0 +1,138 @@
+"""The journal: a run's events and decisions, one JSON object a line, one file an epoch. The truth.
+
+Events rebuild the state (`replay`); decisions are written beside them, with their reasons, for people.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jurymast.core import events as ev
+from jurymast.core.instructions import Instruction
+from jurymast.core.run import step
+from jurymast.core.settings import RunPlan
+from jurymast.core.state import RunState
+from jurymast.rundir import RunDirectory, sync_directory
+
+VERSION = 1
+# A shared file system that hangs must not stop the recovery: decisions wait this long for the disk.
+FLUSH_LIMIT_S = 0.5
+
+Entry = dict[str, Any]
+
+
+class JournalWriter:
+    """Appends on a thread of its own; `flush` waits for the disk, but not for ever."""
+
+    def __init__(self, directory: Path, epoch: int) -> None:
+        self._epoch = epoch
+        self._number = 0
+        self.path = directory / f"epoch-{epoch:06d}.jsonl"
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        sync_directory(directory)
+        self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
+        self.error: OSError | None = None
+        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+        self._thread.start()
+
+    def event(self, event: ev.Event) -> None:
+        self._append(ev.to_json(event))
+
+    def decision(self, t: float, instruction: Instruction) -> None:
+        self._append({"decision": type(instruction).__name__, "t": t, **asdict(instruction)})
+
+    def _append(self, fields: Entry) -> None:
+        self._number += 1
+        entry = {"v": VERSION, "epoch": self._epoch, "n": self._number, **fields}
+        self._lines.put(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+
+    def flush(self, limit_s: float = FLUSH_LIMIT_S) -> bool:
+        """True when everything appended so far is on disk; False when that took longer than `limit_s`."""
+        done = threading.Event()
+        self._lines.put(done)
+        return done.wait(limit_s) and self.error is None
+
+    def close(self) -> None:
+        self._lines.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _write(self) -> None:
+        while (item := self._lines.get()) is not None:
+            batch: list[bytes | threading.Event | None] = [item]
+            while not self._lines.empty() and batch[-1] is not None:
+                batch.append(self._lines.get())
+            self._write_batch([line for line in batch if isinstance(line, bytes)])
+            for waiting in batch:
+                if isinstance(waiting, threading.Event):
+                    waiting.set()
+            if batch[-1] is None:
+                break
+        os.close(self._descriptor)
+
+    def _write_batch(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        try:
+            data = b"".join(lines)
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+            os.fsync(self._descriptor)
+            self.error = None
+        except OSError as error:  # a full disk: the run goes on, the gap is told by `flush`
+            self.error = error
+
+
+def read(directory: RunDirectory) -> Iterator[Entry]:
+    """All entries, oldest first. A line that a crash cut short, or a newer version's, is passed over."""
+    for path in directory.journal_files():
+        yield from read_file(path)
+
+
+def read_file(path: Path) -> Iterator[Entry]:
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and entry.get("v") == VERSION:
+                yield entry
+
+
+def events(entries: Iterator[Entry]) -> Iterator[ev.Event]:
+    """The events among the entries; those of unknown kinds are passed over."""
+    for entry in entries:
+        if "event" in entry:
+            try:
+                yield ev.from_json(entry)
+            except (KeyError, TypeError):
+                continue
+
+
+def initial_state(plan: RunPlan) -> RunState:
+    """The state before the first event."""
+    return RunState(
+        settings=plan.settings,
+        run=plan.run,
+        name=plan.name,
+        active=plan.active,
+        spares=plan.spares,
+        ranks_per_node=plan.ranks_per_node,
+        submitted_at=plan.submitted_at,
+        requeue_allowed=plan.requeue,
+    )
+
+
+def replay(directory: RunDirectory) -> RunState:
+    """The state that the journal leads to. Raises RunDirectoryError when the plan cannot be read."""
+    state = initial_state(directory.plan())
+    for event in events(read(directory)):
+        step(state, event)
+    return state

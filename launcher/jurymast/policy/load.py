@@ -1,0 +1,165 @@
+"""Policy files: YAML with every value's place kept, and layers laid over each other.
+
+Layers, later wins: site, then what a file `extends`, then the file, then the job, then the command line.
+Mappings are merged key by key; anything else replaces what is below it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jurymast.errors import PolicyError
+
+SITE_FILE = Path("/etc/jurymast/site.yaml")
+Key = tuple[str | int, ...]
+
+
+@dataclass
+class Layer:
+    """Plain values, and where each was written (`file:line`); key () is the whole."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Key, str] = field(default_factory=dict)
+    extends: list[str] = field(default_factory=list)
+
+    def origin(self, key: Key) -> str:
+        """Where `key` was written, or the nearest mapping around it."""
+        while key and key not in self.origins:
+            key = key[:-1]
+        return self.origins.get(key, self.name)
+
+
+def spelled(key: Key) -> str:
+    """`failures.restarts.application`, `notify[0].when`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
+    return text.removeprefix(".")
+
+
+def file_layer(path: Path, shown: str) -> Layer:
+    """Read one file. Raises PolicyError: unreadable, no YAML, a key twice, no mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise PolicyError(f"{shown}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PolicyError(f"{shown}: is not UTF-8 text") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{shown}:{mark.line + 1}" if mark else shown
+        raise PolicyError(f"{where}: {getattr(error, 'problem', None) or 'is not YAML'}") from error
+    layer = Layer(shown)
+    if node is None:
+        return layer
+    if not isinstance(node, yaml.MappingNode):
+        raise PolicyError(f"{shown}:{node.start_mark.line + 1}: a policy is a mapping of keys to values")
+    problems: list[str] = []
+    layer.values = _plain(node, (), layer, problems)
+    if problems:
+        raise PolicyError("\n".join(problems))
+    extends = layer.values.pop("extends", [])
+    layer.extends = [extends] if isinstance(extends, str) else extends
+    if not isinstance(layer.extends, list) or not all(isinstance(name, str) for name in layer.extends):
+        raise PolicyError(f"{layer.origin(('extends',))}: extends: must be a file name, or a list of them")
+    return layer
+
+
+def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
+    """The node's plain value; notes its place and those of everything in it."""
+    layer.origins[key] = f"{layer.name}:{node.start_mark.line + 1}"
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, (*key, index), layer, problems) for index, item in enumerate(node.value)]
+    if not isinstance(node, yaml.MappingNode):
+        return _scalar(node, key, layer, problems)
+    result: dict[str, Any] = {}
+    for name_node, value_node in node.value:
+        name = str(getattr(name_node, "value", "?"))
+        place = (*key, name)
+        if name in result:
+            line = name_node.start_mark.line + 1
+            problems.append(f"{layer.name}:{line}: {spelled(place)}: is given twice")
+        result[name] = _plain(value_node, place, layer, problems)
+        # A key's line is where its name stands: a mapping's own mark is the line of its first entry.
+        layer.origins[place] = f"{layer.name}:{name_node.start_mark.line + 1}"
+    return result
+
+
+def _scalar(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
+    """YAML's own scalars (text, numbers, true and false, nothing); tags of other languages are refused."""
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_object(node)
+    except (yaml.YAMLError, ValueError) as error:
+        reason = getattr(error, "problem", None) or str(error)
+        problems.append(f"{layer.origins[key]}: {spelled(key)}: {reason}")
+        return None
+    finally:
+        loader.dispose()
+
+
+def file_layers(path: Path, shown: str, seen: tuple[Path, ...] = ()) -> list[Layer]:
+    """The file's layer over those it extends, lowest first. Raises PolicyError, also for a circle."""
+    real = path.resolve()
+    if real in seen:
+        raise PolicyError(f"{shown}: extends itself through {' -> '.join(str(p) for p in (*seen, real))}")
+    layer = file_layer(path, shown)
+    below: list[Layer] = []
+    for name in layer.extends:
+        target = path.parent / os.path.expanduser(name)
+        below.extend(file_layers(target, str(target), (*seen, real)))
+    return [*below, layer]
+
+
+def site_layers(environment: Mapping[str, str]) -> list[Layer]:
+    """The site's layers: $JURYMAST_SITE (must exist when set; empty: none), or /etc/jurymast/site.yaml."""
+    named = environment.get("JURYMAST_SITE")
+    if named is not None:
+        return file_layers(Path(named), named) if named else []
+    return file_layers(SITE_FILE, str(SITE_FILE)) if SITE_FILE.exists() else []
+
+
+def pairs_layer(name: str, pairs: Sequence[tuple[str, Any]]) -> Layer:
+    """A layer from dotted keys and values, as `#JURYMAST` lines and the command line give them."""
+    layer = Layer(name)
+    for dotted, value in pairs:
+        *parents, last = dotted.split(".")
+        target = layer.values
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[last] = value
+        layer.origins[tuple(dotted.split("."))] = name
+    return layer
+
+
+def merge(layers: Sequence[Layer]) -> Layer:
+    """All layers as one, each value with its own origin. Lists and plain values replace, mappings merge."""
+    merged = Layer("policy")
+    for layer in layers:
+        _lay(merged.values, layer.values, (), merged, layer)
+    return merged
+
+
+def _lay(below: dict[str, Any], above: dict[str, Any], key: Key, merged: Layer, layer: Layer) -> None:
+    for name, value in above.items():
+        place = (*key, name)
+        if isinstance(value, dict) and isinstance(below.get(name), dict):
+            _lay(below[name], value, place, merged, layer)
+            continue
+        for old in [k for k in merged.origins if k[: len(place)] == place]:
+            del merged.origins[old]
+        merged.origins.update({k: o for k, o in layer.origins.items() if k[: len(place)] == place})
+        merged.origins.setdefault(place, layer.origin(place))
+        below[name] = _copy(value)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copy(item) for name, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,134 @@
+"""The policy's keys, their meaning and their defaults, in one place.
+
+A default is what one would write in the YAML file; it is read like any value.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from jurymast.core.settings import Budget
+from jurymast.policy import values
+
+Duration = Annotated[float, BeforeValidator(values.positive_duration)]
+AutoDuration = Annotated[float | None, BeforeValidator(values.auto_or_duration)]
+AutoOffDuration = Annotated[float | None, BeforeValidator(values.auto_off_or_duration)]
+Count = Annotated[int, BeforeValidator(values.whole_number)]
+OneOrMore = Annotated[int, BeforeValidator(lambda value: values.whole_number(value, least=1))]
+Restarts = Annotated[Budget, BeforeValidator(values.budget)]
+
+
+def _switch(value: object) -> object:
+    """A tier is switched off with `off`; `memory:` with nothing after it means all its defaults."""
+    if value is False:
+        return None
+    return {} if value is None else value
+
+
+def _key(default: Any, description: str) -> Any:
+    """A key with its default as written, of which pydantic makes the field's own type."""
+    return Field(default, description=description)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, arbitrary_types_allowed=True
+    )
+
+
+class Nodes(Section):
+    min: Annotated[
+        int | None, BeforeValidator(lambda v: None if v is None else values.whole_number(v, least=1))
+    ] = _key(None, "the run may shrink to this many active nodes; default: it never shrinks")
+
+
+class Detect(Section):
+    heartbeat: Duration = _key("0.5s", "how often each node's agent reports")
+    node_lost_after: AutoDuration = _key("auto", "silence after which a node counts as lost")
+    hang: AutoOffDuration = _key("auto", "time without a step after which ranks count as hung; or off")
+    start_within: Duration = _key("30m", "time to the first step of an attempt")
+    join_within: Duration = _key("5m", "time for all nodes' agents to report after the job starts")
+
+
+class Memory(Section):
+    pass
+
+
+class Peer(Section):
+    copies: OneOrMore = _key(1, "copies of each shard on other nodes")
+    prefer: Literal["spares", "any"] = _key("spares", "whose memory holds them first")
+
+
+class Local(Section):
+    path: str = Field(min_length=1, description="a directory on each node's own disk")
+
+
+class Shared(Section):
+    keep: OneOrMore = _key(3, "newest checkpoints kept; pinned ones stay besides")
+
+
+class Object(Section):
+    url: str = Field(
+        pattern=r"^[a-z][a-z0-9+.-]*://.+", description="an fsspec address, like s3://bucket/prefix"
+    )
+    every: Duration = _key("6h", "time between copies")
+
+
+class Tiers(Section):
+    memory: Annotated[Memory | None, BeforeValidator(_switch)] = _key(False, "this node's memory")
+    peer: Annotated[Peer | None, BeforeValidator(_switch)] = _key(False, "another node's memory")
+    local: Annotated[Local | None, BeforeValidator(_switch)] = _key(False, "the node's own disk")
+    shared: Annotated[Shared, BeforeValidator(lambda value: {} if value is None else value)] = _key(
+        {}, "the run directory's storage; always on"
+    )
+    object: Annotated[Object | None, BeforeValidator(_switch)] = _key(False, "an object store")
+
+
+class Checkpoint(Section):
+    cadence: Annotated[Any, BeforeValidator(values.cadence)] = _key(
+        "auto", 'how often to save: auto, "200 steps", "10m"'
+    )
+    max_loss: Duration = _key("15m", "most training time a failure may cost; bounds an auto cadence")
+    tiers: Tiers = _key({}, "where checkpoints are kept")
+
+
+class RestartBudgets(Section):
+    infrastructure: Restarts = _key("unlimited", "restarts for lost and bad nodes")
+    application: Restarts = _key("3 per 1h", "restarts for failures of the script itself")
+
+
+class Failures(Section):
+    rate: Annotated[float | None, BeforeValidator(values.auto_or_rate)] = _key(
+        "auto", "failures per 1,000 node-days, if you know it"
+    )
+    restarts: RestartBudgets = _key({}, "how many restarts in how much time")
+    requeues: Annotated[int | None, BeforeValidator(values.unlimited_or_count)] = _key(
+        "unlimited", "how often the Slurm job may go back to the queue"
+    )
+
+
+class NodesPolicy(Section):
+    bad: Literal["exclude", "drain", "report"] = _key("exclude", "what happens to a bad node")
+    max_fraction: Annotated[float, BeforeValidator(values.fraction)] = _key(
+        "2%", "largest share of the cluster that may be excluded at a time"
+    )
+    expire: Duration = _key("24h", "when an exclusion is forgotten")
+
+
+class Notification(Section):
+    when: Literal["incident", "requeue", "stop", "end"] = Field(description="what it is called for")
+    command: list[str] = Field(min_length=1, description="program and arguments; no shell")
+
+
+class Policy(Section):
+    spares: Annotated[int | None, BeforeValidator(values.auto_or_count)] = _key(
+        "auto", "nodes kept warm beside the active ones: auto, or a number"
+    )
+    nodes: Nodes = _key({}, "bounds on the number of active nodes")
+    detect: Detect = _key({}, "when something counts as failed")
+    checkpoint: Checkpoint = _key({}, "when and where checkpoints are kept")
+    failures: Failures = _key({}, "failure rate and restart budgets")
+    nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes")
+    notify: list[Notification] = _key([], "programs to call")

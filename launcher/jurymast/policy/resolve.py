@@ -1,0 +1,164 @@
+"""Layers -> one checked policy -> the frozen values the core decides with; every error at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from jurymast.core.nearest import did_you_mean
+from jurymast.core.settings import Settings
+from jurymast.errors import PolicyError
+from jurymast.policy.load import Key, Layer, merge, spelled
+from jurymast.policy.model import Policy
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked policy, the values as written, and where each came from."""
+
+    policy: Policy
+    values: dict[str, Any]
+    origins: dict[Key, str]
+
+    @property
+    def digest(self) -> str:
+        """Names the policy in the journal: equal values, equal digest, wherever they were written."""
+        return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()[:16]
+
+    def settings(self) -> Settings:
+        policy = self.policy
+        every = policy.checkpoint.cadence
+        return Settings(
+            heartbeat_s=policy.detect.heartbeat,
+            node_lost_after_s=policy.detect.node_lost_after,
+            hang_s=policy.detect.hang,
+            start_limit_s=policy.detect.start_within,
+            join_limit_s=policy.detect.join_within,
+            infrastructure=policy.failures.restarts.infrastructure,
+            application=policy.failures.restarts.application,
+            requeues=policy.failures.requeues,
+            cadence_steps=every.steps,
+            cadence_s=every.seconds,
+            keep=policy.checkpoint.tiers.shared.keep,
+        )
+
+    def yaml(self, *, origins: bool = False) -> str:
+        """The values as a policy file; with `origins`, each with where it came from behind it."""
+        return "".join(_lines(self.values, (), self.origins if origins else None))
+
+
+def resolve(layers: Sequence[Layer]) -> Resolved:
+    """Check each layer by itself, so that a mistake shows even where a higher layer hides it, then the whole.
+
+    Raises PolicyError with one line per mistake: `file:line: key.path: what is wrong`.
+    """
+    problems = [line for layer in layers for line in _problems(layer)]
+    merged = merge(layers)
+    problems += [line for line in _problems(merged) if line not in problems]
+    if problems:
+        raise PolicyError("\n".join(sorted(problems, key=_place)))
+    policy = Policy.model_validate(merged.values)
+    written = _with_defaults(Policy, merged.values)
+    origins = {key: merged.origins.get(key, DEFAULT) for key in _leaves(written, ())}
+    return Resolved(policy, written, origins)
+
+
+def _place(problem: str) -> tuple[str, int]:
+    """Sorts `file:line: …` by file, then line."""
+    file, _, rest = problem.partition(":")
+    line = rest.partition(":")[0]
+    return file, int(line) if line.isdigit() else 0
+
+
+def _problems(layer: Layer) -> Iterator[str]:
+    try:
+        Policy.model_validate(layer.values)
+    except ValidationError as error:
+        for one in error.errors(include_url=False):
+            key = tuple(one["loc"])
+            if one["type"] == "extra_forbidden":
+                what = f"unknown key{did_you_mean(str(key[-1]), _keys(key[:-1]))}"
+            elif one["type"] == "value_error":
+                what = str(one["ctx"]["error"])
+            elif one["type"] in ("model_type", "dict_type", "model_attributes_type"):
+                what = f"needs keys below it: {', '.join(_keys(key))}"
+            else:
+                what = one["msg"].removeprefix("Input ")
+            yield f"{layer.origin(key)}: {spelled(key)}: {what}"
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class in a field's annotation, alone, optional or in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := section_of(part))), None)
+
+
+def _keys(key: Key) -> list[str]:
+    """Valid names below `key`."""
+    section: type[BaseModel] | None = Policy
+    for part in key:
+        if isinstance(part, str) and section is not None:
+            info = section.model_fields.get(part)
+            section = section_of(info.annotation) if info else None
+    names = list(section.model_fields) if section else []
+    return [*names, "extends"] if section is Policy else names
+
+
+def _with_defaults(section: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+    """`values` as written, with the model's defaults where nothing was."""
+    result: dict[str, Any] = {}
+    for name, info in section.model_fields.items():
+        value = values.get(name, info.default) if name in values or not info.is_required() else None
+        inner = section_of(info.annotation)
+        if value is None and inner is not None:
+            value = {}
+        if inner is not None and isinstance(value, dict):
+            value = _with_defaults(inner, value)
+        elif inner is not None and isinstance(value, list):
+            value = [_with_defaults(inner, item) for item in value]
+        result[name] = value
+    return result
+
+
+def _leaves(value: Any, key: Key) -> Iterator[Key]:
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _leaves(item, (*key, name))
+    else:
+        yield key
+
+
+def _lines(values: dict[str, Any], key: Key, origins: dict[Key, str] | None) -> Iterator[str]:
+    for name, value in values.items():
+        place = (*key, name)
+        indent = "  " * len(key)
+        if isinstance(value, dict) and value:
+            yield f"{indent}{name}:\n"
+            yield from _lines(value, place, origins)
+            continue
+        # A JSON text is YAML too, and says unambiguously what is text and what is a number.
+        text = (
+            value if isinstance(value, str) and _plain_word(value) else json.dumps(value, ensure_ascii=False)
+        )
+        text = "off" if value is False else text
+        line = f"{indent}{name}: {text}"
+        yield f"{line:<40} # {origins.get(place, DEFAULT)}\n" if origins is not None else f"{line}\n"
+
+
+def _plain_word(text: str) -> bool:
+    """Whether YAML reads `text` back as this very text when it stands without quotes."""
+    import yaml
+
+    try:
+        loaded: object = yaml.safe_load(f"key: {text}\n")
+    except yaml.YAMLError:
+        return False
+    return loaded == {"key": text} and "\n" not in text

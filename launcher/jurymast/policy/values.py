@@ -1,0 +1,124 @@
+"""Readers for what people write in a policy; a ValueError says what is wrong and what to write."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jurymast.core.settings import Budget
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+
+
+def duration(value: object) -> float:
+    """Seconds in "0.5s", "10m", "1h30m", "24h"."""
+    text = value.strip() if isinstance(value, str) else ""
+    if not re.fullmatch(f"(?:{_PART.pattern})+", text):
+        raise ValueError(
+            f"{written(value)} is no duration; write a number with a unit, like 0.5s, 10m, 1h30m or 2d"
+        )
+    return sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(text))
+
+
+def positive_duration(value: object) -> float:
+    seconds = duration(value)
+    if seconds <= 0:
+        raise ValueError("must be longer than 0")
+    return seconds
+
+
+def auto_or_duration(value: object) -> float | None:
+    """None for "auto"."""
+    return None if value == "auto" else positive_duration(value)
+
+
+def auto_off_or_duration(value: object) -> float | None:
+    """None for "auto", 0 for "off" (which YAML reads as false)."""
+    return 0.0 if value in (False, "off") else auto_or_duration(value)
+
+
+def whole_number(value: object, *, least: int = 0) -> int:
+    """A whole number of at least `least`; YAML's true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{written(value)} is no whole number")
+    if value < least:
+        raise ValueError(f"must be at least {least}")
+    return value
+
+
+def auto_or_count(value: object) -> int | None:
+    """None for "auto"."""
+    return None if value == "auto" else whole_number(value)
+
+
+def unlimited_or_count(value: object) -> int | None:
+    """None for "unlimited"."""
+    return None if value == "unlimited" else whole_number(value)
+
+
+def budget(value: object) -> Budget:
+    """A restart budget: "unlimited", or "3 per 1h"."""
+    if value == "unlimited":
+        return Budget()
+    match = re.fullmatch(r"\s*(\d+)\s+(?:per|in)\s+(\S+)\s*", value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(
+            f"{written(value)} is no restart budget; write unlimited, or a number per time, like 3 per 1h"
+        )
+    return Budget(count=int(match[1]), window_s=positive_duration(match[2]))
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often to save: every `steps` steps, every `seconds`, or (both None) as computed."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+def cadence(value: object) -> Cadence:
+    """A cadence: "auto", "200 steps" or "10m"."""
+    if value == "auto":
+        return Cadence()
+    match = re.fullmatch(r"\s*(\d+)\s*steps?\s*", value) if isinstance(value, str) else None
+    if match is not None:
+        return Cadence(steps=whole_number(int(match[1]), least=1))
+    try:
+        return Cadence(seconds=positive_duration(value))
+    except ValueError:
+        raise ValueError(
+            f"{written(value)} is no cadence; write auto, a number of steps (200 steps) or a time (10m)"
+        ) from None
+
+
+def fraction(value: object) -> float:
+    """A share between 0 and 1: "2%" or 0.02."""
+    text = value.strip() if isinstance(value, str) else ""
+    if re.fullmatch(r"\d+(?:\.\d+)?%", text):
+        share = float(text[:-1]) / 100
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        share = float(value)
+    else:
+        raise ValueError(f"{written(value)} is no share; write a percentage, like 2%")
+    if not 0 <= share <= 1:
+        raise ValueError("must be between 0% and 100%")
+    return share
+
+
+def auto_or_rate(value: object) -> float | None:
+    """Failures per 1,000 node-days; None for "auto"."""
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ValueError(
+            f"{written(value)} is no failure rate; write auto, or failures per 1,000 node-days, like 6.5"
+        )
+    return float(value)
+
+
+def written(value: object) -> str:
+    """`value` as a YAML file would say it, cut short."""
+    if value is None:
+        return "nothing"
+    return (str(value).lower() if isinstance(value, bool) else str(value))[:60]

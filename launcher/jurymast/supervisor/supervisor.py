@@ -1,0 +1,383 @@
+"""The supervisor: drives `core.run.step` with what the agents report and carries its instructions out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from typing import Any
+
+from jurymast import __version__
+from jurymast.core import events as ev
+from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.run import resume, step
+from jurymast.core.state import Phase, Role, RunState
+from jurymast.errors import AuthenticationError, ClusterUnavailableError, ProtocolError
+from jurymast.journal import JournalWriter
+from jurymast.ports import Cluster
+from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.supervisor.clock import Clock
+from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
+from jurymast.wire import channel, endpoint
+from jurymast.wire.channel import Channel, Message
+
+PROGRESS_INTERVAL_S = 2.0
+# An agent whose connection broke but that lives is back sooner than this.
+RECONNECT_GRACE_S = 0.25
+LEAVE_LIMIT_S = 4.0
+
+
+class Supervisor:
+    """One epoch. `run` returns when the run is over, requeued or taken over by a newer epoch."""
+
+    def __init__(
+        self, directory: RunDirectory, state: RunState, journal: JournalWriter, cluster: Cluster, epoch: int
+    ) -> None:
+        self._directory = directory
+        self._secret = directory.secret()
+        self.state = state
+        self._journal = journal
+        self._cluster = cluster
+        self._epoch = epoch
+        self._clock = Clock(not_before=state.now)
+        self._watch = Watch(state.settings, time.monotonic())
+        self._channels: dict[str, Channel] = {}
+        self._progress_at = 0.0
+        self._over = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # Events in, instructions out.
+
+    def feed(self, event: ev.Event) -> None:
+        """Journal an event, decide, journal and carry out what follows."""
+        before = (self.state.phase, self.state.deadline)
+        instructions = step(self.state, event)
+        if (
+            isinstance(event, ev.Tick)
+            and not instructions
+            and before == (self.state.phase, self.state.deadline)
+        ):
+            return
+        self._journal.event(event)
+        for instruction in instructions:
+            self._journal.decision(self.state.now, instruction)
+        if any(isinstance(i, Launch | Requeue | Finish) for i in instructions):
+            self._journal.flush()
+        for instruction in instructions:
+            self._carry_out(instruction)
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Launch):
+            self._launch(instruction)
+        elif isinstance(instruction, StopWorkers):
+            self._watch.attempt_over(self.state)
+            for node in instruction.nodes:
+                self._tell(node, {"do": "stop", "attempt": instruction.attempt})
+        elif isinstance(instruction, Dismiss):
+            self._tell(instruction.node, {"do": "dismiss"})
+        elif isinstance(instruction, Requeue):
+            self._spawn(self._requeue(instruction))
+        elif isinstance(instruction, Finish):
+            self._spawn(self._leave())
+
+    def _launch(self, launch: Launch) -> None:
+        write_atomically(self._directory.attempt_file, str(launch.attempt).encode(), durable=False)
+        for rank, node in enumerate(launch.placement):
+            self._tell(node, self._launch_message(launch, rank))
+
+    @staticmethod
+    def _launch_message(launch: Launch, rank: int) -> Message:
+        return {
+            "do": "launch", "attempt": launch.attempt, "rank": rank, "world": len(launch.placement),
+            "master_address": launch.master_address, "master_port": launch.master_port,
+        }  # fmt: skip
+
+    def _tell(self, node: str, message: Message) -> None:
+        connection = self._channels.get(node)
+        if connection is not None:
+            connection.send(message)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # The life of an epoch.
+
+    async def run(self, host: str, announce: list[str], allocation: str, node: str, pid: int) -> None:
+        """Listen on `host`, announce the endpoint, and supervise until the end."""
+        server = await asyncio.start_server(self._serve, host, 0)
+        port = server.sockets[0].getsockname()[1]
+        place = endpoint.Endpoint(self._epoch, tuple(announce), port, node, allocation, pid)
+        endpoint.announce(self._directory.epochs, place)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, lambda: self._spawn(self._terminated()))
+        loop.add_signal_handler(signal.SIGUSR2, self._warned)
+        for name, known in self.state.nodes.items():
+            if known.incarnation and known.role is not Role.FAILED:
+                self._watch.expect(name)
+        for instruction in resume(self.state):
+            self._carry_out(instruction)
+        watching = asyncio.ensure_future(self._watch_all())
+        try:
+            await self._over.wait()
+        finally:
+            watching.cancel()
+            server.close()
+            for connection in list(self._channels.values()):
+                connection.close()
+            self._write_outcome()
+            self._journal.close()
+
+    def _write_outcome(self) -> None:
+        """For the batch script: how to end the Slurm job."""
+        outcome = {"state": self.state.public_state, "exit_code": self.state.exit_code}
+        write_atomically(self._directory.root / "outcome.json", json.dumps(outcome).encode())
+
+    async def _watch_all(self) -> None:
+        while not self._over.is_set():
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            self._watch.clock.tick(time.monotonic())
+            if endpoint.newest_epoch(self._directory.epochs) > self._epoch:
+                print(f"epoch {self._epoch}: a newer supervisor has taken over", flush=True)
+                self._over.set()
+                return
+            if self.state.ended or self.state.phase is Phase.REQUEUED:
+                continue
+            for node, silent_s, limit_s in self._watch.silent():
+                self._lose(node, "silent", silent_s, limit_s)
+            self._report_progress(forced=False)
+            if self.state.phase is Phase.RUNNING:
+                self._judge_hang()
+            self.feed(ev.Tick(t=self.now()))
+
+    def _judge_hang(self) -> None:
+        verdict = self._watch.hang(self.state)
+        if verdict is not None:
+            self._report_progress(forced=True)
+            self.feed(
+                ev.RanksHung(
+                    t=self.now(), attempt=self.state.attempt, ranks=verdict.ranks, node=verdict.node,
+                    silent_s=verdict.silent_s, limit_s=verdict.limit_s, evidence=verdict.evidence,
+                )
+            )  # fmt: skip
+
+    def _report_progress(self, *, forced: bool) -> None:
+        """Journal how far the run is: at the first step, when it ends an incident, else now and then."""
+        if self.state.phase is not Phase.RUNNING:
+            return
+        reach = self._watch.reach(self.state)
+        first = self.state.first_step_at is None
+        if reach is None or (not first and reach.step == self.state.step):
+            return
+        incident = self.state.incident
+        ends = incident is not None and (not reach.absolute or reach.step > incident.step_lost_from)
+        now = self.now()
+        if forced or first or ends or now >= self._progress_at + PROGRESS_INTERVAL_S:
+            self._progress_at = now
+            stepped_at = now - reach.ago_s
+            done = reach.step - self.state.step
+            step_s = (stepped_at - self.state.stepped_at) / done if done > 0 and not first else 0.0
+            self.feed(
+                ev.Progress(
+                    t=now, attempt=self.state.attempt, step=reach.step, stepped_at=stepped_at,
+                    absolute=reach.absolute, step_s=max(0.0, step_s),
+                )
+            )  # fmt: skip
+
+    def _lose(
+        self, node: str, how: str, silent_s: float = 0.0, limit_s: float = 0.0, evidence: str = ""
+    ) -> None:
+        self._watch.forget(node)
+        connection = self._channels.pop(node, None)
+        if connection is not None:
+            connection.close()
+        self._report_progress(forced=True)
+        self.feed(
+            ev.NodeLost(
+                t=self.now(), node=node, how=how, silent_s=silent_s, limit_s=limit_s, evidence=evidence
+            )
+        )
+
+    # Agents and operators.
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            connection = await asyncio.wait_for(
+                channel.accept(reader, writer, self._secret), channel.HANDSHAKE_LIMIT_S
+            )
+            hello = await asyncio.wait_for(connection.receive(), channel.HANDSHAKE_LIMIT_S)
+        except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError) as error:
+            print(f"refused a connection: {type(error).__name__}: {error}", flush=True)
+            writer.close()
+            return
+        if hello.get("say") == "ask":
+            await self._answer(connection, hello)
+        elif hello.get("say") == "hello":
+            await self._serve_agent(connection, hello)
+        connection.close()
+
+    async def _answer(self, connection: Channel, asked: Message) -> None:
+        known = {"cancel", "restart", "drain"}
+        node = str(asked.get("node") or "")
+        if asked.get("what") not in known:
+            answer = {"ok": False, "why": f"unknown request {asked.get('what')!r}"}
+        elif asked["what"] == "drain" and node not in self.state.nodes:
+            answer = {
+                "ok": False,
+                "why": f"no node {node!r} in this run; it has {', '.join(self.state.nodes)}",
+            }
+        else:
+            answer = {"ok": True}
+            self.feed(ev.Asked(t=self.now(), what=asked["what"], by=str(asked.get("by", "")), node=node))
+        connection.send(answer)
+        await connection.drain()
+
+    async def _serve_agent(self, connection: Channel, hello: Message) -> None:
+        node = hello["node"]
+        before = self._channels.get(node)
+        self._channels[node] = connection
+        if before is not None:
+            before.close()
+        self._watch.joined(node)
+        self.feed(
+            ev.NodeJoined(
+                t=self.now(), node=node, address=hello["address"], incarnation=hello["incarnation"],
+                pid=hello["pid"], boot_id=hello["boot_id"], gpus=hello["gpus"],
+            )
+        )  # fmt: skip
+        self._catch_up(node, hello)
+        try:
+            while True:
+                self._hear(node, await connection.receive())
+        except (OSError, AuthenticationError, ProtocolError) as error:
+            print(f"{node}: {type(error).__name__}: {error}", flush=True)
+        if self._channels.get(node) is connection:
+            del self._channels[node]
+            await asyncio.sleep(RECONNECT_GRACE_S)
+            leaving = self.state.ended or self.state.phase is Phase.REQUEUED or self._over.is_set()
+            if node not in self._channels and node in self._watch.nodes and not leaving:
+                self._lose(node, "closed")
+
+    def _catch_up(self, node: str, hello: Message) -> None:
+        """What the agent may have said, or been told, while no connection was there."""
+        attempt, ranks = hello["attempt"], hello["ranks"]
+        current = attempt == self.state.attempt
+        placed = node in self.state.placement
+        if ranks in ("waiting", "finished"):
+            if ranks == "finished" and current and placed:
+                self.feed(ev.NodeFinished(t=self.now(), node=node, attempt=attempt))
+            elif current and placed and self.state.phase in (Phase.RUNNING, Phase.STOPPING):
+                self._stopped(node, attempt, hello["store_port"])
+            else:
+                self.feed(ev.NodeReady(t=self.now(), node=node, store_port=hello["store_port"]))
+        elif ranks == "running" and current and placed:
+            self.feed(ev.WorkersStarted(t=self.now(), node=node, attempt=attempt, pids=tuple(hello["pids"])))
+        elif ranks in ("running", "starting") and not (current and placed):
+            self._tell(node, {"do": "dismiss"})
+        if placed and attempt < self.state.attempt or self.state.phase is Phase.STOPPING:
+            for instruction in resume(self.state):
+                self._send_again(node, instruction)
+
+    def _send_again(self, node: str, instruction: Instruction) -> None:
+        if isinstance(instruction, Launch) and node in instruction.placement:
+            self._tell(node, self._launch_message(instruction, instruction.placement.index(node)))
+        elif isinstance(instruction, StopWorkers) and node in instruction.nodes:
+            self._tell(node, {"do": "stop", "attempt": instruction.attempt})
+
+    def _stopped(self, node: str, attempt: int, store_port: int) -> None:
+        self.feed(ev.WorkersStopped(t=self.now(), node=node, attempt=attempt, store_port=store_port))
+
+    def _hear(self, node: str, message: Message) -> None:
+        said, now = message["say"], self.now()
+        if said == "beat":
+            self._watch.beat(node, message["attempt"], message["ranks"])
+        elif said == "ready":
+            self.feed(ev.NodeReady(t=now, node=node, store_port=message["store_port"]))
+        elif said == "started":
+            self.feed(
+                ev.WorkersStarted(t=now, node=node, attempt=message["attempt"], pids=tuple(message["pids"]))
+            )
+        elif said == "failed":
+            self._report_progress(forced=True)
+            self.feed(
+                ev.WorkerFailed(
+                    t=now, node=node, attempt=message["attempt"], rank=message["rank"],
+                    exit_code=message["exit_code"], error=message.get("error", ""),
+                    message=message.get("message", ""), traceback=message.get("traceback", ""),
+                )
+            )  # fmt: skip
+        elif said == "stopped":
+            self._stopped(node, message["attempt"], message["store_port"])
+        elif said == "finished":
+            self._report_progress(forced=True)
+            self.feed(ev.NodeFinished(t=now, node=node, attempt=message["attempt"]))
+        elif said == "event":
+            self._rank_event(node, message)
+        elif said == "leaving":
+            self._lose(node, "left", evidence=message["why"])
+
+    def _rank_event(self, node: str, message: Message) -> None:
+        """An event that a rank sent itself; only checkpoints so far. A malformed one is noted."""
+        fields = {key: value for key, value in message["event"].items() if key not in ("local_rank", "t")}
+        if fields.get("event") not in ("Saved", "Restored"):
+            return
+        try:
+            event = ev.from_json({**fields, "t": self.now(), "attempt": message["attempt"]})
+        except (KeyError, TypeError) as error:
+            event = ev.Noted(t=self.now(), node=node, message=f"malformed event from a rank: {error}")
+        self.feed(event)
+
+    # The end of an epoch.
+
+    def _warned(self) -> None:
+        self.feed(ev.Signalled(t=self.now(), signal="SIGUSR2"))
+
+    async def _terminated(self) -> None:
+        """Slurm ends the job. Who wanted that decides what the run's state becomes."""
+        if self.state.phase is Phase.REQUEUED:
+            self._over.set()
+            return
+        self._report_progress(forced=True)
+        self.feed(ev.Signalled(t=self.now(), signal="SIGTERM"))
+        why = await self._cluster.why_ending()
+        if why == "cancelled":
+            self.feed(ev.Asked(t=self.now(), what="cancel", by="scancel"))
+        else:
+            self.feed(ev.Noted(t=self.now(), message=f"Slurm ends the job: {why}"))
+        self._journal.flush()
+        await self._leave()
+
+    async def _requeue(self, instruction: Requeue) -> None:
+        for connection in self._channels.values():
+            connection.send({"do": "leave"})
+        try:
+            await self._cluster.requeue(instruction.exclude)
+        except ClusterUnavailableError as error:
+            self.feed(ev.Noted(t=self.now(), message=f"the requeue failed: {error}"))
+        self._over.set()
+
+    async def _leave(self) -> None:
+        """Send the agents home and wait until they have gone, within a limit."""
+        for connection in self._channels.values():
+            connection.send({"do": "leave"})
+        end = time.monotonic() + LEAVE_LIMIT_S
+        while self._channels and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        self._over.set()
+
+
+def first_events(directory: RunDirectory, t: float) -> list[ev.Event]:
+    """The events that open a new run's journal."""
+    plan = directory.plan()
+    return [
+        ev.RunStarted(
+            t=t, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
+            ranks_per_node=plan.ranks_per_node, script=plan.script, submitted_at=plan.submitted_at,
+            policy_hash=plan.policy_hash, version=__version__,
+        )
+    ]  # fmt: skip

@@ -1,0 +1,121 @@
+"""Keeps every node's newest heartbeat and asks the core who is silent, who hangs, how far the run is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jurymast.core.hang import HangLimits, HangVerdict, RankView, judge
+from jurymast.core.heartbeat import Arrivals, WatcherClock
+from jurymast.core.settings import Settings
+from jurymast.core.state import RunState
+
+WATCH_INTERVAL_S = 0.05
+# An agent may still look for a supervisor that has just taken over.
+REJOIN_LIMIT_S = 10.0
+
+
+@dataclass
+class NodeWatch:
+    """One node: when its heartbeats came (watcher's clock) and what its ranks last said."""
+
+    arrivals: Arrivals
+    connected: bool = True
+    attempt: int = 0
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    reported_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far all ranks are: the slowest one's step, and how many seconds ago it ended."""
+
+    step: int
+    ago_s: float
+    absolute: bool
+
+
+class Watch:
+    """All nodes. Times are the watcher clock's seconds."""
+
+    def __init__(self, settings: Settings, real_now: float) -> None:
+        self._settings = settings
+        self.clock = WatcherClock(WATCH_INTERVAL_S, real_now)
+        self.nodes: dict[str, NodeWatch] = {}
+        self.longest_before_s = 0.0
+
+    def expect(self, node: str) -> None:
+        """A node known from the journal: it has `REJOIN_LIMIT_S` to connect."""
+        arrivals = Arrivals(self._settings.heartbeat_s, self.clock.now + REJOIN_LIMIT_S)
+        self.nodes[node] = NodeWatch(arrivals, connected=False)
+
+    def joined(self, node: str) -> None:
+        self.nodes[node] = NodeWatch(Arrivals(self._settings.heartbeat_s, self.clock.now))
+
+    def forget(self, node: str) -> None:
+        self.nodes.pop(node, None)
+
+    def beat(self, node: str, attempt: int, ranks: list[dict[str, Any]]) -> None:
+        watch = self.nodes.get(node)
+        if watch is None:
+            return
+        watch.arrivals.beat(self.clock.now)
+        watch.attempt, watch.ranks, watch.reported_at = attempt, ranks, self.clock.now
+
+    def silent(self) -> list[tuple[str, float, float]]:
+        """(node, seconds silent, limit) of each node silent beyond its limit."""
+        found = []
+        for name, watch in self.nodes.items():
+            silent_s = watch.arrivals.silent_s(self.clock.now)
+            limit_s = watch.arrivals.limit_s(self._settings.node_lost_after_s)
+            if silent_s > limit_s:
+                found.append((name, silent_s, limit_s))
+        return found
+
+    def _reports(self, state: RunState) -> list[tuple[NodeWatch, str, int, dict[str, Any]]]:
+        """(watch, node, rank, report) of every rank of the attempt; [] until all have reported."""
+        reports = []
+        for group_rank, name in enumerate(state.placement):
+            watch = self.nodes.get(name)
+            if watch is None or watch.attempt != state.attempt or len(watch.ranks) != state.ranks_per_node:
+                return []
+            for local_rank, report in enumerate(watch.ranks):
+                reports.append((watch, name, group_rank * state.ranks_per_node + local_rank, report))
+        return reports
+
+    def hang(self, state: RunState) -> HangVerdict | None:
+        views = []
+        for watch, node, rank, report in self._reports(state):
+            since_s = self.clock.now - watch.reported_at
+            quiet_s = report["quiet_s"]
+            if quiet_s is None:  # the script has not begun: since the launch
+                quiet_s = state.now - (
+                    state.incident.launched_at or state.now if state.incident else state.now
+                )
+            views.append(
+                RankView(
+                    rank, node, report["phase"], report["beats"], quiet_s + since_s, report["longest_s"],
+                    report["idle_s"] + since_s if report["idle_s"] else 0.0,
+                    report["stopped_s"] + since_s if report["stopped_s"] else 0.0,
+                )
+            )  # fmt: skip
+        if any(view.phase == "done" for view in views):
+            return None
+        limits = HangLimits(self._settings.hang_s, self._settings.start_limit_s, state.hang_patience)
+        return judge(views, limits, self.longest_before_s)
+
+    def reach(self, state: RunState) -> Reach | None:
+        """How far the attempt is; None until every rank has done a step in it."""
+        reports = self._reports(state)
+        if not reports or any(report["beats"] == 0 for _, _, _, report in reports):
+            return None
+        watch, _, _, slowest = min(
+            reports, key=lambda entry: (entry[3]["step"], -(entry[3]["beat_s"] or 0.0))
+        )
+        ago_s = (slowest["beat_s"] or 0.0) + self.clock.now - watch.reported_at
+        return Reach(slowest["step"], ago_s, bool(slowest["explicit"]))
+
+    def attempt_over(self, state: RunState) -> None:
+        """Remember what this attempt taught about step times."""
+        seen = [report["longest_s"] for _, _, _, report in self._reports(state)]
+        self.longest_before_s = max([self.longest_before_s, *seen])

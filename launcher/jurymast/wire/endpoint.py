@@ -1,0 +1,58 @@
+"""Where the supervisor listens: one file an epoch in the run directory. The newest epoch rules.
+
+Creating an epoch's file is the fence: only one process can create it, and a supervisor that sees a newer
+one stops deciding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jurymast.rundir import write_atomically
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """`hosts`: names and addresses to try, best first; `allocation`: the Slurm job and its restart count."""
+
+    epoch: int
+    hosts: tuple[str, ...]
+    port: int
+    node: str
+    allocation: str
+    pid: int
+
+
+def claim_epoch(epochs: Path) -> int:
+    """Take the next epoch; two claimants never get the same one. Raises OSError."""
+    epoch = newest_epoch(epochs) + 1
+    while True:
+        try:
+            os.close(os.open(epochs / f"{epoch:06d}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            return epoch
+        except FileExistsError:
+            epoch += 1
+
+
+def newest_epoch(epochs: Path) -> int:
+    """The newest epoch claimed; 0 before the first."""
+    return max((int(path.stem) for path in epochs.glob("*.claim")), default=0)
+
+
+def announce(epochs: Path, endpoint: Endpoint) -> None:
+    write_atomically(epochs / f"{endpoint.epoch:06d}.json", json.dumps(asdict(endpoint)).encode())
+
+
+def find(epochs: Path) -> Endpoint | None:
+    """The newest announced endpoint, or None."""
+    for path in sorted(epochs.glob("*.json"), reverse=True):
+        try:
+            values = json.loads(path.read_bytes())
+            values["hosts"] = tuple(values["hosts"])
+            return Endpoint(**values)
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return None

@@ -1,0 +1,62 @@
+"""The torchrun host's line to its agent: JSON lines over an inherited socket pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import threading
+from typing import Any
+
+FD_VARIABLE = "JURYMAST_HOST_FD"
+
+
+class AgentPipe:
+    """Reads on a thread of its own, so that the torchrun host can ask at any moment whether to stop.
+
+    The agent sends {"do": "launch", ...}, {"do": "stop", "attempt": n} and {"do": "finish"}.
+    When the agent is gone the host has nothing left to do and ends at once.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        os.set_inheritable(descriptor, False)
+        self._lock = threading.Lock()
+        self._launches: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._stop_up_to = 0
+        threading.Thread(target=self._read, name="agent-pipe", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls) -> AgentPipe:
+        """Raises RuntimeError outside an agent."""
+        text = os.environ.get(FD_VARIABLE, "")
+        if not text.isdigit():
+            raise RuntimeError("the jurymast rendezvous works under a jurymast agent: use `jurymast submit`")
+        return cls(int(text))
+
+    def _read(self) -> None:
+        with self._socket.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                if message["do"] == "stop":
+                    self._stop_up_to = max(self._stop_up_to, message["attempt"])
+                else:
+                    self._launches.put(message)
+        os._exit(0)
+
+    def tell(self, what: str, **fields: Any) -> None:
+        """Send {"host": what, ...} to the agent."""
+        line = json.dumps({"host": what, **fields}).encode() + b"\n"
+        with self._lock:
+            self._socket.sendall(line)
+
+    def stop_asked(self, attempt: int) -> bool:
+        return self._stop_up_to >= attempt
+
+    def next_order(self) -> dict[str, Any]:
+        """Block until the agent says launch or finish."""
+        while True:
+            message = self._launches.get()
+            if message["do"] == "finish" or message["attempt"] > self._stop_up_to:
+                return message

@@ -1,0 +1,146 @@
+"""torch's LocalElasticAgent with our patience: quick looks, short stops, no barrier at the exit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from jurymast.worker import entry
+from jurymast.worker.host import read_error_file, wait_until
+from jurymast.worker.rendezvous import AgentRendezvous
+
+MONITOR_INTERVAL_S = 0.01
+# torch counts its own restarts; ours are decided and counted by the supervisor.
+UNLIMITED = 2**31
+KILL_LIMIT_S = 2.0
+
+
+class RankLogs(LogsSpecs):
+    """Names each rank's log and error file, and hands ranks the attempt's environment.
+
+    The ranks redirect themselves: torch would open one file twice and truncate it.
+    """
+
+    def __init__(self, logs: Path, temporary: Path, rendezvous: AgentRendezvous) -> None:
+        super().__init__()
+        self._logs, self._temporary, self._rendezvous = logs, temporary, rendezvous
+        self.error_files: dict[int, str] = {}
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        attempt = self._rendezvous.attempt
+        folder = self._logs / f"attempt-{attempt:04d}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for local_rank, environment in envs.items():
+            rank = int(environment["RANK"])
+            error_file = str(self._temporary / f"error-{attempt}-{local_rank}.json")
+            self.error_files[local_rank] = error_file
+            environment[entry.ERROR_VARIABLE] = error_file
+            environment[entry.LOG_VARIABLE] = str(folder / f"rank-{rank:05d}.log")
+            environment["JURYMAST_ATTEMPT"] = str(attempt)
+            environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)
+        console = dict.fromkeys(envs, "")
+        return LogsDest(console, dict(console), {}, {}, dict(self.error_files), "", "")
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._logs)
+
+
+class PatientlessAgent(LocalElasticAgent):
+    """One node's ranks. Failures go to the jurymast agent; the next rendezvous brings the decision."""
+
+    def __init__(self, spec: WorkerSpec, logs: RankLogs, rendezvous: AgentRendezvous, grace_s: float) -> None:
+        super().__init__(spec, logs_specs=logs, start_method="forkserver")
+        self._rank_logs = logs
+        self._rendezvous_handler = rendezvous
+        self._grace_s = grace_s
+        self._reported: set[int] = set()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._reported = set()
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        pids = [started[local_rank] for local_rank in sorted(started)]
+        self._rendezvous_handler.pipe.tell("started", attempt=self._rendezvous_handler.attempt, pids=pids)
+        return started
+
+    def _processes(self) -> list[Any]:
+        started = getattr(self._pcontext, "_pc", None)
+        return list(started.processes) if started is not None else []
+
+    def _report_failures(self) -> list[int]:
+        """Tell the agent about ranks that ended badly and were not reported yet; returns all local ranks
+        that failed."""
+        failed = [i for i, process in enumerate(self._processes()) if process.exitcode not in (None, 0)]
+        for local_rank in failed:
+            if local_rank not in self._reported:
+                self._reported.add(local_rank)
+                worker = self._worker_group.workers[local_rank]
+                self._rendezvous_handler.pipe.tell(
+                    "failed", attempt=self._rendezvous_handler.attempt, rank=worker.global_rank,
+                    exit_code=self._processes()[local_rank].exitcode,
+                    **read_error_file(self._rank_logs.error_files.get(local_rank, "")),
+                )  # fmt: skip
+        return failed
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._report_failures():
+            return RunResult(state=WorkerState.FAILED)
+        if all(process.exitcode == 0 for process in self._processes()):
+            return RunResult(state=WorkerState.SUCCEEDED)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Report what has already failed, then SIGTERM, grace, SIGKILL. `timeout` is torch's, not ours."""
+        self._report_failures()
+        processes = self._processes()
+        for number, limit_s in ((death_sig, self._grace_s), (signal.SIGKILL, KILL_LIMIT_S)):
+            living = [process for process in processes if process.is_alive()]
+            for process in living:
+                _kill(process.pid, number)
+                _kill(process.pid, signal.SIGCONT)  # a stopped process acts on SIGTERM only when it goes on
+            if wait_until(lambda: not any(process.is_alive() for process in processes), limit_s):
+                break
+        super()._shutdown(signal.SIGKILL, 0)
+        self._pcontext = None
+
+    def _exit_barrier(self) -> None:
+        """torch waits up to 300 s for the other nodes here; the supervisor knows when all are done."""
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        """torch's own event log wants return values, which ranks that end by exit code do not give."""
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def serve(plan: dict[str, Any]) -> int:
+    """Run attempts until the agent says finish. `plan`: see the agent's `host_plan`."""
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+    parameters = RendezvousParameters("jurymast", "agent", plan["run"], 1, max(1, plan["nodes"]))
+    rendezvous = get_rendezvous_handler(parameters)
+    assert isinstance(rendezvous, AgentRendezvous)
+    script = entry.Script(plan["script"], tuple(plan["arguments"]), plan["module"], plan["directory"])
+    logs = RankLogs(Path(plan["logs"]), Path(plan["temporary"]), rendezvous)
+    while True:
+        spec = WorkerSpec(
+            role="default", local_world_size=plan["ranks"], entrypoint=entry.run, args=(script,),
+            rdzv_handler=rendezvous, max_restarts=UNLIMITED, monitor_interval=MONITOR_INTERVAL_S,
+        )  # fmt: skip
+        agent = PatientlessAgent(spec, logs, rendezvous, plan["grace_s"])
+        result = agent.run()
+        if result is None:  # the rendezvous told it to leave
+            return 0
+        # All ranks of this node are done. Another node's failure may still need them once more.
+        rendezvous.pipe.tell("finished", attempt=rendezvous.attempt)

@@ -1,0 +1,148 @@
+"""A rank's first code: become the user's script, in a process forked from a warm one."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from types import TracebackType
+
+from jurymast.worker import hooks, link
+
+PR_SET_PDEATHSIG = 1
+TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
+LOG_VARIABLE = "JURYMAST_LOG"
+ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+TRACEBACK_CHARACTERS = 16_000
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to run: a path or, with `module`, a module name; `arguments` follow it in sys.argv."""
+
+    path: str
+    arguments: tuple[str, ...]
+    module: bool
+    directory: str
+
+
+def run(script: Script) -> None:
+    """Run the script as `__main__` and end the process with its exit code; never returns."""
+    _die_with_parent()
+    _redirect_output()
+    _restore_environment()
+    rank_link = link.current()
+    hooks.count_optimizer_steps(rank_link)
+    code = 1
+    try:
+        code = _execute(script)
+        rank_link.enter(link.DONE)
+        _finish_interpreter()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # torch's elastic agent waits for a return value before it lets a worker go; an exit code is enough.
+        os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """A rank must not outlive its node's torchrun host. The forkserver is single-threaded, so the signal
+    is bound to its one thread, and it ends when the host does."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _redirect_output() -> None:
+    path = os.environ.get(LOG_VARIABLE)
+    if not path:
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+
+
+def _restore_environment() -> None:
+    """The host keeps its temporary files in the agent's directory; the user's code gets the user's."""
+    theirs = os.environ.pop(TEMPORARY_VARIABLE, "")
+    if theirs:
+        os.environ["TMPDIR"] = theirs
+    else:
+        os.environ.pop("TMPDIR", None)
+    import tempfile
+
+    tempfile.tempdir = None
+
+
+def _execute(script: Script) -> int:
+    try:
+        os.chdir(script.directory)
+        sys.argv = [script.path, *script.arguments]
+        if script.module:
+            sys.path.insert(0, script.directory)
+            runpy.run_module(script.path, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(script.path)))
+            runpy.run_path(script.path, run_name="__main__")
+    except SystemExit as error:
+        return _exit_code(error)
+    except BaseException as error:  # the edge of the user's code: everything is reported, then ends the rank
+        _report(error)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _report(error: BaseException) -> None:
+    """Traceback to the log, and to the error file in torch's own format for the agent."""
+    trail = _users_part(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, trail))
+    sys.stderr.write(text)
+    path = os.environ.get(ERROR_VARIABLE)
+    if path and not os.path.exists(path):  # torch's @record may have written it already
+        callstack = text[-TRACEBACK_CHARACTERS:]
+        message = {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": callstack, "timestamp": str(int(time.time()))},
+        }
+        with open(path, "w") as file:
+            json.dump({"message": message}, file)
+
+
+def _users_part(trail: TracebackType | None) -> TracebackType | None:
+    """Without the frames of this file and of runpy, which only say how the script was started."""
+    start = trail
+    while start is not None:
+        name = start.tb_frame.f_code.co_filename
+        if name != __file__ and "runpy" not in name:
+            return start
+        start = start.tb_next
+    return trail
+
+
+def _finish_interpreter() -> None:
+    """What a plain interpreter does at its end: wait for threads, run exit handlers."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()

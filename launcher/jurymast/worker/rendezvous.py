@@ -1,0 +1,96 @@
+"""A rendezvous that takes the supervisor's word: ranks are decided, nobody waits for last calls.
+
+Registered with torch under `torchrun.handlers`. Each node opens the store of the next attempt in
+advance and tells its port, so that the plan can name rank 0's store and nobody binds a fixed port or
+meets keys of an earlier attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousGracefulExitError,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from jurymast.worker.agent_pipe import AgentPipe
+
+# Rank 0's store is listening before the plan is made, so a slow connection means a lost node.
+STORE_CONNECT_S = 10.0
+
+
+class AgentRendezvous(RendezvousHandler):
+    """One node's rendezvous; `attempt` is the number of the attempt last joined."""
+
+    def __init__(self, pipe: AgentPipe, run_id: str) -> None:
+        self.pipe = pipe
+        self.attempt = 0
+        self._run_id = run_id
+        self._closed = False
+        self._store: Store | None = None
+
+    def get_backend(self) -> str:
+        return "jurymast"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open a store, tell the agent that this node is ready, and wait for the plan.
+
+        Raises RendezvousGracefulExitError when the run is over for this node.
+        """
+        self._store = None  # closes the last attempt's server
+        store = TCPStore(
+            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_CONNECT_S)
+        )
+        self.pipe.tell("waiting", attempt=self.attempt, store_port=store.port)
+        order = self.pipe.next_order()
+        if order["do"] == "finish":
+            raise RendezvousGracefulExitError("the run is over")
+        self.attempt = order["attempt"]
+        address, port = order["master_address"], order["master_port"]
+        if order["rank"] == 0:
+            self._store = store
+        else:
+            del store
+            self._store = TCPStore(
+                address,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE_CONNECT_S),
+            )
+        return RendezvousInfo(self._store, order["rank"], order["world"], RendezvousStoreInfo(address, port))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the supervisor wants this attempt stopped: torch's agent then restarts its workers."""
+        return int(self.pipe.stop_asked(self.attempt))
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    return AgentRendezvous(AgentPipe.from_environment(), parameters.run_id)
+
+
+def handler_factory() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What torch's entry-point group calls: returns the creator."""
+    return create_handler

@@ -1,0 +1,137 @@
+"""Names, addresses and sizes of the test cluster, in one place."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+DEFAULT_DIR = Path("/var/lib/jurymast-testcluster")
+TRIXIE_ROOT = Path("/var/cache/jurymast-testcluster/trixie")
+USER = "jurymast-test"
+
+# The switch lives in a network namespace of its own: the host sees no bridge and no route, its firewall
+# does not filter the cluster's traffic, and several clusters may run side by side.
+SUBNET = "10.77.0"
+PREFIX_LENGTH = 24
+BRIDGE = "switch0"
+NODE_INTERFACE = "eth0"
+CONTROLLER = "ctl"
+LOGIN = "login"
+CONTROLLER_HOST_NUMBER = 1
+LOGIN_HOST_NUMBER = 2
+FIRST_NODE_HOST_NUMBER = 11
+MAX_NODES = 200
+
+SLURMCTLD_PORT = 6817
+SLURMD_PORT = 6818
+PARTITION = "main"
+DEBUG_PARTITION = "debug"
+DEBUG_NODES = 2
+CLUSTER_NAME = "jurymast-testcluster"
+
+MUNGE_SOCKET = "/run/munge/munge.socket.2"
+SCRATCH = "/scratch"
+MIB = 1024 * 1024
+
+SLURM_SYSTEM = "system"
+SLURM_TRIXIE = "24.11"
+SLURM_CHOICES = (SLURM_SYSTEM, SLURM_TRIXIE)
+
+
+def node_name(index: int) -> str:
+    """Name of the node with this zero-based index."""
+    return f"n{index + 1}"
+
+
+def node_address(index: int) -> str:
+    """IPv4 address of the node with this zero-based index."""
+    return f"{SUBNET}.{FIRST_NODE_HOST_NUMBER + index}"
+
+
+def netns_prefix(directory: Path) -> str:
+    """Start of the network namespace names of the cluster whose state is in this directory."""
+    return f"jmtc-{hashlib.sha256(str(directory).encode()).hexdigest()[:6]}-"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``up`` was asked for; kept in the state file so that ``repair`` can rebuild a node."""
+
+    nodes: int = 6
+    cpus: int = 8
+    gpus: int = 8
+    slurm: str = SLURM_SYSTEM
+    slurmd_timeout_s: int = 10
+    python: str = ""
+    shm_mib: int = 4096
+    scratch_mib: int = 2048
+    tmp_mib: int = 1024
+    conf: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for the state file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Options:
+        """Inverse of ``to_json``."""
+        return cls(**{**data, "conf": tuple(data["conf"])})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the cluster keeps its files."""
+
+    directory: Path
+
+    @property
+    def shared(self) -> Path:
+        """Shared storage: the same files on every node and on the login host, mode 1777."""
+        return self.directory / "shared"
+
+    @property
+    def home(self) -> Path:
+        """Home of the unprivileged user, shared too."""
+        return self.directory / "home" / USER
+
+    @property
+    def etc(self) -> Path:
+        """slurm.conf and the machines' own /etc files."""
+        return self.directory / "etc"
+
+    @property
+    def slurm_conf(self) -> Path:
+        """What SLURM_CONF points at."""
+        return self.etc / "slurm.conf"
+
+    @property
+    def log(self) -> Path:
+        """Logs of every daemon and machine."""
+        return self.directory / "log"
+
+    @property
+    def spool(self) -> Path:
+        """State of slurmctld and spool directories of the slurmds."""
+        return self.directory / "spool"
+
+    @property
+    def munge_key(self) -> Path:
+        """The cluster's own munge key; the host's is not touched."""
+        return self.directory / "munge" / "munge.key"
+
+    @property
+    def new_root(self) -> Path:
+        """Mount point on which each machine builds its root, in its own mount namespace."""
+        return self.directory / "root"
+
+    @property
+    def state_file(self) -> Path:
+        """Process ids and options of the running cluster."""
+        return self.directory / "cluster.json"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by whoever brings the cluster up or down, or uses it through the Python API."""
+        return self.directory / "lock"

@@ -1,0 +1,138 @@
+"""Writes slurm.conf and the machines' own /etc files into the cluster's directory."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from testcluster.settings import (
+    CLUSTER_NAME,
+    CONTROLLER,
+    CONTROLLER_HOST_NUMBER,
+    DEBUG_NODES,
+    DEBUG_PARTITION,
+    LOGIN,
+    LOGIN_HOST_NUMBER,
+    PARTITION,
+    SLURM_TRIXIE,
+    SLURMCTLD_PORT,
+    SLURMD_PORT,
+    SUBNET,
+    USER,
+    Layout,
+    Options,
+    node_address,
+    node_name,
+)
+
+_REAL_MEMORY_MIB = 65536
+_NULL_DEVICE = os.makedev(1, 3)
+_MUNGE_KEY_BYTES = 1024
+
+
+def write_all(layout: Layout, options: Options) -> None:
+    """Write every configuration file."""
+    layout.slurm_conf.write_text(slurm_conf(layout, options))
+    (layout.etc / "gres.conf").write_text(_gres_conf(layout, options))
+    # 22.05 reads this file though nothing here uses cgroups; 24.11 would otherwise insist on systemd.
+    plugin = "CgroupPlugin=disabled\n" if options.slurm == SLURM_TRIXIE else "CgroupAutomount=no\n"
+    (layout.etc / "cgroup.conf").write_text(plugin)
+    (layout.etc / "hosts").write_text(_hosts(options))
+    (layout.etc / "passwd").write_text(_passwd(layout))
+
+
+def slurm_conf(layout: Layout, options: Options) -> str:
+    """Text of slurm.conf."""
+    lines = [
+        f"ClusterName={CLUSTER_NAME}",
+        f"SlurmctldHost={CONTROLLER}({SUBNET}.{CONTROLLER_HOST_NUMBER})",
+        f"SlurmctldPort={SLURMCTLD_PORT}",
+        f"SlurmdPort={SLURMD_PORT}",
+        "SlurmUser=root",
+        "AuthType=auth/munge",
+        "MpiDefault=none",
+        "ProctrackType=proctrack/linuxproc",
+        "TaskPlugin=task/none",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_Core",
+        "SlurmdParameters=config_overrides",
+        "GresTypes=gpu",
+        # An idle node gets its job at once: the defaults wait up to 3 s after sbatch and 30 s for backfill.
+        "SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1",
+        "ReturnToService=2",
+        "KillWait=2",
+        f"SlurmdTimeout={options.slurmd_timeout_s}",
+        # The cluster may run where the hard limits of root cannot be raised.
+        "PropagateResourceLimits=NONE",
+        f"StateSaveLocation={layout.spool}/slurmctld",
+        f"SlurmdSpoolDir={layout.spool}/%n",
+        "SlurmctldPidFile=/run/slurmctld.pid",
+        "SlurmdPidFile=/run/slurmd.pid",
+        f"SlurmctldLogFile={layout.log}/slurmctld.log",
+        f"SlurmdLogFile={layout.log}/slurmd.%n.log",
+        "SlurmctldDebug=verbose",
+        "SlurmdDebug=verbose",
+        *options.conf,
+    ]
+    gres = f" Gres=gpu:{options.gpus}" if options.gpus else ""
+    for index in range(options.nodes):
+        lines.append(
+            f"NodeName={node_name(index)} NodeAddr={node_address(index)} CPUs={options.cpus}"
+            f" RealMemory={_REAL_MEMORY_MIB}{gres} State=UNKNOWN"
+        )
+    common = "MaxTime=INFINITE State=UP OverSubscribe=NO"
+    every = ",".join(node_name(index) for index in range(options.nodes))
+    few = ",".join(node_name(index) for index in range(min(DEBUG_NODES, options.nodes)))
+    lines.append(f"PartitionName={PARTITION} Nodes={every} Default=YES {common}")
+    lines.append(f"PartitionName={DEBUG_PARTITION} Nodes={few} Default=NO {common}")
+    return "\n".join(lines) + "\n"
+
+
+def write_munge_key(layout: Layout) -> None:
+    """Make the cluster's munge key; munged insists on its owner and on closed directories."""
+    owner = pwd.getpwnam("munge")
+    directory = layout.munge_key.parent
+    directory.mkdir(mode=0o700, exist_ok=True)
+    layout.munge_key.unlink(missing_ok=True)
+    descriptor = os.open(layout.munge_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
+    with os.fdopen(descriptor, "wb") as key:
+        key.write(os.urandom(_MUNGE_KEY_BYTES))
+    for path in (directory, layout.munge_key):
+        os.chown(path, owner.pw_uid, owner.pw_gid)
+
+
+def _gres_conf(layout: Layout, options: Options) -> str:
+    if not options.gpus:
+        return ""
+    # Slurm takes a GPU's number from the end of its file's name, and wants a device: more /dev/null stand in.
+    directory = layout.etc / "gpu"
+    directory.mkdir(exist_ok=True)
+    for index in range(options.gpus):
+        device = directory / f"gpu{index}"
+        device.unlink(missing_ok=True)
+        os.mknod(device, stat.S_IFCHR | 0o666, _NULL_DEVICE)
+    numbers = f"[0-{options.gpus - 1}]" if options.gpus > 1 else "0"
+    return f"Name=gpu File={directory}/gpu{numbers}\n"
+
+
+def _hosts(options: Options) -> str:
+    lines = [
+        "127.0.0.1 localhost",
+        "::1 localhost ip6-localhost",
+        f"{SUBNET}.{CONTROLLER_HOST_NUMBER} {CONTROLLER}",
+        f"{SUBNET}.{LOGIN_HOST_NUMBER} {LOGIN}",
+    ]
+    lines += [f"{node_address(index)} {node_name(index)}" for index in range(options.nodes)]
+    return "\n".join(lines) + "\n"
+
+
+def _passwd(layout: Layout) -> str:
+    lines: list[str] = []
+    for line in Path("/etc/passwd").read_text().splitlines():
+        fields = line.split(":")
+        if fields[0] == USER:
+            fields[5] = str(layout.home)
+        lines.append(":".join(fields))
+    return "\n".join(lines) + "\n"

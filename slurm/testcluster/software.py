@@ -1,0 +1,110 @@
+"""Installs what is missing: Slurm and its tools, the unprivileged user, and the newer Slurm's base system."""
+
+from __future__ import annotations
+
+import os
+import platform
+import pwd
+import shutil
+from pathlib import Path
+
+from testcluster.errors import ClusterError
+from testcluster.processes import run
+from testcluster.settings import SLURM_TRIXIE, TRIXIE_ROOT, USER
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PACKAGE_OF = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "squeue": "slurm-client",
+    "munged": "munge",
+    "ip": "iproute2",
+    "tc": "iproute2",
+}
+_INSTALL_DEADLINE_S = 900.0
+_SUITE = "trixie"
+_MIRROR = "http://deb.debian.org/debian"
+# The daemons, then the libraries that a host Python with torch loads.
+_TRIXIE_PACKAGES = (
+    "slurmctld,slurmd,slurm-client,munge,procps,iproute2,"
+    "libffi8,libssl3t64,libsqlite3-0,libbz2-1.0,liblzma5,libreadline8t64,zlib1g,libncursesw6,libuuid1,"
+    "libgdbm6t64,libgomp1,libstdc++6,libexpat1"
+)
+_COMPLETE = ".jurymast-complete"
+
+
+def require_root_linux() -> None:
+    """Fail clearly where no cluster can be built."""
+    if platform.system() != "Linux":
+        raise ClusterError("the test cluster needs Linux (network and process namespaces)")
+    if os.geteuid() != 0:
+        raise ClusterError("the test cluster needs root (namespaces, mounts, slurmd): run it with sudo")
+
+
+def ensure_packages(slurm: str) -> None:
+    """Install the missing programs with apt; ClusterError names them where that cannot be done."""
+    wanted = {"ip": "iproute2", "tc": "iproute2", "munged": "munge"} if slurm == SLURM_TRIXIE else _PACKAGE_OF
+    missing = sorted({package for program, package in wanted.items() if _find(program) is None})
+    if missing:
+        _apt_install(missing)
+        still = sorted(program for program in wanted if _find(program) is None)
+        if still:
+            raise ClusterError(f"still missing after apt-get install: {', '.join(still)}")
+
+
+def ensure_user() -> pwd.struct_passwd:
+    """The unprivileged user who runs the jobs; made when missing."""
+    try:
+        return pwd.getpwnam(USER)
+    except KeyError:
+        run(["useradd", "--no-create-home", "--user-group", "--shell", "/bin/bash", USER])
+        return pwd.getpwnam(USER)
+
+
+def remove_user() -> None:
+    """Undo ``ensure_user``."""
+    try:
+        pwd.getpwnam(USER)
+    except KeyError:
+        return
+    run(["userdel", USER])
+
+
+def ensure_base(slurm: str) -> Path:
+    """The base system of the machines: the host's own, or a Debian with the newer Slurm (made once)."""
+    if slurm != SLURM_TRIXIE:
+        return Path("/")
+    if (TRIXIE_ROOT / _COMPLETE).exists():
+        return TRIXIE_ROOT
+    if _find("debootstrap") is None:
+        _apt_install(["debootstrap"])
+    partial = TRIXIE_ROOT.with_name(f"{TRIXIE_ROOT.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    options = ["--variant=minbase", f"--include={_TRIXIE_PACKAGES}"]
+    run(["debootstrap", *options, _SUITE, str(partial), _MIRROR], timeout_s=_INSTALL_DEADLINE_S)
+    (partial / "etc" / "hosts").touch()
+    (partial / _COMPLETE).touch()
+    if TRIXIE_ROOT.exists():
+        shutil.rmtree(TRIXIE_ROOT)
+    partial.rename(TRIXIE_ROOT)
+    return TRIXIE_ROOT
+
+
+def _find(program: str) -> str | None:
+    return shutil.which(program, path=_PATH)
+
+
+def _apt_install(packages: list[str]) -> None:
+    apt = _find("apt-get")
+    if apt is None:
+        raise ClusterError(f"missing, and there is no apt-get to install it with: {', '.join(packages)}")
+    quiet = ["env", "DEBIAN_FRONTEND=noninteractive", apt]
+    command = [*quiet, "install", "--yes", "--no-install-recommends", *packages]
+    try:
+        run(command, timeout_s=_INSTALL_DEADLINE_S)
+    except ClusterError:
+        # A fresh image has no package lists.
+        run([*quiet, "update"], timeout_s=_INSTALL_DEADLINE_S)
+        run(command, timeout_s=_INSTALL_DEADLINE_S)

@@ -1,0 +1,56 @@
+"""A real Slurm cluster for the tests of this folder: one a session, mended and checked after every test.
+
+``JURYMAST_TESTCLUSTER_SLURM=24.11`` runs them on the newer Slurm, ``JURYMAST_TESTCLUSTER_DIR`` elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testcluster import Cluster
+
+# Packages may have to be installed first, and a repair may wait for Slurm's own time limits.
+_TIMEOUT_S = 300
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave each test of this folder the time that a first installation takes."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Six nodes with eight stand-in GPUs each."""
+    if sys.platform != "linux":
+        pytest.skip("a Slurm cluster on one machine needs Linux")
+    if os.geteuid() != 0:
+        pytest.skip("a Slurm cluster on one machine needs root")
+    if not Path("/etc/debian_version").exists():
+        pytest.skip("a Slurm cluster on one machine needs Debian or Ubuntu")
+    directory = os.environ.get("JURYMAST_TESTCLUSTER_DIR")
+    running = Cluster.up(
+        nodes=6,
+        slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system"),
+        directory=Path(directory) if directory else None,
+    )
+    try:
+        yield running
+    finally:
+        running.down()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(cluster: Cluster) -> Iterator[None]:
+    """After each test: end its jobs, see what they left behind, and give the next one a healthy cluster."""
+    yield
+    strays = cluster.repair_all()
+    assert strays == []
+    assert cluster.leftovers() == []

@@ -1,0 +1,346 @@
+"""The test cluster behaves as a cluster of machines does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from testcluster import Cluster, ClusterError
+from testcluster.processes import wait_until
+
+pytestmark = pytest.mark.slurm
+
+_CLUSTER = Path(__file__).resolve().parents[2] / "slurm" / "cluster"
+_SLEEP_EVERYWHERE = "#!/bin/bash\nexec srun --no-kill --kill-on-bad-exit=0 --wait=0 sleep 600\n"
+
+
+def _reachable(cluster: Cluster, name: str) -> bool:
+    script = f"exec 3<>/dev/tcp/{cluster.address(name)}/6818"
+    argv = ["timeout", "0.5", "bash", "-c", script]
+    return cluster.login(argv, check=False).returncode == 0
+
+
+def _user_commands(cluster: Cluster, node: str) -> list[str]:
+    return [process.command for process in cluster.processes(node) if process.uid != 0]
+
+
+def _sleeping(cluster: Cluster, *nodes: str) -> bool:
+    return all("sleep 600" in _user_commands(cluster, node) for node in nodes)
+
+
+class TestJobs:
+    def test_srun_runs_on_four_nodes_as_the_unprivileged_user(self, cluster: Cluster) -> None:
+        output = cluster.login(["srun", "--nodes=4", "bash", "-c", "hostname; id -un"]).stdout.split()
+        assert sorted(output) == ["jurymast-test"] * 4 + ["n1", "n2", "n3", "n4"]
+
+    def test_an_idle_node_starts_a_batch_job_within_a_second(self, cluster: Cluster) -> None:
+        started = time.monotonic()
+        job = cluster.sbatch("#!/bin/bash\nsleep 600\n")
+        cluster.wait_job(job, "RUNNING")
+        assert time.monotonic() - started < 2.0
+
+    def test_a_job_sees_its_gpus(self, cluster: Cluster) -> None:
+        show = "echo $CUDA_VISIBLE_DEVICES"
+        eight = cluster.login(["srun", "--nodes=2", "--gpus-per-node=8", "bash", "-c", show]).stdout.split()
+        assert eight == ["0,1,2,3,4,5,6,7"] * 2
+        two = cluster.login(["srun", "--nodes=1", "--gpus-per-node=2", "bash", "-c", show]).stdout.strip()
+        assert two == "0,1"
+
+    def test_the_debug_partition_has_two_nodes(self, cluster: Cluster) -> None:
+        output = cluster.login(["srun", "--partition=debug", "--nodes=2", "hostname"]).stdout.split()
+        assert sorted(output) == ["n1", "n2"]
+        refused = cluster.login(["srun", "--partition=debug", "--nodes=3", "hostname"], check=False)
+        assert refused.returncode != 0
+
+    def test_the_repositorys_python_imports_torch_on_a_node(self, cluster: Cluster) -> None:
+        pytest.importorskip("torch")
+        script = "import os, torch; print(os.getuid() != 0, torch.ones(2).sum().item())"
+        assert cluster.login(["srun", "python", "-c", script]).stdout.split() == ["True", "2.0"]
+
+    def test_a_requeued_job_starts_when_its_owner_lifts_the_delay(self, cluster: Cluster) -> None:
+        job = cluster.sbatch("#!/bin/bash\necho $SLURM_RESTART_COUNT\nsleep 600\n", "--requeue")
+        cluster.wait_job(job, "RUNNING")
+        cluster.login(["scontrol", "requeue", str(job)])
+        cluster.wait_job(job, "PENDING")
+        cluster.login(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+        started = time.monotonic()
+        record = cluster.wait_job(job, "RUNNING")
+        assert record["Restarts"] == "1"
+        assert time.monotonic() - started < 10.0
+
+    def test_the_unprivileged_user_may_not_drain_a_node(self, cluster: Cluster) -> None:
+        drain = ["scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test"]
+        assert "Invalid user id" in cluster.login(drain, check=False).stderr
+        cluster.login(drain, root=True)
+        assert "DRAIN" in cluster.node_states()["n1"]
+
+
+class TestMachines:
+    def test_nodes_share_only_the_shared_directory(self, cluster: Cluster) -> None:
+        for path in ("/dev/shm/x", "/tmp/x", "/scratch/x", f"{cluster.shared}/x"):
+            cluster.exec("n1", ["touch", path])
+        argv = ["bash", "-c", f"ls -d /dev/shm/x /tmp/x /scratch/x {cluster.shared}/x 2>/dev/null"]
+        assert cluster.exec("n2", argv, check=False).stdout.split() == [f"{cluster.shared}/x"]
+        assert cluster.login(argv, check=False).stdout.split() == [f"{cluster.shared}/x"]
+        (cluster.shared / "x").unlink()
+        cluster.exec("n1", ["rm", "/dev/shm/x"])
+
+    def test_a_node_sees_only_its_own_processes(self, cluster: Cluster) -> None:
+        lines = cluster.exec("n1", ["ps", "-e", "-o", "args="]).stdout.splitlines()
+        daemons = [line for line in lines if line.startswith("slurmd ")]
+        assert len(daemons) == 1
+        assert daemons[0].endswith("-N n1")
+
+    def test_exit_codes_and_signals_pass_through(self, cluster: Cluster) -> None:
+        assert cluster.login(["bash", "-c", "exit 7"], check=False).returncode == 7
+        assert cluster.exec("n1", ["bash", "-c", "exit 7"], check=False).returncode == 7
+        for name, start in (("login", cluster.popen_login), ("n1", partial(cluster.popen_exec, "n1"))):
+            running = start(["sleep", "600"])
+            wait_until(partial(_sleeping, cluster, name), 5, "the command to start")
+            running.terminate()
+            assert running.wait(timeout=5) in (-15, 143)
+
+    def test_a_failed_command_names_itself_and_its_output(self, cluster: Cluster) -> None:
+        with pytest.raises(ClusterError, match=r"on login: exit code 3: no luck"):
+            cluster.login(["bash", "-c", "echo no luck >&2; exit 3"])
+
+
+class TestFaults:
+    def test_no_kill_keeps_a_job_running_through_a_power_loss(self, cluster: Cluster) -> None:
+        job = cluster.sbatch(_SLEEP_EVERYWHERE, "--nodes=4", "--no-kill", "--requeue")
+        cluster.wait_job(job, "RUNNING")
+        wait_until(lambda: _sleeping(cluster, "n1", "n2", "n3", "n4"), 10, "the tasks to start")
+        fault = cluster.fault("power-loss", "n3")
+        assert fault.took_s < 0.1
+        assert abs(time.time() - fault.time) < 5.0
+        wait_until(lambda: "DOWN" in cluster.node_states()["n3"], 60, "Slurm to miss n3")
+        record = cluster.job(job)
+        assert record["JobState"] == "RUNNING"
+        assert _sleeping(cluster, "n1", "n2", "n4")
+        assert cluster.squeue()[0].nodes == "n[1-2,4]"
+
+    def test_a_crashed_node_comes_back_empty(self, cluster: Cluster) -> None:
+        cluster.exec("n2", ["touch", "/scratch/before"])
+        cluster.fault("crash", "n2")
+        wait_until(lambda: not cluster.processes("n2"), 5, "n2's processes to end")
+        cluster.repair("n2")
+        assert cluster.node_states()["n2"] == "IDLE"
+        assert cluster.exec("n2", ["ls", "/scratch"]).stdout == ""
+        assert cluster.login(["srun", "--nodelist=n2", "hostname"]).stdout.strip() == "n2"
+
+    def test_a_crash_resets_connections_and_a_power_loss_is_silent(self, cluster: Cluster) -> None:
+        for kind, expected in (("crash", "closed"), ("power-loss", "silent")):
+            listener = cluster.popen_exec(
+                "n1", [*_python(cluster), _LISTEN], stdout=subprocess.PIPE, text=True
+            )
+            assert listener.stdout is not None
+            listener.stdout.readline()
+            peer = cluster.popen_exec(
+                "n2", [*_python(cluster), _WAIT_FOR_END], stdout=subprocess.PIPE, text=True
+            )
+            assert peer.stdout is not None
+            assert peer.stdout.readline().strip() == "connected"
+            cluster.fault(kind, "n1")
+            assert peer.communicate(timeout=15)[0].strip() == expected
+            listener.communicate(timeout=5)
+            cluster.repair("n1")
+
+    def test_a_partitioned_node_goes_on_and_comes_back(self, cluster: Cluster) -> None:
+        assert _reachable(cluster, "n2")
+        init = cluster.machine("n2").init
+        cluster.fault("partition", "n2")
+        assert not _reachable(cluster, "n2")
+        assert cluster.exec("n2", ["hostname"]).stdout.strip() == "n2"
+        cluster.fault("heal", "n2")
+        wait_until(lambda: _reachable(cluster, "n2"), 10, "n2 to answer")
+        assert cluster.machine("n2").init == init
+
+    def test_a_frozen_node_stands_still(self, cluster: Cluster) -> None:
+        counter = cluster.shared / "counter"
+        script = f"while :; do echo >> {counter}; sleep 0.01; done"
+        running = cluster.popen_exec("n3", ["bash", "-c", script])
+        wait_until(lambda: counter.exists() and counter.stat().st_size > 3, 5, "the counter")
+        cluster.fault("freeze", "n3")
+        frozen = counter.stat().st_size
+        # A frozen node's kernel still takes connections; nobody answers on them.
+        assert _reachable(cluster, "n3")
+        assert counter.stat().st_size == frozen
+        cluster.fault("thaw", "n3")
+        wait_until(lambda: counter.stat().st_size > frozen, 5, "the counter to go on")
+        running.terminate()
+        running.wait(timeout=5)
+        counter.unlink()
+
+    def test_a_frozen_node_can_lose_its_power(self, cluster: Cluster) -> None:
+        cluster.fault("freeze", "n3")
+        cluster.fault("power-loss", "n3")
+        wait_until(lambda: not cluster.machine("n3").alive, 5, "n3 to end")
+
+    def test_kill_takes_one_rank_by_its_environment(self, cluster: Cluster) -> None:
+        job = cluster.sbatch(_SLEEP_EVERYWHERE, "--nodes=2", "--ntasks-per-node=2", "--no-kill")
+        cluster.wait_job(job, "RUNNING")
+        wait_until(lambda: _user_commands(cluster, "n1").count("sleep 600") == 2, 10, "the tasks to start")
+        fault = cluster.fault("kill", "n1", match=r"^SLURM_PROCID=1$")
+        assert len(fault.pids) == 1
+        wait_until(lambda: _user_commands(cluster, "n1").count("sleep 600") == 1, 5, "the task to end")
+        with pytest.raises(ClusterError, match="no such process on n1"):
+            cluster.fault("kill", "n1", match=r"^SLURM_PROCID=77$")
+
+    def test_a_slow_link_delays_each_direction(self, cluster: Cluster) -> None:
+        cluster.fault("slow", "n4", delay_ms=100)
+        cluster.login([*_python(cluster), _CONNECT_TO_N4])  # learns the address first
+        assert float(cluster.login([*_python(cluster), _CONNECT_TO_N4]).stdout) > 0.2
+        cluster.fault("slow", "n4", off=True)
+        assert float(cluster.login([*_python(cluster), _CONNECT_TO_N4]).stdout) < 0.1
+
+    def test_a_full_disk_refuses_data_until_it_is_freed(self, cluster: Cluster) -> None:
+        write = ["bash", "-c", "echo something > /scratch/file"]
+        cluster.exec("n5", write)
+        cluster.fault("disk-full", "n5")
+        refused = cluster.exec("n5", ["bash", "-c", "echo something > /scratch/other"], check=False)
+        assert "No space left" in refused.stderr
+        cluster.fault("disk-full", "n5", off=True)
+        cluster.exec("n5", write)
+        assert cluster.exec("n5", ["ls", "-A", "/scratch"]).stdout.split() == ["file", "other"]
+
+    def test_slurmctld_restarts_under_a_running_job(self, cluster: Cluster) -> None:
+        job = cluster.sbatch("#!/bin/bash\nsleep 600\n")
+        cluster.wait_job(job, "RUNNING")
+        cluster.fault("slurmctld-restart")
+        assert cluster.job(job)["JobState"] == "RUNNING"
+
+    def test_repair_replaces_a_node_whose_slurmd_was_killed(self, cluster: Cluster) -> None:
+        cluster.fault("kill", "n6", match="^slurmd -D")
+        before = cluster.machine("n6").init
+        assert cluster.repair_all() == []
+        assert cluster.machine("n6").init != before
+
+    def test_an_unknown_fault_or_node_is_named(self, cluster: Cluster) -> None:
+        with pytest.raises(ClusterError, match="no fault 'meteor'"):
+            cluster.fault("meteor", "n1")
+        with pytest.raises(ClusterError, match="no machine 'n99'"):
+            cluster.fault("crash", "n99")
+        with pytest.raises(ClusterError, match="login is not a node"):
+            cluster.fault("crash", "login")
+
+
+class TestCleaning:
+    def test_what_a_job_leaves_behind_is_found_and_removed(self, cluster: Cluster) -> None:
+        cluster.exec("n1", ["touch", "/dev/shm/left"])
+        escaped = "setsid sleep 600 > /dev/null 2>&1 < /dev/null &"
+        cluster.login(["srun", "--nodelist=n2", "bash", "-c", escaped], check=False)
+        found = cluster.repair_all()
+        assert "n1: /dev/shm/left" in found
+        assert cluster.leftovers() == []
+
+    def test_down_leaves_nothing_and_can_be_repeated(self, cluster: Cluster, tmp_path: Path) -> None:
+        """A second cluster, side by side with the first, in a directory that is closed to other users."""
+        before = _host_state()
+        second = Cluster.up(nodes=2, directory=tmp_path / "second")
+        assert sorted(second.login(["srun", "--nodes=2", "hostname"]).stdout.split()) == ["n1", "n2"]
+        second.fault("freeze", "n1")
+        second.fault("power-loss", "n2")
+        inits = [machine.init for machine in second.saved.machines.values()]
+        second.down()
+        second.down()
+        assert not any(_alive(pid) for pid in inits)
+        assert _host_state() == before
+        with pytest.raises(ClusterError, match="no cluster is up"):
+            Cluster.attach(tmp_path / "second")
+
+    def test_up_replaces_what_an_unclean_end_left(self, cluster: Cluster, tmp_path: Path) -> None:
+        before = _host_state()
+        directory = tmp_path / "second"
+        up = [str(_CLUSTER), "up", "--nodes", "2", "--dir", str(directory)]
+        subprocess.run(up, check=True, capture_output=True)
+        (directory / "cluster.json").unlink()
+        second = Cluster.up(nodes=1, directory=directory)
+        assert second.nodes == ["n1"]
+        refused = subprocess.run(up, check=False, capture_output=True, text=True)
+        assert refused.returncode == 1
+        assert f"in use by process {os.getpid()}" in refused.stderr
+        second.down()
+        assert _host_state() == before
+
+
+class TestCommandLine:
+    def test_status_login_exec_and_fault(self, cluster: Cluster) -> None:
+        rows = json.loads(_cli(cluster, "status", "--json").stdout)
+        assert [row["name"] for row in rows] == ["ctl", "login", *cluster.nodes]
+        assert all(row["slurm"] == "IDLE" for row in rows if row["name"].startswith("n"))
+        assert "n6" in _cli(cluster, "status").stdout
+        done = _cli(cluster, "login", "--env", "A=b", "--", "bash", "-c", "echo $A; exit 4")
+        assert (done.stdout, done.returncode) == ("b\n", 4)
+        assert _cli(cluster, "exec", "n2", "--root", "--", "id", "-un").stdout == "root\n"
+        before = time.time()
+        fault = json.loads(_cli(cluster, "fault", "power-loss", "n2").stdout)
+        assert fault["kind"] == "power-loss"
+        assert before < fault["time"] < time.time()
+        assert _cli(cluster, "repair", "n2").returncode == 0
+
+    def test_errors_are_one_line(self, cluster: Cluster) -> None:
+        done = _cli(cluster, "fault", "crash", "n99")
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert done.stderr.startswith("cluster: no machine 'n99'")
+
+
+_CONNECT_TO_N4 = """
+import socket, time
+started = time.monotonic()
+socket.create_connection(("n4", 6818))
+print(time.monotonic() - started)
+"""
+_LISTEN = """
+import socket
+listener = socket.create_server(("0.0.0.0", 5000))
+print("listening", flush=True)
+peer, _ = listener.accept()
+peer.recv(1)
+"""
+_WAIT_FOR_END = """
+import socket
+peer = socket.create_connection(("n1", 5000), timeout=5)
+peer.settimeout(3)
+print("connected", flush=True)
+try:
+    print("closed" if peer.recv(1) == b"" else "data")
+except ConnectionResetError:
+    print("closed")
+except TimeoutError:
+    print("silent")
+"""
+
+
+def _python(cluster: Cluster) -> list[str]:
+    return [str(cluster.python), "-c"]
+
+
+def _cli(cluster: Cluster, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words = list(arguments)
+    # Before the options of the machine's command, which follow "--".
+    place = 1 if command == "fault" else 0
+    words[place:place] = ["--dir", str(cluster.layout.directory)]
+    argv = [sys.executable, str(_CLUSTER), command, *words]
+    return subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _host_state() -> tuple[list[str], list[str], list[str]]:
+    """The host's links, mounts and network namespaces."""
+    links = sorted(path.name for path in Path("/sys/class/net").iterdir())
+    mounts = sorted(line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
+    return links, mounts, sorted(path.name for path in Path("/run/netns").iterdir())

@@ -1,0 +1,228 @@
+"""Policy files: values, layers, origins, and errors that name their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jurymast.core.settings import Budget, Settings
+from jurymast.core.spares import auto_spares
+from jurymast.errors import PolicyError
+from jurymast.policy import values
+from jurymast.policy.load import file_layers, pairs_layer, site_layers
+from jurymast.policy.resolve import Resolved, resolve
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def write(directory: Path, name: str, text: str) -> Path:
+    path = directory / name
+    path.write_text(text)
+    return path
+
+
+def load(path: Path) -> Resolved:
+    return resolve(file_layers(path, path.name))
+
+
+def complaints(path: Path) -> list[str]:
+    with pytest.raises(PolicyError) as caught:
+        load(path)
+    return str(caught.value).splitlines()
+
+
+def test_no_policy_is_the_core_s_defaults() -> None:
+    assert resolve([]).settings() == Settings()
+
+
+def test_the_example_spells_the_defaults_out() -> None:
+    assert load(CONFIGS / "default.yaml").values == resolve([]).values
+
+
+def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "p.yaml",
+        """
+spares: 3
+detect: {heartbeat: 250ms, node_lost_after: 2s, hang: 1h30m, start_within: 20m, join_within: 90s}
+checkpoint: {cadence: 200 steps, tiers: {shared: {keep: 5}}}
+failures: {requeues: 4, restarts: {infrastructure: 20 per 1d, application: 0 per 1h}}
+""",
+    )
+    resolved = load(path)
+    assert resolved.policy.spares == 3
+    assert resolved.settings() == Settings(
+        heartbeat_s=0.25,
+        node_lost_after_s=2.0,
+        hang_s=5400.0,
+        start_limit_s=1200.0,
+        join_limit_s=90.0,
+        infrastructure=Budget(count=20, window_s=86400.0),
+        application=Budget(count=0, window_s=3600.0),
+        requeues=4,
+        cadence_steps=200,
+        keep=5,
+    )
+
+
+def test_off_is_what_yaml_makes_of_it(tmp_path: Path) -> None:
+    resolved = load(write(tmp_path, "p.yaml", "detect: {hang: off}\ncheckpoint: {cadence: 10m}\n"))
+    assert resolved.settings().hang_s == 0.0
+    assert resolved.settings().cadence_s == 600.0
+    assert "hang: off" in resolved.yaml()
+
+
+def test_all_mistakes_at_once_each_with_file_line_key_and_the_nearest_name(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "p.yaml",
+        """spares: -1
+detect:
+  heartbat: 1s
+  hang: 10
+checkpoint:
+  tiers:
+    shard: {keep: 3}
+    peer: 3
+failures: {restarts: {application: 3 an hour}}
+notify:
+  - {when: incident, command: [page]}
+  - when: incidents
+    command: [page]
+extend: other.yaml
+""",
+    )
+    lines = complaints(path)
+    assert [line.split(": ", 2)[:2] for line in lines] == [
+        ["p.yaml:1", "spares"],
+        ["p.yaml:3", "detect.heartbat"],
+        ["p.yaml:4", "detect.hang"],
+        ["p.yaml:7", "checkpoint.tiers.shard"],
+        ["p.yaml:8", "checkpoint.tiers.peer"],
+        ["p.yaml:9", "failures.restarts.application"],
+        ["p.yaml:12", "notify[1].when"],
+        ["p.yaml:14", "extend"],
+    ]
+    assert lines[1].endswith("unknown key (did you mean heartbeat?)")
+    assert "write a number with a unit" in lines[2]
+    assert lines[3].endswith("(did you mean shared?)")
+    assert lines[4].endswith("needs keys below it: copies, prefer")
+    assert lines[7].endswith("(did you mean extends?)")
+
+
+def test_layers_merge_key_by_key_and_remember_where_each_value_came_from(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "site.yaml",
+        "spares: 1\ndetect: {heartbeat: 2s, hang: 20m}\nnotify: [{when: stop, command: [a]}]\n",
+    )
+    write(tmp_path, "team.yaml", "detect:\n  hang: off\n")
+    path = write(tmp_path, "job.yaml", "extends: team.yaml\nspares: 2\nnotify: []\n")
+    site = site_layers({"JURYMAST_SITE": str(tmp_path / "site.yaml")})
+    command = pairs_layer("command line", [("spares", 4)])
+    resolved = resolve([*site, *file_layers(path, "job.yaml"), command])
+    assert resolved.policy.spares == 4
+    assert resolved.settings().heartbeat_s == 2.0
+    assert resolved.settings().hang_s == 0.0
+    assert resolved.values["notify"] == []
+    assert resolved.origins[("spares",)] == "command line"
+    assert resolved.origins[("detect", "heartbeat")] == f"{tmp_path}/site.yaml:2"
+    assert resolved.origins[("detect", "hang")] == f"{tmp_path}/team.yaml:2"
+    assert resolved.origins[("notify",)] == "job.yaml:3"
+    assert resolved.origins[("detect", "join_within")] == "default"
+
+
+def test_a_mistake_hidden_by_a_higher_layer_still_shows(tmp_path: Path) -> None:
+    write(tmp_path, "team.yaml", "spares: many\n")
+    path = write(tmp_path, "job.yaml", "extends: team.yaml\nspares: 2\n")
+    (line,) = complaints(path)
+    assert line.startswith(f"{tmp_path}/team.yaml:1: spares: ")
+
+
+def test_a_tier_is_switched_off_by_a_higher_layer(tmp_path: Path) -> None:
+    write(tmp_path, "team.yaml", "checkpoint: {tiers: {memory: {}, peer: {copies: 2}}}\n")
+    tiers = load(
+        write(tmp_path, "job.yaml", "extends: team.yaml\ncheckpoint: {tiers: {peer: off}}\n")
+    ).policy.checkpoint
+    assert tiers.tiers.memory is not None
+    assert tiers.tiers.peer is None
+
+
+def test_what_is_written_to_the_run_directory_reads_back_equal(tmp_path: Path) -> None:
+    text = """
+checkpoint: {cadence: 200 steps, tiers: {local: {path: "/scratch: #1"}, object: {url: "s3://b/p"}}}
+notify: [{when: incident, command: [/bin/page, "on", "a: b", "1"]}]
+"""
+    resolved = load(write(tmp_path, "p.yaml", text))
+    again = load(write(tmp_path, "q.yaml", resolved.yaml(origins=True)))
+    assert again.values == resolved.values
+    assert again.digest == resolved.digest
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("spares: 1\nspares: 2\n", "p.yaml:2: spares: is given twice"),
+        ("- 1\n", "p.yaml:1: a policy is a mapping"),
+        ("spares: [1\n", "p.yaml:2: "),
+        ("spares: !!python/object/apply:os.system [true]\n", "p.yaml:1: spares: "),
+        ("spares: !!python/name:os.system x\n", "could not determine a constructor"),
+        ("extends: 3\n", "p.yaml:1: extends: must be a file name"),
+        ("extends: p.yaml\n", "extends itself"),
+        ("extends: nowhere.yaml\n", "nowhere.yaml: cannot be read"),
+        ("detect: 3\n", "detect: needs keys below it: heartbeat"),
+        ("nodes_policy: {max_fraction: 120%}\n", "must be between 0% and 100%"),
+        ("checkpoint: {tiers: {local: {}}}\n", "checkpoint.tiers.local.path: "),
+        ("checkpoint: {tiers: {shared: off}}\n", "checkpoint.tiers.shared: "),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, says: str) -> None:
+    assert says in "\n".join(complaints(write(tmp_path, "p.yaml", text)))
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert complaints(path) == ["p.yaml: is not UTF-8 text"]
+
+
+def test_an_empty_file_is_no_change(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "p.yaml", "# nothing yet\n")).values == resolve([]).values
+
+
+def test_a_named_site_file_must_exist(tmp_path: Path) -> None:
+    assert site_layers({"JURYMAST_SITE": ""}) == []
+    with pytest.raises(PolicyError, match="cannot be read"):
+        site_layers({"JURYMAST_SITE": str(tmp_path / "none.yaml")})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0.5s", 0.5), ("10m", 600), ("24h", 86400), ("1h30m", 5400), ("2d", 172800), ("5ms", 0.005)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert values.duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["10", 10, "m", "-1s", "1 hour", "", True, None, "1e3s", "10m 5"])
+def test_bad_durations(text: object) -> None:
+    with pytest.raises(ValueError, match="no duration"):
+        values.duration(text)
+
+
+@pytest.mark.parametrize(("text", "share"), [("2%", 0.02), (0.5, 0.5), ("100%", 1.0), (0, 0.0)])
+def test_fractions(text: object, share: float) -> None:
+    assert values.fraction(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "3", None])
+def test_what_is_no_whole_number(value: object) -> None:
+    with pytest.raises(ValueError, match="no whole number"):
+        values.whole_number(value)
+
+
+@pytest.mark.parametrize(("active", "spares"), [(1, 1), (32, 1), (33, 2), (64, 2), (12_500, 391)])
+def test_auto_spares(active: int, spares: int) -> None:
+    assert auto_spares(active) == spares

@@ -1,0 +1,156 @@
+"""Splitting a command line: ours, sbatch's, the script's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jurymast.cluster.gpus import ranks_per_node
+from jurymast.cluster.sbatch_options import LONG, NONE, OPTIONAL, REQUIRED, SHORT, split_command_line
+from jurymast.errors import UsageError
+
+OWN = {"--nodes": True, "-N": True, "--spares": True, "--wait": False, "-W": False, "--dry-run": False}
+
+
+def passed(*words: str) -> list[str]:
+    return [word for option in split_command_line(words, OWN).sbatch for word in option.words]
+
+
+def test_the_table_is_consistent() -> None:
+    assert len(LONG) == len(REQUIRED) + len(OPTIONAL) + len(NONE)
+    assert set(SHORT.values()) <= LONG
+
+
+def test_ours_sbatchs_and_the_scripts_are_told_apart() -> None:
+    line = split_command_line(
+        [
+            "-N",
+            "4",
+            "-p",
+            "gpu",
+            "--spares=2",
+            "--time",
+            "1:00",
+            "--wait",
+            "--nice",
+            "-H",
+            "--",
+            "t.py",
+            "-N",
+            "9",
+        ],
+        OWN,
+    )
+    assert line.own == ["-N", "4", "--spares=2", "--wait"]
+    assert [option.words for option in line.sbatch] == [
+        ("-p", "gpu"),
+        ("--time", "1:00"),
+        ("--nice",),
+        ("-H",),
+    ]
+    assert [option.name for option in line.sbatch] == ["partition", "time", "nice", "hold"]
+    assert line.script == ["t.py", "-N", "9"]
+    assert line.last("time") == "1:00"
+    assert line.has("hold")
+    assert not line.has("qos")
+
+
+def test_the_script_needs_no_dashes_before_it() -> None:
+    line = split_command_line(["-p", "gpu", "t.py", "--nodes", "3", "--", "x"], OWN)
+    assert line.script == ["t.py", "--nodes", "3", "--", "x"]
+    assert line.own == []
+
+
+def test_values_that_look_like_options() -> None:
+    assert passed("--dependency", "-x", "--mem", "0") == ["--dependency", "-x", "--mem", "0"]
+
+
+def test_short_options_in_all_their_forms() -> None:
+    line = split_command_line(["-HsN4", "-pgpu", "-c", "8", "-vv", "-k", "-koff"], OWN)
+    assert line.own == ["-N", "4"]
+    words = [option.words for option in line.sbatch]
+    assert words == [("-H",), ("-s",), ("-pgpu",), ("-c", "8"), ("-v",), ("-v",), ("-k",), ("-koff",)]
+    assert line.last("no-kill") == "off"
+
+
+def test_abbreviations_as_sbatch_has_them() -> None:
+    line = split_command_line(["--part=gpu", "--exclus", "--gpus-per-n", "8"], OWN)
+    assert [(option.name, option.value) for option in line.sbatch] == [
+        ("partition", "gpu"),
+        ("exclusive", None),
+        ("gpus-per-node", "8"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--spars", "2"], "unknown option --spars (did you mean --spares?)"),
+        (["--partitoin=gpu"], "unknown option --partitoin (did you mean --partition?)"),
+        (["--zzzzzz"], "unknown option --zzzzzz"),
+        (["--spare", "2"], "did you mean --spares?"),
+        (["--ntasks-per"], "--ntasks-per is ambiguous: --ntasks-per-core, --ntasks-per-gpu"),
+        (["-p"], "option -p needs a value"),
+        (["--time"], "option --time needs a value"),
+        (["--time", "--", "t.py"], "option --time needs a value"),
+        (["--spares"], "option --spares needs a value"),
+        (["--hold=yes"], "option --hold takes no value"),
+        (["--wait=yes"], "option --wait takes no value"),
+        (["-Z"], "unknown option -Z"),
+        (["-HZ"], "unknown option -Z in -HZ"),
+        (["-p", "gpu", ":", "-p", "cpu"], "heterogeneous"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        split_command_line(words, OWN)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("--nnodes=2", "--nodes N"), ("--rdzv_backend=c10d", "rendezvous"), ("--standalone", "--cluster local")],
+)
+def test_torchrun_s_options_get_their_own_hint(option: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        split_command_line([option], OWN)
+    assert hint in caught.value.hint
+
+
+@given(st.lists(st.text(max_size=8), max_size=8))
+def test_any_words_are_split_or_refused_and_none_gets_lost(words: list[str]) -> None:
+    try:
+        line = split_command_line(words, OWN)
+    except UsageError:
+        return
+    kept = [*line.own, *(word for option in line.sbatch for word in option.words), *line.script]
+    assert sum(map(len, kept)) >= sum(len(word) for word in words if not word.startswith("-"))
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "ranks"),
+    [
+        ([], {}, 1),
+        (["--gpus-per-node=8"], {}, 8),
+        (["--gpus-per-node", "h100:4"], {}, 4),
+        (["--gpus-per-node=h100:4,a100:2"], {}, 6),
+        (["--gres=gpu:8"], {}, 8),
+        (["--gres=gpu:h100:2,shard:4,tmpdir:10G"], {}, 2),
+        (["--gres=gpu"], {}, 1),
+        (["--gres=shard:4"], {}, 1),
+        (["--gres=gpu:4", "--gres=gpu:2"], {}, 2),
+        (["--gpus-per-task=2"], {}, 2),
+        ([], {"SBATCH_GPUS_PER_NODE": "4"}, 4),
+        (["--gres=gpu:2"], {"SBATCH_GRES": "gpu:8"}, 2),
+    ],
+)
+def test_ranks_default_to_the_gpus_of_a_node(
+    words: list[str], environment: dict[str, str], ranks: int
+) -> None:
+    assert ranks_per_node(split_command_line(words, OWN), environment) == ranks
+
+
+def test_a_gpu_count_that_is_none() -> None:
+    with pytest.raises(UsageError, match="has no count"):
+        ranks_per_node(split_command_line(["--gpus-per-node=h100"], OWN), {})

@@ -1,0 +1,328 @@
+"""From command line to request: plan, batch script (golden files), run directory, partitions."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shlex
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jurymast.cluster.entry import BatchEntry
+from jurymast.cluster.local import local_process, submit_local
+from jurymast.cluster.planning import Asked, make_plan, new_run_id
+from jurymast.cluster.request import (
+    Request,
+    build_request,
+    check_runs_directory,
+    remove_run_directory,
+    write_run_directory,
+)
+from jurymast.cluster.sbatch_options import split_command_line
+from jurymast.cluster.slurm_info import check_fits, parse_partitions
+from jurymast.cluster.slurm_submit import JurymastExecutor
+from jurymast.core.settings import RunPlan
+from jurymast.errors import JurymastError, RunDirectoryError, ScriptError, UsageError
+from jurymast.policy.load import pairs_layer
+from jurymast.policy.resolve import resolve
+from jurymast.rundir import RunDirectory
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+RUNS = Path("/shared/team runs")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("print('hi')\n")
+    return path
+
+
+def plan(
+    script: Path,
+    *words: str,
+    nodes: int = 4,
+    spares: int | str = 1,
+    environment: dict[str, str] | None = None,
+    runs: Path = RUNS,
+    cluster: str = "slurm",
+    name: str = "",
+    behind: tuple[str, ...] = (),
+) -> RunPlan:
+    line = split_command_line([*words, "--", *(behind or (script.name, "--lr", "1"))], {})
+    return make_plan(
+        Asked(nodes=nodes, runs=runs, cluster=cluster, name=name),
+        line,
+        resolve([pairs_layer("command line", [("spares", spares)])]),
+        environment=environment or {},
+        working_directory=script.parent,
+        python="/opt/py thon/bin/python3",
+        run="20261120-134501-train-x7f3",
+    )
+
+
+CASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "plain": ((), {}),
+    "passed-through": (
+        ("-p", "gpu", "--gres=gpu:h100:8", "--time", "2-00:00:00", "--signal=B:USR1@300", "-o", "my %j.log"),
+        {},
+    ),
+    "exclusions-merged": (("-x", "n[1-3,7],n9", "--qos=high", "--exclude=m2"), {}),
+    "never-requeued": (("--no-requeue", "--no-kill", "--ntasks-per-node=1"), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rendered_request(script: Path, case: str) -> None:
+    words, environment = CASES[case]
+    request = build_request(plan(script, *words, environment=environment), resolve([]))
+    text = f"{shlex.join(request.argv)}\n---\n{request.script}"
+    golden = GOLDEN / f"sbatch-{case}.txt"
+    if os.environ.get("JURYMAST_UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_the_plan(script: Path) -> None:
+    made = plan(
+        script, "--gres=gpu:8", "-J", "GPT 5!", "-D", "sub", "-x", "n[1,2],n9", spares="auto", nodes=40
+    )
+    assert (made.active, made.spares, made.nodes, made.ranks_per_node) == (40, 2, 42, 8)
+    assert made.name == "GPT-5"
+    assert made.script == str(script)
+    assert made.arguments == ("--lr", "1")
+    assert made.working_directory == str(script.parent / "sub")
+    assert made.exclude == ("n[1,2]", "n9")
+    assert made.requeue
+    assert made.directory == str(RUNS / made.run)
+    assert RunPlan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "requeue"),
+    [
+        ((), {}, True),
+        (("--no-requeue",), {}, False),
+        ((), {"SBATCH_NO_REQUEUE": ""}, False),
+        (("--requeue",), {"SBATCH_NO_REQUEUE": "1"}, True),
+    ],
+)
+def test_requeue(script: Path, words: tuple[str, ...], environment: dict[str, str], requeue: bool) -> None:
+    assert plan(script, *words, environment=environment).requeue is requeue
+
+
+def test_a_module(script: Path) -> None:
+    made = plan(script, behind=("-m", "pkg.train", "-m", "x"))
+    assert (made.module, made.script, made.arguments) == (True, "pkg.train", ("-m", "x"))
+
+
+def test_an_exclude_file_is_read(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_text("n1\nn[4-5]\n")
+    assert plan(script, f"--exclude={tmp_path}/bad.txt").exclude == ("n1", "n[4-5]")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--array=0-3",), "--array"),
+        (("--wrap=true",), "--wrap"),
+        (("-n", "8"), "--ntasks"),
+        (("--ntasks-per-node=8",), "--ntasks-per-node"),
+        (("-G", "8"), "--gpus"),
+        (("--no-kill=off",), "--no-kill=off"),
+        (("--requeue", "--no-requeue"), "contradict"),
+        (("--exclude=./none",), "cannot read this file"),
+    ],
+)
+def test_options_that_contradict_jurymast_are_refused(
+    script: Path, words: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        plan(script, *words)
+    assert caught.value.hint or "contradict" in says or "file" in says
+
+
+def test_variables_that_contradict_jurymast_are_refused(script: Path) -> None:
+    with pytest.raises(UsageError, match="SBATCH_ARRAY_INX"):
+        plan(script, environment={"SBATCH_ARRAY_INX": "0-3"})
+
+
+@pytest.mark.parametrize(
+    ("behind", "error", "says"),
+    [
+        (("nowhere.py",), ScriptError, "nowhere.py does not exist"),
+        (("-m",), UsageError, "needs a module name"),
+        (("--lr", "1"), UsageError, "where the training script should"),
+        (("job.sbatch",), UsageError, "is a batch script"),
+    ],
+)
+def test_scripts_that_are_none(
+    script: Path, behind: tuple[str, ...], error: type[JurymastError], says: str
+) -> None:
+    (script.parent / "job.sbatch").write_text("#!/bin/bash\n#SBATCH -N 4\n")
+    with pytest.raises(error, match=says):
+        plan(script, behind=behind)
+
+
+def test_nodes_min_above_nodes_is_refused(script: Path) -> None:
+    policy = resolve([pairs_layer("team.yaml:3", [("nodes.min", 6)])])
+    with pytest.raises(UsageError, match=r"--nodes 4 is below nodes.min 6 \(team.yaml:3\)"):
+        make_plan(
+            Asked(nodes=4),
+            split_command_line(["--", script.name], {}),
+            policy,
+            environment={},
+            working_directory=script.parent,
+            python="python3",
+        )
+
+
+def test_run_ids_read_well_sort_by_time_and_differ() -> None:
+    now = time.struct_time((2026, 11, 20, 13, 45, 1, 4, 324, 0))
+    ids = {new_run_id("gpt", now) for _ in range(50)}
+    assert len(ids) > 45
+    assert all(one.startswith("20261120-134501-gpt-") and len(one) == 24 for one in ids)
+
+
+def test_the_run_directory_is_whole_and_private_or_absent(script: Path, tmp_path: Path) -> None:
+    request = build_request(plan(script, runs=tmp_path / "runs"), resolve([]))
+    write_run_directory(request)
+    run = request.run_directory
+    assert run.plan() == request.plan
+    assert run.policy_file.read_text() == request.policy
+    assert (run.submission / "job.sh").read_text() == request.script
+    assert request.argv[-1] == str(run.submission / "job.sh")
+    for path in [run.root, *run.root.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    with pytest.raises(RunDirectoryError, match="File exists"):
+        write_run_directory(request)
+    remove_run_directory(request)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_submit_sends_what_the_dry_run_showed(script: Path, tmp_path: Path) -> None:
+    request = build_request(plan(script, runs=tmp_path / "runs"), resolve([]))
+    executor = JurymastExecutor(request.run_directory.submission, request.plan.python, request)
+    assert executor._make_submission_file_text("anything", "uid") == request.script
+    assert tuple(executor._make_submission_command(tmp_path / "other.sh")) == request.argv
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [("123\n", ("123", "")), ("123;far\n", ("123", "far")), ("note from the site\n77\n", ("77", ""))],
+)
+def test_parsable_output(tmp_path: Path, text: str, accepted: tuple[str, str]) -> None:
+    executor = JurymastExecutor(tmp_path, "python3")
+    assert executor._get_job_id_from_submission_command(text) == accepted[0]
+    assert executor.accepted == accepted
+
+
+def test_the_entry_travels_by_name() -> None:
+    entry = pickle.loads(pickle.dumps(BatchEntry("/runs/x")))
+    assert entry.run_directory == "/runs/x"
+    assert b"jurymast.cluster.entry" in pickle.dumps(entry)
+
+
+def test_the_runs_directory(tmp_path: Path) -> None:
+    check_runs_directory(tmp_path / "new" / "runs")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError):
+        check_runs_directory(tmp_path / "file" / "runs")
+    with pytest.raises(RunDirectoryError, match="character"):
+        check_runs_directory(tmp_path / "%j")
+
+
+SINFO = """\
+gpu*|up|1-infinite|3|idle
+gpu*|up|1-infinite|2|allocated
+gpu*|up|1-infinite|1|down*
+cpu|up|1-4|10|idle
+odd line
+empty|up|1-infinite|0|n/a
+"""
+
+
+def test_partitions_are_read() -> None:
+    found = parse_partitions(SINFO)
+    assert sorted(found) == ["cpu", "empty", "gpu"]
+    assert (found["gpu"].total, found["gpu"].out, found["gpu"].default, found["gpu"].largest_job) == (
+        6,
+        1,
+        True,
+        None,
+    )
+    assert (found["cpu"].total, found["cpu"].default, found["cpu"].largest_job) == (10, False, 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "active", "spares", "message", "hint"),
+    [
+        (
+            "",
+            5,
+            2,
+            "7 nodes (5 active + 2 spare), and partition gpu has 6 nodes, 1 of them out",
+            "--spares 1",
+        ),
+        ("gpu", 7, 0, "partition gpu has 6 nodes", "at most --nodes 6 fits"),
+        ("cpu", 4, 1, "partition cpu allows 4 nodes a job", "--spares 0"),
+        ("gpu,cpu", 7, 1, "partition gpu has 6", "at most --nodes 6"),
+        ("gpus", 1, 0, "there is no partition gpus (did you mean gpu?)", "cpu, empty, gpu"),
+    ],
+)
+def test_what_a_partition_cannot_hold(asked: str, active: int, spares: int, message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_fits(parse_partitions(SINFO), asked, active, spares)
+    assert message in str(caught.value)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("asked", "active", "spares"), [("", 5, 1), ("gpu", 6, 0), ("cpu", 3, 1), ("cpu,gpu", 5, 1)]
+)
+def test_what_a_partition_can_hold(asked: str, active: int, spares: int) -> None:
+    check_fits(parse_partitions(SINFO), asked, active, spares)
+
+
+def test_without_a_default_partition_slurm_decides() -> None:
+    check_fits(parse_partitions("gpu|up|1-infinite|1|idle\n"), "", 5, 5)
+
+
+def test_a_local_run_is_a_detached_process_that_cancel_can_tell_from_others(
+    script: Path, tmp_path: Path
+) -> None:
+    request = local_request(script, tmp_path)
+    write_run_directory(request)
+    pid = submit_local(request.plan.directory)
+    run = RunDirectory(request.plan.directory)
+    process = local_process(run)
+    assert process is not None
+    assert process.pid == pid
+    assert os.getsid(pid) == pid
+    record = run.submission / "local.json"
+    values = json.loads(record.read_text())
+    record.write_text(json.dumps({**values, "started": values["started"] - 60}))
+    assert local_process(run) is None
+    process.kill()
+    os.waitpid(pid, 0)
+    record.write_text(json.dumps(values))
+    assert local_process(run) is None
+    assert stat.S_IMODE((run.submission / "job-local.log").stat().st_mode) == 0o600
+
+
+def local_request(script: Path, tmp_path: Path) -> Request:
+    """A local request whose Python only waits: the real batch process is tested elsewhere."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
+    stand_in.chmod(0o700)
+    made = plan(script, runs=tmp_path / "runs", cluster="local")
+    made = RunPlan.from_json({**made.to_json(), "python": str(stand_in)})
+    request = build_request(made, resolve([]))
+    assert request.argv == (str(stand_in), "-m", "jurymast.cluster.batch", made.directory)
+    assert request.script == ""
+    return request
