@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -86,7 +85,6 @@ def main() -> None:
     if distributed:
         # Looking for unused parameters keeps DDP from rebuilding its buckets after the first step, which
         # sums gradients of more than two ranks in another order than the first step after a restart does.
-        warnings.filterwarnings("ignore", message="find_unused_parameters=True")
         model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = optimizer_for(args.optimizer, model)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[10, 30])

@@ -32,7 +32,7 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
     if "/" not in text and text not in ("", ".", ".."):
         if (runs / text / "plan.json").exists():
             return RunDirectory(runs / text)
-        if text.isdigit():
+        if text.isdigit() or text.startswith("local-"):
             served = [name for name in run_ids(runs) if (runs / name / "slurm" / "jobs" / text).exists()]
             if served:
                 # Slurm starts counting anew one day; the newest run with this job is meant.

@@ -153,7 +153,6 @@ def _shown(request: Request) -> str:
 
 def _announce(submitted: Submitted, options: dict[str, Any], runs: Path) -> None:
     plan = submitted.request.plan
-    job = submitted.slurm_job or str(submitted.pid)
     if options["as_json"]:
         values = {
             "run": plan.run,
@@ -166,14 +165,13 @@ def _announce(submitted: Submitted, options: dict[str, Any], runs: Path) -> None
         click.echo(json.dumps(values))
         return
     if options["parsable"]:
-        click.echo(";".join(filter(None, (plan.run, job, submitted.slurm_cluster))))
+        click.echo(";".join(filter(None, (plan.run, submitted.job, submitted.slurm_cluster))))
         return
     spare = f" + {plan.spares} spare" if plan.spares else ""
-    what = "job" if plan.cluster == "slurm" else "process"
     name = plan.run if runs == default_runs() else shlex.quote(plan.directory)
     click.echo(
         f"run        {plan.run}\n"
-        f"{what:<10} {job} ({plan.active} active{spare} node{'s' if plan.nodes > 1 else ''}, "
+        f"job        {submitted.job} ({plan.active} active{spare} node{'s' if plan.nodes > 1 else ''}, "
         f"{plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''} each)\n"
         f"directory  {plan.directory}\n"
         f"watch      jurymast status {name}\n"

@@ -19,6 +19,11 @@ class BatchEntry:
         for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         from jurymast.cluster.batch import main
+        from jurymast.errors import JurymastError
 
         # SystemExit passes through submitit, and the job ends with the run's own exit code.
-        sys.exit(main(self.run_directory))
+        try:
+            sys.exit(main(self.run_directory))
+        except JurymastError as error:
+            print(f"jurymast: error: {error}", file=sys.stderr, flush=True)
+            sys.exit(error.exit_code)

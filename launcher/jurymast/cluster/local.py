@@ -50,6 +50,7 @@ def submit_local(run_directory: str) -> int:
         started = psutil.Process(process.pid).create_time()
         record = {"pid": process.pid, "started": started, "host": socket.gethostname()}
         write_atomically(run.submission / "local.json", json.dumps(record).encode())
+        write_atomically(run.submission / "jobs" / f"local-{process.pid}", b"")
     except BaseException:
         process.kill()
         process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,11 @@ class Submitted:
     slurm_cluster: str = ""
     pid: int | None = None
 
+    @property
+    def job(self) -> str:
+        """What stands for the allocation: the Slurm job id, or local-PID."""
+        return self.slurm_job or f"local-{self.pid}"
+
 
 def script_file(plan: RunPlan) -> Path:
     return RunDirectory(plan.directory).submission / "job.sh"
@@ -66,8 +72,6 @@ def build_request(plan: RunPlan, policy: Resolved) -> Request:
 
 def check_runs_directory(runs: Path) -> None:
     """Raise RunDirectoryError when no run directory can be made below `runs`."""
-    import os
-
     if any(mark in str(runs) for mark in "%\\\n\r"):
         raise RunDirectoryError(
             f"the runs directory {str(runs)!r} has a character that Slurm reads as a pattern (% or \\)",
@@ -93,9 +97,12 @@ def write_run_directory(request: Request) -> None:
         write_atomically(run.policy_file, request.policy.encode())
         if request.script:
             write_atomically(script_file(request.plan), request.script.encode())
-    except OSError as error:
+    except BaseException as error:
         remove_run_directory(request)
-        raise RunDirectoryError(f"cannot write the run directory {run.root}: {error.strerror}") from error
+        if isinstance(error, OSError):
+            what = f"cannot write the run directory {run.root}: {error.strerror}"
+            raise RunDirectoryError(what, hint="choose another place with --runs DIR") from error
+        raise
 
 
 def remove_run_directory(request: Request) -> None:

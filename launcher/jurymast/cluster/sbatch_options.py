@@ -48,7 +48,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Given:
-    """One sbatch option as typed: its full name, its value (None: none given) and its words."""
+    """One sbatch option: its full name, its value (None: none given) and its words as typed."""
 
     name: str
     value: str | None
@@ -111,6 +111,8 @@ def _long_option(line: CommandLine, word: str, rest: list[str], own: Mapping[str
             raise UsageError(f"option {typed} takes no value")
         return
     name = _full_name(typed, own)
+    # An abbreviation is passed on in full, so that whoever reads the words later finds them by name.
+    word = f"--{name}{equals}{value}"
     if equals:
         if name in NONE:
             raise UsageError(f"option --{name} takes no value")

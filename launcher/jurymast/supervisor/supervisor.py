@@ -110,7 +110,7 @@ class Supervisor:
 
     async def run(self, host: str, announce: list[str], allocation: str, node: str, pid: int) -> None:
         """Listen on `host`, announce the endpoint, and supervise until the end."""
-        server = await asyncio.start_server(self._serve, host, 0)
+        server = await asyncio.start_server(lambda r, w: self._spawn(self._serve(r, w)), host, 0)
         port = server.sockets[0].getsockname()[1]
         place = endpoint.Endpoint(self._epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)
@@ -128,6 +128,8 @@ class Supervisor:
         finally:
             watching.cancel()
             server.close()
+            for task in self._tasks:
+                task.cancel()
             for connection in list(self._channels.values()):
                 connection.close()
             self._write_outcome()

@@ -23,21 +23,33 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
+    "torch._dynamo",  # the first optimizer of a process imports it: 0.5 s
     "torch.distributed.checkpoint.state_dict",
     "jurymast.worker.entry",
     "jurymast.checkpoint.checkpointer",
 ]
 
 
-def _warm_forkserver() -> None:
+def start_forkserver() -> None:
     """Start it before this process imports torch itself: both imports then run side by side."""
     multiprocessing.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
 
 
+def await_forkserver() -> None:
+    """Return when the forkserver has imported everything: a node is ready only then."""
+    probe = multiprocessing.get_context("forkserver").Process(target=_nothing)
+    probe.start()
+    probe.join()
+
+
+def _nothing() -> None:
+    pass
+
+
 def main() -> int:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning signal reaches every process of a step
-    _warm_forkserver()
+    start_forkserver()
     from jurymast.worker.elastic import serve
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
