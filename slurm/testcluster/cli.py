@@ -128,7 +128,8 @@ def _add_fault(commands: Any, common: argparse.ArgumentParser) -> None:
     restart = kinds.add_parser(
         "slurmctld-restart", parents=[common], help="kill slurmctld and start it again"
     )
-    restart.set_defaults(run=_fault, target=None, options=())
+    restart.add_argument("--crash", action="store_true", help="stop it by SIGKILL")
+    restart.set_defaults(run=_fault, target=None, options=("crash",))
     repair = kinds.add_parser("repair", parents=[common], help="bring the node back")
     repair.add_argument("nodes", nargs="+", metavar="NODE")
     repair.set_defaults(run=_repair, all=False)

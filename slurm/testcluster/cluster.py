@@ -51,7 +51,7 @@ class Cluster:
     def __init__(self, directory: Path = DEFAULT_DIR) -> None:
         self.layout = Layout(directory)
         self.prefix = netns_prefix(directory)
-        self.network = Network(self.prefix)
+        self.network = Network(self.prefix, self.layout.spool)
         self._lock = state.Lock(self.layout)
         self._saved: state.Saved | None = None
         self._faults = Faults(self)
@@ -333,11 +333,15 @@ class Cluster:
         wanted = list(self.nodes if names is None else names)
         self._wait_nodes(wanted, lambda node_state: node_state == "IDLE", deadline_s)
 
-    def restart_slurmctld(self) -> None:
-        """Kill slurmctld, start it again, and wait until it answers."""
+    def restart_slurmctld(self, *, crash: bool = False) -> None:
+        """Stop slurmctld, start it again, and wait until it answers.
+
+        ``crash`` stops it by SIGKILL: it then forgets what it had not yet saved, say a job just submitted.
+        """
         controller = self.machine(CONTROLLER)
         before = self._slurmctld_pids()
-        if not processes.send(controller.init, controller.ticks, signal.SIGUSR1):
+        number = signal.SIGUSR2 if crash else signal.SIGUSR1
+        if not processes.send(controller.init, controller.ticks, number):
             raise ClusterError("the controller machine is dead: down and up again")
 
         def answers() -> bool:

@@ -194,9 +194,9 @@ class Faults:
         if done.returncode != 0:
             raise ClusterError(f"{path} on {machine.name}: {done.stderr.strip()}")
 
-    def _slurmctld_restart(self, machine: Machine) -> tuple[int, ...]:
-        """Kill slurmctld and start it again; returns when it answers."""
-        self._cluster.restart_slurmctld()
+    def _slurmctld_restart(self, machine: Machine, *, crash: bool = False) -> tuple[int, ...]:
+        """Stop slurmctld (SIGKILL with ``crash``) and start it again; returns when it answers."""
+        self._cluster.restart_slurmctld(crash=crash)
         return ()
 
     def _require_node(self, machine: Machine) -> None:

@@ -1,7 +1,8 @@
 """A machine of the cluster: becomes its first process (PID 1), and starts and reaps its daemons.
 
 Run as a script with the path of its JSON specification. Prints ``{"pid": N}`` (as the host sees it) once
-the machine's root is built, and stays in the background. SIGUSR1 kills the last daemon and starts it again.
+the machine's root is built, and stays in the background. SIGUSR1 stops the last daemon and starts it again;
+SIGUSR2 does so by SIGKILL.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if __package__ in (None, ""):
 
 from testcluster import kernel, rootfs
 
-_SIGNALS = {signal.SIGCHLD, signal.SIGUSR1}
+_SIGNALS = {signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2}
+_STOP_DEADLINE_S = 10.0
 _SOCKET_DEADLINE_S = 20.0
 _POLL_S = 0.01
 
@@ -61,13 +63,17 @@ class Daemons:
                 preexec_fn=_unblock_signals,
             )
 
-    def restart_last(self) -> None:
-        """Kill the last daemon at once, as a crash would, and start it again."""
+    def restart_last(self, number: signal.Signals) -> None:
+        """End the last daemon by this signal, and start it again."""
         index = len(self._specs) - 1
         running = self._running[index]
         if running is not None and running.poll() is None:
-            running.kill()
-            running.wait()
+            running.send_signal(number)
+            try:
+                running.wait(_STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
         self.start(index)
 
     def reap(self) -> None:
@@ -114,8 +120,9 @@ def _live(spec: dict[str, Any], ready_fd: int) -> NoReturn:
         daemons = Daemons(spec["daemons"])
         daemons.start_all()
         while True:
-            if signal.sigwait(_SIGNALS) == signal.SIGUSR1:
-                daemons.restart_last()
+            received = signal.sigwait(_SIGNALS)
+            if received != signal.SIGCHLD:
+                daemons.restart_last(signal.SIGTERM if received == signal.SIGUSR1 else signal.SIGKILL)
             daemons.reap()
     except BaseException:
         traceback.print_exc()

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import ipaddress
+import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from testcluster import kernel
+from testcluster import kernel, processes
 from testcluster.errors import ClusterError
 from testcluster.processes import run
 from testcluster.settings import BRIDGE, NODE_INTERFACE, PREFIX_LENGTH
 
+_HERE = Path(__file__).resolve().parent
 _NETNS_DIRECTORY = Path("/run/netns")
 _SWITCH = "switch"
-# netem drops what exceeds its queue; a fast link with a delay holds many packets.
-_QUEUE_PACKETS = 100_000
+_RELAY_DEADLINE_S = 5.0
+_BITS_PER_BYTE = 8
 
 
 class Network:
     """Creates, breaks, mends and removes the links; ``prefix`` starts the namespaces' names."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, records: Path) -> None:
         self._prefix = prefix
+        self._records = records
         self._control: socket.socket | None = None
 
     def netns(self, machine: str) -> Path:
@@ -34,48 +39,37 @@ class Network:
 
     def create(self, machines: Sequence[tuple[str, str]]) -> None:
         """Make the switch, and a link for every (machine, address)."""
-        run(["ip", "-batch", "-"], stdin=f"netns add {self._prefix}{_SWITCH}\n")
+        _ip([f"netns add {self._prefix}{_SWITCH}"])
         self._in_switch([f"link add {BRIDGE} type bridge", f"link set {BRIDGE} up"])
         self.add(machines)
 
     def add(self, machines: Sequence[tuple[str, str]]) -> None:
         """Make a namespace with a link for every (machine, address)."""
-        lines = [f"netns add {self._prefix}{name}" for name, _ in machines]
-        run(["ip", "-batch", "-"], stdin="\n".join(lines) + "\n")
-        self._in_switch(
-            [
-                command
-                for name, _ in machines
-                for command in (
-                    f"link add {name} type veth peer name {NODE_INTERFACE} netns {self._prefix}{name}",
-                    f"link set {name} master {BRIDGE} up",
-                )
-            ]
-        )
+        _ip([f"netns add {self._prefix}{name}" for name, _ in machines])
         for name, address in machines:
-            lines = [
+            peer = f"peer name {NODE_INTERFACE} address {_mac(address)} netns {self._prefix}{name}"
+            self._in_switch([f"link add {name} type veth {peer}", f"link set {name} master {BRIDGE} up"])
+            inside = [
                 "link set lo up",
                 f"address add {address}/{PREFIX_LENGTH} dev {NODE_INTERFACE}",
                 f"link set {NODE_INTERFACE} up",
             ]
-            run(["ip", "-n", f"{self._prefix}{name}", "-batch", "-"], stdin="\n".join(lines) + "\n")
+            _ip(inside, f"{self._prefix}{name}")
 
     def remove(self, machines: Sequence[str]) -> None:
         """Remove these machines' links and namespaces; missing ones are fine."""
         present = [name for name in machines if self.netns(name).exists()]
-        if not present:
-            return
-        # The link first: its removal is done when the command returns, that of a namespace is not.
-        self._in_switch([f"link del {name}" for name in present], force=True)
-        lines = [f"netns del {self._prefix}{name}" for name in present]
-        run(["ip", "-batch", "-"], stdin="\n".join(lines) + "\n")
+        for name in present:
+            self.fast(name)
+            # The link first: its removal is done when the command returns, that of a namespace is not.
+            if self._has_link(name):
+                self._in_switch([f"link del {name}"])
+        _ip([f"netns del {self._prefix}{name}" for name in present])
 
     def remove_all(self) -> None:
         """Remove every namespace of this cluster, and with them all links."""
         self.close()
-        lines = [f"netns del {path.name}" for path in self.existing()]
-        if lines:
-            run(["ip", "-batch", "-"], stdin="\n".join(lines) + "\n")
+        _ip([f"netns del {path.name}" for path in self.existing()])
 
     def set_link(self, machine: str, *, up: bool) -> None:
         """Plug or pull the machine's cable (the end at the switch)."""
@@ -86,30 +80,44 @@ class Network:
 
     def link_is_up(self, machine: str) -> bool:
         """Whether the machine's cable is plugged in."""
-        try:
-            return kernel.link_is_up(self._switch_socket(), machine)
-        except OSError:
-            return False
+        return self._has_link(machine) and kernel.link_is_up(self._switch_socket(), machine)
 
     def slow(self, machine: str, delay_ms: float, rate_mbit: float | None) -> None:
-        """Delay each packet by ``delay_ms`` in each direction, and limit the rate of each direction."""
-        options = ["netem", "limit", str(_QUEUE_PACKETS), "delay", f"{delay_ms:g}ms"]
-        if rate_mbit is not None:
-            options += ["rate", f"{rate_mbit:g}mbit"]
-        for namespace, device in self._ends(machine):
-            run(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *options])
+        """Delay each frame by ``delay_ms`` in each direction, and limit the rate of each direction.
+
+        The machine's cable leaves the bridge, and a relay passes frames between it and a new port.
+        """
+        self.fast(machine)
+        port, end = _slow_port(machine), _slow_end(machine)
+        self._in_switch(
+            [
+                f"link add {port} type veth peer name {end}",
+                f"link set {end} up",
+                f"link set {machine} nomaster",
+                f"link set {port} master {BRIDGE} up",
+            ]
+        )
+        rate = (rate_mbit or 0.0) * 1e6 / _BITS_PER_BYTE
+        script = [sys.executable, "-I", "-S", str(_HERE / "delay.py"), str(self.netns(_SWITCH))]
+        options = [machine, end, str(delay_ms / 1000.0), str(rate)]
+        pid = int(run([*script, *options]))
+        self._record(machine).write_text(f"{pid} {processes.start_ticks(pid)}\n")
 
     def fast(self, machine: str) -> None:
-        """Undo ``slow``."""
-        if not self.is_slow(machine):
-            return
-        for namespace, device in self._ends(machine):
-            run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"])
+        """Undo ``slow``; not being slow is fine."""
+        record = self._record(machine)
+        if record.exists():
+            pid, ticks = (int(word) for word in record.read_text().split())
+            processes.send(pid, ticks, signal.SIGKILL)
+            ended = f"the relay of {machine} to end"
+            processes.wait_until(lambda: processes.start_ticks(pid) != ticks, _RELAY_DEADLINE_S, ended, 0.001)
+            record.unlink()
+        if self.is_slow(machine):
+            self._in_switch([f"link del {_slow_port(machine)}", f"link set {machine} master {BRIDGE}"])
 
     def is_slow(self, machine: str) -> bool:
         """Whether ``slow`` is in force."""
-        namespace, device = self._ends(machine)[0]
-        return " netem " in run(["tc", "-n", namespace, "qdisc", "show", "dev", device])
+        return self._has_link(_slow_port(machine))
 
     def close(self) -> None:
         """Let go of the switch's namespace."""
@@ -117,17 +125,18 @@ class Network:
             self._control.close()
             self._control = None
 
-    def _ends(self, machine: str) -> tuple[tuple[str, str], tuple[str, str]]:
-        return (f"{self._prefix}{_SWITCH}", machine), (f"{self._prefix}{machine}", NODE_INTERFACE)
+    def _record(self, machine: str) -> Path:
+        return self._records / f"slow-{machine}"
 
-    def _in_switch(self, lines: Sequence[str], *, force: bool = False) -> None:
-        options = ["-force"] if force else []
-        argv = ["ip", *options, "-n", f"{self._prefix}{_SWITCH}", "-batch", "-"]
+    def _has_link(self, interface: str) -> bool:
         try:
-            run(argv, stdin="\n".join(lines) + "\n")
-        except ClusterError:
-            if not force:
-                raise
+            kernel.link_is_up(self._switch_socket(), interface)
+        except OSError:
+            return False
+        return True
+
+    def _in_switch(self, lines: Sequence[str]) -> None:
+        _ip(lines, f"{self._prefix}{_SWITCH}")
 
     def _switch_socket(self) -> socket.socket:
         if self._control is None:
@@ -136,3 +145,22 @@ class Network:
             except FileNotFoundError:
                 raise ClusterError("the cluster is not up") from None
         return self._control
+
+
+def _ip(lines: Sequence[str], namespace: str | None = None) -> None:
+    where = ["-n", namespace] if namespace else []
+    if lines:
+        run(["ip", *where, "-batch", "-"], stdin="\n".join(lines) + "\n")
+
+
+def _mac(address: str) -> str:
+    # The same after a repair, as a machine's is: its peers go on using what they have learnt.
+    return "02:4a:" + ipaddress.IPv4Address(address).packed.hex(":")
+
+
+def _slow_port(machine: str) -> str:
+    return f"{machine}-port"
+
+
+def _slow_end(machine: str) -> str:
+    return f"{machine}-end"

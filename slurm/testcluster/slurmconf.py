@@ -61,6 +61,8 @@ def slurm_conf(layout: Layout, options: Options) -> str:
         "GresTypes=gpu",
         # An idle node gets its job at once: the defaults wait up to 3 s after sbatch and 30 s for backfill.
         "SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1",
+        # A request that a partition can never meet is refused rather than queued for ever.
+        "EnforcePartLimits=ALL",
         "ReturnToService=2",
         "KillWait=2",
         f"SlurmdTimeout={options.slurmd_timeout_s}",

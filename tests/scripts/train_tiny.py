@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -31,6 +32,12 @@ parser.add_argument(
 parser.add_argument("--step-time", type=float, default=0.0, help="least seconds a step takes")
 parser.add_argument("--checkpoints", default=None, help="directory of the checkpoints")
 parser.add_argument("--keep", type=int, default=None)
+parser.add_argument(
+    "--raise-once", default="", metavar="STEP:RANK", help="an exception, in the first attempt"
+)
+parser.add_argument(
+    "--hang-once", default="", metavar="STEP:RANK", help="never steps again, in the first attempt"
+)
 parser.add_argument("--out", type=Path, default=None, help="JSON with the final weights' sha256")
 
 
@@ -71,6 +78,11 @@ def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9 if name == "sgd" else 0.0)
 
 
+def due_once(place: str, step: int, rank: int) -> bool:
+    """True in the run's first attempt at the step and rank that `place` names."""
+    return place == f"{step}:{rank}" and os.environ.get("JURYMAST_ATTEMPT", "1") == "1"
+
+
 def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -101,6 +113,10 @@ def main() -> None:
             print(f"restored {start}", flush=True)
     for step in range(start, args.steps):
         began = time.monotonic()
+        if due_once(args.raise_once, step, rank):
+            raise ValueError(f"asked to fail at step {step}")
+        if due_once(args.hang_once, step, rank):
+            threading.Event().wait()
         inputs, targets = batch_of(step, rank, args.batch, args.width)
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()

@@ -27,12 +27,13 @@ def _reachable(cluster: Cluster, name: str) -> bool:
     return cluster.login(argv, check=False).returncode == 0
 
 
-def _user_commands(cluster: Cluster, node: str) -> list[str]:
-    return [process.command for process in cluster.processes(node) if process.uid != 0]
+def _sleepers(cluster: Cluster, node: str) -> int:
+    commands = [process.command for process in cluster.processes(node) if process.uid != 0]
+    return sum(command in ("sleep 600", "/usr/bin/sleep 600") for command in commands)
 
 
 def _sleeping(cluster: Cluster, *nodes: str) -> bool:
-    return all("sleep 600" in _user_commands(cluster, node) for node in nodes)
+    return all(_sleepers(cluster, node) for node in nodes)
 
 
 class TestJobs:
@@ -186,16 +187,16 @@ class TestFaults:
     def test_kill_takes_one_rank_by_its_environment(self, cluster: Cluster) -> None:
         job = cluster.sbatch(_SLEEP_EVERYWHERE, "--nodes=2", "--ntasks-per-node=2", "--no-kill")
         cluster.wait_job(job, "RUNNING")
-        wait_until(lambda: _user_commands(cluster, "n1").count("sleep 600") == 2, 10, "the tasks to start")
+        wait_until(lambda: _sleepers(cluster, "n1") == 2, 10, "the tasks to start")
         fault = cluster.fault("kill", "n1", match=r"^SLURM_PROCID=1$")
         assert len(fault.pids) == 1
-        wait_until(lambda: _user_commands(cluster, "n1").count("sleep 600") == 1, 5, "the task to end")
+        wait_until(lambda: _sleepers(cluster, "n1") == 1, 5, "the task to end")
         with pytest.raises(ClusterError, match="no such process on n1"):
             cluster.fault("kill", "n1", match=r"^SLURM_PROCID=77$")
 
     def test_a_slow_link_delays_each_direction(self, cluster: Cluster) -> None:
         cluster.fault("slow", "n4", delay_ms=100)
-        cluster.login([*_python(cluster), _CONNECT_TO_N4])  # learns the address first
+        cluster.login([*_python(cluster), _CONNECT_TO_N4])  # learns the hardware address
         assert float(cluster.login([*_python(cluster), _CONNECT_TO_N4]).stdout) > 0.2
         cluster.fault("slow", "n4", off=True)
         assert float(cluster.login([*_python(cluster), _CONNECT_TO_N4]).stdout) < 0.1
@@ -215,6 +216,8 @@ class TestFaults:
         cluster.wait_job(job, "RUNNING")
         cluster.fault("slurmctld-restart")
         assert cluster.job(job)["JobState"] == "RUNNING"
+        cluster.fault("slurmctld-restart", crash=True)
+        assert cluster.job(job)["JobState"] == "RUNNING"
 
     def test_repair_replaces_a_node_whose_slurmd_was_killed(self, cluster: Cluster) -> None:
         cluster.fault("kill", "n6", match="^slurmd -D")
@@ -229,6 +232,22 @@ class TestFaults:
             cluster.fault("crash", "n99")
         with pytest.raises(ClusterError, match="login is not a node"):
             cluster.fault("crash", "login")
+
+    def test_a_slow_link_limits_the_rate_and_loses_nothing(self, cluster: Cluster) -> None:
+        seconds = {}
+        for rate in (None, 80.0):
+            cluster.fault("slow", "n4", delay_ms=1, rate_mbit=rate)
+            receiver = cluster.popen_exec(
+                "n4", [*_python(cluster), _RECEIVE], stdout=subprocess.PIPE, text=True
+            )
+            assert receiver.stdout is not None
+            receiver.stdout.readline()
+            cluster.exec("n2", [*_python(cluster), _SEND_8_MB])
+            received, seconds[rate] = receiver.communicate(timeout=20)[0].split()
+            assert received == "8000000"
+        # 8 MB are 64 Mbit.
+        assert float(seconds[80.0]) > 0.7
+        assert float(seconds[None]) < 0.7
 
 
 class TestCleaning:
@@ -297,6 +316,21 @@ import socket, time
 started = time.monotonic()
 socket.create_connection(("n4", 6818))
 print(time.monotonic() - started)
+"""
+_RECEIVE = """
+import socket, time
+listener = socket.create_server(("0.0.0.0", 5001))
+print("listening", flush=True)
+peer, _ = listener.accept()
+started, total = time.monotonic(), 0
+while chunk := peer.recv(1 << 20):
+    assert chunk.count(b"x") == len(chunk)
+    total += len(chunk)
+print(total, time.monotonic() - started)
+"""
+_SEND_8_MB = """
+import socket
+socket.create_connection(("n4", 5001)).sendall(b"x" * 8_000_000)
 """
 _LISTEN = """
 import socket

@@ -218,6 +218,8 @@ class Agent:
             self._store_port = message["store_port"]
             if self.ranks_state == "finished":
                 return
+            if self._pids:  # how far they came, exactly
+                self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
             before, self.ranks_state, self._pids = self.ranks_state, "waiting", []
             if before == "warming":
                 self._tell("ready", store_port=self._store_port)

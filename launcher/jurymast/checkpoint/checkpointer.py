@@ -29,8 +29,8 @@ from jurymast.worker import link
 
 log = logging.getLogger("jurymast.checkpoint")
 
-# An event must fit into a pipe's atomic write.
-ERROR_CHARACTERS = 600
+# An event must fit into a pipe's atomic write, together with a few of these.
+ERROR_CHARACTERS = 300
 
 
 class Checkpointer:
@@ -64,9 +64,7 @@ class Checkpointer:
         self._state = State(state)
         self._directory = _directory(directory)
         self._cadence = _cadence(every)
-        self._keep = int(os.environ.get("JURYMAST_KEEP", "3")) if keep is None else keep
-        if self._keep < 1:
-            raise CheckpointError(f"keep={self._keep} would keep no checkpoint")
+        self._keep = _keep(keep)
         self._attempt = int(os.environ.get("JURYMAST_ATTEMPT", "0"))
         self._link = link.current()
         self._beat = self._link.beat
@@ -175,7 +173,7 @@ class Checkpointer:
                 ok=saved.ok,
                 stall_s=round(stall_s, 6),
                 size_bytes=saved.size_bytes,
-                error=saved.error[:ERROR_CHARACTERS],
+                error=_short(saved.error),
             )
 
     # ---- restoring
@@ -208,7 +206,7 @@ class Checkpointer:
     def _report_restored(
         self, restored: Candidate | None, tier: str, skipped: dict[int, str], seconds: float
     ) -> None:
-        passed_over = [f"step {step}: {why}"[:ERROR_CHARACTERS] for step, why in sorted(skipped.items())]
+        passed_over = [_short(f"step {step}: {why}") for step, why in sorted(skipped.items())]
         if restored and passed_over:
             log.warning("restored step %d, passing over %s", restored.step, "; ".join(passed_over))
         self._link.emit(
@@ -303,12 +301,24 @@ class Checkpointer:
         return ""
 
 
+def _short(text: str) -> str:
+    return text[:ERROR_CHARACTERS].encode("ascii", "replace").decode()
+
+
 def _directory(given: str | os.PathLike[str] | None) -> Path:
     if given is not None:
         return Path(given).absolute()
     if root := os.environ.get("JURYMAST_RUN_DIR"):
         return RunDirectory(root).checkpoints.absolute()
     return Path(os.environ.get("JURYMAST_CHECKPOINTS") or "checkpoints").absolute()
+
+
+def _keep(given: int | None) -> int:
+    """Raises CheckpointError."""
+    text = os.environ.get("JURYMAST_KEEP", "3") if given is None else str(given)
+    if not text.isdecimal() or int(text) < 1:
+        raise CheckpointError(f"how many checkpoints to keep must be 1 or more, not {text}")
+    return int(text)
 
 
 def _cadence(every: str | int | None) -> Cadence:

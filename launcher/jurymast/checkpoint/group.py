@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from jurymast.errors import CheckpointError
+
 T = TypeVar("T")
 
 
@@ -15,11 +17,19 @@ class Group:
     """All ranks of the default process group, over a CPU backend. Every method is called by all ranks."""
 
     def __init__(self) -> None:
-        """Collective: makes a gloo group of its own when the training's group cannot carry CPU objects."""
+        """Collective: makes a gloo group of its own when the training's group cannot carry CPU objects.
+
+        Raises CheckpointError when there are other ranks but no process group to reach them.
+        """
         self.process_group: Any = None
         self.rank = 0
         self.size = 1
         self.distributed = dist.is_available() and dist.is_initialized()
+        if not self.distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise CheckpointError(
+                "this is one of several ranks, but there is no process group",
+                hint="call torch.distributed.init_process_group before restore(), step() and save()",
+            )
         if self.distributed:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()

@@ -273,6 +273,14 @@ class SharedTier:
         if problems:
             self._damaged.add(step)
             return "; ".join(problems[:3])
+        if candidate.world_size != group.size and group.rank == 0:
+            for key in (key for key, entry in candidate.entries.items() if entry.get("per_rank")):
+                log.warning(
+                    "%r was saved once for each of %d ranks; now %d ranks take these states in turn",
+                    key,
+                    candidate.world_size,
+                    group.size,
+                )
         reader = FileSystemReader(self._directory.path(step))
         template: dict[str, Any] = {}
 

@@ -7,7 +7,9 @@ equals what was saved.
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +26,15 @@ from jurymast.errors import CheckpointError
 
 
 class RandomState:
-    """The random generators of this process (Python's, torch's CPU and current GPU's), as a `Stateful`.
+    """The random generators of this process (Python's, numpy's, torch's CPU and current GPU's).
 
     Pass one to `Checkpointer` when dropout or sampling must continue exactly where it was.
     """
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if numpy := sys.modules.get("numpy"):
+            state["numpy"] = numpy.random.get_state()
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
         return state
@@ -38,6 +42,8 @@ class RandomState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"].cpu())
+        if "numpy" in state:
+            importlib.import_module("numpy").random.set_state(state["numpy"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"].cpu())
 

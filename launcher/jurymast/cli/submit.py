@@ -96,6 +96,8 @@ def command(context: click.Context, /, **options: Any) -> int:
             click.echo(test_only(request))
             return 0
     submitted = submit(request)
+    if submitted.notes:
+        click.echo(submitted.notes, err=True)
     _announce(submitted, options, runs)
     if options["wait"]:
         from jurymast.report.follow import wait

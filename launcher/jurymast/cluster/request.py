@@ -47,6 +47,7 @@ class Submitted:
     slurm_job: str = ""
     slurm_cluster: str = ""
     pid: int | None = None
+    notes: str = ""  # what sbatch said besides the job id
 
     @property
     def job(self) -> str:

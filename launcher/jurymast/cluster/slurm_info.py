@@ -87,7 +87,8 @@ def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int
         return
     best = max(candidates, key=lambda partition: rooms[partition.name])
     room = rooms[best.name]
-    counted = f"has {best.total} nodes" if room == best.total else f"allows {room} nodes a job"
+    plural = "" if room == 1 else "s"
+    counted = f"has {room} node{plural}" if room == best.total else f"allows {room} node{plural} a job"
     out = f", {best.out} of them out of service" if best.out else ""
     if room >= active:
         hint = f"the largest that fits is --spares {room - active}"

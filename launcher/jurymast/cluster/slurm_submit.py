@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.utils import FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
 from jurymast.cluster.entry import BatchEntry
@@ -32,6 +32,7 @@ class JurymastExecutor(SlurmExecutor):  # type: ignore[misc]
         super().__init__(folder=folder, python=shlex.quote(python))
         self.request = request
         self.accepted: tuple[str, str] | None = None  # job id and cluster, once sbatch has taken the job
+        self.notes = ""  # what sbatch, or the site's submission plugin, said besides
 
     @classmethod
     def affinity(cls) -> int:
@@ -51,8 +52,27 @@ class JurymastExecutor(SlurmExecutor):  # type: ignore[misc]
         return self.request.script if self.request is not None else self.render()
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        # The same text as in submitit's file stands in job.sh, under the name that the dry run showed.
+        # job.sh has the script already, under the name that the dry run showed.
         return list(self.request.argv) if self.request is not None else ["sbatch", str(submission_file_path)]
+
+    def _submit_command(self, command: str) -> Any:
+        # submitit's own drops what sbatch says when it takes the job (a site's "moved to partition X"), and
+        # prints a refusal that is reported as an error once more.
+        argv = self._make_submission_command(self.folder / "job.sh")
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            # With SBATCH_WAIT sbatch returns at the job's end, and the entry would be in place too late.
+            env={name: value for name, value in os.environ.items() if name != "SBATCH_WAIT"},
+            start_new_session=True,  # Ctrl-C is for us alone: see _interrupt_held
+        )
+        self.notes = done.stderr.strip()
+        if done.returncode != 0:
+            raise FailedSubmissionError(f"sbatch refused the job: {slurms_words(done.stderr)}")
+        return self.job_class(self.folder, self._get_job_id_from_submission_command(done.stdout))
 
     def _get_job_id_from_submission_command(self, string: bytes | str) -> str:
         text = string if isinstance(string, str) else string.decode()
@@ -63,10 +83,6 @@ class JurymastExecutor(SlurmExecutor):  # type: ignore[misc]
                 self.accepted = (job, cluster)
                 return job
         raise FailedSubmissionError(f"sbatch --parsable printed no job id: {text.strip()!r}")
-
-    def _num_tasks(self) -> int:
-        # One batch process, whatever the number of nodes.
-        return 1
 
 
 def render_script(plan: RunPlan) -> str:
@@ -104,23 +120,16 @@ def command(plan: RunPlan) -> tuple[str, ...]:
 
 
 @contextmanager
-def _without(*variables: str) -> Iterator[None]:
-    """Run with these environment variables unset."""
-    kept = {name: os.environ.pop(name) for name in variables if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(kept)
-
-
-@contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Keep Ctrl-C waiting, from sbatch too, so that a job is never taken by Slurm and forgotten here."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Let Ctrl-C take effect afterwards, so that a job is never taken by Slurm and forgotten here."""
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 def submit_slurm(request: Request) -> Submitted:
@@ -131,20 +140,19 @@ def submit_slurm(request: Request) -> Submitted:
     run = request.run_directory
     executor = JurymastExecutor(run.submission, request.plan.python, request)
     try:
-        # With SBATCH_WAIT sbatch would return at the job's end, and the entry be in its place too late.
-        with _interrupt_held(), _without("SBATCH_WAIT"):
+        with _interrupt_held():
             executor.submit(BatchEntry(str(run.root)))
         job, cluster = executor.accepted or ("", "")
         write_atomically(run.submission / "jobs" / job, cluster.encode())
     except BaseException as error:
         if executor.accepted is not None:
             _cancel(*executor.accepted)
-        if isinstance(error, FailedJobError):
-            raise SubmissionError(f"sbatch refused the job: {_slurms_words(str(error))}") from error
-        if isinstance(error, (FailedSubmissionError, OSError)):
+        if isinstance(error, FailedSubmissionError):
+            raise SubmissionError(str(error)) from error
+        if isinstance(error, OSError):
             raise SubmissionError(f"the job could not be submitted: {error}") from error
         raise
-    return Submitted(request, slurm_job=job, slurm_cluster=cluster)
+    return Submitted(request, slurm_job=job, slurm_cluster=cluster, notes=executor.notes)
 
 
 def _cancel(job: str, cluster: str) -> None:
@@ -152,7 +160,7 @@ def _cancel(job: str, cluster: str) -> None:
     subprocess.run(["scancel", *where, job], check=False, stdin=subprocess.DEVNULL)
 
 
-def _slurms_words(text: str) -> str:
+def slurms_words(text: str) -> str:
     """sbatch's complaint on one line, without the program's name before each part."""
     lines = [line.strip().removeprefix("sbatch: ").removeprefix("error: ") for line in text.splitlines()]
     return "; ".join(line for line in lines if line) or "it gave no reason"
@@ -171,5 +179,5 @@ def test_only(request: Request) -> str:
             stdin=subprocess.DEVNULL,
         )
     if done.returncode != 0:
-        raise SubmissionError(f"sbatch refused the job: {_slurms_words(done.stderr)}")
-    return _slurms_words(done.stderr)
+        raise SubmissionError(f"sbatch refused the job: {slurms_words(done.stderr)}")
+    return slurms_words(done.stderr)

@@ -208,6 +208,8 @@ def _progress(state: RunState, event: ev.Progress) -> list[Instruction]:
     if state.first_step_at is None:
         state.first_step_at = event.stepped_at
     incident = state.incident
+    if incident is not None and state.phase is Phase.STOPPING:  # how far the attempt had really come
+        incident.step_lost_from = max(incident.step_lost_from, event.step)
     if (
         incident is not None
         and state.phase is Phase.RUNNING
@@ -222,6 +224,7 @@ def _progress(state: RunState, event: ev.Progress) -> list[Instruction]:
 
 def _saved(state: RunState, event: ev.Saved) -> list[Instruction]:
     if event.ok:
+        state.step = max(state.step, event.step) if event.attempt == state.attempt else state.step
         state.saved_step = max(event.step, state.saved_step or 0)
         state.save_failures = 0
     else:

@@ -76,6 +76,8 @@ class GPT(nn.Module):  # type: ignore[misc]
         self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
+        for embedding in (self.token, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy, in nats a byte, of `targets` given `tokens`, both (batch, context)."""

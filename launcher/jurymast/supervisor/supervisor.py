@@ -170,14 +170,18 @@ class Supervisor:
 
     def _report_progress(self, *, forced: bool) -> None:
         """Journal how far the run is: at the first step, when it ends an incident, else now and then."""
-        if self.state.phase is not Phase.RUNNING:
+        if self.state.phase not in (Phase.RUNNING, Phase.STOPPING):
             return
         reach = self._watch.reach(self.state)
         first = self.state.first_step_at is None
-        if reach is None or (not first and reach.step == self.state.step):
+        if reach is None or (not first and reach.step <= self.state.step):
             return
         incident = self.state.incident
-        ends = incident is not None and (not reach.absolute or reach.step > incident.step_lost_from)
+        ends = (
+            incident is not None
+            and self.state.phase is Phase.RUNNING
+            and (not reach.absolute or reach.step > incident.step_lost_from)
+        )
         now = self.now()
         if forced or first or ends or now >= self._progress_at + PROGRESS_INTERVAL_S:
             self._progress_at = now
@@ -292,6 +296,7 @@ class Supervisor:
             self._tell(node, {"do": "stop", "attempt": instruction.attempt})
 
     def _stopped(self, node: str, attempt: int, store_port: int) -> None:
+        self._report_progress(forced=True)
         self.feed(ev.WorkersStopped(t=self.now(), node=node, attempt=attempt, store_port=store_port))
 
     def _hear(self, node: str, message: Message) -> None:

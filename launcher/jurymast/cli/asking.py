@@ -1,0 +1,33 @@
+"""Asking the supervisor from a command: what cancel, restart and drain have in common."""
+
+from __future__ import annotations
+
+from jurymast.cli.options import user
+from jurymast.errors import RunFailedError, UsageError
+from jurymast.rundir import RunDirectory
+
+
+def refuse_ended(directory: RunDirectory, what: str) -> None:
+    """Raises UsageError when the run is over."""
+    from jurymast.report.view import public_state, read_status
+
+    watcher = read_status(directory)
+    if watcher.state.ended:
+        from jurymast.report.liveness import Liveness
+
+        word, why = public_state(watcher.state, Liveness("ended"))
+        raise UsageError(f"the run has ended ({word}: {why}): there is nothing to {what}")
+
+
+def ask_supervisor(directory: RunDirectory, what: str, node: str = "") -> None:
+    """Raises UsageError when the supervisor refuses, RunFailedError when none answers."""
+    from jurymast.wire.ask import ask
+
+    refuse_ended(directory, what)
+    answer = ask(directory, what, by=user(), node=node)
+    if answer is None:
+        raise RunFailedError(
+            "no supervisor answers for this run", hint=f"jurymast status {directory.root} says how it is"
+        )
+    if not answer.get("ok"):
+        raise UsageError(f"the supervisor refuses: {answer.get('why', 'no reason given')}")

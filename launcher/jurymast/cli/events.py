@@ -1,0 +1,93 @@
+"""`jurymast events`: the journal in sentences, decisions with their reasons."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jurymast.cli.options import run_argument, runs_option, the_run
+
+if TYPE_CHECKING:
+    from jurymast.journal import Entry
+    from jurymast.report.view import Watcher
+
+FOLLOW_EVERY_S = 0.2
+LOOK_EVERY_S = 5.0
+# Of the reports of steps, one so often (followed or not) is enough.
+PROGRESS_EVERY_S = {True: 30.0, False: 3600.0}
+
+
+@click.command()
+@run_argument
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("-a", "--all", "everything", is_flag=True, help="Each node's routine and each step report too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with `at` and `text`.")
+@runs_option
+def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path | None) -> None:
+    """Tell what happened in a run, and what was decided and why (=>)."""
+    from jurymast.report.view import Watcher
+
+    entries = _entries(Watcher(the_run(run, runs)), follow)
+    if not (everything or as_json):
+        entries = _wanted(entries, PROGRESS_EVERY_S[follow])
+    for entry in entries:
+        click.echo(json.dumps(_as_json(entry)) if as_json else _as_text(entry))
+
+
+def _entries(watcher: Watcher, follow: bool) -> Iterator[Entry]:
+    from jurymast.report.liveness import look
+
+    yield from watcher.poll()
+    look_at = time.monotonic()
+    while follow and not watcher.state.ended:
+        if time.monotonic() >= look_at:
+            look_at = time.monotonic() + LOOK_EVERY_S
+            if look(watcher.directory, watcher.state).kind == "gone":
+                follow = False
+        time.sleep(FOLLOW_EVERY_S)
+        yield from watcher.poll()
+
+
+def _wanted(entries: Iterable[Entry], progress_every_s: float) -> Iterator[Entry]:
+    """Without routine; a step report when the last one is `progress_every_s` old, or something else comes."""
+    from jurymast.report.sentences import ROUTINE
+
+    held: Entry | None = None
+    told_at = float("-inf")
+    for entry in entries:
+        kind = entry.get("event")
+        if kind in ROUTINE:
+            continue
+        if kind == "Progress":
+            held = entry
+            if entry["t"] - told_at < progress_every_s:
+                continue
+            told_at = entry["t"]
+        if held is not None:
+            yield held
+            held = None
+        if kind != "Progress":
+            yield entry
+    if held is not None:
+        yield held
+
+
+def _as_text(entry: Entry) -> str:
+    from jurymast.report.layout import clean
+    from jurymast.report.sentences import sentence
+
+    at = datetime.fromtimestamp(entry["t"]).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    return f"{at}  {clean(sentence(entry))}"
+
+
+def _as_json(entry: Entry) -> dict[str, Any]:
+    from jurymast.report.sentences import sentence
+    from jurymast.report.words import iso
+
+    return {**entry, "at": iso(entry["t"]), "text": sentence(entry)}

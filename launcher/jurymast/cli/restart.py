@@ -1,0 +1,20 @@
+"""`jurymast restart`: stop all ranks and start them again from the newest checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from jurymast.cli.asking import ask_supervisor
+from jurymast.cli.options import run_argument, runs_option, the_run
+
+
+@click.command()
+@run_argument
+@runs_option
+def command(run: str, runs: Path | None) -> None:
+    """Restart a run's ranks in place, from the newest checkpoint; no budget is charged."""
+    directory = the_run(run, runs)
+    ask_supervisor(directory, "restart")
+    click.echo(f"restart asked of {directory.root.name}")

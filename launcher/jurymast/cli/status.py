@@ -1,0 +1,40 @@
+"""`jurymast status`: nodes with role and reason, step, checkpoints, incidents."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, shown, the_run
+
+WATCH_EVERY_S = 1.0
+
+
+@click.command()
+@run_argument
+@click.option("-w", "--watch", is_flag=True, help="Show it again every second, until the run ends.")
+@click.option("-a", "--all", "everything", is_flag=True, help="List every node, incident and note.")
+@json_option
+@runs_option
+def command(run: str, watch: bool, everything: bool, as_json: bool, runs: Path | None) -> None:
+    """Show how a run is doing."""
+    from jurymast.report.text import status_blocks
+    from jurymast.report.view import read_status
+
+    watcher = read_status(the_run(run, runs))
+    while True:
+        view = watcher.view()
+        if as_json:
+            show_json(view)
+        elif not watch:
+            show(status_blocks(view, now=time.time(), everything=everything))
+        else:
+            text = shown(status_blocks(view, now=time.time(), everything=everything))
+            click.clear()
+            click.echo(text, nl=False, color=True)
+        if not watch or view["exit_code"] is not None:
+            return
+        time.sleep(WATCH_EVERY_S)
+        watcher.poll()

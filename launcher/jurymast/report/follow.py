@@ -1,0 +1,169 @@
+"""Following a run to its end: what `submit --wait` shows."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from jurymast.core.state import RunState
+from jurymast.journal import Entry
+from jurymast.report.layout import clean
+from jurymast.report.liveness import Liveness, look
+from jurymast.report.sentences import ROUTINE, sentence
+from jurymast.report.view import Watcher, exit_code_of, public_state, shown_step
+from jurymast.report.words import count, duration
+from jurymast.rundir import RunDirectory
+
+POLL_S = 0.2
+FIRST_LOOK_S = 1.0
+LOOK_EVERY_S = 5.0
+# Into a log file a line of progress now and then is enough; on a terminal it is drawn over.
+PROGRESS_EVERY_S = 30.0
+# A job that has just ended may have written its last words a moment ago.
+LAST_WORDS_S = 2.0
+# Told by the incident's own line, in fewer words.
+_TOLD_ELSEWHERE = ROUTINE | {"Progress", "Saved", "NodeJoined", "NodeLost", "WorkerFailed", "RanksHung"}
+_DECISIONS_SHOWN = frozenset({"Launch", "Requeue"})
+
+
+class Progress:
+    """Lines on `stream`, and under them, on a terminal, one line that is drawn over."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._drawn = False
+        self._shown_at = float("-inf")
+        self._shown = ""
+
+    def say(self, text: str, t: float | None = None) -> None:
+        self._erase()
+        at = time.strftime("%H:%M:%S", time.localtime(t))
+        self._stream.write(f"{at} {clean(text)}\n")
+        self._stream.flush()
+
+    def show(self, text: str, now: float) -> None:
+        """The newest state of progress; a pipe gets it every half a minute."""
+        if text == self._shown:
+            return
+        if self._terminal:
+            self._erase()
+            self._stream.write(clean(text)[:110])
+            self._stream.flush()
+            self._drawn, self._shown = True, text
+        elif now - self._shown_at >= PROGRESS_EVERY_S:
+            self._shown_at, self._shown = now, text
+            self.say(text)
+
+    def close(self) -> None:
+        self._erase()
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._stream.write("\r\x1b[K")
+            self._drawn = False
+
+
+class Follower:
+    """Turns new journal entries into lines."""
+
+    def __init__(self, directory: RunDirectory, progress: Progress) -> None:
+        self.watcher = Watcher(directory)
+        self._progress = progress
+        self._told = 0  # incidents whose decision was told
+
+    @property
+    def state(self) -> RunState:
+        return self.watcher.state
+
+    def poll(self) -> bool:
+        """Tell what is new; True when something was."""
+        entries = self.watcher.poll()
+        for entry in entries:
+            self._tell(entry)
+        self._tell_incidents()
+        if self.state.attempt and not self.state.ended:
+            self._progress.show(progress_line(self.state), time.monotonic())
+        return bool(entries)
+
+    def _tell(self, entry: Entry) -> None:
+        kind = entry.get("decision") or entry.get("event")
+        failed_save = kind == "Saved" and not entry["ok"]
+        if kind in _DECISIONS_SHOWN if "decision" in entry else kind not in _TOLD_ELSEWHERE or failed_save:
+            self._progress.say(sentence(entry), entry["t"])
+
+    def _tell_incidents(self) -> None:
+        for incident in self.state.incidents[self._told :]:
+            if incident.decided_at is None:
+                return
+            self._told += 1
+            self._progress.say(f"incident {incident.id}: {incident.cause}: {incident.reason}", incident.decided_at)
+
+
+def progress_line(state: RunState) -> str:
+    """One line: state, attempt, step, step time, newest checkpoint."""
+    line = f"{state.public_state}, attempt {state.attempt}, step {shown_step(state)}"
+    if state.step_s:
+        line += f", {duration(state.step_s)} a step"
+    return line + (f", saved step {state.saved_step}" if state.saved_step is not None else "")
+
+
+def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
+    """Follow the run until it ends, telling its progress on `stream` (stderr); returns its exit code.
+
+    When its job ends without a word from the supervisor: 79, or 80 when Slurm says it was cancelled.
+    Raises RunDirectoryError; KeyboardInterrupt leaves the run alone.
+    """
+    directory = RunDirectory(run_directory)
+    progress = Progress(sys.stderr if stream is None else stream)
+    follower = Follower(directory, progress)
+    try:
+        life = _follow(follower, progress)
+    except KeyboardInterrupt:
+        progress.say(f"the run goes on; jurymast cancel {directory.root} ends it")
+        raise
+    finally:
+        progress.close()
+    for line in end_lines(follower, life):
+        progress.say(line)
+    return exit_code_of(follower.state, life) or 0
+
+
+def _follow(follower: Follower, progress: Progress) -> Liveness:
+    """Until the run has ended, by its journal or by its job."""
+    look_at, told, gone_at = time.monotonic() + FIRST_LOOK_S, "", 0.0
+    life = Liveness("unknown")
+    while True:
+        follower.poll()
+        if follower.state.ended:
+            return Liveness("ended", follower.state.phase.value)
+        now = time.monotonic()
+        if life.kind == "gone" and now > gone_at + LAST_WORDS_S:
+            return life
+        if now >= look_at:
+            look_at = now + LOOK_EVERY_S
+            before, life = life, look(follower.watcher.directory, follower.state)
+            gone_at = gone_at if before.kind == "gone" else now
+            if life.kind == "pending" and life.detail != told:
+                progress.say(f"job {life.job} waits: {life.detail}")
+            told = life.detail if life.kind == "pending" else ""
+        time.sleep(POLL_S)
+
+
+def end_lines(follower: Follower, life: Liveness) -> list[str]:
+    """How it ended; for a failure the cause with its traceback."""
+    state = follower.state
+    word, why = public_state(state, life)
+    lines = [f"the run {word}: {why}" if word != "succeeded" else _success(state)]
+    if word == "failed" and state.incidents:
+        incident = state.incidents[-1]
+        lines += [f"  {line}" for line in incident.traceback.rstrip().splitlines()]
+    return lines
+
+
+def _success(state: RunState) -> str:
+    spent = duration((state.ended_at or state.now) - state.submitted_at)
+    return f"the run succeeded: step {shown_step(state)} after {spent}, {count(len(state.incidents), 'incident')}"
+

@@ -1,0 +1,93 @@
+"""Text for people: lines and tables, laid out by rich on a terminal and plainly in a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# Words that carry a meaning get its colour on a terminal; the text never depends on it.
+STYLES = {
+    "succeeded": "bold green", "running": "green", "active": "green", "failed": "bold red",
+    "cancelled": "yellow", "recovering": "bold yellow", "suspect": "yellow", "requeued": "yellow",
+    "spare": "cyan", "joining": "dim", "queued": "dim", "starting": "cyan",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """`right` holds the indexes of the columns that are aligned to the right."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: frozenset[int] = field(default_factory=frozenset)
+    indent: int = 0
+
+
+Block = Line | Table
+
+
+def clean(text: str) -> str:
+    """`text` without control characters: what a script printed must not drive the reader's terminal."""
+    return "".join(c if c in "\n\t" or (c.isprintable()) else "�" for c in text)
+
+
+def render(blocks: Sequence[Block], *, terminal: bool, width: int = 100) -> str:
+    """The blocks as text that ends with a newline. `width` in columns counts on a terminal only."""
+    return _rich(blocks, width) if terminal else _plain(blocks)
+
+
+def _plain(blocks: Sequence[Block]) -> str:
+    lines: list[str] = []
+    for block in blocks:
+        if isinstance(block, Line):
+            lines.append(clean(block.text))
+        else:
+            lines += plain_table(block)
+    return "\n".join(lines) + "\n"
+
+
+def plain_table(table: Table) -> list[str]:
+    """Columns two blanks apart, as squeue and kubectl print them."""
+    rows = [[clean(str(cell)).replace("\n", " ") for cell in row] for row in (table.headers, *table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number in table.right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append((" " * table.indent + "  ".join(cells)).rstrip())
+    return lines
+
+
+def _rich(blocks: Sequence[Block], width: int) -> str:
+    import io
+
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, highlight=False, emoji=False)
+    for block in blocks:
+        if isinstance(block, Line):
+            console.print(Text(clean(block.text), style=block.style), soft_wrap=True)
+            continue
+        shown = RichTable(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        for number, header in enumerate(block.headers):
+            last = number == len(block.headers) - 1
+            shown.add_column(
+                header, justify="right" if number in block.right else "left", no_wrap=not last,
+                overflow="fold" if last else "ellipsis",
+            )  # fmt: skip
+        for row in block.rows:
+            shown.add_row(*(Text(clean(str(cell)), style=STYLES.get(str(cell), "")) for cell in row))
+        console.print(Padding(shown, (0, 0, 0, block.indent)))
+    return out.getvalue()

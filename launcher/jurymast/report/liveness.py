@@ -1,0 +1,115 @@
+"""Does anything still run for this run? The journal cannot tell when its writer died without a word."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+
+from jurymast.core.state import RunState
+from jurymast.rundir import RunDirectory
+
+ANSWER_LIMIT_S = 10.0
+# A journal, or a run directory, written to this recently needs no question to Slurm.
+FRESH_S = 5.0
+# Slurm's words for a job that will not run any more (squeue(1), JOB STATE CODES).
+ENDED_STATES = frozenset(
+    {
+        "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+        "PREEMPTED", "REVOKED", "TIMEOUT",
+    }
+)  # fmt: skip
+WAITING_STATES = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """`kind`: ended (the journal says so), alive, pending, gone or unknown; `detail` is Slurm's word for it
+    (PENDING comes with the reason); `job` is what was looked at: a Slurm job id, or pid N."""
+
+    kind: str
+    detail: str = ""
+    job: str = ""
+
+
+def slurm_jobs(directory: RunDirectory, state: RunState) -> list[tuple[str, str]]:
+    """(job id, Slurm cluster or "") of every Slurm job of the run, oldest first; those still queued too."""
+    folder = directory.submission / "jobs"
+    try:
+        files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+    except OSError:
+        files = []
+    clusters = {path.name: path.read_text().strip() for path in files if path.name.isdigit()}
+    known = [job for job in state.slurm_jobs if job.isdigit()]
+    order = dict.fromkeys([*known, *(job for job in clusters if job not in known)])
+    return [(job, clusters.get(job, "")) for job in order]
+
+
+def look(directory: RunDirectory, state: RunState, *, fresh_s: float = FRESH_S) -> Liveness:
+    """Whether the run's newest job lives. Asks Slurm unless the journal was written within `fresh_s`."""
+    if state.ended:
+        return Liveness("ended", state.phase.value)
+    if fresh_s > 0 and _journal_age_s(directory) < fresh_s:
+        return Liveness("alive", "RUNNING")
+    if (directory.submission / "local.json").exists():
+        return _local(directory)
+    jobs = slurm_jobs(directory, state)
+    if not jobs:
+        return Liveness("unknown", "no job is recorded")
+    return slurm_state(*jobs[-1])
+
+
+def _journal_age_s(directory: RunDirectory) -> float:
+    times = [path.stat().st_mtime for path in directory.journal_files()]
+    return time.time() - max(times) if times else float("inf")
+
+
+def _local(directory: RunDirectory) -> Liveness:
+    try:
+        record = json.loads((directory.submission / "local.json").read_bytes())
+        job, host = f"pid {int(record['pid'])}", record.get("host")
+    except (OSError, ValueError, KeyError, TypeError):
+        return Liveness("unknown", "slurm/local.json cannot be read")
+    if host != socket.gethostname():
+        return Liveness("unknown", f"it runs on {host}", job)
+    from jurymast.cluster.local import local_process
+
+    return Liveness("gone", "its process has ended", job) if local_process(directory) is None else Liveness(
+        "alive", "RUNNING", job
+    )
+
+
+def slurm_state(job: str, cluster: str = "") -> Liveness:
+    """What squeue says of a job. A job it has forgotten (MinJobAge) is gone."""
+    where = [f"--clusters={cluster}"] if cluster else []
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", *where, "--format=%T|%r"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=ANSWER_LIMIT_S,
+            stdin=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C.UTF-8"},
+        )  # fmt: skip
+    except FileNotFoundError:
+        return Liveness("unknown", "there is no squeue here", job)
+    except subprocess.TimeoutExpired:
+        return Liveness("unknown", f"Slurm gave no answer within {ANSWER_LIMIT_S:.0f} s", job)
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or ["squeue failed"])[-1]
+        if "Invalid job id" in said:
+            return Liveness("gone", "Slurm no longer knows it", job)
+        return Liveness("unknown", said, job)
+    lines = [line for line in done.stdout.splitlines() if "|" in line]
+    if not lines:
+        return Liveness("gone", "Slurm no longer knows it", job)
+    return judge(job, *lines[-1].strip().split("|", 1))
+
+
+def judge(job: str, word: str, reason: str) -> Liveness:
+    """From squeue's %T and %r."""
+    if word in ENDED_STATES:
+        return Liveness("gone", word, job)
+    if word in WAITING_STATES:
+        return Liveness("pending", f"{word} ({reason})" if reason not in ("", "None") else word, job)
+    return Liveness("alive", word, job)

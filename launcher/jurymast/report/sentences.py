@@ -1,0 +1,130 @@
+"""Journal entries as sentences: what happened, what was decided, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jurymast.core.attribution import describe_exit
+from jurymast.report.words import count, duration, size, some
+
+Entry = Mapping[str, Any]
+
+# Shown only when asked for: one a node and attempt, or nothing but the passing of time.
+ROUTINE = frozenset({"NodeReady", "WorkersStarted", "WorkersStopped", "NodeFinished", "Tick"})
+
+
+def sentence(entry: Entry) -> str:
+    """What one journal entry says. Entries of unknown kinds are named."""
+    if "decision" in entry:
+        tell = _DECISIONS.get(entry["decision"])
+        told = tell(entry) if tell else str(entry["decision"])
+        return f"=> {told}: {entry['reason']}" if entry.get("reason") else f"=> {told}"
+    say = _EVENTS.get(str(entry.get("event")))
+    return say(entry) if say else f"({entry.get('event')}, of a newer version of jurymast)"
+
+
+def _run_started(e: Entry) -> str:
+    spare = f" + {e['spares']} spare" if e["spares"] else ""
+    return (
+        f"run {e['run']}: {e['active']} active{spare} nodes, {count(e['ranks_per_node'], 'rank')} each, "
+        f"script {e['script']}"
+    )
+
+
+def _allocation_started(e: Entry) -> str:
+    nodes = list(e["nodes"])
+    job = e["slurm_job"]
+    what = f"{job} started" if job.startswith("local") else f"Slurm job {job} started"
+    again = f" (restart {e['restarts']})" if e["restarts"] else ""
+    return f"{what}{again} on {count(len(nodes), 'node')}: {some(nodes)}"
+
+
+def _node_joined(e: Entry) -> str:
+    gpus = f", {count(e['gpus'], 'GPU')}" if e.get("gpus") else ""
+    return f"node {e['node']} joined ({e['address']}{gpus})"
+
+
+def _node_lost(e: Entry) -> str:
+    how = {
+        "silent": f"silent for {e['silent_s']:.1f} s (limit {e.get('limit_s', 0.0):.1f} s)",
+        "closed": "its agent's connection was reset",
+        "left": "its agent left",
+    }.get(e["how"], e["how"])
+    return f"node {e['node']} lost: {how}" + (f", {e['evidence']}" if e.get("evidence") else "")
+
+
+def _worker_failed(e: Entry) -> str:
+    told = describe_exit(e["exit_code"])
+    if e.get("error"):
+        told = f"{e['error']}: {e['message']}" if e.get("message") else e["error"]
+    return f"rank {e['rank']} on {e['node']} failed: {told}"
+
+
+def _ranks_hung(e: Entry) -> str:
+    where = f" on {e['node']}" if e["node"] else ""
+    ranks = f" (rank {some([str(r) for r in e['ranks']])}{where})" if e["ranks"] else ""
+    return f"the run hangs{ranks}: {e['evidence']}"
+
+
+def _progress(e: Entry) -> str:
+    pace = f", {duration(e['step_s'])} a step" if e.get("step_s") else ""
+    counted = "" if e.get("absolute", True) else " of this attempt"
+    return f"step {e['step']}{counted} done{pace}"
+
+
+def _saved(e: Entry) -> str:
+    if not e["ok"]:
+        return f"step {e['step']} was NOT saved ({e['tier']} tier): {e.get('error') or 'no reason given'}"
+    amount = f"{size(e['size_bytes'])}, " if e.get("size_bytes") else ""
+    return f"step {e['step']} saved in the {e['tier']} tier ({amount}stall {duration(e['stall_s'])})"
+
+
+def _restored(e: Entry) -> str:
+    skipped = f"; passed over {'; '.join(e['skipped'])}" if e.get("skipped") else ""
+    if not e["step"]:
+        return f"no checkpoint: a fresh start{skipped}"
+    amount = f"{size(e['size_bytes'])} " if e.get("size_bytes") else ""
+    return (
+        f"step {e['step']} restored, {amount}from the {e['tier']} tier in {duration(e['seconds'])}{skipped}"
+    )
+
+
+def _asked(e: Entry) -> str:
+    node = f" of node {e['node']}" if e.get("node") else ""
+    return f"{e['what']}{node} asked by {e['by'] or 'somebody'}"
+
+
+_EVENTS: dict[str, Callable[[Entry], str]] = {
+    "RunStarted": _run_started,
+    "AllocationStarted": _allocation_started,
+    "AllocationEnded": lambda e: f"job {e['slurm_job']} gave its nodes back: {e['why']}",
+    "SupervisorStarted": lambda e: f"supervisor {e['epoch']} runs on {e['node']}",
+    "NodeJoined": _node_joined,
+    "NodeReady": lambda e: f"node {e['node']} is ready",
+    "NodeLost": _node_lost,
+    "WorkersStarted": lambda e: f"attempt {e['attempt']}: {count(len(e['pids']), 'rank')} up on {e['node']}",
+    "WorkerFailed": _worker_failed,
+    "RanksHung": _ranks_hung,
+    "WorkersStopped": lambda e: f"attempt {e['attempt']}: all ranks of {e['node']} are stopped",
+    "NodeFinished": lambda e: f"attempt {e['attempt']}: all ranks of {e['node']} ended with exit code 0",
+    "Progress": _progress,
+    "Saved": _saved,
+    "Restored": _restored,
+    "Asked": _asked,
+    "Signalled": lambda e: f"Slurm sent {e['signal']}",
+    "Noted": lambda e: f"note{' on ' + e['node'] if e.get('node') else ''}: {e['message']}",
+    "Tick": lambda e: "time passed",
+}
+
+_DECISIONS: dict[str, Callable[[Entry], str]] = {
+    "Launch": lambda e: f"launch attempt {e['attempt']} on {some(list(e['placement']))}",
+    "StopWorkers": lambda e: f"stop attempt {e['attempt']} on {some(list(e['nodes'])) or 'no node'}",
+    "Dismiss": lambda e: f"dismiss node {e['node']}",
+    "Requeue": lambda e: f"requeue, without {some(list(e['exclude'])) or 'excluding a node'}",
+    "Finish": lambda e: (
+        f"the run {e['state']} with exit code {e['exit_code']}"
+        if e["state"] != "cancelled"
+        else "the run is cancelled"
+    ),
+}

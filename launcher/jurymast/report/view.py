@@ -1,0 +1,190 @@
+"""The status of a run as one JSON object: a fold of its journal, and what Slurm says of its job."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jurymast.core.cadence import next_save_step
+from jurymast.core.incident import Incident
+from jurymast.core.state import Phase, Role, RunState
+from jurymast.errors import RunCancelledError, RunFailedError
+from jurymast.journal import Entry
+from jurymast.report.liveness import Liveness, look, slurm_jobs
+from jurymast.report.tail import JournalTail
+from jurymast.report.words import duration, iso, some
+from jurymast.rundir import RunDirectory
+from jurymast.wire.endpoint import find
+
+# A supervisor writes every two seconds while steps are done; much longer silence is worth a word.
+QUIET_S = 30.0
+
+
+@dataclass
+class Facts:
+    """What status tells beyond the run's state: the newest entry of some kinds."""
+
+    saved: Entry | None = None
+    not_saved: Entry | None = None
+    restored: Entry | None = None
+
+    def take(self, entry: Entry) -> None:
+        if entry.get("event") == "Saved":
+            if entry["ok"]:
+                self.saved, self.not_saved = entry, None
+            else:
+                self.not_saved = entry
+        elif entry.get("event") == "Restored":
+            self.restored = entry
+
+
+class Watcher:
+    """Reads a run's journal once, then only what is new; `view` is the status as of the last `poll`."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.plan = directory.plan()
+        self.tail = JournalTail(directory)
+        self.facts = Facts()
+
+    @property
+    def state(self) -> RunState:
+        return self.tail.state
+
+    def poll(self) -> list[Entry]:
+        entries = self.tail.poll()
+        for entry in entries:
+            self.facts.take(entry)
+        return entries
+
+    def view(self, life: Liveness | None = None, now: float | None = None) -> dict[str, Any]:
+        """The status object; `life` is looked up unless given. `now`: seconds since the epoch."""
+        life = look(self.directory, self.state) if life is None else life
+        return status_view(self, life, time.time() if now is None else now)
+
+
+def read_status(directory: RunDirectory) -> Watcher:
+    """A watcher that has read the whole journal. Raises RunDirectoryError: the plan cannot be read."""
+    watcher = Watcher(directory)
+    watcher.poll()
+    return watcher
+
+
+def public_state(state: RunState, life: Liveness) -> tuple[str, str]:
+    """(state, why) as shown: the journal's word, unless the job died or waits without the journal knowing."""
+    if life.kind == "gone" and not state.ended:
+        word = "cancelled" if life.detail == "CANCELLED" else "failed"
+        return word, f"{_job(life)} ended ({life.detail}) and its supervisor left no word"
+    if life.kind == "pending" and state.phase not in (Phase.QUEUED, Phase.REQUEUED):
+        return Phase.REQUEUED.value, f"{_job(life)} waits again: {life.detail}"
+    return state.public_state, state.end_reason
+
+
+def exit_code_of(state: RunState, life: Liveness) -> int | None:
+    """The run's exit code; None while it runs."""
+    if state.ended:
+        return state.exit_code
+    if life.kind != "gone":
+        return None
+    return RunCancelledError.exit_code if life.detail == "CANCELLED" else RunFailedError.exit_code
+
+
+def _job(life: Liveness) -> str:
+    return f"Slurm job {life.job}" if life.job.isdigit() else f"the local run ({life.job})"
+
+
+def shown_step(state: RunState) -> int:
+    """The newest step done; while an attempt has not stepped yet, the newest of the earlier ones."""
+    return state.step if state.first_step_at is not None else state.best_step
+
+
+def status_view(watcher: Watcher, life: Liveness, now: float) -> dict[str, Any]:
+    state, plan = watcher.state, watcher.plan
+    word, why = public_state(state, life)
+    place = None if state.ended or life.kind == "gone" else find(watcher.directory.epochs)
+    ended_at = state.ended_at
+    return {
+        "run": state.run or plan.run, "name": state.name or plan.name, "state": word,
+        "attempt": state.attempt, "step": shown_step(state),
+        "step_seconds": round(state.step_s, 6) or None,
+        "stepped_at": iso(state.stepped_at) if state.first_step_at is not None else None,
+        "saved_step": state.saved_step, "next_save_step": _next_save(state),
+        "next": _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else "",
+        "slurm_jobs": [job for job, _ in slurm_jobs(watcher.directory, state)],
+        "cluster": plan.cluster, "active": state.active, "spares": state.spares,
+        "ranks_per_node": state.ranks_per_node, "restarts": state.restarts,
+        "nodes": [
+            {"name": node.name, "role": node.role.value, "reason": node.reason, "since": iso(node.since)}
+            for node in state.nodes.values()
+        ],
+        "excluded": dict(state.excluded),
+        "incidents": [incident_json(incident) for incident in state.incidents],
+        "directory": str(watcher.directory.root.absolute()),
+        "supervisor": {**asdict(place), "hosts": list(place.hosts)} if place else None,
+        "notes": [{"at": iso(t), "message": message} for t, message in state.notes],
+        "warnings": warnings(watcher, life, now),
+        "job": {"id": life.job, "kind": life.kind, "detail": life.detail},
+        "submitted_at": iso(state.submitted_at or plan.submitted_at),
+        "updated_at": iso(watcher.tail.last_t), "ended_at": iso(ended_at),
+        "exit_code": exit_code_of(state, life), "end_reason": why,
+    }  # fmt: skip
+
+
+def incident_json(incident: Incident) -> dict[str, Any]:
+    """The incident's own JSON, its times as ISO 8601."""
+    values = incident.to_json()
+    values["at"], values["recovered_at"] = iso(values["at"]), iso(values["recovered_at"])
+    return values
+
+
+def _next_save(state: RunState) -> int | None:
+    every = state.settings.cadence_steps
+    if every is None or state.phase is not Phase.RUNNING or state.first_step_at is None:
+        return None
+    return next_save_step(state.step, every)
+
+
+def _next(state: RunState, life: Liveness, now: float) -> str:
+    """What the run does or waits for, in words."""
+    if state.phase in (Phase.QUEUED, Phase.REQUEUED) or life.kind == "pending":
+        return f"waits for nodes: {life.detail}" if life.kind == "pending" else "waits for its nodes to start"
+    if state.phase is Phase.STARTING:
+        ready = len(state.spare_nodes())
+        return f"waits for nodes: {ready} of {state.active} ready, {len(state.nodes)} allocated"
+    if state.phase is Phase.LAUNCHING:
+        return f"ranks start: up on {len(state.started)} of {len(state.placement)} nodes"
+    if state.phase is Phase.STOPPING:
+        left = [n for n in state.placement if n not in state.stopped and state.nodes[n].role is not Role.FAILED]
+        return f"ranks are being stopped on {some(left) or 'no node'}"
+    if state.phase is Phase.WAITING:
+        if state.not_before > now:
+            return f"tries again in {duration(state.not_before - now)}"
+        return "waits until every node of the next attempt is ready"
+    if state.first_step_at is None:
+        return f"first step of attempt {state.attempt}"
+    save = _next_save(state)
+    return f"saves after step {save}" if save else ""
+
+
+def warnings(watcher: Watcher, life: Liveness, now: float) -> list[str]:
+    """What somebody should look at, most urgent first."""
+    state, found = watcher.state, []
+    if life.kind == "gone" and not state.ended:
+        found.append(public_state(state, life)[1])
+    if state.save_failures and watcher.facts.not_saved is not None:
+        entry = watcher.facts.not_saved
+        kept = f"the newest checkpoint is step {state.saved_step}" if state.saved_step else "there is none yet"
+        found.append(
+            f"{state.save_failures} saves failed in a row ({kept}); step {entry['step']}, {entry['tier']} tier: "
+            f"{entry.get('error') or 'no reason given'}"
+        )
+    if life.kind == "unknown":
+        found.append(f"whether {life.job or 'the run'} still runs is not known: {life.detail}")
+    last = watcher.tail.last_t
+    if state.phase is Phase.RUNNING and life.kind == "alive" and last is not None and now - last > QUIET_S:
+        found.append(f"the journal is {duration(now - last)} old: no step since, or the journal is behind")
+    usable = [node for node in state.nodes.values() if node.usable and node.name not in state.placement]
+    if state.spares and state.placement and not usable and not state.ended:
+        found.append("no spare is left: the next lost node costs a requeue")
+    return found

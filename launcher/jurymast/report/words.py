@@ -1,0 +1,68 @@
+"""Numbers, times and sizes as people read them."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+
+def iso(t: float | None) -> str | None:
+    """Seconds since the epoch -> ISO 8601 in the local zone, milliseconds kept; None stays None."""
+    if t is None:
+        return None
+    return datetime.fromtimestamp(t, timezone.utc).astimezone().isoformat(timespec="milliseconds")
+
+
+def clock(t: float) -> str:
+    """Seconds since the epoch -> local date and time to the second."""
+    return datetime.fromtimestamp(t).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def duration(seconds: float | None) -> str:
+    """12.3 s, 4 min 05 s, 3 h 07 min, 2 d 04 h; - when not known."""
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 or seconds == 0 else "<1 ms"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
+
+
+def squeue_time(seconds: float) -> str:
+    """As squeue prints a run time: [days-]hours:minutes:seconds, minutes:seconds below an hour."""
+    whole = max(0, int(seconds))
+    days, hours, minutes, rest = whole // 86_400, whole % 86_400 // 3600, whole % 3600 // 60, whole % 60
+    if days:
+        return f"{days}-{hours:02d}:{minutes:02d}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size(count: int) -> str:
+    """Bytes with a decimal unit: 1.2 GB."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1000.0
+    raise AssertionError("unreachable")
+
+
+def percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.1f} %"
+
+
+def some(names: list[str] | tuple[str, ...], most: int = 6) -> str:
+    """The names, the later ones counted only."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def count(number: int, thing: str) -> str:
+    """1 node, 2 nodes."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -1,0 +1,170 @@
+"""The restart ladder on the local cluster: real agents, torchrun hosts and ranks; a node is a process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
+
+pytestmark = pytest.mark.torch
+
+STEPS = 240
+TRAIN = ("--steps", str(STEPS), "--step-time", "0.01", "--save-every", "20 steps")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Weights of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    out = folder / "out.json"
+    with local_run(folder / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
+        state = run.wait_end()
+        assert (state.phase.value, state.exit_code, state.incidents) == ("succeeded", 0, [])
+        wait_gone(run.directory.root)
+    return str(result(out)["sha256"])
+
+
+def kill_rank(run: RunUnderTest, node: str) -> None:
+    os.kill(run.pids(node)[0], signal.SIGKILL)
+
+
+def freeze_rank(run: RunUnderTest, node: str) -> None:
+    os.kill(run.pids(node)[0], signal.SIGSTOP)
+
+
+def crash_node(run: RunUnderTest, node: str) -> None:
+    os.killpg(run.agent_pid(node), signal.SIGKILL)
+
+
+def freeze_node(run: RunUnderTest, node: str) -> None:
+    os.killpg(run.agent_pid(node), signal.SIGSTOP)
+
+
+def kill_host(run: RunUnderTest, node: str) -> None:
+    """The torchrun host dies under its ranks."""
+    import psutil
+
+    for child in psutil.Process(run.agent_pid(node)).children():
+        if "jurymast.worker.host" in child.cmdline():
+            child.kill()
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "action"),
+    [
+        (kill_rank, "worker_killed", "restart"),
+        (freeze_rank, "rank_frozen", "restart"),
+        (crash_node, "node_crash", "swap"),
+        (freeze_node, "node_lost", "swap"),
+        (kill_host, "worker_exit", "restart"),
+    ],
+)
+def test_one_fault_costs_no_bit(
+    tmp_path: Path, undisturbed: str, fault: Callable[[RunUnderTest, str], None], cause: str, action: str
+) -> None:
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
+        state = run.wait_saved(40)
+        fault(run, state.placement[1])
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    assert [(i.action, i.recovered_at is not None) for i in state.incidents] == [(action, True)], run.story()
+    assert state.incidents[0].cause == cause
+    assert state.incidents[0].step_restored == state.incidents[0].step_lost_from // 20 * 20
+    assert result(out)["sha256"] == undisturbed
+
+
+def test_no_spare_left_requeues_without_the_bad_node(tmp_path: Path, undisturbed: str) -> None:
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
+        lost = run.wait_saved(40).placement[1]
+        crash_node(run, lost)
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.incidents[0].action == "requeue"
+    assert lost in state.excluded
+    assert lost not in state.placement
+    assert result(out)["sha256"] == undisturbed
+
+
+def test_supervisor_crash_does_not_touch_the_ranks(tmp_path: Path, undisturbed: str) -> None:
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
+        run.wait_saved(20)
+        endpoint = json.loads((run.directory.epochs / "000001.json").read_text())
+        os.kill(endpoint["pid"], signal.SIGKILL)
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert (state.epoch, state.attempt, state.incidents) == (2, 1, []), run.story()
+    assert result(out)["sha256"] == undisturbed
+
+
+def test_a_script_that_always_crashes_ends_quickly_and_says_why(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="crash.py",
+                   arguments=("--rank", "1")) as run:  # fmt: skip
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert time.monotonic() - began < 60
+    assert state.phase.value == "failed"
+    assert state.exit_code == 1
+    incident = state.incidents[-1]
+    assert (incident.action, incident.rank, incident.node) == ("stop", 1, state.placement[1])
+    assert "crash loop" in incident.reason
+    assert "ZeroDivisionError" in incident.traceback
+    assert len(state.incidents) == 3
+    told = jurymast("status", str(run.directory.root))
+    assert "ZeroDivisionError" in told.stdout
+    assert state.placement[1] in told.stdout
+
+
+def test_exit_code_of_the_application_passes_through(tmp_path: Path) -> None:
+    with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script="crash.py",
+                   arguments=("--exit", "7")) as run:  # fmt: skip
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 7
+
+
+def test_an_exception_once_is_restarted_in_place(tmp_path: Path, undisturbed: str) -> None:
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out), "--raise-once", "50:1")) as run:  # fmt: skip
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert [(i.cause, i.rank, i.action) for i in state.incidents] == [("worker_exception", 1, "restart")]
+    assert result(out)["sha256"] == undisturbed
+
+
+def test_a_hang_inside_a_collective_is_found_and_resolved(tmp_path: Path, undisturbed: str) -> None:
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out), "--hang-once", "50:1")) as run:  # fmt: skip
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert [(i.cause, i.action) for i in state.incidents] == [("hang", "restart")]
+    assert state.incidents[0].seconds()["detect"] < 20
+    assert result(out)["sha256"] == undisturbed
+
+
+def test_cancel(tmp_path: Path) -> None:
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+                   arguments=("--steps", "100000", "--step-time", "0.01")) as run:  # fmt: skip
+        run.wait_step(5)
+        told = jurymast("cancel", str(run.directory.root))
+        assert told.returncode == 0, told.stderr
+        state = run.wait_end(20)
+        wait_gone(run.directory.root)
+    assert state.phase.value == "cancelled"

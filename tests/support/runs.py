@@ -1,0 +1,148 @@
+"""A run under test, seen through its journal: wait for what happens, find the processes to hurt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jurymast.core import events as ev
+from jurymast.core.state import RunState
+from jurymast.journal import events, read, replay
+from jurymast.rundir import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "tests" / "scripts"
+POLL_S = 0.02
+
+
+class RunUnderTest:
+    """Reads the journal of a run; every wait has a deadline and says what it last saw."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = RunDirectory(directory)
+
+    def events(self) -> list[ev.Event]:
+        return list(events(read(self.directory)))
+
+    def state(self) -> RunState:
+        return replay(self.directory)
+
+    def wait(self, what: str, condition: Callable[[RunState], bool], limit_s: float = 60.0) -> RunState:
+        end = time.monotonic() + limit_s
+        while True:
+            state = self.state()
+            if condition(state):
+                return state
+            if state.ended or time.monotonic() > end:
+                raise AssertionError(f"waited for: {what}\n{self.story()}")
+            time.sleep(POLL_S)
+
+    def wait_step(self, step: int, limit_s: float = 60.0) -> RunState:
+        return self.wait(f"step {step}", lambda s: s.step >= step and s.incident is None, limit_s)
+
+    def wait_saved(self, step: int, limit_s: float = 60.0) -> RunState:
+        return self.wait(f"a checkpoint of step {step}", lambda s: (s.saved_step or 0) >= step, limit_s)
+
+    def wait_end(self, limit_s: float = 90.0) -> RunState:
+        return self.wait("the end of the run", lambda s: s.ended, limit_s)
+
+    def pids(self, node: str) -> tuple[int, ...]:
+        """Process ids of the node's ranks, as the node itself sees them."""
+        started = [e for e in self.events() if isinstance(e, ev.WorkersStarted) and e.node == node]
+        return started[-1].pids
+
+    def agent_pid(self, node: str) -> int:
+        joined = [e for e in self.events() if isinstance(e, ev.NodeJoined) and e.node == node]
+        return joined[-1].pid
+
+    def story(self) -> str:
+        """The journal and the logs, for a failed test."""
+        lines = [json.dumps(entry)[:400] for entry in read(self.directory)]
+        for log in [*self.directory.submission.glob("*.log"), *self.directory.logs.glob("*/*.log")]:
+            lines += [f"== {log}", log.read_text(errors="replace")[-2000:]]
+        return "\n".join(lines)
+
+
+def jurymast(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "jurymast", *arguments], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )  # fmt: skip
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+@contextmanager
+def local_run(
+    runs: Path, *options: str, script: str, arguments: tuple[str, ...] = ()
+) -> Iterator[RunUnderTest]:
+    """Submit to the local cluster; whatever is left of it afterwards is ended and counted as a failure."""
+    done = jurymast("submit", "--cluster", "local", "--runs", str(runs), "--parsable", *options, "--",
+                    str(SCRIPTS / script), *arguments)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run_id = done.stdout.strip().split(";")[0]
+    run = RunUnderTest(runs / run_id)
+    seen: dict[int, psutil.Process] = {}
+    pid = json.loads((run.directory.submission / "local.json").read_text())["pid"]
+    try:
+        yield run
+    finally:
+        for process in tree(pid):
+            seen[process.pid] = process
+        end_all(list(seen.values()))
+
+
+def end_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=5)
+
+
+def processes_of(directory: Path) -> list[psutil.Process]:
+    """Every process on this machine whose environment or command line names the run directory."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            names = [*process.cmdline(), process.environ().get("JURYMAST_RUN_DIR", "")]
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if process.pid != os.getpid() and str(directory) in names:
+            found.append(process)
+    return found
+
+
+def wait_gone(directory: Path, limit_s: float = 10.0) -> None:
+    """No process of the run is left."""
+    end = time.monotonic() + limit_s
+    while left := processes_of(directory):
+        if time.monotonic() > end:
+            told: list[Any] = [(p.pid, p.cmdline()[:6]) for p in left]
+            end_all(left)
+            raise AssertionError(f"left over after the run: {told}")
+        time.sleep(POLL_S)
+
+
+def result(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
