@@ -1,4 +1,4 @@
-"""A few ranks that run one function together, started in milliseconds: forked from a server with torch loaded."""
+"""A few ranks that run one function together; they start fast, forked from a server with torch loaded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 60.0
+PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "jurymast.checkpoint.checkpointer"]
 
 
 def run_ranks(
@@ -28,7 +29,7 @@ def run_ranks(
     The script calls it itself, as CALL tells; raises AssertionError when a rank fails or takes `LIMIT_S`.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "jurymast.checkpoint.checkpointer"])
+    context.set_forkserver_preload(PRELOAD)
     nonce = secrets.token_hex(4)
     outputs = [folder / f".result-{nonce}-{rank}" for rank in range(size)]
     processes = []

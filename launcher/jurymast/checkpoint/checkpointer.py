@@ -16,7 +16,6 @@ from jurymast.checkpoint.tier import Candidate, Saved, Tier
 from jurymast.core.cadence import (
     AUTO_FIRST_SAVE_S,
     Cadence,
-    Meeting,
     default_mtbf_s,
     next_meeting,
     next_save_step,
@@ -71,14 +70,13 @@ class Checkpointer:
         # Opened with the first use: the process group may not be there yet.
         self._group: Group | None = None
         self._tiers: list[Tier] = []
-        self._meeting = Meeting(-1, save=False)
         self._meet_at = -1
         self._saved_step = -1
-        # Rank 0's clock: what the next meeting is computed from.
+        # What the next meeting is computed from; of the times, rank 0's count.
         self._due_at = 0.0
         self._met_at = 0.0
         self._met_step = -1
-        self._gap = 0
+        self._gap = 1
         self._stall_s: float | None = None
 
     # ---- what scripts call
@@ -222,16 +220,20 @@ class Checkpointer:
 
     def _begin_cadence(self, step: int) -> None:
         """Start counting at `step`: nothing was saved since, and how long a step takes is not known."""
-        self._due_at = time.monotonic() + self._interval_s()
-        if self._cadence.steps is not None:
-            self._set_meeting(Meeting(next_save_step(step, self._cadence.steps), save=True), step)
-        else:
-            self._set_meeting(Meeting(step + 1, save=False), step)
+        self._gap = 1
+        self._schedule(step)
 
-    def _set_meeting(self, meeting: Meeting, step: int) -> None:
-        self._meeting = meeting
-        self._meet_at = meeting.step
-        self._gap = meeting.step - step
+    def _schedule(self, step: int) -> None:
+        """At the start, and after a save (also a failed one): set the next step to meet at."""
+        if self._cadence.steps is not None:
+            self._meet_at = next_save_step(step, self._cadence.steps)
+            return
+        self._due_at = time.monotonic() + self._interval_s()
+        self._set_meeting(step, step + self._gap)
+
+    def _set_meeting(self, step: int, following: int) -> None:
+        self._meet_at = following
+        self._gap = following - step
         self._met_step = step
         self._met_at = time.monotonic()
 
@@ -241,30 +243,20 @@ class Checkpointer:
             self._begin_cadence(step - 1)
             if step < self._meet_at:
                 return
-        if not self._meeting.save:
-            meeting = self._open().broadcast(self._plan_meeting(step))
-            self._set_meeting(meeting, step)
-            if meeting.step > step:
+        if self._cadence.steps is None:
+            following = self._open().broadcast_step(self._plan_meeting(step))
+            if following > step:
+                self._set_meeting(step, following)
                 return
         if self._saved_step != step:
             self._save(step)
         self._schedule(step)
 
-    def _plan_meeting(self, step: int) -> Meeting | None:
-        """Rank 0's view, from its clock, of where to meet after `step`; None on the others."""
-        if self._open().rank != 0:
-            return None
+    def _plan_meeting(self, step: int) -> int:
+        """Where this rank's clock would have the ranks meet next; rank 0's counts."""
         now = time.monotonic()
         step_s = (now - self._met_at) / max(1, step - self._met_step)
         return next_meeting(step, self._gap, self._due_at - now, step_s)
-
-    def _schedule(self, step: int) -> None:
-        """After a save (also a failed one): set the next meeting."""
-        if self._cadence.steps is not None:
-            self._set_meeting(Meeting(next_save_step(step, self._cadence.steps), save=True), step)
-            return
-        self._due_at = time.monotonic() + self._interval_s()
-        self._set_meeting(Meeting(step + max(1, self._gap), save=False), step)
 
     def _interval_s(self) -> float:
         """Time from one save to the next. Only rank 0's value counts."""

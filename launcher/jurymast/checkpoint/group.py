@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from jurymast.errors import CheckpointError
@@ -48,6 +49,14 @@ class Group:
             dist.broadcast_object_list(boxed, src=0, group=self.process_group)
         result: T = boxed[0]
         return result
+
+    def broadcast_step(self, step: int) -> int:
+        """Rank 0's `step`, on every rank: one small message, for ranks do this during training."""
+        if not self.distributed:
+            return step
+        boxed = torch.tensor(step, dtype=torch.int64)
+        dist.broadcast(boxed, src=0, group=self.process_group)
+        return int(boxed)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value`, by rank, on every rank."""

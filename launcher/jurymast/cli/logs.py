@@ -23,7 +23,9 @@ READ_BYTES = 1 << 20
 
 @click.command()
 @run_argument
-@click.option("-r", "--rank", type=click.IntRange(0), multiple=True, metavar="R", help="Only this rank.  [all]")
+@click.option(
+    "-r", "--rank", type=click.IntRange(0), multiple=True, metavar="R", help="Only this rank.  [all]"
+)
 @click.option("-a", "--attempt", type=click.IntRange(1), metavar="A", help="Which attempt.  [the newest]")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends, through later attempts.")
 @click.option("-n", "--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines of each rank.")
@@ -83,20 +85,17 @@ def _print(
     from jurymast.report.tail import FileTail
 
     tails: dict[Path, FileTail] = {}
-    first = True
+    began = attempt
     for over in _rounds(directory, follow):
-        newest = directory.newest_attempt()
-        shown = range(attempt, max(attempt, newest) + 1) if not fixed else range(attempt, attempt + 1)
-        for number in [0] if job else shown:
+        newest = attempt if fixed else max(attempt, directory.newest_attempt())
+        for number in range(attempt, newest + 1):
             files = _job_files(directory) if job else _rank_files(directory, number, ranks)
-            if number > attempt and not job and not any(path in tails for path in files.values()) and files:
+            if not job and number > began and files.keys() and not tails.keys() & set(files.values()):
                 click.echo(f"-- attempt {number} --", err=True)
             for prefix, path in files.items():
                 source = tails.setdefault(path, FileTail(path))
-                _copy(source, prefix, tail if first else None, whole=over)
-        if not job and not fixed and newest > attempt and not first:
-            attempt = newest
-        first = False
+                _copy(source, prefix, tail, whole=over)
+        attempt, tail = newest, None
 
 
 def _rounds(directory: RunDirectory, follow: bool) -> Iterator[bool]:

@@ -15,6 +15,14 @@ from jurymast.errors import JurymastError, UsageError
 # name: (module with a click command called `command`, what it does)
 COMMANDS = {
     "submit": ("jurymast.cli.submit", "Submit a training run."),
+    "ps": ("jurymast.cli.ps", "List my runs."),
+    "status": ("jurymast.cli.status", "Show how a run is doing."),
+    "events": ("jurymast.cli.events", "Tell what happened in a run, and why."),
+    "logs": ("jurymast.cli.logs", "Print what the ranks wrote."),
+    "report": ("jurymast.cli.report", "Show where a run's time went."),
+    "cancel": ("jurymast.cli.cancel", "End a run."),
+    "restart": ("jurymast.cli.restart", "Restart a run's ranks."),
+    "drain": ("jurymast.cli.drain", "Take a node out of a run."),
     "policy": ("jurymast.cli.policy", "Check a policy file, or show what it comes to."),
 }
 

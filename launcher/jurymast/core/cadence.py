@@ -17,8 +17,6 @@ STALLS_PER_INTERVAL_MIN = 10.0
 AUTO_INTERVAL_MAX_S = 1800.0
 # The first automatic save comes early: it measures the stall, and shows that the storage can be written.
 AUTO_FIRST_SAVE_S = 300.0
-# An estimate of the step time is trusted for at most this many steps; further off, ranks meet once more.
-TRUSTED_STEPS = 16
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
 _STEPS = re.compile(r"(\d+)\s*(?:steps?)?")
@@ -78,25 +76,15 @@ def next_save_step(step: int, every: int) -> int:
     return (step // every + 1) * every
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """The next step at which the ranks act together: save there, or only agree on the meeting after it."""
+def next_meeting(step: int, gap: int, remaining_s: float, step_s: float) -> int:
+    """The step at which ranks that save by time should meet after `step`; `step` itself means: save now.
 
-    step: int
-    save: bool
-
-
-def next_meeting(step: int, gap: int, remaining_s: float, step_s: float) -> Meeting:
-    """Where to meet after `step`, `remaining_s` before a save is due, at `step_s` a step.
-
-    `gap` is how many steps ago the last meeting was (0: none). Gaps at most double, so that slow first
-    steps mislead nobody, and halve on the way to the save, so that a changed step time is noticed. A
-    meeting at `step` itself means: save now.
+    A save is due in `remaining_s`, steps took `step_s` lately, and the last meeting was `gap` steps ago. Only
+    one rank's clock is asked, so ranks must meet to learn what it says, but not often: gaps at most double,
+    so that slow first steps mislead nobody, and end half-way to the save, so that a changed step time is
+    noticed. That makes about two meetings for every doubling of the number of steps between saves.
     """
     if remaining_s <= 0.5 * step_s:
-        return Meeting(step, save=True)
-    reach = max(1, 2 * gap)
-    left = remaining_s / step_s if step_s > 0.0 else math.inf
-    if left <= min(reach, TRUSTED_STEPS):
-        return Meeting(step + max(1, round(left)), save=True)
-    return Meeting(step + int(max(1.0, min(reach, left / 2.0))), save=False)
+        return step
+    half_way = remaining_s / step_s / 2.0 if step_s > 0.0 else math.inf
+    return step + int(max(1.0, min(2.0 * gap, half_way)))

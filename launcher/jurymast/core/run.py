@@ -224,7 +224,9 @@ def _progress(state: RunState, event: ev.Progress) -> list[Instruction]:
 
 def _saved(state: RunState, event: ev.Saved) -> list[Instruction]:
     if event.ok:
-        state.step = max(state.step, event.step) if event.attempt == state.attempt else state.step
+        if event.attempt == state.attempt and event.step > state.step:
+            # The next step begins when the save is over: times of steps are taken from here.
+            state.step, state.stepped_at = event.step, event.t
         state.saved_step = max(event.step, state.saved_step or 0)
         state.save_failures = 0
     else:

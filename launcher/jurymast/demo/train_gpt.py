@@ -126,7 +126,8 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    torch.use_deterministic_algorithms(True)
+    # As use_deterministic_algorithms(True), but without its second of importing torch's compiler.
+    torch.set_deterministic_debug_mode("error")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     distributed = "RANK" in os.environ
     if distributed:

@@ -99,7 +99,9 @@ class Follower:
             if incident.decided_at is None:
                 return
             self._told += 1
-            self._progress.say(f"incident {incident.id}: {incident.cause}: {incident.reason}", incident.decided_at)
+            self._progress.say(
+                f"incident {incident.id}: {incident.cause}: {incident.reason}", incident.decided_at
+            )
 
 
 def progress_line(state: RunState) -> str:
@@ -165,5 +167,5 @@ def end_lines(follower: Follower, life: Liveness) -> list[str]:
 
 def _success(state: RunState) -> str:
     spent = duration((state.ended_at or state.now) - state.submitted_at)
-    return f"the run succeeded: step {shown_step(state)} after {spent}, {count(len(state.incidents), 'incident')}"
-
+    incidents = count(len(state.incidents), "incident")
+    return f"the run succeeded: step {shown_step(state)} after {spent}, {incidents}"

@@ -22,7 +22,9 @@ ENDED_STATES = frozenset(
         "PREEMPTED", "REVOKED", "TIMEOUT",
     }
 )  # fmt: skip
-WAITING_STATES = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+WAITING_STATES = frozenset(
+    {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+)
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ def _local(directory: RunDirectory) -> Liveness:
         return Liveness("unknown", f"it runs on {host}", job)
     from jurymast.cluster.local import local_process
 
-    return Liveness("gone", "its process has ended", job) if local_process(directory) is None else Liveness(
-        "alive", "RUNNING", job
-    )
+    if local_process(directory) is None:
+        return Liveness("gone", "its process has ended", job)
+    return Liveness("alive", "RUNNING", job)
 
 
 def slurm_state(job: str, cluster: str = "") -> Liveness:

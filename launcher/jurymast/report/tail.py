@@ -19,16 +19,22 @@ class FileTail:
         self.path = path
         self._offset = 0
 
-    def lines(self, limit_bytes: int = 1 << 24) -> list[bytes]:
+    def lines(self, limit_bytes: int = 1 << 24, *, partial: bool = False) -> list[bytes]:
+        """The next lines, at most `limit_bytes` of them at once; [] when there are none for now.
+
+        A line longer than the limit comes in pieces. `partial`: the rest of a last line comes too.
+        """
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read(limit_bytes)
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.splitlines()
+        end = data.rfind(b"\n") + 1
+        if end == 0 and (partial or len(data) == limit_bytes):
+            end = len(data)
+        self._offset += end
+        return data[:end].splitlines()
 
 
 class JournalTail:

@@ -42,7 +42,8 @@ def status_blocks(view: View, *, now: float, everything: bool = False) -> list[B
 def _state_detail(view: View, now: float) -> str:
     if view["ended_at"]:
         spent = _seconds(view["ended_at"]) - _seconds(view["submitted_at"])
-        return f", {duration(spent)} after its submission, exit code {view['exit_code']}: {view['end_reason']}"
+        code = f"exit code {view['exit_code']}"
+        return f", {duration(spent)} after its submission, {code}: {view['end_reason']}"
     if view["exit_code"] is not None:
         return f": {view['end_reason']}"
     text = f", attempt {view['attempt']}" if view["attempt"] else ""
@@ -101,8 +102,8 @@ def _incident_blocks(view: View, everything: bool) -> list[Block]:
     earlier = len(view["incidents"]) - len(incidents)
     rows = [
         [
-            str(i["id"]), _clock(i["at"]), i["cause"] or "(being found)", i["node"] or "-", i["action"] or "-",
-            _steps(i), duration(sum(i["seconds"].values())) + (" so far" if i["open"] else ""), i["reason"],
+            str(i["id"]), _clock(i["at"]), i["cause"] or "(being found)", i["node"] or "-",
+            i["action"] or "-", _steps(i), duration(sum(i["seconds"].values())) + (" so far" if i["open"] else ""), i["reason"],
         ]
         for i in incidents
     ]  # fmt: skip

@@ -155,7 +155,8 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
     if state.phase is Phase.LAUNCHING:
         return f"ranks start: up on {len(state.started)} of {len(state.placement)} nodes"
     if state.phase is Phase.STOPPING:
-        left = [n for n in state.placement if n not in state.stopped and state.nodes[n].role is not Role.FAILED]
+        alive = [name for name in state.placement if state.nodes[name].role is not Role.FAILED]
+        left = [name for name in alive if name not in state.stopped]
         return f"ranks are being stopped on {some(left) or 'no node'}"
     if state.phase is Phase.WAITING:
         if state.not_before > now:
@@ -174,10 +175,10 @@ def warnings(watcher: Watcher, life: Liveness, now: float) -> list[str]:
         found.append(public_state(state, life)[1])
     if state.save_failures and watcher.facts.not_saved is not None:
         entry = watcher.facts.not_saved
-        kept = f"the newest checkpoint is step {state.saved_step}" if state.saved_step else "there is none yet"
+        kept = "there is none yet" if state.saved_step is None else f"the newest is step {state.saved_step}"
         found.append(
-            f"{state.save_failures} saves failed in a row ({kept}); step {entry['step']}, {entry['tier']} tier: "
-            f"{entry.get('error') or 'no reason given'}"
+            f"{state.save_failures} saves in a row failed ({kept}): step {entry['step']}, "
+            f"{entry['tier']} tier: {entry.get('error') or 'no reason given'}"
         )
     if life.kind == "unknown":
         found.append(f"whether {life.job or 'the run'} still runs is not known: {life.detail}")

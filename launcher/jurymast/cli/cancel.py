@@ -1,0 +1,97 @@
+"""`jurymast cancel`: end a run, whoever is left to do it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from jurymast.cli.options import run_argument, runs_option, the_run, user
+from jurymast.errors import ClusterUnavailableError
+from jurymast.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from jurymast.report.view import Watcher
+
+END_LIMIT_S = 10.0
+# A supervisor that could not be asked may still hear of the end from Slurm, and write it down.
+LAST_WORD_S = 3.0
+
+
+@click.command()
+@run_argument
+@runs_option
+def command(run: str, runs: Path | None) -> None:
+    """End a run for good: its ranks are stopped and its job leaves Slurm."""
+    from jurymast.report.view import read_status
+
+    directory = the_run(run, runs)
+    name = directory.root.name
+    watcher = read_status(directory)
+    if watcher.state.ended:
+        click.echo(f"{name} has ended already: {watcher.state.phase.value}")
+        return
+    from jurymast.wire.ask import ask
+
+    answer = ask(directory, "cancel", by=user())
+    if answer is not None and answer.get("ok"):
+        ended = _await_end(watcher, END_LIMIT_S)
+        click.echo(f"{name} is cancelled" if ended else f"{name}: the supervisor is stopping it")
+        return
+    local = (directory.submission / "local.json").exists()
+    how = _end_local(directory) if local else _end_slurm(directory)
+    if not _await_end(watcher, LAST_WORD_S if how else 0.0):
+        from jurymast.report.closing import record_cancel
+
+        record_cancel(directory, by=user())
+    click.echo(f"{name} is cancelled" + (f" ({how})" if how else ""))
+
+
+def _await_end(watcher: Watcher, limit_s: float) -> bool:
+    """True when the journal says within `limit_s` that the run has ended."""
+    end = time.monotonic() + limit_s
+    while True:
+        watcher.poll()
+        if watcher.state.ended or time.monotonic() >= end:
+            return watcher.state.ended
+        time.sleep(0.05)
+
+
+def _end_local(directory: RunDirectory) -> str:
+    """End the recorded batch process, and no other of the same number. "" when it is gone already."""
+    import psutil
+
+    from jurymast.cluster.local import local_process
+
+    process = local_process(directory)
+    if process is None:
+        return ""
+    try:
+        process.terminate()
+        process.wait(END_LIMIT_S)
+    except psutil.TimeoutExpired:
+        process.kill()
+    except psutil.NoSuchProcess:
+        pass
+    return f"process {process.pid} ended"
+
+
+def _end_slurm(directory: RunDirectory) -> str:
+    """scancel the newest job. Raises ClusterUnavailableError with Slurm's words."""
+    from jurymast.cluster.allocation import run_command
+    from jurymast.report.liveness import slurm_jobs, slurm_state
+    from jurymast.report.view import read_status
+
+    jobs = slurm_jobs(directory, read_status(directory).state)
+    if not jobs:
+        raise ClusterUnavailableError(
+            f"no Slurm job is recorded for {directory.root.name}, and no supervisor answers",
+            hint=f"look at {directory.submission}",
+        )
+    job, cluster = jobs[-1]
+    if slurm_state(job, cluster).kind == "gone":
+        return ""
+    run_command(["scancel", *([f"--clusters={cluster}"] if cluster else []), job])
+    return f"scancel {job}"

@@ -1,0 +1,29 @@
+"""`jurymast ps`: my runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from jurymast.cli.find import default_runs, run_ids
+from jurymast.cli.options import json_option, runs_option, show, show_json
+
+
+@click.command()
+@click.option("-a", "--all", "everything", is_flag=True, help="Also those that ended more than a day ago.")
+@json_option
+@runs_option
+def command(everything: bool, as_json: bool, runs: Path | None) -> None:
+    """List my runs: squeue's columns first, then step, restarts and goodput."""
+    from jurymast.report.runs import list_runs
+    from jurymast.report.text import ps_blocks
+
+    place = runs.expanduser().absolute() if runs is not None else default_runs()
+    rows = list_runs(place, run_ids(place), everything=everything)
+    if as_json:
+        show_json(rows)
+        return
+    if not rows:
+        click.echo(f"no runs in {place}", err=True)
+    show(ps_blocks(rows))

@@ -1,0 +1,48 @@
+"""Closing the journal of a run that nobody supervises any more, after a cancel by hand."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from jurymast.core import events as ev
+from jurymast.core.run import step
+from jurymast.core.state import Phase, RunState
+from jurymast.journal import JournalWriter, replay
+from jurymast.rundir import RunDirectory
+from jurymast.supervisor.supervisor import first_events
+from jurymast.wire.endpoint import claim_epoch
+
+
+def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
+    """Write into the journal, as an epoch of its own, that `by` cancelled the run. Its job must be gone.
+
+    Claiming the epoch fences a supervisor that could not be reached. Raises RunDirectoryError, OSError.
+    """
+    epoch = claim_epoch(directory.epochs)
+    state = replay(directory)
+    if state.ended:
+        return state
+    journal = JournalWriter(directory.journal, epoch)
+    t = max(time.time(), state.now)
+    events = first_events(directory, t) if state.epoch == 0 else []
+    events += [
+        ev.SupervisorStarted(t=t, epoch=epoch, node=socket.gethostname()),
+        ev.Asked(t=t, what="cancel", by=by),
+    ]
+    for event in events:
+        _feed(state, journal, event)
+    if state.phase is Phase.STOPPING:
+        # The job is gone, and with it every rank.
+        for node in state.placement:
+            if not state.ended:
+                _feed(state, journal, ev.WorkersStopped(t=t, node=node, attempt=state.attempt, store_port=0))
+    journal.close()
+    return state
+
+
+def _feed(state: RunState, journal: JournalWriter, event: ev.Event) -> None:
+    instructions = step(state, event)
+    journal.event(event)
+    for instruction in instructions:
+        journal.decision(state.now, instruction)

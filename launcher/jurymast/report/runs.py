@@ -1,0 +1,121 @@
+"""All runs of a runs directory, with squeue's columns for those that Slurm knows."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jurymast.errors import RunDirectoryError
+from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs
+from jurymast.report.view import Watcher, public_state, read_status, shown_step
+from jurymast.report.words import iso, squeue_time
+from jurymast.rundir import RunDirectory
+
+# squeue's short codes for our states.
+CODES = {
+    "queued": "PD", "requeued": "PD", "starting": "R", "running": "R", "recovering": "R", "succeeded": "CD",
+    "failed": "F", "cancelled": "CA",
+}  # fmt: skip
+ENDED_SHOWN_S = 86_400.0
+_FORMAT = "%i|%P|%j|%u|%t|%M|%D|%T|%r|%R"
+
+Row = dict[str, Any]
+
+
+def list_runs(runs: Path, names: Iterable[str], *, everything: bool) -> list[Row]:
+    """One row a run, in the order of `names`; without `everything` those that ended a day ago are left out.
+
+    A run directory that cannot be read is shown with state `unreadable`.
+    """
+    known = squeue_rows()
+    rows = []
+    for name in names:
+        directory = RunDirectory(runs / name)
+        if not everything and _ended_long_ago(directory):
+            continue
+        try:
+            rows.append(run_row(read_status(directory), known))
+        except RunDirectoryError as error:
+            rows.append({**_empty(name), "state": "unreadable", "nodelist": str(error)})
+    return rows
+
+
+def _ended_long_ago(directory: RunDirectory) -> bool:
+    """By the supervisor's last word, without reading the journal."""
+    path = directory.root / "outcome.json"
+    try:
+        ended = json.loads(path.read_bytes())["state"] in ("succeeded", "failed", "cancelled")
+        return ended and time.time() - path.stat().st_mtime > ENDED_SHOWN_S
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def run_row(watcher: Watcher, known: Mapping[str, list[str]]) -> Row:
+    """The row of one run; `known` is what squeue told, by job id."""
+    state, plan = watcher.state, watcher.plan
+    jobs = slurm_jobs(watcher.directory, state)
+    squeue = known.get(jobs[-1][0]) if jobs else None
+    if state.ended:
+        life = Liveness("ended")
+    elif squeue is not None:
+        life = judge(squeue[0], squeue[7], squeue[8])
+    else:
+        life = look(watcher.directory, state)
+    word, _ = public_state(state, life)
+    row = _empty(state.run or plan.run)
+    ended_at = state.ended_at or (None if life.kind != "gone" else state.now or plan.submitted_at)
+    row.update(
+        job=jobs[-1][0] if jobs else life.job.removeprefix("pid ") or None, name=state.name or plan.name,
+        user=_owner(watcher.directory), st=CODES[word], state=word, step=shown_step(state),
+        nodes=len(state.nodes) or plan.nodes, nodelist=_nodelist(state.placement or tuple(state.nodes)),
+        time=squeue_time((ended_at or time.time()) - (state.submitted_at or plan.submitted_at)),
+        restarts=max(0, state.attempt - 1), submitted_at=iso(state.submitted_at or plan.submitted_at),
+        directory=str(watcher.directory.root),
+    )  # fmt: skip
+    if squeue is not None and not state.ended:
+        row.update(
+            zip(("job", "partition", "name", "user", "st", "time"), squeue[:6], strict=True),
+            nodelist=squeue[9],
+        )
+        row["nodes"] = int(squeue[6]) if squeue[6].isdigit() else row["nodes"]
+    return row
+
+
+def _empty(run: str) -> Row:
+    return {
+        "job": None, "partition": None, "name": run, "user": None, "st": None, "time": None, "nodes": None,
+        "nodelist": None, "step": None, "restarts": None, "goodput": None, "state": None, "run": run,
+    }  # fmt: skip
+
+
+def _owner(directory: RunDirectory) -> str:
+    uid = directory.plan_file.stat().st_uid
+    if uid == os.getuid():
+        return getpass.getuser()
+    return str(uid)
+
+
+def _nodelist(names: tuple[str, ...]) -> str:
+    return ",".join(names[:4]) + (f",+{len(names) - 4}" if len(names) > 4 else "")
+
+
+def squeue_rows() -> dict[str, list[str]]:
+    """{job id: squeue's columns} of the user's jobs; empty when there is no Slurm or it does not answer."""
+    command = ["squeue", "--noheader", "--me", f"--format={_FORMAT}"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=ANSWER_LIMIT_S,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return {}
+    if done.returncode != 0:
+        return {}
+    rows = [line.strip().split("|", 9) for line in done.stdout.splitlines()]
+    return {row[0]: row for row in rows if len(row) == 10}

@@ -1,0 +1,160 @@
+"""The main job on a real cluster, as an unprivileged user: a fault in mid-run, and not a bit is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.runs import SCRIPTS, RunUnderTest, result
+
+from jurymast.core.state import RunState
+from testcluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+STEPS = 260
+TRAIN = ("--steps", str(STEPS), "--step-time", "0.02", "--save-every", "20 steps")
+
+
+class SlurmRun(RunUnderTest):
+    """A run on the test cluster, submitted by the unprivileged user."""
+
+    def __init__(self, cluster: Cluster, directory: Path, job: int) -> None:
+        super().__init__(directory)
+        self.cluster = cluster
+        self.job = job
+
+    def job_state(self) -> str:
+        return self.cluster.job(self.job).get("JobState", "")
+
+
+def jurymast(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
+    command = [str(cluster.python.parent / "jurymast"), *arguments]
+    done = cluster.login(command, env={"OMP_NUM_THREADS": "1"}, timeout_s=60, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def submit(cluster: Cluster, folder: Path, *options: str, arguments: tuple[str, ...] = TRAIN) -> SlurmRun:
+    runs = cluster.shared / folder.name
+    out = ("--out", str(cluster.shared / f"{folder.name}.json"))
+    code, told, error = jurymast(
+        cluster, "submit", "--runs", str(runs), "--parsable", *options, "--",
+        str(SCRIPTS / "train_tiny.py"), *arguments, *out,
+    )  # fmt: skip
+    assert code == 0, error
+    run_id, job = told.strip().split(";")
+    return SlurmRun(cluster, runs / run_id, int(job))
+
+
+def weights(cluster: Cluster, folder: Path) -> str:
+    return str(result(cluster.shared / f"{folder.name}.json")["sha256"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = submit(cluster, folder, "--nodes", "3", "--spares", "1")
+    state = run.wait_end()
+    assert (state.exit_code, state.incidents) == (0, []), run.story()
+    return weights(cluster, folder)
+
+
+def power_loss(run: SlurmRun, node: str) -> None:
+    run.cluster.fault("power-loss", node)
+
+
+def crash(run: SlurmRun, node: str) -> None:
+    run.cluster.fault("crash", node)
+
+
+def freeze(run: SlurmRun, node: str) -> None:
+    run.cluster.fault("freeze", node)
+
+
+def kill_rank(run: SlurmRun, node: str) -> None:
+    run.cluster.fault("kill", node, pid=run.pids(node)[0], signal="KILL")
+
+
+def stop_rank(run: SlurmRun, node: str) -> None:
+    run.cluster.fault("kill", node, pid=run.pids(node)[0], signal="STOP")
+
+
+def never_left_running(run: SlurmRun) -> None:
+    """The Slurm job is the one that started, and was not requeued."""
+    job = run.cluster.job(run.job)
+    assert job["JobState"] in ("RUNNING", "COMPLETING", "COMPLETED")
+    assert job["Restarts"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "action"),
+    [
+        (power_loss, "node_lost", "swap"),
+        (crash, "node_crash", "swap"),
+        (freeze, "node_lost", "swap"),
+        (kill_rank, "worker_killed", "restart"),
+        (stop_rank, "rank_frozen", "restart"),
+    ],
+)
+def test_a_fault_costs_no_bit(
+    cluster: Cluster,
+    tmp_path: Path,
+    undisturbed: str,
+    fault: Callable[[SlurmRun, str], None],
+    cause: str,
+    action: str,
+) -> None:
+    run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "1")
+    victim = run.wait_saved(60).placement[1]
+    fault(run, victim)
+    run.wait("the recovery", lambda s: bool(s.incidents) and s.incident is None)
+    assert run.job_state() == "RUNNING"
+    state = run.wait_end()
+    never_left_running(run)
+    incident = state.incidents[0]
+    assert (len(state.incidents), incident.cause, incident.action) == (1, cause, action), run.story()
+    assert state.exit_code == 0
+    assert (victim in state.placement) == (action == "restart")
+    assert weights(cluster, tmp_path) == undisturbed
+    print(json.dumps({fault.__name__: incident.seconds()}))
+
+
+@pytest.mark.parametrize("how", ["--raise-once", "--hang-once"])
+def test_a_fault_of_the_script_costs_no_bit(
+    cluster: Cluster, tmp_path: Path, undisturbed: str, how: str
+) -> None:
+    run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "1", arguments=(*TRAIN, how, "70:2"))
+    state = run.wait_end()
+    never_left_running(run)
+    assert [(i.cause, i.action) for i in state.incidents] == [
+        ("worker_exception" if how == "--raise-once" else "hang", "restart")
+    ], run.story()
+    assert weights(cluster, tmp_path) == undisturbed
+
+
+def test_without_a_spare_the_job_is_requeued_without_the_bad_node(
+    cluster: Cluster, tmp_path: Path, undisturbed: str
+) -> None:
+    run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "0")
+    victim = run.wait_saved(60).placement[1]
+    began = time.monotonic()
+    power_loss(run, victim)
+
+    def recovered(state: RunState) -> bool:
+        return bool(state.incidents) and state.incident is None
+
+    run.wait("the recovery", recovered, limit_s=120)
+    took_s = time.monotonic() - began
+    state = run.wait_end()
+    assert state.incidents[0].action == "requeue", run.story()
+    assert victim in state.excluded
+    assert victim not in state.placement
+    job = cluster.job(run.job)
+    assert job["Restarts"] == "1"
+    assert victim in job["ExcNodeList"]
+    assert took_s < 60, run.story()  # Slurm alone would not start it before 121 s
+    assert weights(cluster, tmp_path) == undisturbed
+    print(json.dumps({"requeue": state.incidents[0].seconds()}))
