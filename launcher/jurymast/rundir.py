@@ -87,6 +87,16 @@ class RunDirectory:
         """Number of the newest attempt: fences ranks of an older one off the checkpoints."""
         return self.root / "attempt"
 
+    @property
+    def allocation_file(self) -> Path:
+        """The nodes the run has now; see `cluster.allocation`."""
+        return self.root / "allocation.json"
+
+    @property
+    def outcome_file(self) -> Path:
+        """How the newest allocation ended, from the supervisor to the batch process."""
+        return self.root / "outcome.json"
+
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs / f"attempt-{attempt:04d}"
 

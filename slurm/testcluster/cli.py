@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from testcluster.cluster import Cluster
+from testcluster.cluster import Cluster, resolved
 from testcluster.errors import ClusterError
-from testcluster.settings import DEFAULT_DIR, SCRATCH, SLURM_CHOICES
+from testcluster.settings import DEFAULT_DIR, DIR_VARIABLE, SCRATCH, SLURM_CHOICES
 
 _EXIT_ERROR = 1
 _FAULTS_WITHOUT_OPTIONS = {
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--dir", type=Path, default=DEFAULT_DIR, help=f"its directory ({DEFAULT_DIR})")
+    common.add_argument("--dir", type=Path, default=None, help=f"default: ${DIR_VARIABLE}, {DEFAULT_DIR}")
     parser = argparse.ArgumentParser(prog="cluster", description="A real Slurm cluster on this machine.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands, common)
@@ -154,7 +154,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    Cluster(arguments.dir.resolve()).down(force=arguments.force, purge=arguments.purge)
+    Cluster(resolved(arguments.dir)).down(force=arguments.force, purge=arguments.purge)
     return 0
 
 

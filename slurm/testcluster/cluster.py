@@ -24,6 +24,7 @@ from testcluster.processes import wait_until
 from testcluster.settings import (
     CONTROLLER,
     DEFAULT_DIR,
+    DIR_VARIABLE,
     LOGIN,
     MAX_NODES,
     MIB,
@@ -54,6 +55,7 @@ class Cluster:
         self.network = Network(self.prefix, self.layout.spool)
         self._lock = state.Lock(self.layout)
         self._saved: state.Saved | None = None
+        self._stamp: int | None = None
         self._faults = Faults(self)
         self._inspector = Inspector(self)
 
@@ -92,7 +94,7 @@ class Cluster:
         )
         software.ensure_packages(slurm)
         base = software.ensure_base(slurm)
-        cluster = cls(_resolved(directory))
+        cluster = cls(resolved(directory))
         cluster._prepare_directory()
         cluster._lock.take()
         try:
@@ -108,7 +110,7 @@ class Cluster:
     @classmethod
     def attach(cls, directory: Path | None = None) -> Cluster:
         """The cluster that is up in this directory."""
-        cluster = cls(_resolved(directory))
+        cluster = cls(resolved(directory))
         cluster._saved = state.load(cluster.layout)
         if cluster._saved is None:
             raise ClusterError(f"no cluster is up in {cluster.layout.directory}")
@@ -145,6 +147,11 @@ class Cluster:
         """The running cluster's record."""
         if self._saved is None:
             raise ClusterError(f"no cluster is up in {self.layout.directory}")
+        # Another process may have repaired a node meanwhile.
+        stamp = state.stamp(self.layout)
+        if stamp not in (None, self._stamp):
+            self._saved = state.load(self.layout) or self._saved
+            self._stamp = stamp
         return self._saved
 
     @property
@@ -463,7 +470,7 @@ class Cluster:
         known = addresses(options)
         for name in [*known, "slurmctld"]:
             (layout.spool / name).mkdir()
-        slurmconf.write_all(layout, options)
+        slurmconf.write_all(layout, options, software.slurm_release(base))
         slurmconf.write_munge_key(layout)
         self._saved = state.Saved(options, base, {})
         builder = self._builder()
@@ -534,5 +541,6 @@ class Cluster:
             raise ClusterError(f"down left: {'; '.join(left)}")
 
 
-def _resolved(directory: Path | None) -> Path:
-    return (directory or DEFAULT_DIR).resolve()
+def resolved(directory: Path | None) -> Path:
+    """The cluster's directory: the one given, else the environment's, else the default."""
+    return Path(directory or os.environ.get(DIR_VARIABLE) or DEFAULT_DIR).resolve()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_DIR = Path("/var/lib/jurymast-testcluster")
+DIR_VARIABLE = "JURYMAST_TESTCLUSTER_DIR"
 TRIXIE_ROOT = Path("/var/cache/jurymast-testcluster/trixie")
 USER = "jurymast-test"
 

@@ -16,7 +16,6 @@ from testcluster.settings import (
     LOGIN,
     LOGIN_HOST_NUMBER,
     PARTITION,
-    SLURM_TRIXIE,
     SLURMCTLD_PORT,
     SLURMD_PORT,
     SUBNET,
@@ -28,17 +27,18 @@ from testcluster.settings import (
 )
 
 _REAL_MEMORY_MIB = 65536
+_DEFAULT_MESSAGE_TIMEOUT_S = 10
+_LEAST_MESSAGE_TIMEOUT_S = 2
+_CGROUPS_OPTIONAL = (23, 11)
 _NULL_DEVICE = os.makedev(1, 3)
 _MUNGE_KEY_BYTES = 1024
 
 
-def write_all(layout: Layout, options: Options) -> None:
-    """Write every configuration file."""
+def write_all(layout: Layout, options: Options, release: tuple[int, ...]) -> None:
+    """Write every configuration file; ``release`` is Slurm's, such as (22, 5, 8)."""
     layout.slurm_conf.write_text(slurm_conf(layout, options))
     (layout.etc / "gres.conf").write_text(_gres_conf(layout, options))
-    # 22.05 reads this file though nothing here uses cgroups; 24.11 would otherwise insist on systemd.
-    plugin = "CgroupPlugin=disabled\n" if options.slurm == SLURM_TRIXIE else "CgroupAutomount=no\n"
-    (layout.etc / "cgroup.conf").write_text(plugin)
+    (layout.etc / "cgroup.conf").write_text(_cgroup_conf(release))
     (layout.etc / "hosts").write_text(_hosts(options))
     (layout.etc / "passwd").write_text(_passwd(layout))
 
@@ -66,6 +66,10 @@ def slurm_conf(layout: Layout, options: Options) -> str:
         "ReturnToService=2",
         "KillWait=2",
         f"SlurmdTimeout={options.slurmd_timeout_s}",
+        # slurmctld pings a dead node for MessageTimeout in steps of TCPTimeout, and nobody else meanwhile.
+        # Where that takes nearly SlurmdTimeout, these releases sometimes call healthy nodes dead as well.
+        f"MessageTimeout={_message_timeout_s(options.slurmd_timeout_s)}",
+        "TCPTimeout=1",
         # The cluster may run where the hard limits of root cannot be raised.
         "PropagateResourceLimits=NONE",
         f"StateSaveLocation={layout.spool}/slurmctld",
@@ -105,6 +109,10 @@ def write_munge_key(layout: Layout) -> None:
         os.chown(path, owner.pw_uid, owner.pw_gid)
 
 
+def _message_timeout_s(slurmd_timeout_s: int) -> int:
+    return min(_DEFAULT_MESSAGE_TIMEOUT_S, max(_LEAST_MESSAGE_TIMEOUT_S, slurmd_timeout_s // 2))
+
+
 def _gres_conf(layout: Layout, options: Options) -> str:
     if not options.gpus:
         return ""
@@ -119,14 +127,21 @@ def _gres_conf(layout: Layout, options: Options) -> str:
     return f"Name=gpu File={directory}/gpu{numbers}\n"
 
 
+def _cgroup_conf(release: tuple[int, ...]) -> str:
+    # Nothing here uses cgroups, yet slurmd loads a plugin. In older ones only that for version 1 starts anywhere:
+    # that for version 2 wants systemd, and the default looks for a mounted tree.
+    return f"CgroupPlugin={'disabled' if release >= _CGROUPS_OPTIONAL else 'cgroup/v1'}\n"
+
+
 def _hosts(options: Options) -> str:
-    lines = [
-        "127.0.0.1 localhost",
-        "::1 localhost ip6-localhost",
-        f"{SUBNET}.{CONTROLLER_HOST_NUMBER} {CONTROLLER}",
-        f"{SUBNET}.{LOGIN_HOST_NUMBER} {LOGIN}",
-    ]
-    lines += [f"{node_address(index)} {node_name(index)}" for index in range(options.nodes)]
+    names = {
+        f"{SUBNET}.{CONTROLLER_HOST_NUMBER}": CONTROLLER,
+        f"{SUBNET}.{LOGIN_HOST_NUMBER}": LOGIN,
+        **{node_address(index): node_name(index) for index in range(options.nodes)},
+    }
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
+    # Sockets that speak both versions of IP look their peers up by the mapped address.
+    lines += [f"{prefix}{address} {name}" for address, name in names.items() for prefix in ("", "::ffff:")]
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import pwd
+import re
 import shutil
 from pathlib import Path
 
@@ -90,6 +91,16 @@ def ensure_base(slurm: str) -> Path:
         shutil.rmtree(TRIXIE_ROOT)
     partial.rename(TRIXIE_ROOT)
     return TRIXIE_ROOT
+
+
+def slurm_release(base: Path) -> tuple[int, ...]:
+    """Release of the base system's Slurm, such as (22, 5, 8)."""
+    inside = [] if base == Path("/") else ["chroot", str(base)]
+    text = run(["env", f"PATH={_PATH}", *inside, "slurmd", "-V"]).strip()
+    numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", text)
+    if numbers is None:
+        raise ClusterError(f"slurmd -V says {text!r}, which names no release")
+    return tuple(int(number) for number in numbers.groups())
 
 
 def _find(program: str) -> str | None:

@@ -53,6 +53,14 @@ def load(layout: Layout) -> Saved | None:
     )
 
 
+def stamp(layout: Layout) -> int | None:
+    """Changes whenever the state file does (nanoseconds); None when there is none."""
+    try:
+        return layout.state_file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
 class Lock:
     """Held from ``up`` to ``down`` by the process that uses the cluster; the kernel frees it if that dies."""
 

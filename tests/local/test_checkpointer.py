@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import copy
 import json
-import mmap
 import os
 import random
 import shutil
-import subprocess
+import signal
+import sys
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.checkpoints import Holder, flip, same, truncate
+from support.ranks import run_ranks, stop_server
 from torch import nn
 
 import jurymast
 from jurymast.checkpoint import RandomState
-from jurymast.checkpoint.directory import MANIFEST, CheckpointDirectory, final_name
+from jurymast.checkpoint.directory import CheckpointDirectory, final_name
 from jurymast.errors import CheckpointError
-from jurymast.rundir import RunDirectory
-from jurymast.worker import link
-from support.ranks import run_ranks, stop_server
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_run")]
 
-RANKS = Path(__file__).resolve().parents[1] / "scripts" / "checkpoint_ranks.py"
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+RANKS = SCRIPTS / "checkpoint_ranks.py"
 NEVER = 10**6
 
 
@@ -41,46 +43,7 @@ def _end_rank_server() -> Iterator[None]:
     stop_server()
 
 
-@pytest.fixture(autouse=True)
-def _no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the environment these tests run in reaches the Checkpointer."""
-    for name in [name for name in os.environ if name.startswith("JURYMAST_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(link, "_current", None)
-
-
 # ---- state
-
-
-class Holder:
-    """A `Stateful` that holds any value."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal in value, type, and the bits of tensors and floats."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return (
-            isinstance(a, torch.Tensor)
-            and isinstance(b, torch.Tensor)
-            and (a.dtype, a.shape) == (b.dtype, b.shape)
-            and bytes(a.contiguous().view(torch.uint8).flatten().tolist() if a.numel() else [])
-            == bytes(b.contiguous().view(torch.uint8).flatten().tolist() if b.numel() else [])
-        )
-    if isinstance(a, dict):
-        return type(a) is type(b) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and repr(a) == repr(b)
 
 
 def saved_and_restored(directory: Path, value: Any) -> Any:
@@ -187,7 +150,14 @@ def test_state_that_grew_is_restored_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [{1: 2}, {"": 1}, {"nested": {"model": nn.Linear(2, 2)}}, {"l": [Holder()]}]
+    "state",
+    [
+        {1: 2},
+        {"": 1},
+        {"nested": {"model": nn.Linear(2, 2)}},
+        {"list": [Holder()]},
+        {"data": torch.utils.data.DataLoader([1, 2, 3])},
+    ],
 )
 def test_state_that_cannot_be_saved_is_refused(state: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
@@ -204,7 +174,7 @@ def test_what_cannot_be_pickled_is_an_error_and_leaves_nothing(tmp_path: Path) -
 # ---- models and optimizers
 
 
-class Net(nn.Module):
+class Net(nn.Module):  # type: ignore[misc]  # torch's types are not followed
     """Float32 and bfloat16 weights, a buffer, an empty one, one nothing trains, one nobody uses."""
 
     def __init__(self, seed: int) -> None:
@@ -214,13 +184,16 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(6)
         self.second = nn.Linear(6, 3, bias=False).to(torch.bfloat16)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.first.weight
         self.unused = nn.Parameter(torch.randn(4))
         self.register_buffer("nothing", torch.empty(0))
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
         self.note = "fresh"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.frozen(self.norm(self.first(x)).relu()).to(torch.bfloat16)).float()
+        x = self.tied(self.norm(self.first(x)).relu())
+        return self.second(self.frozen(x).to(torch.bfloat16)).float()
 
     def get_extra_state(self) -> dict[Any, Any]:
         return {"note": self.note, 7: ()}
@@ -229,13 +202,13 @@ class Net(nn.Module):
         self.note = state["note"]
 
 
-class WideMoment(torch.optim.Optimizer):
+class WideMoment(torch.optim.Optimizer):  # type: ignore[misc]
     """Keeps float32 moments of bfloat16 weights, as mixed-precision optimizers do."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01, "schedule": {3: "x"}})
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -365,324 +338,17 @@ def test_model_that_changed_is_an_error_not_a_start_from_zero(tmp_path: Path) ->
             jurymast.Checkpointer(state, directory=tmp_path).restore()
 
 
-# ---- the directory
-
-
-def weights(value: float) -> dict[str, Any]:
-    return {"weight": torch.full((1000,), value)}
-
-
-def save_steps(directory: Path, *steps: int, keep: int = 9) -> None:
-    state = weights(0.0)
-    checkpoint = jurymast.Checkpointer(state, directory=directory, keep=keep)
-    for step in steps:
-        state["weight"].fill_(float(step))
-        assert checkpoint.save(step)
-
-
-def test_a_step_is_a_stock_directory_that_only_its_owner_reads(tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    net = nn.Linear(3, 2)
-    jurymast.Checkpointer({"net": net, "epoch": 4}, directory=directory).save(123)
-    path = directory / "step-00000123"
-    assert os.listdir(directory) == [path.name]
-    assert {file.name for file in path.iterdir()} == {".metadata", "__0_0.distcp", MANIFEST}
-    assert {oct(p.stat().st_mode & 0o777) for p in (directory, path)} == {"0o700"}
-    assert {oct(p.stat().st_mode & 0o777) for p in path.iterdir()} == {"0o600"}
-    stock: dict[str, Any] = {"net": {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, "epoch": 0}
-    dcp.load(stock, checkpoint_id=path, no_dist=True)
-    assert same(stock, {"net": dict(net.state_dict()), "epoch": 4})
-    manifest = CheckpointDirectory(directory).manifest(123)
-    assert (manifest.step, manifest.attempt, manifest.world_size, manifest.torch) == (
-        123,
-        0,
-        1,
-        torch.__version__,
-    )
-    assert CheckpointDirectory(directory).check_files(123, manifest.files) == []
-    assert sorted(file.name for file in manifest.files) == [".metadata", "__0_0.distcp"]
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", MANIFEST])
-def test_a_damaged_checkpoint_is_passed_over_and_kept(
-    tmp_path: Path, damage: Callable[[Path], None], name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_steps(tmp_path, 1, 2, 3)
-    damage(tmp_path / final_name(3) / name)
-    before = {path.name: path.read_bytes() for path in (tmp_path / final_name(3)).iterdir()}
-    state = weights(0.0)
-    checkpoint = jurymast.Checkpointer(state, directory=tmp_path, keep=1)
-    assert checkpoint.restore() == 2
-    assert same(state, weights(2.0))
-    assert "step 3: " in caplog.text
-    # a new one of that step takes its place, and the damaged one stays as it is
-    assert checkpoint.save(3)
-    assert jurymast.Checkpointer(state, directory=tmp_path).restore() == 3
-    assert same(state, weights(2.0))
-    (aside,) = tmp_path.glob("step-00000003.damaged-*")
-    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
-
-
-def test_none_readable_is_an_error_that_names_each(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 3)
-    flip(tmp_path / final_name(1) / "__0_0.distcp")
-    truncate(tmp_path / final_name(2) / "__0_0.distcp")
-    (tmp_path / final_name(3) / MANIFEST).unlink()
-    state = weights(7.0)
-    with pytest.raises(CheckpointError) as caught:
-        jurymast.Checkpointer(state, directory=tmp_path).restore()
-    text = str(caught.value)
-    assert "step 1: __0_0.distcp is corrupt" in text
-    assert "step 2: __0_0.distcp has " in text
-    assert f"step 3: it has no {MANIFEST}" in text
-    assert same(state, weights(7.0))
-    assert len(CheckpointDirectory(tmp_path).steps()) == 3
-
-
-def test_a_verified_step_is_never_written_again(tmp_path: Path) -> None:
-    save_steps(tmp_path, 5)
-    inode = (tmp_path / final_name(5)).stat().st_ino
-    state = weights(9.0)
-    assert jurymast.Checkpointer(state, directory=tmp_path).save(5)
-    assert (tmp_path / final_name(5)).stat().st_ino == inode
-    assert jurymast.Checkpointer(state, directory=tmp_path).restore() == 5
-    assert same(state, weights(5.0))
-
-
-def test_retention_keeps_the_newest_good_ones(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 3, 4, 5, keep=2)
-    assert CheckpointDirectory(tmp_path).complete() == [5, 4]
-    flip(tmp_path / final_name(5) / "__0_0.distcp")
-    state = weights(0.0)
-    checkpoint = jurymast.Checkpointer(state, directory=tmp_path, keep=1)
-    assert checkpoint.restore() == 4
-    # 5 is known to be bad: it must not count as the one to keep
-    (tmp_path / final_name(4)).rename(tmp_path / final_name(2))
-    manifest = tmp_path / final_name(2) / MANIFEST
-    manifest.unlink()
-    assert checkpoint.save(3)
-    assert set(CheckpointDirectory(tmp_path).steps()) == {5, 3, 2}
-    assert jurymast.Checkpointer(state, directory=tmp_path).restore() == 3
-
-
-def test_leftovers_of_earlier_attempts_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_steps(tmp_path, 1)
-    for name in (
-        ".saving-00000002.a0002.0a1b2c3d",
-        ".saving-00000003.a0004.0a1b2c3d",
-        ".deleting-00000000.ff00ff00",
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
-    (tmp_path / ".saving-notes").write_text("a user's own")
-    monkeypatch.setenv("JURYMAST_ATTEMPT", "3")
-    assert jurymast.Checkpointer(weights(0.0), directory=tmp_path).restore() == 1
-    # attempt 4 is newer than we are
-    assert {p.name for p in tmp_path.iterdir()} == {
-        ".saving-00000003.a0004.0a1b2c3d",
-        ".saving-notes",
-        final_name(1),
-    }
-
-
-def test_a_stale_attempt_publishes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = RunDirectory(tmp_path / "run")
-    run.create()
-    monkeypatch.setenv("JURYMAST_RUN_DIR", str(run.root))
-    monkeypatch.setenv("JURYMAST_ATTEMPT", "2")
-    run.attempt_file.write_text("2\n")
-    checkpoint = jurymast.Checkpointer(weights(1.0))
-    assert checkpoint.save(1)
-    run.attempt_file.write_text("3\n")
-    assert not checkpoint.save(2)
-    assert os.listdir(run.checkpoints) == [final_name(1)]
-    assert "attempt 2 is stale: attempt 3 has started" in caplog.text
-    assert CheckpointDirectory(run.checkpoints).manifest(1).attempt == 2
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_disk_costs_the_checkpoint_not_the_training(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = {"weight": torch.ones(60_000)}
-    directory = small_disk / "checkpoints"
-    checkpoint = jurymast.Checkpointer(state, directory=directory, every=1)
-    checkpoint.step(1)
-    filler = small_disk / "filler"
-    filler.write_bytes(bytes(650_000))
-    for step in (2, 3):
-        checkpoint.step(step)
-        assert os.listdir(directory) == [final_name(1)]
-    assert "step 2 was not saved (shared tier): rank 0: " in caplog.text
-    assert "No space left on device" in caplog.text
-    filler.unlink()
-    checkpoint.step(4)
-    assert jurymast.Checkpointer(state, directory=directory).restore() == 4
-
-
-def test_a_read_only_disk_costs_the_checkpoint_not_the_training(small_disk: Path) -> None:
-    state = weights(1.0)
-    checkpoint = jurymast.Checkpointer(state, directory=small_disk, every=1)
-    checkpoint.step(1)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    checkpoint.step(2)
-    assert not checkpoint.save(3)
-    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    checkpoint.step(4)
-    assert CheckpointDirectory(small_disk).complete() == [4, 1]
-
-
-# ---- under jurymast
-
-
-class Agent:
-    """The other end of a rank's link: a page of slots and a pipe, as the agent makes them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._memory = os.memfd_create("page")
-        os.ftruncate(self._memory, mmap.PAGESIZE)
-        self._page = mmap.mmap(self._memory, mmap.PAGESIZE)
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        monkeypatch.setenv(link.PAGE_VARIABLE, f"/proc/self/fd/{self._memory}")
-        monkeypatch.setenv(link.EVENTS_VARIABLE, f"/proc/self/fd/{self._writer}")
-        monkeypatch.setenv("LOCAL_RANK", "0")
-
-    def slot(self) -> link.Beat:
-        return link.read_slot(self._page, 0)
-
-    def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in os.read(self._reader, 1 << 16).splitlines()]
-
-    def close(self) -> None:
-        os.close(self._reader)
-        os.close(self._writer)
-        os.close(self._memory)
-        self._page.close()
-
-
-@pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
-    agent = Agent(monkeypatch)
-    yield agent
-    agent.close()
-
-
-def test_the_agent_hears_of_steps_saves_and_restores(tmp_path: Path, agent: Agent) -> None:
-    phases = []
-
-    class Spy(Holder):
-        def state_dict(self) -> dict[str, Any]:
-            phases.append(agent.slot().phase)
-            return super().state_dict()
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            phases.append(agent.slot().phase)
-            super().load_state_dict(state)
-
-    checkpoint = jurymast.Checkpointer({"it": Spy(1), "t": torch.ones(5)}, directory=tmp_path, every=10)
-    assert checkpoint.restore() == 0
-    assert (agent.slot().step, agent.slot().beats, agent.slot().phase) == (0, 0, "starting")
-    for step in range(1, 11):
-        checkpoint.step(step)
-    assert (agent.slot().step, agent.slot().beats, agent.slot().phase) == (10, 10, "stepping")
-    again = jurymast.Checkpointer({"it": Spy(), "t": torch.zeros(5)}, directory=tmp_path)
-    assert again.restore() == 10
-    assert (agent.slot().step, agent.slot().beats) == (10, 10)
-    assert phases == ["saving", "restoring"]
-    fresh, saved, restored = agent.events()
-    assert (fresh["event"], fresh["step"], fresh["skipped"]) == ("Restored", 0, [])
-    assert (saved["event"], saved["step"], saved["tier"], saved["ok"]) == ("Saved", 10, "shared", True)
-    assert (saved["error"], saved["stall_s"] > 0) == ("", True)
-    size = sum(file.stat().st_size for file in (tmp_path / final_name(10)).iterdir() if file.name != MANIFEST)
-    assert saved["size_bytes"] == restored["size_bytes"] == size
-    assert (restored["event"], restored["step"], restored["tier"]) == ("Restored", 10, "shared")
-
-
-def test_a_failed_save_is_an_event_and_is_tried_again(tmp_path: Path, agent: Agent) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("where the directory should be")
-    checkpoint = jurymast.Checkpointer(weights(1.0), directory=blocked / "checkpoints", every=1)
-    checkpoint.step(1)
-    (event,) = agent.events()
-    assert (event["event"], event["step"], event["ok"]) == ("Saved", 1, False)
-    assert event["error"].startswith("NotADirectoryError: ")
-    assert "\n" not in event["error"]
-    assert agent.slot().phase == "stepping"
-    blocked.unlink()
-    checkpoint.step(2)
-    assert [(e["step"], e["ok"]) for e in agent.events()] == [(2, True)]
-
-
-def test_where_and_when_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def saved_steps(**options: Any) -> list[int]:
-        checkpoint = jurymast.Checkpointer(weights(1.0), **options)
-        for step in range(1, 10):
-            checkpoint.step(step)
-        steps = CheckpointDirectory(checkpoint._directory).steps()
-        shutil.rmtree(checkpoint._directory, ignore_errors=True)
-        return steps
-
-    assert saved_steps() == []
-    monkeypatch.setenv("JURYMAST_CADENCE_STEPS", "2")
-    assert saved_steps() == [8, 6, 4]
-    monkeypatch.setenv("JURYMAST_KEEP", "1")
-    assert saved_steps() == [8]
-    assert saved_steps(every="3 steps", keep=5) == [9, 6, 3]
-    monkeypatch.delenv("JURYMAST_CADENCE_STEPS")
-    monkeypatch.setenv("JURYMAST_CADENCE_S", "0.0001")
-    assert saved_steps() == [9]
-    monkeypatch.setenv("JURYMAST_CHECKPOINTS", str(tmp_path / "elsewhere"))
-    assert jurymast.Checkpointer(weights(1.0))._directory == tmp_path / "elsewhere"
-    monkeypatch.setenv("JURYMAST_RUN_DIR", str(tmp_path / "run"))
-    assert jurymast.Checkpointer(weights(1.0))._directory == tmp_path / "run" / "checkpoints"
-    for options in ({"every": "often"}, {"every": 0}, {"keep": 0}):
-        with pytest.raises(CheckpointError):
-            jurymast.Checkpointer(weights(1.0), **options)
-
-
-def test_several_ranks_without_a_process_group_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CheckpointError, match="no process group"):
-        jurymast.Checkpointer(weights(1.0), directory=tmp_path).restore()
-
-
 # ---- several ranks
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+FSDP2 = pytest.param(
+    True,
+    id="fsdp2",
+    marks=pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 shards on GPUs only"),
+)
+
+
+@pytest.mark.parametrize("sharded", [pytest.param(False, id="ddp"), FSDP2])
 def test_restored_on_other_numbers_of_ranks(tmp_path: Path, sharded: bool) -> None:
     directory = str(tmp_path / "checkpoints")
     saved = run_ranks(RANKS, "train_and_save", 2, tmp_path, directory=directory, steps=4, sharded=sharded)
@@ -706,6 +372,14 @@ def test_three_ranks_go_on_with_the_same_bits(tmp_path: Path) -> None:
     run_ranks(RANKS, "train_and_save", 3, tmp_path, directory=str(tmp_path / "b"), steps=4, optimizer="sgd")
     resumed = run_ranks(RANKS, "restore", 3, tmp_path, directory=str(tmp_path / "b"), more=3, optimizer="sgd")
     assert {rank["trained"] for rank in resumed} == {straight[0]["weights"]}
+
+
+def test_pipeline_stages_each_restore_their_own(tmp_path: Path) -> None:
+    """Ranks with other parameters and other entries than their neighbours', under the same names."""
+    saved = run_ranks(RANKS, "save_stage", 2, tmp_path, directory=str(tmp_path / "checkpoints"))
+    restored = run_ranks(RANKS, "restore_stage", 2, tmp_path, directory=str(tmp_path / "checkpoints"))
+    assert saved[0] != saved[1]
+    assert restored == saved
 
 
 def test_ranks_agree_on_what_is_damaged(tmp_path: Path) -> None:
@@ -750,3 +424,85 @@ def test_ranks_that_save_by_time_save_together(tmp_path: Path) -> None:
     for step in saved.complete():
         # every file is there, and both ranks were at the same step
         assert saved.check_files(step, saved.manifest(step).files) == []
+
+
+# ---- torchrun
+
+LIMIT_S = 60.0
+TINY = ("--steps", "40", "--width", "384", "--save-every", "8")
+
+
+@contextmanager
+def torchrun(folder: Path, *arguments: str) -> Iterator[psutil.Popen]:
+    """train_tiny.py on two ranks under plain torchrun; nothing of it is left afterwards."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with open(folder / "log", "ab") as log:
+        process = psutil.Popen(
+            [
+                *command,
+                str(SCRIPTS / "train_tiny.py"),
+                *TINY,
+                "--checkpoints",
+                str(folder / "checkpoints"),
+                *arguments,
+            ],
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )
+    try:
+        yield process
+    finally:
+        kill_all(process)
+
+
+def kill_all(process: psutil.Popen) -> None:
+    """SIGKILL torchrun and its workers, each by its id, as the loss of a node does."""
+    doomed = [process, *process.children(recursive=True)] if process.is_running() else [process]
+    for one in doomed:
+        try:
+            one.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(doomed, timeout=LIMIT_S)
+
+
+def freeze_while_saving(process: psutil.Popen, directory: Path) -> None:
+    """Return with all workers stopped in the middle of a save, at least one earlier one being complete."""
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        assert process.is_running()
+        names = os.listdir(directory) if directory.exists() else []
+        if any(name.startswith(".saving") for name in names) and any(
+            name.startswith("step") for name in names
+        ):
+            workers = process.children()
+            for worker in workers:
+                worker.suspend()
+            if any(directory.glob(".saving-*/__*")):
+                return
+            for worker in workers:
+                worker.send_signal(signal.SIGCONT)
+        time.sleep(0.001)  # a save takes some ten times that
+    raise AssertionError("no save was seen")
+
+
+def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    """Killed there, started again: the weights of a training that nothing happened to, bit for bit."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for folder in (straight, killed):
+        folder.mkdir()
+    with torchrun(straight, "--save-every", "never", "--out", str(straight / "out.json")) as process:
+        assert process.wait(LIMIT_S) == 0, (straight / "log").read_text()
+    with torchrun(killed, "--out", str(killed / "out.json")) as process:
+        freeze_while_saving(process, killed / "checkpoints")
+        kill_all(process)
+    newest = CheckpointDirectory(killed / "checkpoints").complete()[0]
+    assert list((killed / "checkpoints").glob(".saving-*"))
+    with torchrun(killed, "--out", str(killed / "out.json")) as process:
+        assert process.wait(LIMIT_S) == 0, (killed / "log").read_text()
+    expected, got = (json.loads((folder / "out.json").read_text()) for folder in (straight, killed))
+    assert 0 < newest < 40
+    assert got == {**expected, "restored": newest}
+    assert not list((killed / "checkpoints").glob(".*"))

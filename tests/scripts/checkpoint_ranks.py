@@ -128,6 +128,45 @@ def restore(directory: str, more: int = 0, sharded: bool = False, optimizer: str
     return {**result, "trained": training.weights()}
 
 
+class Stage:
+    """One of two pipeline stages: its parameters have names of their own."""
+
+    def __init__(self, seed: int) -> None:
+        self.rank = dist.get_rank()
+        torch.manual_seed(seed + self.rank)
+        self.net = nn.ModuleDict({f"stage{self.rank}": nn.Linear(4, 4 + self.rank)})
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
+        self.state: dict[str, Any] = {"net": self.net, "optimizer": self.optimizer}
+        if self.rank == 1:
+            self.state["head"] = {"only here": torch.randn(3)}
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.net[f"stage{self.rank}"](torch.ones(2, 4)).square().mean().backward()
+        self.optimizer.step()
+
+    def facts(self) -> Any:
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors = [*self.net.parameters(), *moments, *self.state.get("head", {}).values()]
+        return [self.optimizer.param_groups[0]["lr"], *(tensor.tolist() for tensor in tensors)]
+
+
+def save_stage(directory: str) -> Any:
+    stage = Stage(1)
+    stage.step()
+    assert jurymast.Checkpointer(stage.state, directory=directory).save(1)
+    stage.step()
+    return stage.facts()
+
+
+def restore_stage(directory: str) -> Any:
+    stage = Stage(5)
+    stage.optimizer.param_groups[0]["lr"] = 7.0
+    assert jurymast.Checkpointer(stage.state, directory=directory).restore() == 1
+    stage.step()
+    return stage.facts()
+
+
 def storage_fails_on_rank_1(directory: str) -> Any:
     """A limit on the size of files stands for any write error: it strikes in the middle of one."""
     training = Training(1)

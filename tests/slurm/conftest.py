@@ -35,12 +35,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip("a Slurm cluster on one machine needs root")
     if not Path("/etc/debian_version").exists():
         pytest.skip("a Slurm cluster on one machine needs Debian or Ubuntu")
-    directory = os.environ.get("JURYMAST_TESTCLUSTER_DIR")
-    running = Cluster.up(
-        nodes=6,
-        slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system"),
-        directory=Path(directory) if directory else None,
-    )
+    running = Cluster.up(nodes=6, slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system"))
     try:
         yield running
     finally:

@@ -158,3 +158,16 @@ def test_without_a_spare_the_job_is_requeued_without_the_bad_node(
     assert took_s < 60, run.story()  # Slurm alone would not start it before 121 s
     assert weights(cluster, tmp_path) == undisturbed
     print(json.dumps({"requeue": state.incidents[0].seconds()}))
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_the_batch_host_dies(cluster: Cluster, tmp_path: Path, undisturbed: str, spares: int) -> None:
+    """Another node's agent takes the supervision over; the ranks go on, or are placed anew."""
+    run = submit(cluster, tmp_path, "--nodes", "3", "--spares", str(spares))
+    host = run.wait_saved(60).host
+    power_loss(run, host)
+    state = run.wait_end(150)
+    assert (state.phase.value, state.epoch >= 2) == ("succeeded", True), run.story()
+    assert [i.action for i in state.incidents] == ([] if spares else ["requeue"]), run.story()
+    assert weights(cluster, tmp_path) == undisturbed
+    cluster.wait_job(run.job, "COMPLETED", "CANCELLED", "NODE_FAIL", "FAILED")

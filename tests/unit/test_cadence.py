@@ -12,6 +12,7 @@ from jurymast.core.cadence import (
     AUTO_INTERVAL_MAX_S,
     Cadence,
     default_mtbf_s,
+    first_interval_s,
     next_meeting,
     next_save_step,
     parse_cadence,
@@ -64,6 +65,8 @@ def test_young_within_bounds() -> None:
     assert young_interval_s(1.0, default_mtbf_s(1)) == AUTO_INTERVAL_MAX_S
     assert young_interval_s(30.0, 60.0) == 300.0
     assert young_interval_s(400.0, 1e9) == 4000.0
+    assert first_interval_s(default_mtbf_s(1)) == 300.0
+    assert first_interval_s(1000.0) == pytest.approx(math.sqrt(2 * 10 * 1000.0))
 
 
 @given(st.floats(0.001, 1000.0), st.floats(1.0, 1e9))

@@ -17,6 +17,7 @@ import psutil
 
 from jurymast.agent.host_process import HostProcess, kill_ranks
 from jurymast.agent.ranks import RankMemory, RankWatch
+from jurymast.agent.succession import Succession
 from jurymast.core.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.rundir import RunDirectory
@@ -24,10 +25,12 @@ from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel, Message
 
 RECONNECT_S = 0.1
+CONNECT_LIMIT_S = 1.5
+# It answers a heartbeat every second. After a power loss there is no other sign: no reset comes.
+SUPERVISOR_SILENT_S = 3.0
 # A host that has not stopped its ranks by then is stuck itself.
 STOP_MARGIN_S = 2.5
 HOST_RESTARTS_MAX = 5
-END_LIMIT_S = 3.0
 
 
 class Agent:
@@ -55,6 +58,7 @@ class Agent:
         self.ranks_state = "warming"
         self._store_port = 0
         self._pids: list[int] = []
+        self._succession = Succession(directory, plan, node)
         self._over = asyncio.Event()
         self._urgent = asyncio.Event()
 
@@ -64,13 +68,14 @@ class Agent:
         loop.add_signal_handler(signal.SIGTERM, self._over.set)
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)
         loop.add_reader(self._memory.events_fd, self._pass_events_on)
-        serve = asyncio.ensure_future(self._serve())
+        serve = asyncio.gather(self._serve(), self._succession.watch(lambda: self._channel is not None))
         try:
             await self._over.wait()
         finally:
             serve.cancel()
             await asyncio.gather(serve, return_exceptions=True)
             await self._end_host()
+            await self._succession.wait()
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     # The supervisor's side.
@@ -89,8 +94,9 @@ class Agent:
             beats = asyncio.ensure_future(self._beat(connection))
             try:
                 while True:
-                    self._obey(await connection.receive())
-            except (ConnectionError, AuthenticationError, ProtocolError, OSError):
+                    message = await asyncio.wait_for(connection.receive(), SUPERVISOR_SILENT_S)
+                    self._obey(message)
+            except (asyncio.TimeoutError, ConnectionError, AuthenticationError, ProtocolError, OSError):
                 self._channel = None
             finally:
                 beats.cancel()
@@ -98,17 +104,12 @@ class Agent:
 
     async def _connect(self) -> Channel | None:
         targets: list[tuple[str, int]] = []
-        found = endpoint.find(self._directory.epochs)
+        found = await asyncio.to_thread(endpoint.find, self._directory.epochs)
         if found is not None:
             targets = [(host, found.port) for host in found.hosts]
         elif self._hint is not None:
             targets = [self._hint]
-        for host, port in targets:
-            try:
-                return await channel.connect(host, port, self._secret)
-            except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError):
-                continue
-        return None
+        return await channel.connect_any(targets, self._secret, CONNECT_LIMIT_S)
 
     def _hello(self) -> Message:
         return {
@@ -264,8 +265,7 @@ class Agent:
         host, self._host = self._host, None
         if host is not None:
             kill_ranks(self._pids)
-            host.tell({"do": "stop", "attempt": self.attempt})
-            await host.end(END_LIMIT_S)
+            await host.end()
 
     def _pass_events_on(self) -> None:
         for event in self._memory.read_events():

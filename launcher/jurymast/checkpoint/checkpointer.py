@@ -14,9 +14,9 @@ from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import State
 from jurymast.checkpoint.tier import Candidate, Saved, Tier
 from jurymast.core.cadence import (
-    AUTO_FIRST_SAVE_S,
     Cadence,
     default_mtbf_s,
+    first_interval_s,
     next_meeting,
     next_save_step,
     parse_cadence,
@@ -64,6 +64,7 @@ class Checkpointer:
         self._directory = _directory(directory)
         self._cadence = _cadence(every)
         self._keep = _keep(keep)
+        self._mtbf_s = _mtbf_s()
         self._attempt = int(os.environ.get("JURYMAST_ATTEMPT", "0"))
         self._link = link.current()
         self._beat = self._link.beat
@@ -191,8 +192,6 @@ class Checkpointer:
             if not why:
                 return candidate, tier.name, skipped
             skipped[candidate.step] = why
-            if self._open().rank == 0:
-                log.warning("step %d cannot be restored from the %s tier: %s", candidate.step, tier.name, why)
         if skipped:
             reasons = "; ".join(f"step {step}: {why}" for step, why in sorted(skipped.items(), reverse=True))
             raise CheckpointError(
@@ -263,10 +262,8 @@ class Checkpointer:
         if self._cadence.seconds is not None:
             return self._cadence.seconds
         if self._stall_s is None:
-            return AUTO_FIRST_SAVE_S
-        nodes = self._group.nodes if self._group else 1
-        mtbf_s = float(os.environ.get("JURYMAST_MTBF_S", "0")) or default_mtbf_s(nodes)
-        return young_interval_s(self._stall_s, mtbf_s)
+            return first_interval_s(self._mtbf_s)
+        return young_interval_s(self._stall_s, self._mtbf_s)
 
     # ---- set-up
 
@@ -311,6 +308,18 @@ def _keep(given: int | None) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise CheckpointError(f"how many checkpoints to keep must be 1 or more, not {text}")
     return int(text)
+
+
+def _mtbf_s() -> float:
+    """Time between failures of all nodes together. Raises CheckpointError."""
+    text = os.environ.get("JURYMAST_MTBF_S")
+    if not text:
+        # torchrun says how many agents, normally nodes, there are
+        return default_mtbf_s(int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+    try:
+        return float(text)
+    except ValueError as error:
+        raise CheckpointError(f"JURYMAST_MTBF_S={text} is not a number of seconds") from error
 
 
 def _cadence(every: str | int | None) -> Cadence:

@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -231,10 +230,9 @@ class CheckpointDirectory:
         for name in names:
             saving = _SAVING.fullmatch(name)
             if _DELETING.fullmatch(name) or (saving and int(saving[2]) <= attempt):
-                path = self.root / name
-                if stat.S_ISDIR(path.lstat().st_mode):
-                    shutil.rmtree(path, ignore_errors=True)
-                    swept.append(name)
+                # somebody may be deleting it at this moment
+                shutil.rmtree(self.root / name, ignore_errors=True)
+                swept.append(name)
         return swept
 
     def retire(self, keep: int, known_bad: frozenset[int] = frozenset()) -> list[Path]:

@@ -37,11 +37,6 @@ class Group:
             if "cpu:" not in dist.get_backend_config():
                 self.process_group = dist.new_group(backend="gloo")
 
-    @property
-    def nodes(self) -> int:
-        """How many torchrun agents, normally nodes, the ranks are spread over."""
-        return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-
     def broadcast(self, value: T | None) -> T:
         """Rank 0's `value`, on every rank."""
         boxed: list[Any] = [value]

@@ -144,26 +144,39 @@ def load_optimizer_state(optimizer: Optimizer, modules: Modules, loaded: dict[st
     if _is_fsdp1(owner):
         set_optimizer_state_dict(owner, optimizer, state)
         return
-    names = [name for group in _named_state(optimizer, owner)["param_groups"] for name in group["params"]]
+    own_groups = _named_state(optimizer, owner)["param_groups"]
+    names = [name for group in own_groups for name in group["params"]]
+    _claim_groups(state["param_groups"], own_groups)
     for name in names:
         # a parameter that never had a gradient has no state, which torch takes for an incomplete checkpoint
         values.setdefault(name, {})
     with _no_initial_step(optimizer):
         set_optimizer_state_dict(owner, optimizer, state)
     for name, parameter in zip(names, _parameters(optimizer), strict=True):
-        _restore_types(optimizer.state[parameter], values[name])
+        _complete(optimizer.state[parameter], values[name], parameter)
         if not optimizer.state[parameter]:
             del optimizer.state[parameter]
 
 
-def _restore_types(present: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Undo torch's cast to the parameter's type: float32 moments of bfloat16 weights stay float32."""
+def _claim_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Where ranks have different parameters (pipeline stages), one rank's groups were saved for all of them:
+    take those, by position, for the parameters that are here."""
+    known = {name for group in saved for name in group["params"]}
+    if len(saved) == len(own) and not known.issuperset(name for group in own for name in group["params"]):
+        for group, mine in zip(saved, own, strict=True):
+            group["params"] = mine["params"]
+
+
+def _complete(present: dict[str, Any], saved: Mapping[str, Any], parameter: torch.Tensor) -> None:
+    """Put right what torch's function changed in the state of one parameter.
+
+    It casts to the parameter's type, where float32 moments of bfloat16 weights must stay float32, and it
+    leaves out the state of parameters that need no gradient.
+    """
     for name, value in saved.items():
         now = present.get(name)
-        if (
-            isinstance(value, torch.Tensor)
-            and isinstance(now, torch.Tensor)
-            and value.is_floating_point()
-            and now.dtype != value.dtype
-        ):
-            present[name] = value.to(device=now.device)
+        if name not in present:
+            moves = isinstance(value, torch.Tensor) and value.dim() > 0
+            present[name] = value.to(parameter.device) if moves else value
+        elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+            present[name] = value.to(now.device)

@@ -165,14 +165,17 @@ class SharedTier:
         if error_text := self._write(temporary, captured, files):
             group.on_first(lambda: self._directory.abandon(temporary))
             return Saved(ok=False, error=error_text)
-        records = [record for records in group.gather(files.records(group.rank)) for record in records]
+        gathered = group.gather((files.records(group.rank), captured.entries))
+        records = [record for theirs, _ in gathered for record in theirs]
+        # pipeline stages may have entries that other ranks do not have
+        entries = {key: entry for _, theirs in gathered for key, entry in theirs.items()}
         manifest = Manifest(
             step=step,
             attempt=self._attempt,
             world_size=group.size,
             torch=torch.__version__,
             files=tuple(sorted(records, key=lambda record: record.name)),
-            entries=captured.entries,
+            entries=entries,
         )
         return group.on_first(lambda: self._finish(temporary, manifest))
 
@@ -205,7 +208,6 @@ class SharedTier:
                     storage_writer=writer,
                     planner=_SavePlanner(captured.balanced),
                     process_group=self._group.process_group,
-                    no_dist=not self._group.distributed,
                 )
         except CheckpointException as error:
             failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
@@ -298,7 +300,6 @@ class SharedTier:
                     storage_reader=reader,
                     planner=DefaultLoadPlanner(),
                     process_group=group.process_group,
-                    no_dist=not group.distributed,
                 )
         except CheckpointException as error:
             rank, failure = min(error.failures.items())
@@ -314,14 +315,16 @@ class SharedTier:
 
     def _on_all(self, work: Callable[[], None]) -> str:
         """Do `work` on every rank; why it failed on the first rank where it did, the same on all, or ""."""
-        why = ""
+        caught: Exception | None = None
         try:
             work()
         except Exception as error:
-            why = one_line(error)
-            log.debug("cannot load a checkpoint", exc_info=True)
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self._group.gather(why)) if text]
-        return failures[0] if failures else ""
+            caught = error
+        whys = self._group.gather(one_line(caught) if caught else "")
+        failed = [rank for rank, why in enumerate(whys) if why]
+        if caught and failed[0] == self._group.rank:
+            log.warning("a checkpoint cannot be loaded", exc_info=caught)
+        return f"rank {failed[0]}: {whys[failed[0]]}" if failed else ""
 
 
 def _is_storage_failure(error: BaseException) -> bool:

@@ -11,7 +11,8 @@ import importlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from jurymast.checkpoint import optimizers
 from jurymast.checkpoint.modules import load_module_state, module_state
-from jurymast.checkpoint.tree import Path, StoredTree, at, decode, digest, encode
+from jurymast.checkpoint.tree import Path, StoredTree, at, decode, digest, encode, has_sharded
 from jurymast.errors import CheckpointError
+
+# Values of these modules' types are data, and restored by value. An object of any other must have a state.
+PLAIN_MODULES = frozenset({"builtins", "collections", "datetime", "decimal", "numpy", "pathlib", "torch"})
 
 
 class RandomState:
@@ -71,8 +75,8 @@ class State:
         for key, value in self.objects.items():
             if not isinstance(key, str) or not key:
                 raise CheckpointError(f"the entry {key!r} has no name: keys must be non-empty strings")
-            if not _is_object(value):
-                _refuse_nested(key, value)
+            if kind_of(value) == "value":
+                _check_value(key, value, nested=False)
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return {key: value for key, value in self.objects.items() if isinstance(value, torch.nn.Module)}
@@ -110,13 +114,18 @@ class State:
     def captured(self, trees: dict[str, Any], digests: list[dict[str, str]], rank: int) -> Captured:
         """Join `trees` with what the other ranks have (their `digests`, by rank).
 
-        Entries that differ between ranks are saved once a rank, the others once.
+        Entries that differ between ranks are saved once a rank, the others once. Raises CheckpointError.
         """
         tree: dict[str, Any] = {}
         entries: dict[str, dict[str, Any]] = {}
         balanced: set[str] = set()
         for key, value in trees.items():
             per_rank = len({theirs.get(key) for theirs in digests}) > 1
+            if per_rank and has_sharded(value):
+                raise CheckpointError(
+                    f"the entry {key!r} differs between ranks, and has sharded tensors",
+                    hint="give what differs an entry of its own",
+                )
             tree[key] = {rank_key(rank): value} if per_rank else value
             entries[key] = {"kind": kind_of(self.objects[key]), "per_rank": per_rank}
             if isinstance(self.objects[key], torch.nn.Module):
@@ -195,22 +204,29 @@ def kind_of(value: Any) -> str:
     return "stateful" if isinstance(value, Stateful) else "value"
 
 
-def _is_object(value: Any) -> bool:
-    return kind_of(value) != "value"
-
-
-def _refuse_nested(key: str, value: Any) -> None:
-    """Objects inside plain dicts would be pickled whole, and restored as copies nobody uses."""
+def _check_value(key: str, value: Any, *, nested: bool) -> None:
+    """Raise CheckpointError for what would be pickled whole, and come back as a copy that nobody uses."""
+    if nested and kind_of(value) != "value":
+        raise CheckpointError(
+            f"the entry {key!r} has a {type(value).__name__} inside", hint="give it an entry of its own"
+        )
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
+        if not _is_plain(value):
+            raise CheckpointError(
+                f"the entry {key!r} is a {type(value).__name__}, which has no state_dict and load_state_dict",
+                hint="for a data loader, use one that is stateful, or save its position",
+            )
         return
     for child in value:
-        if _is_object(child):
-            raise CheckpointError(
-                f"the entry {key!r} has a {type(child).__name__} inside", hint="give it an entry of its own"
-            )
-        _refuse_nested(key, child)
+        _check_value(key, child, nested=True)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | Enum) or is_dataclass(value):
+        return True
+    return type(value).__module__ in PLAIN_MODULES
 
 
 def replaced(old: Any, new: Any) -> Any:
@@ -249,7 +265,7 @@ def _has_place(value: Any) -> bool:
 
 def _tensor_names(prefix: str, tree: Any) -> Iterator[str]:
     """Flat names of tensors with at least one dimension, as DCP names them."""
-    if isinstance(tree, torch.Tensor):
+    if _has_place(tree):
         if tree.dim():
             yield prefix
     elif isinstance(tree, dict):

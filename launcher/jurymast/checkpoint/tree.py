@@ -124,6 +124,14 @@ def decode(tree: Any) -> Any:
     return tree
 
 
+def has_sharded(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return any(map(has_sharded, tree.values()))
+    if isinstance(tree, list | tuple):
+        return any(map(has_sharded, tree))
+    return isinstance(tree, DTensor)
+
+
 def digest(tree: Any) -> str:
     """A hash of plain values and tensors that is the same on two ranks that hold the same."""
     state = xxhash.xxh3_64()

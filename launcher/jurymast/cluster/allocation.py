@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -11,7 +12,8 @@ from typing import Any
 
 import psutil
 
-from jurymast.errors import ClusterUnavailableError
+from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.rundir import RunDirectory, write_atomically
 
 COMMAND_LIMIT_S = 30.0
 
@@ -32,8 +34,16 @@ class Allocation:
         """Names this allocation and no other: a requeued job keeps its id."""
         return f"{self.job}.{self.restarts}"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def save(self, directory: RunDirectory) -> None:
+        write_atomically(directory.allocation_file, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def load(cls, directory: RunDirectory) -> Allocation:
+        """Raises RunDirectoryError when there is none."""
+        try:
+            return cls.from_json(json.loads(directory.allocation_file.read_bytes()))
+        except (OSError, ValueError, KeyError) as error:
+            raise RunDirectoryError(f"cannot read {directory.allocation_file}: {error}") from error
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Allocation:

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from jurymast.cluster.allocation import Allocation, from_slurm_environment
+from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
 from jurymast.errors import JurymastError
 from jurymast.rundir import RunDirectory
@@ -26,6 +27,8 @@ SUPERVISOR_RESTARTS_MAX = 5
 RESTART_WINDOW_S = 60.0
 ANNOUNCE_LIMIT_S = 20.0
 POLL_S = 0.02
+OUTCOME_POLL_S = 0.5
+SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
 
 
 class Batch:
@@ -37,11 +40,11 @@ class Batch:
         self._allocation = allocation
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
-        self._outcome_file = directory.root / "outcome.json"
 
     def run(self) -> dict[str, Any]:
         """Until the supervisor says how it ended: {"state": ..., "exit_code": ...}."""
-        self._outcome_file.unlink(missing_ok=True)
+        self._directory.outcome_file.unlink(missing_ok=True)
+        self._allocation.save(self._directory)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._forward)
         crashes: list[float] = []
@@ -52,8 +55,12 @@ class Batch:
                 assert self._supervisor is not None
                 code = self._supervisor.wait()
                 outcome = self._read_outcome()
+                if outcome is not None and outcome["state"] == "requeued":
+                    self._requeue(outcome)
                 if outcome is not None:
                     return outcome
+                if code == SUPERSEDED:
+                    return self._await_outcome()
                 crashes = [t for t in crashes if t > time.monotonic() - RESTART_WINDOW_S] + [time.monotonic()]
                 print(f"the supervisor ended with code {code}", flush=True)
                 if len(crashes) > SUPERVISOR_RESTARTS_MAX:
@@ -62,6 +69,20 @@ class Batch:
         finally:
             self._end_agents()
 
+    def _await_outcome(self) -> dict[str, Any]:
+        """Another node's supervisor took over while this one was cut off. It decides; this process only keeps
+        the Slurm job alive for it, and ends the job with its code."""
+        while (outcome := self._read_outcome()) is None:
+            time.sleep(OUTCOME_POLL_S)
+        return outcome
+
+    def _requeue(self, outcome: dict[str, Any]) -> None:
+        """Raises ClusterUnavailableError when Slurm refuses."""
+        self._end_agents()
+        if self._plan.cluster == "slurm":
+            for trouble in requeue(self._plan, self._allocation, outcome["lost"], outcome["exclude"]):
+                print(f"requeue: {trouble}", flush=True)
+
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         if self._supervisor is not None and self._supervisor.poll() is None:
             sent = signal.SIGUSR2 if number == signal.SIGUSR2 else signal.SIGTERM
@@ -69,7 +90,6 @@ class Batch:
 
     def _start_supervisor(self) -> None:
         arguments = [sys.executable, "-m", "jurymast.supervisor", str(self._directory.root)]
-        arguments += ["--allocation", json.dumps(self._allocation.to_json())]
         self._supervisor = subprocess.Popen(arguments, stdin=subprocess.DEVNULL)
 
     def _await_announcement(self) -> Endpoint:
@@ -102,7 +122,7 @@ class Batch:
 
     def _read_outcome(self) -> dict[str, Any] | None:
         try:
-            outcome: dict[str, Any] = json.loads(self._outcome_file.read_bytes())
+            outcome: dict[str, Any] = json.loads(self._directory.outcome_file.read_bytes())
             return outcome
         except (OSError, ValueError):
             return None
@@ -119,6 +139,7 @@ class Batch:
             elif process.poll() is None:
                 process.kill()
             process.wait()
+        self._agents = []
 
 
 def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:
@@ -139,19 +160,13 @@ def main(run_directory: str) -> int:
     if plan.cluster == "slurm":
         outcome = Batch(directory, plan, from_slurm_environment()).run()
         return int(outcome["exit_code"])
-    restarts = 0
+    restarts, excluded = 0, set[str]()
     while True:
-        excluded = _excluded(directory)
         outcome = Batch(directory, plan, local_allocation(plan, restarts, excluded)).run()
         if outcome["state"] != "requeued":
             return int(outcome["exit_code"])
         restarts += 1
-
-
-def _excluded(directory: RunDirectory) -> set[str]:
-    from jurymast.journal import replay
-
-    return set(replay(directory).excluded)
+        excluded |= set(outcome["exclude"])
 
 
 if __name__ == "__main__":

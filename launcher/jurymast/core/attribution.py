@@ -1,8 +1,9 @@
 """Who is at fault? Root cause against cascade, from what one incident gathered.
 
 When a rank dies its peers' collectives fail a moment later, so the loudest report is rarely the cause.
-Order of belief: a lost node, a request by hand, a killed process, a stopped process, an exception of the
-user's code, an exit code without one, a collective that failed, a hang. Within a class the earliest report.
+Order of belief: a cancel by hand, a lost node, another request by hand, a killed process, a stopped
+process, an exception of the user's code, an exit code without one, a collective that failed, a hang.
+Within a class the earliest report.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def attribute(
     lost: Sequence[NodeLost], asked: Asked | None, failures: Sequence[WorkerFailed], hung: RanksHung | None
 ) -> Cause:
     """The root cause of an incident with these findings; at least one must be given (ValueError)."""
+    if asked is not None and asked.what == "cancel":
+        return _cause("cancel_asked", "nobody", "", f"cancel asked by {asked.by}")
     if lost:
         return _lost_cause(lost)
     if asked is not None:

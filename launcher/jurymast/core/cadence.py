@@ -17,6 +17,7 @@ STALLS_PER_INTERVAL_MIN = 10.0
 AUTO_INTERVAL_MAX_S = 1800.0
 # The first automatic save comes early: it measures the stall, and shows that the storage can be written.
 AUTO_FIRST_SAVE_S = 300.0
+STALL_GUESS_S = 10.0
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
 _STEPS = re.compile(r"(\d+)\s*(?:steps?)?")
@@ -69,6 +70,11 @@ def young_interval_s(stall_s: float, mtbf_s: float) -> float:
     """
     best_s = math.sqrt(2.0 * max(0.0, stall_s) * max(0.0, mtbf_s))
     return max(min(best_s, AUTO_INTERVAL_MAX_S), STALLS_PER_INTERVAL_MIN * stall_s)
+
+
+def first_interval_s(mtbf_s: float) -> float:
+    """Time to the first automatic save, when the stall is not known yet."""
+    return min(AUTO_FIRST_SAVE_S, young_interval_s(STALL_GUESS_S, mtbf_s))
 
 
 def next_save_step(step: int, every: int) -> int:

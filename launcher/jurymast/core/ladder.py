@@ -121,7 +121,7 @@ def spent(incidents: Sequence[Incident], charged: str, budget: Budget, now: floa
 
 def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
     """Which placed nodes have to go, and why (or why none has)."""
-    gone = tuple(name for name in state.placement if state.nodes[name].role is Role.FAILED)
+    gone = tuple(name for name in state.placement if state.nodes[name].role is not Role.ACTIVE)
     if gone:
         return gone, "replaced"
     if cause.kind == "drain_asked":

@@ -101,8 +101,11 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
         )
         instructions = _node_lost(state, lost)
         node.become(Role.JOINING, "its agent restarted", event.t)
+        state.stopped.add(node.name)
         return instructions
     if node.role is Role.FAILED:
+        if state.phase is Phase.STOPPING and node.name in state.placement:
+            state.stopped.add(node.name)  # it is dismissed, nobody asks it to stop
         node.become(Role.SUSPECT, f"came back after: {node.reason}", event.t)
         return [Dismiss(node=node.name, reason="it was counted out while it was away")]
     if node.role is not Role.SUSPECT:
@@ -128,9 +131,11 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
     node.strikes += 1
     how = {"silent": f"silent for {event.silent_s:.1f} s", "closed": "its agent's connection was reset"}
     node.become(Role.FAILED, how.get(event.how, event.evidence or "its agent left"), event.t)
-    if event.node not in state.placement or state.phase is Phase.WAITING:
-        if state.phase is Phase.WAITING and state.incident is not None:
-            state.findings.lost.append(event)
+    if event.node not in state.placement:
+        return []
+    if state.phase is Phase.WAITING:  # decided already; its place is one more to fill
+        if state.incident is not None:
+            state.incident.evidence += f"; then {node.name}: {node.reason}"
         return []
     state.findings.lost.append(event)
     return _begin(state, event.t, event.t - event.silent_s)
@@ -315,7 +320,8 @@ def _begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruc
         return []
     _open_incident(state, detected_at, fault_at)
     state.phase, state.deadline, state.stopped = Phase.STOPPING, detected_at + STOP_LIMIT_S, set()
-    reason = "a failure ends the attempt for every rank"
+    asked = state.findings.asked
+    reason = f"{asked.what} asked by {asked.by}" if asked else "a failure ends the attempt for every rank"
     return [StopWorkers(attempt=state.attempt, nodes=_not_stopped(state), reason=reason)]
 
 
@@ -434,17 +440,23 @@ def _replace(state: RunState) -> list[Instruction]:
         return []
     open_places = [i for i, name in enumerate(state.placement) if state.nodes[name].role is not Role.ACTIVE]
     spares = state.spare_nodes()
+    in_time = state.deadline is not None and state.now < state.deadline
+    coming = [n for n in state.nodes.values() if n.role in (Role.JOINING, Role.SUSPECT) and n.incarnation]
+    still_coming = [n for n in coming if not n.ready]
+    if len(spares) < len(open_places) and not (
+        in_time and len(spares) + len(still_coming) >= len(open_places)
+    ):
+        # Nodes that had lost their place but are there again cost less than a requeue.
+        spares += [state.nodes[state.placement[i]] for i in open_places if _is_back(state, i)]
     if len(spares) >= len(open_places):
         placement = list(state.placement)
         for place, spare in zip(open_places, spares, strict=False):
             placement[place] = spare.name
         if not all(state.nodes[name].ready for name in placement):
             return []
-        swapped = ", ".join(f"{state.placement[i]} -> {placement[i]}" for i in open_places)
+        moved = [i for i in open_places if state.placement[i] != placement[i]]
+        swapped = ", ".join(f"{state.placement[i]} -> {placement[i]}" for i in moved)
         return [_launch(state, tuple(placement), f"swap {swapped}" if swapped else "same nodes")]
-    coming = [n for n in state.nodes.values() if n.role in (Role.JOINING, Role.SUSPECT) and n.incarnation]
-    still_coming = [n for n in coming if n.name not in state.placement and not n.ready]
-    in_time = state.deadline is not None and state.now < state.deadline
     if in_time and len(spares) + len(still_coming) >= len(open_places):
         return []
     incident = state.incidents[-1]
@@ -456,6 +468,11 @@ def _replace(state: RunState) -> list[Instruction]:
         return [_requeue(state, incident.reason)]
     incident.action = "stop"
     return [_finish(state, "failed", 79, incident.reason)]
+
+
+def _is_back(state: RunState, place: int) -> bool:
+    """The node of this place was out, and can be used again."""
+    return state.nodes[state.placement[place]].usable
 
 
 def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:

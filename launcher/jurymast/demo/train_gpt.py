@@ -110,7 +110,7 @@ def sha256_of(weights: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(bytes(tensor.detach().cpu().contiguous().view(torch.uint8).flatten().tolist()))
+        digest.update(bytes(tensor.detach().cpu().flatten().view(torch.uint8).tolist()))
     return digest.hexdigest()
 
 

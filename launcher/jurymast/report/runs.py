@@ -68,6 +68,7 @@ def run_row(watcher: Watcher, known: Mapping[str, list[str]]) -> Row:
     else:
         life = look(watcher.directory, state)
     word, _ = public_state(state, life)
+    goodput = watcher.tail.ledger.account(_until(life)).ratios()["runtime_goodput"]
     row = _empty(state.run or plan.run)
     ended_at = state.ended_at or (None if life.kind != "gone" else state.now or plan.submitted_at)
     row.update(
@@ -75,8 +76,8 @@ def run_row(watcher: Watcher, known: Mapping[str, list[str]]) -> Row:
         user=_owner(watcher.directory), st=CODES[word], state=word, step=shown_step(state),
         nodes=len(state.nodes) or plan.nodes, nodelist=_nodelist(state.placement or tuple(state.nodes)),
         time=squeue_time((ended_at or time.time()) - (state.submitted_at or plan.submitted_at)),
-        restarts=max(0, state.attempt - 1), submitted_at=iso(state.submitted_at or plan.submitted_at),
-        directory=str(watcher.directory.root),
+        goodput=None if goodput is None else round(goodput, 4), restarts=max(0, state.attempt - 1),
+        submitted_at=iso(state.submitted_at or plan.submitted_at), directory=str(watcher.directory.root),
     )  # fmt: skip
     if squeue is not None and not state.ended:
         row.update(
@@ -85,6 +86,11 @@ def run_row(watcher: Watcher, known: Mapping[str, list[str]]) -> Row:
         )
         row["nodes"] = int(squeue[6]) if squeue[6].isdigit() else row["nodes"]
     return row
+
+
+def _until(life: Liveness) -> float | None:
+    """Accounts of a run that is gone end with its last event."""
+    return None if life.kind == "gone" else time.time()
 
 
 def _empty(run: str) -> Row:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from jurymast.core import events as ev
-from jurymast.core.run import step
+from jurymast.core.ledger import Ledger
 from jurymast.core.state import RunState
 from jurymast.journal import VERSION, Entry, initial_state
 from jurymast.rundir import RunDirectory
@@ -38,7 +38,7 @@ class FileTail:
 
 
 class JournalTail:
-    """New entries of a run's journal, and the state they lead to.
+    """New entries of a run's journal, and the state and accounts they lead to.
 
     Epochs are read in order. What a supervisor still wrote after the next one had begun comes late here,
     in the order of arrival; `journal.replay` has it in its epoch's place.
@@ -46,9 +46,13 @@ class JournalTail:
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
-        self.state: RunState = initial_state(directory.plan())
+        self.ledger = Ledger(initial_state(directory.plan()))
         self.last_t: float | None = None
         self._tails: dict[str, FileTail] = {}
+
+    @property
+    def state(self) -> RunState:
+        return self.ledger.state
 
     def poll(self) -> list[Entry]:
         """The entries since the last call, oldest first; `state` has taken them in."""
@@ -69,7 +73,7 @@ class JournalTail:
         except (KeyError, TypeError):
             return
         self.last_t = max(event.t, self.last_t or 0.0)
-        step(self.state, event)
+        self.ledger.feed(event)
 
 
 def _entry(line: bytes) -> Entry | None:

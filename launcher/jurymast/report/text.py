@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from jurymast.report.layout import STYLES, Block, Line, Table
-from jurymast.report.words import count, duration
+from jurymast.report.words import count, duration, percent
 
 # With more nodes than this, those that just do their work are counted instead of listed.
 NODES_LISTED_MAX = 32
@@ -103,13 +103,17 @@ def _incident_blocks(view: View, everything: bool) -> list[Block]:
     rows = [
         [
             str(i["id"]), _clock(i["at"]), i["cause"] or "(being found)", i["node"] or "-",
-            i["action"] or "-", _steps(i), duration(sum(i["seconds"].values())) + (" so far" if i["open"] else ""), i["reason"],
+            i["action"] or "-", _steps(i), _took(i), i["reason"],
         ]
         for i in incidents
     ]  # fmt: skip
     headers = ("#", "AT", "CAUSE", "NODE", "ACTION", "STEPS", "TOOK", "WHY")
     blocks: list[Block] = [Line(""), Table(headers, rows, right=frozenset({0}))]
     return [*blocks, Line(f"and {count(earlier, 'earlier incident')} (--all)")] if earlier else blocks
+
+
+def _took(incident: View) -> str:
+    return duration(sum(incident["seconds"].values())) + (" so far" if incident["open"] else "")
 
 
 def _steps(incident: View) -> str:
@@ -129,8 +133,14 @@ def ps_blocks(rows: Sequence[View]) -> list[Block]:
         "job", "partition", "name", "user", "st", "time", "nodes", "nodelist", "step", "restarts", "goodput",
         "state", "run",
     )  # fmt: skip
-    table = [["-" if row[key] is None else str(row[key]) for key in keys] for row in rows]
+    table = [[_cell(key, row[key]) for key in keys] for row in rows]
     return [Table(headers, table, right=frozenset({0, 5, 6, 8, 9, 10}))]
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return percent(value) if key == "goodput" else str(value)
 
 
 def _seconds(text: str) -> float:

@@ -25,12 +25,15 @@ QUIET_S = 30.0
 class Facts:
     """What status tells beyond the run's state: the newest entry of some kinds."""
 
+    started: Entry | None = None
     saved: Entry | None = None
     not_saved: Entry | None = None
     restored: Entry | None = None
 
     def take(self, entry: Entry) -> None:
-        if entry.get("event") == "Saved":
+        if entry.get("event") == "RunStarted":
+            self.started = entry
+        elif entry.get("event") == "Saved":
             if entry["ok"]:
                 self.saved, self.not_saved = entry, None
             else:

@@ -66,3 +66,12 @@ def some(names: list[str] | tuple[str, ...], most: int = 6) -> str:
 def count(number: int, thing: str) -> str:
     """1 node, 2 nodes."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def node_time(node_seconds: float) -> str:
+    """12.3 node-s, 45 node-min, 6.7 node-h."""
+    if node_seconds < 120:
+        return f"{node_seconds:.1f} node-s"
+    if node_seconds < 7200:
+        return f"{node_seconds / 60:.1f} node-min"
+    return f"{node_seconds / 3600:.1f} node-h"

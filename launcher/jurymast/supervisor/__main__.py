@@ -8,34 +8,40 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
 
-from jurymast.cluster.allocation import Allocation, announced_hosts
-from jurymast.cluster.control import cluster_for
+from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
+from jurymast.cluster.batch import SUPERSEDED
+from jurymast.cluster.control import requeue, why_ending
 from jurymast.core import events as ev
-from jurymast.core.state import Phase
+from jurymast.core.state import Phase, Role, RunState
 from jurymast.errors import JurymastError
 from jurymast.journal import JournalWriter, replay
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.supervisor import Supervisor, first_events
 from jurymast.wire.endpoint import claim_epoch
 
+BATCH_LIMIT_S = 3.0
 
-async def supervise(directory: RunDirectory, allocation: Allocation) -> None:
-    """Raises RunDirectoryError when the run directory cannot be read or written."""
+
+async def supervise(directory: RunDirectory, allocation: Allocation, node: str) -> RunState | None:
+    """The state at the end, None when a newer epoch took over. Raises RunDirectoryError when the run
+    directory cannot be read or written."""
     plan = directory.plan()
     epoch = claim_epoch(directory.epochs)
     state = replay(directory)
     journal = JournalWriter(directory.journal, epoch)
-    cluster = cluster_for(plan, allocation)
-    supervisor = Supervisor(directory, state, journal, cluster, epoch)
+
+    def why() -> str:
+        return "cancelled" if plan.cluster == "local" else why_ending(allocation.job)
+
+    supervisor = Supervisor(directory, state, journal, why, epoch)
     if state.epoch == 0:
         for event in first_events(directory, supervisor.now()):
             supervisor.feed(event)
-    supervisor.feed(ev.SupervisorStarted(t=supervisor.now(), epoch=epoch, node=allocation.host))
+    supervisor.feed(ev.SupervisorStarted(t=supervisor.now(), epoch=epoch, node=node))
     if state.allocation != allocation.key:
         supervisor.feed(
             ev.AllocationStarted(
@@ -46,18 +52,37 @@ async def supervise(directory: RunDirectory, allocation: Allocation) -> None:
     assert state.phase is not Phase.QUEUED
     listen = "127.0.0.1" if plan.cluster == "local" else "0.0.0.0"
     hosts = ["127.0.0.1"] if plan.cluster == "local" else announced_hosts()
-    await supervisor.run(listen, hosts, allocation.key, allocation.host, os.getpid())
+    await supervisor.run(listen, hosts, allocation.key, node, os.getpid())
+    return None if supervisor.superseded else supervisor.state
+
+
+def end_job(directory: RunDirectory, allocation: Allocation, state: RunState) -> None:
+    """After a takeover no batch process carries the outcome out, unless its node was only cut off."""
+    if state.phase is Phase.REQUEUED:
+        lost = [node.name for node in state.nodes.values() if node.role is Role.FAILED]
+        for trouble in requeue(directory.plan(), allocation, lost, sorted(state.excluded)):
+            print(f"requeue: {trouble}", flush=True)
+        return
+    time.sleep(BATCH_LIMIT_S)  # a batch process that lives reads the outcome and ends the job with its code
+    run_command(["scancel", allocation.job])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="jurymast.supervisor")
     parser.add_argument("run_directory")
-    parser.add_argument("--allocation", required=True, help="JSON of cluster.allocation.Allocation")
+    parser.add_argument(
+        "--takeover", default="", metavar="NODE", help="the batch host is gone; act for it here"
+    )
     arguments = parser.parse_args()
     print(f"supervisor: pid {os.getpid()} at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}", flush=True)
     try:
-        allocation = Allocation.from_json(json.loads(arguments.allocation))
-        asyncio.run(supervise(RunDirectory(arguments.run_directory), allocation))
+        directory = RunDirectory(arguments.run_directory)
+        allocation = Allocation.load(directory)
+        state = asyncio.run(supervise(directory, allocation, arguments.takeover or allocation.host))
+        if state is None:
+            return SUPERSEDED
+        if arguments.takeover:
+            end_job(directory, allocation, state)
     except JurymastError as error:
         print(f"jurymast supervisor: {error}", file=sys.stderr)
         return error.exit_code

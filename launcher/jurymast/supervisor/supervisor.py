@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jurymast import __version__
@@ -13,9 +15,8 @@ from jurymast.core import events as ev
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
-from jurymast.errors import AuthenticationError, ClusterUnavailableError, ProtocolError
+from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.journal import JournalWriter
-from jurymast.ports import Cluster
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.clock import Clock
 from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
@@ -26,24 +27,37 @@ PROGRESS_INTERVAL_S = 2.0
 # An agent whose connection broke but that lives is back sooner than this.
 RECONNECT_GRACE_S = 0.25
 LEAVE_LIMIT_S = 4.0
+# How often a heartbeat is answered, so that agents know that a supervisor is there.
+ANSWER_INTERVAL_S = 1.0
+# A supervisor that hears no other node waits this long for a successor before it believes its ears.
+ISOLATION_LIMIT_S = 15.0
 
 
 class Supervisor:
     """One epoch. `run` returns when the run is over, requeued or taken over by a newer epoch."""
 
     def __init__(
-        self, directory: RunDirectory, state: RunState, journal: JournalWriter, cluster: Cluster, epoch: int
+        self,
+        directory: RunDirectory,
+        state: RunState,
+        journal: JournalWriter,
+        why_ending: Callable[[], str],
+        epoch: int,
     ) -> None:
         self._directory = directory
         self._secret = directory.secret()
         self.state = state
         self._journal = journal
-        self._cluster = cluster
+        self._why_ending = why_ending
         self._epoch = epoch
         self._clock = Clock(not_before=state.now)
         self._watch = Watch(state.settings, time.monotonic())
         self._channels: dict[str, Channel] = {}
+        self._node = ""
+        self._isolated_since: float | None = None
         self._progress_at = 0.0
+        self._answered: dict[str, float] = {}
+        self.superseded = False
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -80,7 +94,7 @@ class Supervisor:
         elif isinstance(instruction, Dismiss):
             self._tell(instruction.node, {"do": "dismiss"})
         elif isinstance(instruction, Requeue):
-            self._spawn(self._requeue(instruction))
+            self._spawn(self._leave())  # the batch process does it, once its agents are gone
         elif isinstance(instruction, Finish):
             self._spawn(self._leave())
 
@@ -110,6 +124,7 @@ class Supervisor:
 
     async def run(self, host: str, announce: list[str], allocation: str, node: str, pid: int) -> None:
         """Listen on `host`, announce the endpoint, and supervise until the end."""
+        self._node = node
         server = await asyncio.start_server(lambda r, w: self._spawn(self._serve(r, w)), host, 0)
         port = server.sockets[0].getsockname()[1]
         place = endpoint.Endpoint(self._epoch, tuple(announce), port, node, allocation, pid)
@@ -122,33 +137,37 @@ class Supervisor:
                 self._watch.expect(name)
         for instruction in resume(self.state):
             self._carry_out(instruction)
-        watching = asyncio.ensure_future(self._watch_all())
+        self._spawn(self._watch_all())
+        self._spawn(self._hold_epoch())
         try:
             await self._over.wait()
         finally:
-            watching.cancel()
             server.close()
             for task in self._tasks:
                 task.cancel()
             for connection in list(self._channels.values()):
                 connection.close()
-            self._write_outcome()
+            if not self.superseded:
+                self._write_outcome()
             self._journal.close()
 
     def _write_outcome(self) -> None:
         """For the batch script: how to end the Slurm job."""
-        outcome = {"state": self.state.public_state, "exit_code": self.state.exit_code}
-        write_atomically(self._directory.root / "outcome.json", json.dumps(outcome).encode())
+        outcome = {
+            "state": self.state.public_state,
+            "exit_code": self.state.exit_code,
+            "exclude": sorted(self.state.excluded),
+            "lost": sorted(n.name for n in self.state.nodes.values() if n.role is Role.FAILED),
+        }
+        write_atomically(self._directory.outcome_file, json.dumps(outcome).encode())
 
     async def _watch_all(self) -> None:
         while not self._over.is_set():
             await asyncio.sleep(WATCH_INTERVAL_S)
             self._watch.clock.tick(time.monotonic())
-            if endpoint.newest_epoch(self._directory.epochs) > self._epoch:
-                print(f"epoch {self._epoch}: a newer supervisor has taken over", flush=True)
-                self._over.set()
-                return
             if self.state.ended or self.state.phase is Phase.REQUEUED:
+                continue
+            if self._cut_off():
                 continue
             for node, silent_s, limit_s in self._watch.silent():
                 self._lose(node, "silent", silent_s, limit_s)
@@ -156,6 +175,34 @@ class Supervisor:
             if self.state.phase is Phase.RUNNING:
                 self._judge_hang()
             self.feed(ev.Tick(t=self.now()))
+
+    def _cut_off(self) -> bool:
+        """Nobody is heard: this node is more likely to be cut off than all others to be dead. Another may then
+        take over, because the pulse stops; only if nobody does are the others given up."""
+        if not self._watch.isolated(self._node):
+            self._isolated_since = None
+            return False
+        now = self._watch.clock.now
+        self._isolated_since = now if self._isolated_since is None else self._isolated_since
+        return now - self._isolated_since < ISOLATION_LIMIT_S
+
+    async def _hold_epoch(self) -> None:
+        """Show that this supervisor lives, and stop deciding once another has taken over. On threads: a
+        shared file system that hangs must not stop the recovery."""
+        for count in itertools.count():
+            try:
+                if self._isolated_since is None:
+                    await asyncio.to_thread(endpoint.pulse, self._directory.epochs, self._epoch, count)
+                newest = await asyncio.to_thread(endpoint.newest_epoch, self._directory.epochs)
+            except OSError as error:
+                print(f"epoch {self._epoch}: {error}", flush=True)
+                newest = self._epoch
+            if newest > self._epoch:
+                print(f"epoch {self._epoch}: a newer supervisor has taken over", flush=True)
+                self.superseded = True
+                self._over.set()
+                return
+            await asyncio.sleep(endpoint.PULSE_INTERVAL_S)
 
     def _judge_hang(self) -> None:
         verdict = self._watch.hang(self.state)
@@ -303,6 +350,9 @@ class Supervisor:
         said, now = message["say"], self.now()
         if said == "beat":
             self._watch.beat(node, message["attempt"], message["ranks"])
+            if now >= self._answered.get(node, 0.0) + ANSWER_INTERVAL_S:
+                self._answered[node] = now
+                self._tell(node, {"do": "go on"})
         elif said == "ready":
             self.feed(ev.NodeReady(t=now, node=node, store_port=message["store_port"]))
         elif said == "started":
@@ -351,22 +401,13 @@ class Supervisor:
             return
         self._report_progress(forced=True)
         self.feed(ev.Signalled(t=self.now(), signal="SIGTERM"))
-        why = await self._cluster.why_ending()
+        why = await asyncio.to_thread(self._why_ending)
         if why == "cancelled":
             self.feed(ev.Asked(t=self.now(), what="cancel", by="scancel"))
         else:
             self.feed(ev.Noted(t=self.now(), message=f"Slurm ends the job: {why}"))
         self._journal.flush()
         await self._leave()
-
-    async def _requeue(self, instruction: Requeue) -> None:
-        for connection in self._channels.values():
-            connection.send({"do": "leave"})
-        try:
-            await self._cluster.requeue(instruction.exclude)
-        except ClusterUnavailableError as error:
-            self.feed(ev.Noted(t=self.now(), message=f"the requeue failed: {error}"))
-        self._over.set()
 
     async def _leave(self) -> None:
         """Send the agents home and wait until they have gone, within a limit."""

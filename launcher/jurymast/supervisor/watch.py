@@ -12,7 +12,7 @@ from jurymast.core.state import RunState
 
 WATCH_INTERVAL_S = 0.05
 # An agent may still look for a supervisor that has just taken over.
-REJOIN_LIMIT_S = 10.0
+REJOIN_LIMIT_S = 8.0
 
 
 @dataclass
@@ -71,6 +71,12 @@ class Watch:
             if silent_s > limit_s:
                 found.append((name, silent_s, limit_s))
         return found
+
+    def isolated(self, own: str) -> bool:
+        """True when this node hears none of at least two others: then it is the one that is cut off."""
+        others = [watch for name, watch in self.nodes.items() if name != own]
+        limit_s = max((w.arrivals.limit_s(self._settings.node_lost_after_s) for w in others), default=0.0)
+        return len(others) >= 2 and all(w.arrivals.silent_s(self.clock.now) > 0.6 * limit_s for w in others)
 
     def _reports(self, state: RunState) -> list[tuple[NodeWatch, str, int, dict[str, Any]]]:
         """(watch, node, rank, report) of every rank of the attempt; [] until all have reported."""

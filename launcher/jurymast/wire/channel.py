@@ -18,6 +18,7 @@ import json
 import secrets
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from jurymast.errors import AuthenticationError, ProtocolError
@@ -128,6 +129,26 @@ async def connect(host: str, port: int, secret: bytes, limit_s: float = HANDSHAK
         raise
     to_server, to_client = (_digest(secret, way, theirs, ours) for way in (b"to-server", b"to-client"))
     return Channel(reader, writer, to_server, to_client)
+
+
+async def connect_any(targets: Sequence[tuple[str, int]], secret: bytes, limit_s: float) -> Channel | None:
+    """The first of `targets` (host, port) that answers, all tried at once; None when none does in time."""
+    tries = [asyncio.ensure_future(connect(host, port, secret, limit_s)) for host, port in targets]
+    found: Channel | None = None
+    try:
+        for done in asyncio.as_completed(tries):
+            try:
+                found = await done
+                return found
+            except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError):
+                continue
+        return None
+    finally:
+        for task in tries:
+            task.cancel()
+        for result in await asyncio.gather(*tries, return_exceptions=True):
+            if isinstance(result, Channel) and result is not found:
+                result.close()
 
 
 async def _exactly(reader: asyncio.StreamReader, count: int) -> bytes:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from jurymast.rundir import write_atomically
 
+PULSE_INTERVAL_S = 1.0
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -44,6 +46,25 @@ def newest_epoch(epochs: Path) -> int:
 
 def announce(epochs: Path, endpoint: Endpoint) -> None:
     write_atomically(epochs / f"{endpoint.epoch:06d}.json", json.dumps(asdict(endpoint)).encode())
+
+
+def pulse(epochs: Path, epoch: int, count: int) -> None:
+    """Say that this epoch's supervisor lives, to those whom the network does not reach."""
+    path = epochs / f"{epoch:06d}.pulse"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, str(count).encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_pulse(epochs: Path) -> str:
+    """Changes while the newest epoch's supervisor lives."""
+    epoch = newest_epoch(epochs)
+    try:
+        return f"{epoch}:{(epochs / f'{epoch:06d}.pulse').read_text()}"
+    except OSError:
+        return f"{epoch}:"
 
 
 def find(epochs: Path) -> Endpoint | None:

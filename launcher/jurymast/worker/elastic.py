@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from jurymast.worker import entry
-from jurymast.worker.host import await_forkserver, read_error_file, wait_until
+from jurymast.worker.host import read_error_file, wait_until
 from jurymast.worker.rendezvous import AgentRendezvous
 
 MONITOR_INTERVAL_S = 0.01
@@ -132,7 +132,6 @@ def serve(plan: dict[str, Any]) -> int:
     rendezvous = get_rendezvous_handler(parameters)
     assert isinstance(rendezvous, AgentRendezvous)
     script = entry.Script(plan["script"], tuple(plan["arguments"]), plan["module"], plan["directory"])
-    await_forkserver()
     logs = RankLogs(Path(plan["logs"]), Path(plan["temporary"]), rendezvous)
     while True:
         spec = WorkerSpec(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import json
 import os
 import runpy
@@ -16,8 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from jurymast.worker import hooks, link
+from jurymast.worker.forkserver import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -36,7 +35,7 @@ class Script:
 
 def run(script: Script) -> None:
     """Run the script as `__main__` and end the process with its exit code; never returns."""
-    _die_with_parent()
+    _tether()
     _redirect_output()
     _restore_environment()
     rank_link = link.current()
@@ -53,10 +52,9 @@ def run(script: Script) -> None:
         os._exit(code)
 
 
-def _die_with_parent() -> None:
-    """A rank must not outlive its node's torchrun host. The forkserver is single-threaded, so the signal
-    is bound to its one thread, and it ends when the host does."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def _tether() -> None:
+    """A rank must not outlive its node: the agent's end ends the host, that the server, that the ranks."""
+    die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

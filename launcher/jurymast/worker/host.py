@@ -1,55 +1,28 @@
 """The torchrun host: torch's own elastic agent, fed by our rendezvous, one process a node.
 
-Started by the agent on active and spare nodes alike: it imports torch and warms the forkserver up, then
-waits in the rendezvous. It only starts, watches and stops the ranks of its node; what happens after a
-failure the supervisor decides.
+Started by the agent on active and spare nodes alike: it imports torch, forks the server that
+ranks come from, then waits in the rendezvous. It only starts, watches and stops the ranks of its
+node; what happens after a failure the supervisor decides.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import sys
 import time
-from multiprocessing import forkserver
 from typing import Any
 
-# Imported once by the forkserver of every node, active or spare: a worker then starts in milliseconds. Only
-# modules that are safe to fork after: they start no thread and touch no device.
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch._dynamo",  # the first optimizer of a process imports it: 0.5 s
-    "torch.distributed.checkpoint.state_dict",
-    "jurymast.worker.entry",
-    "jurymast.checkpoint.checkpointer",
-]
-
-
-def start_forkserver() -> None:
-    """Start it before this process imports torch itself: both imports then run side by side."""
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    forkserver.ensure_running()
-
-
-def await_forkserver() -> None:
-    """Return when the forkserver has imported everything: a node is ready only then."""
-    probe = multiprocessing.get_context("forkserver").Process(target=_nothing)
-    probe.start()
-    probe.join()
-
-
-def _nothing() -> None:
-    pass
+from jurymast.worker import forkserver
+from jurymast.worker.agent_pipe import FD_VARIABLE
 
 
 def main() -> int:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning signal reaches every process of a step
-    start_forkserver()
+    forkserver.die_with_parent()
+    forkserver.start(int(os.environ[FD_VARIABLE]))
     from jurymast.worker.elastic import serve
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)

@@ -1,0 +1,76 @@
+# make install | demo | test | lint | bench. `make` alone lists them.
+#
+# PYTHON=python3.12         the Python (3.10 or newer) that the virtual environment is made from
+# TORCH_INDEX=URL           where torch comes from, if not from pip's usual index. For the CPU build, which is
+#                           all that demo and tests need: https://download.pytorch.org/whl/cpu
+# PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS and BENCH_FLAGS likewise
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
+BENCH_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --progress-bar off
+BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+# What the test cluster's unprivileged user must be able to read. Never a run directory: it holds a secret.
+CLOSED := ! -type l '(' ! -perm -o+r -o -type d ! -perm -o+x ')'
+
+.PHONY: help install demo test lint bench
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make install   create $(VENV) with everything the other targets need'
+	@echo 'make demo      a training run on this machine that loses a node and goes on'
+	@echo 'make test      all tests; as root on Debian or Ubuntu also those on a real Slurm cluster'
+	@echo 'make lint      ruff, mypy, and the layers of the imports'
+	@echo 'make bench     all benchmarks'
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'jurymast needs Python 3.10 or newer: make install PYTHON=...' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo '$(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv' >&2; exit 1; }
+	@# The test cluster runs jobs as another user, who must be able to read what is installed.
+	umask 022; $(PYTHON) -m venv $(VENV)
+	@# torch first and by itself: it may come from another index than everything else.
+	@$(BIN)/python -c 'import torch' 2>/dev/null || \
+	  { umask 022; set -x; $(PIP) '$(TORCH)' $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)'); }
+	umask 022; $(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: install
+	@$(BIN)/jurymast demo $(DEMO_FLAGS)
+
+test: install
+	@if [[ $$EUID != 0 || ! -e /etc/debian_version ]]; then \
+	  echo 'Not root on Debian or Ubuntu: tests that need a real Slurm cluster will be skipped.'; \
+	else \
+	  for where in '. -maxdepth 0' 'launcher slurm tests $(VENV)'; do \
+	    if [[ -n $$(find $$where $(CLOSED) -print -quit) ]]; then \
+	      echo "The test cluster's user must be able to read $${where%% -*}: chmod o+rX"; \
+	      find $$where $(CLOSED) -exec chmod o+rX '{}' +; \
+	    fi; \
+	  done; \
+	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import ensure_packages as e; e("system")' || \
+	    { echo "Slurm is missing. Without it: make test PYTEST_FLAGS=\"-m 'not slurm'\"" >&2; exit 1; }; \
+	fi
+	@umask 022; $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install
+	@for benchmark in $(BENCHMARKS); do echo "== $$benchmark" >&2; $(BIN)/python $$benchmark $(BENCH_FLAGS); done

@@ -1,0 +1,1 @@
+"""Benchmarks: each file here but `common` is a script that prints one object; see README.md."""

@@ -1,0 +1,86 @@
+"""The training that every launcher is measured with: a plain torchrun script that knows none of them.
+
+It saves and loads its own checkpoint, and each rank appends a line a step to a file of its own:
+`TIME STEP ATTEMPT HOST PID`, TIME being time.time() just after the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+BATCH = 16
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--record", type=Path, required=True, help="directory of the ranks' step files")
+parser.add_argument("--checkpoint", type=Path, default=None, help="file; without it nothing is saved")
+parser.add_argument("--save-every", type=int, default=3, help="steps")
+parser.add_argument("--steps", type=int, default=1_000_000)
+parser.add_argument("--step-time", type=float, default=0.0, help="least seconds a step takes")
+parser.add_argument("--width", type=int, default=64)
+
+
+def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, partial)
+    partial.rename(path)
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    if not path.exists():
+        return 0
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return int(saved["step"])
+
+
+def agreed(start: int) -> int:
+    """The step that every rank starts at; ends the rank when they loaded different checkpoints."""
+    ends = torch.tensor([start, -start])
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if int(ends[0]) != -int(ends[1]):
+        sys.exit(f"ranks loaded different checkpoints: steps {-int(ends[1])} to {int(ends[0])}")
+    return start
+
+
+def main() -> None:
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    layers = [nn.Linear(args.width, args.width), nn.GELU(), nn.Linear(args.width, args.width)]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    start = agreed(load(args.checkpoint, model, optimizer) if args.checkpoint else 0)
+    attempt = f"{os.environ.get('SLURM_RESTART_COUNT', 0)}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    name = f"{attempt} {socket.gethostname()} {os.getpid()}"
+    record = os.open(args.record / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for step in range(start + 1, args.steps + 1):
+        began = time.monotonic()
+        generator = torch.Generator().manual_seed(step * 1000 + rank)
+        inputs = torch.randn(BATCH, args.width, generator=generator)
+        loss = nn.functional.mse_loss(model(inputs), inputs.roll(1, dims=1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if args.step_time:
+            time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
+        os.write(record, f"{time.time():.6f} {step} {name}\n".encode())
+        if rank == 0 and args.checkpoint and step % args.save_every == 0:
+            save(args.checkpoint, step, model, optimizer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""When the supervisor's node dies: one of the agents starts the next supervisor, on its own node."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+
+from jurymast.cluster.allocation import Allocation
+from jurymast.core.settings import RunPlan
+from jurymast.errors import RunDirectoryError
+from jurymast.rundir import RunDirectory
+from jurymast.wire import endpoint
+
+# The batch process restarts a supervisor that merely crashed well before this.
+PATIENCE_S = 2.0
+# Agents try one after the other, in the allocation's order; the claim of an epoch settles a tie.
+STAGGER_S = 2.0
+LOOK_S = 0.25
+
+
+class Succession:
+    """One agent's part in it. A node that is merely cut off must not take over: as long as the supervisor's
+    pulse changes in the run directory, it lives, and others hear it."""
+
+    def __init__(self, directory: RunDirectory, plan: RunPlan, node: str) -> None:
+        self._directory = directory
+        self._enabled = plan.cluster == "slurm"  # locally the batch process cannot die alone
+        self._node = node
+        self._pulse = ""
+        self._quiet_since: float | None = None
+        self._child: asyncio.subprocess.Process | None = None
+
+    async def watch(self, answered: Callable[[], bool]) -> None:
+        """For ever: while `answered` is False, see whether anybody supervises."""
+        while self._enabled:
+            await asyncio.sleep(LOOK_S)
+            if answered():
+                self._quiet_since = None
+            elif self._child is None or self._child.returncode is not None:
+                await self._consider()
+
+    async def _consider(self) -> None:
+        pulse = await asyncio.to_thread(endpoint.read_pulse, self._directory.epochs)
+        now = time.monotonic()
+        if self._quiet_since is None or pulse != self._pulse:
+            self._pulse, self._quiet_since = pulse, now
+        elif now - self._quiet_since > PATIENCE_S + STAGGER_S * self._place():
+            await self._take_over()
+
+    def _place(self) -> int:
+        try:
+            nodes = Allocation.load(self._directory).nodes
+            return nodes.index(self._node)
+        except (RunDirectoryError, ValueError):
+            return 10
+
+    async def _take_over(self) -> None:
+        self._quiet_since = None
+        print(f"{self._node}: no supervisor answers, starting one here", flush=True)
+        self._child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "jurymast.supervisor", str(self._directory.root), "--takeover", self._node,
+            stdin=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+
+    async def wait(self) -> None:
+        """The supervisor that was started here ends the job after its last agent has left."""
+        if self._child is not None:
+            await self._child.wait()

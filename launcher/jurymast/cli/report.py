@@ -1,0 +1,56 @@
+"""`jurymast report`: where a run's time went."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, the_run
+from jurymast.errors import RunDirectoryError, UsageError
+
+
+@click.command()
+@run_argument
+@click.option(
+    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page, all in one file."
+)
+@click.option("--compare", metavar="RUN2", help="Show another run beside it.")
+@json_option
+@runs_option
+def command(run: str, html: Path | None, compare: str | None, as_json: bool, runs: Path | None) -> None:
+    """Show where a run's node-time went, and what its failures cost."""
+    from jurymast.report.liveness import look
+    from jurymast.report.report import account_of, report_view
+    from jurymast.report.report import compare as compared
+    from jurymast.report.report_text import compare_blocks, report_blocks
+    from jurymast.report.view import read_status
+
+    watcher = read_status(the_run(run, runs))
+    if compare is not None:
+        if html is not None:
+            raise UsageError("--html and --compare do not go together")
+        both = compared(report_view(watcher), report_view(read_status(the_run(compare, runs))))
+        show_json(both) if as_json else show(compare_blocks(both))
+        return
+    life, now = look(watcher.directory, watcher.state), time.time()
+    report = report_view(watcher, life, now)
+    if html is not None:
+        from jurymast.report.html import page
+
+        _write(page(report, account_of(watcher, life, now), watcher.state), html)
+    if as_json:
+        show_json(report)
+    elif html is None:
+        show(report_blocks(report, bar="█" if sys.stdout.isatty() else "#"))
+
+
+def _write(text: str, path: Path) -> None:
+    """Raises RunDirectoryError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
+    click.echo(f"{path} ({len(text) // 1000} kB)", err=True)

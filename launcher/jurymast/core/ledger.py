@@ -1,0 +1,323 @@
+"""Books a run's events as they come into the exclusive intervals of `core.accounting`.
+
+A step counts the first time it is done. Steps at or below the newest one ever done are rework; so is the
+step that a failure cut short, because it is done again. A script that gives no step numbers has no
+lineage: all its steps count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from jurymast.core import events as ev
+from jurymast.core.accounting import PLACED, Account, Interval, Stay, to_us
+from jurymast.core.run import step
+from jurymast.core.state import Phase, Role, RunState
+
+# Of a running run: without news for longer than this (or three steps) nobody knows what it does.
+NEWS_LIMIT_US = 10_000_000
+# Between WorkersStarted everywhere and the first thing that the ranks tell.
+RANKS_UP = "ranks_up"
+BEFORE_FIRST_STEP = ("launch", "relaunch", RANKS_UP, "warm_up")
+
+
+@dataclass
+class Saves:
+    """Checkpoints that were written, and those that failed. Times in seconds."""
+
+    done: int = 0
+    failed: int = 0
+    stall_s: float = 0.0
+    stall_max_s: float = 0.0
+    size_bytes: int = 0
+    intervals: int = 0
+    interval_s: float = 0.0
+    last: tuple[int, int, float] | None = None  # attempt, step, time
+
+    def take(self, event: ev.Saved) -> None:
+        """Several tiers report the same save, with the same stall: it counts once."""
+        if self.last is not None and self.last[:2] == (event.attempt, event.step):
+            return
+        if not event.ok:
+            self.failed += 1
+            return
+        if self.last is not None and self.last[0] == event.attempt:
+            self.intervals += 1
+            self.interval_s += event.t - self.last[2]
+        self.done += 1
+        self.stall_s += event.stall_s
+        self.stall_max_s = max(self.stall_max_s, event.stall_s)
+        self.size_bytes = event.size_bytes
+        self.last = (event.attempt, event.step, event.t)
+
+
+class Ledger:
+    """`state` is the run's state after the newest event; the ledger is the one that changes it."""
+
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+        self.timeline: list[Interval] = []
+        self.waits: list[Interval] = []
+        self.stays: dict[str, list[Stay]] = {}
+        self.saves = Saves()
+        self.first_launch: int | None = None
+        self._frontier = to_us(state.submitted_at)  # all before is booked
+        self._stage = ""  # what the placed nodes do since
+        self._never = True  # no allocation came yet
+        self._open = False  # an allocation is there
+        self._heard_at = 0  # last word from it
+        self._held: list[str] = []  # nodes of an allocation whose end is not told yet
+        self._attempt = 0  # the one that is booked; the state may be one ahead
+        self._step = 0  # newest step of this attempt
+        self._best = 0  # newest step ever
+        self._numbered = False  # this attempt's steps have the training's own numbers
+        self._stall = (0, 0)  # attempt and step of the newest save
+        self._cut: Interval | None = None  # the step that the present incident cut short
+
+    def feed(self, event: ev.Event) -> None:
+        """Apply `event` to the state, and book what it tells."""
+        state = self.state
+        phase, attempt, incidents, over = state.phase, state.attempt, len(state.incidents), state.ended
+        step(state, event)
+        if isinstance(event, ev.AllocationEnded):
+            self._allocation_ended()
+        elif over:
+            return
+        elif isinstance(event, ev.RunStarted):
+            self._run_started()
+        elif isinstance(event, ev.AllocationStarted):
+            self._allocation_started(event)
+        if not self._open:
+            if state.ended and not over:
+                self._wait_until(self._now())
+            return
+        same = (phase, attempt) == (state.phase, state.attempt)
+        if not (isinstance(event, ev.SupervisorStarted) and same):
+            self._heard_at = self._now()
+        self._hear(event)
+        for incident in state.incidents[incidents:]:
+            self._incident_opened(to_us(incident.fault_at), to_us(incident.detected_at), incident.id, event)
+        self._follow(phase, attempt)
+        everything = isinstance(event, ev.AllocationStarted) or not same
+        self._sweep(getattr(event, "node", ""), everything=everything)
+        if state.phase is Phase.REQUEUED or state.ended:
+            self._release(self._now())
+
+    def _now(self) -> int:
+        return to_us(self.state.now)
+
+    # Allocations.
+
+    def _run_started(self) -> None:
+        if not self.waits and not self.timeline:
+            self._frontier = min(to_us(self.state.submitted_at) or self._now(), self._now())
+
+    def _allocation_started(self, event: ev.AllocationStarted) -> None:
+        now = self._now()
+        if self._open:  # nobody told its end: the last word is the best guess
+            self._book(self._heard_at, self._stage)
+            self._release(self._heard_at)
+        if self._never:
+            self._frontier = min(now, max(self._frontier, to_us(event.eligible_at)))
+        self._wait_until(now)
+        self._never = False
+        self._open, self._stage, self._held = True, "launch", []
+        if self.state.incident is not None:
+            self._stage = "replacement"
+
+    def _allocation_ended(self) -> None:
+        """Its nodes were held for as long as this, after the decision to end."""
+        now = self._now()
+        if self._open:
+            self._book(now, self._stage)
+            self._release(now)
+        elif self._held and now > self._frontier:
+            for name in self._held:
+                self.stays[name].append(Stay(self._frontier, now, "shutdown"))
+            self._book(now, "shutdown")
+        self._held = []
+
+    def _wait_until(self, until: int) -> None:
+        """There was no allocation from the frontier to `until`."""
+        if until > self._frontier:
+            incident = self.state.incident.id if self.state.incident is not None else 0
+            what = "queue_wait" if self._never else "requeue_wait"
+            self.waits.append(Interval(self._frontier, until, what, incident, self._attempt))
+            self._frontier = until
+
+    def _release(self, at: int) -> None:
+        """The allocation ends at `at`, as far as is known."""
+        self._held = []
+        for name, stays in self.stays.items():
+            if stays[-1].end is None:
+                stays[-1].end = at
+                self._held.append(name)
+        self._open = False
+
+    # The placed nodes.
+
+    def _book(self, until: int, stage: str, incident: int | None = None) -> None:
+        """`stage` from the frontier to `until`, but never beyond now; the past is not changed."""
+        until = min(until, self._now())
+        if until <= self._frontier:
+            return
+        if incident is None:
+            incident = self.state.incident.id if self.state.incident is not None else 0
+        category = "warm_up" if stage == RANKS_UP else stage
+        last = self.timeline[-1] if self.timeline else None
+        if last is not None and (last.end, last.category, last.incident, last.attempt) == (
+            self._frontier, category, incident, self._attempt,
+        ):  # fmt: skip
+            last.end = until
+        else:
+            self.timeline.append(Interval(self._frontier, until, category, incident, self._attempt))
+        self._frontier = until
+
+    def _hear(self, event: ev.Event) -> None:
+        """What the ranks of this attempt tell: restored, stepped, saved."""
+        if getattr(event, "attempt", None) != self.state.attempt or self.state.phase is Phase.STARTING:
+            return
+        if isinstance(event, ev.Restored) and self._stage in BEFORE_FIRST_STEP:
+            before = self._stage if self._stage == "warm_up" else self._launching()
+            self._book(to_us(event.t) - to_us(event.seconds), before)
+            self._book(to_us(event.t), "restore")
+            self._stage, self._step, self._numbered = "warm_up", event.step, True
+        elif isinstance(event, ev.Progress):
+            self._steps_done(to_us(event.stepped_at), event.step, event.absolute or self._numbered)
+        elif isinstance(event, ev.Saved):
+            self.saves.take(event)
+            self._stalled(event)
+
+    def _stalled(self, event: ev.Saved) -> None:
+        """The ranks stood still after the step that was saved; the word of it comes a little later."""
+        if self._stall == (event.attempt, event.step):
+            return  # another tier's word on the same save
+        self._stall = (event.attempt, event.step)
+        told, stall = to_us(event.t), to_us(event.stall_s)
+        began = self._frontier if self._stage == "step" and self._step >= event.step else told - stall
+        self._steps_done(began, event.step, numbered=True)
+        if self._stage == "step":
+            self._book(min(told, max(began, self._frontier) + stall), "checkpoint_stall", 0)
+
+    def _newest(self) -> int:
+        """The incident that the present attempt follows."""
+        return self.state.incidents[-1].id if self.state.incidents else 0
+
+    def _launching(self) -> str:
+        return "launch" if self.state.attempt <= 1 else "relaunch"
+
+    def _steps_done(self, until: int, done: int, numbered: bool) -> None:
+        """All steps to `done` were over at `until`."""
+        again = max(0, min(done, self._best) - self._step) if numbered else 0
+        number = done - self._step
+        if self._cut is not None and number > 0:
+            self._cut_later(until, again, number)
+        elif self._stage in BEFORE_FIRST_STEP:
+            self._book(until, "warm_up")
+            self._stage = "step"
+        elif self._stage == "step" and number > 0:
+            until = max(self._frontier, min(until, self._now()))
+            self._book(self._frontier + (until - self._frontier) * again // number, "rework", self._newest())
+            self._book(until, "step", 0)
+        self._step = max(self._step, done)
+        if numbered:
+            self._best = max(self._best, done)
+
+    def _cut_later(self, until: int, again: int, number: int) -> None:
+        """A report that came after the failure: part of what seemed cut short had been done."""
+        cut = self._cut
+        assert cut is not None
+        until = max(cut.start, min(until, cut.end))
+        middle = cut.start + (until - cut.start) * again // number
+        rest = replace(cut, start=until)
+        parts = [replace(cut, end=middle), replace(cut, start=middle, end=until, category="step"), rest]
+        place = next(i for i in reversed(range(len(self.timeline))) if self.timeline[i] is cut)
+        self.timeline[place : place + 1] = [part for part in parts if part.us]
+        self._cut = rest if rest.us else None
+
+    def _incident_opened(self, fault: int, detected: int, incident: int, event: ev.Event) -> None:
+        if self._stage == "step":
+            self._book(fault, "rework", 0)
+            last = self.timeline[-1]
+            self._cut = last if last.category == "rework" and last.end == fault else None
+        else:
+            self._book(fault, self._stage)
+        hung = isinstance(event, (ev.RanksHung, ev.Tick))
+        self._book(detected, "hang" if hung else "detection", incident)
+        self._stage = "diagnosis"
+
+    def _follow(self, phase: Phase, attempt: int) -> None:
+        """Book what ended with a change from `phase` and `attempt` to the present ones."""
+        state, now = self.state, self._now()
+        if self._stage == "diagnosis" and state.phase is not Phase.STOPPING:
+            self._book(now, "diagnosis", self._newest())
+            self._stage, self._cut = "replacement", None
+        if state.attempt != attempt:
+            self._book(now, self._stage)
+            self._attempt = state.attempt
+            self._stage, self._step, self._numbered = self._launching(), 0, False
+            self.first_launch = now if self.first_launch is None else self.first_launch
+        elif phase is Phase.LAUNCHING and state.phase is Phase.RUNNING and self._stage == self._launching():
+            self._book(now, self._stage)
+            self._stage = RANKS_UP
+        if state.phase is Phase.SUCCEEDED:
+            # Ranks that never told of a step did something, but nobody knows what.
+            told = {"step": "shutdown", RANKS_UP: "unknown"}
+            self._book(now, told.get(self._stage, self._stage))
+        elif state.phase is Phase.REQUEUED or state.ended:
+            self._book(now, self._stage, self._newest())
+
+    # Nodes.
+
+    def _sweep(self, name: str, *, everything: bool) -> None:
+        """Note what nodes do now; only `name` can have changed unless `everything` may have."""
+        state, now = self.state, self._now()
+        names: Iterable[str] = state.nodes if everything else ((name,) if name in state.nodes else ())
+        placed = set(state.placement) if everything else state.placement
+        for node_name in names:
+            what = "spare_idle"
+            if state.nodes[node_name].role is Role.FAILED:
+                what = "failed_node"
+            elif state.phase is Phase.STARTING or node_name in placed:
+                what = PLACED
+            stays = self.stays.setdefault(node_name, [])
+            if stays and stays[-1].end is None:
+                if stays[-1].what == what:
+                    continue
+                stays[-1].end = now
+            stays.append(Stay(now, None, what))
+
+    # Results.
+
+    def account(self, now: float | None = None) -> Account:
+        """Everything booked, and of a run that goes on also what it does until `now` (seconds; None: until
+        its last event), as far as one can say."""
+        end = max(self._now(), to_us(now) if now is not None else 0)
+        timeline, waits = list(self.timeline), list(self.waits)
+        stays = {name: tuple(list_) for name, list_ in self.stays.items()}
+        if self.state.ended:
+            end = self._frontier
+        elif self._open:
+            if end > self._frontier:
+                timeline.append(Interval(self._frontier, end, self._guess(end), 0, self._attempt))
+            for name, (*before, last) in stays.items():
+                if last.end is None:
+                    stays[name] = (*before, replace(last, end=end))
+        elif end > self._frontier:
+            what = "queue_wait" if self._never else "requeue_wait"
+            waits.append(Interval(self._frontier, end, what, 0, self._attempt))
+        asked = self.state.active + self.state.spares
+        return Account(
+            tuple(timeline), tuple(waits), asked, stays, self.first_launch, end, final=self.state.ended
+        )
+
+    def _guess(self, end: int) -> str:
+        """What goes on since the frontier."""
+        if self._stage == RANKS_UP:
+            return "warm_up"
+        if self._stage != "step":
+            return self._stage
+        if end - self._frontier > max(NEWS_LIMIT_US, 3 * to_us(self.state.step_s)):
+            return "unknown"
+        return "rework" if self._numbered and self._step < self._best else "step"

@@ -1,0 +1,20 @@
+"""Waiting for something to become true, with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+POLL_S = 0.02
+
+
+def wait_until(what: str, condition: Callable[[], Result], limit_s: float = 20.0) -> Result:
+    """The first true value of `condition`; AssertionError says `what` did not happen within `limit_s`."""
+    end = time.monotonic() + limit_s
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(f"within {limit_s} s: no {what}")
+        time.sleep(POLL_S)
+    return value

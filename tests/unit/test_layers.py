@@ -1,0 +1,45 @@
+"""Imports go downwards only: the contracts in pyproject.toml hold, and do catch what they are for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    """Check the package in `root`/launcher, whatever is installed."""
+    code = f"import sys; sys.path.insert(0, {str(root / 'launcher')!r}); {LINT_IMPORTS}"
+    command = [sys.executable, "-c", code, "--no-cache"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_layers_hold() -> None:
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("core/run.py", "import subprocess", "core decides, and touches nothing"),
+        ("core/cadence.py", "import jurymast.journal", "imports go downwards only"),
+        ("cluster/batch.py", "from jurymast.supervisor import clock", "imports go downwards only"),
+        ("report/words.py", "import torch", "the agent, the supervisor and the commands start without torch"),
+    ],
+)
+def test_a_planted_import_is_caught(tmp_path: Path, file: str, line: str, contract: str) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "launcher", tmp_path / "launcher", ignore=shutil.ignore_patterns("__pycache__"))
+    with open(tmp_path / "launcher" / "jurymast" / file, "a") as module:
+        module.write(f"\n{line}\n")
+    done = lint_imports(tmp_path)
+    assert done.returncode == 1
+    assert f"{contract} BROKEN" in done.stdout

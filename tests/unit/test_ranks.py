@@ -1,0 +1,228 @@
+"""The agent's view of its ranks, with real processes: memory pages, pipes, stopped and idle children."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import wait_until
+
+from jurymast.agent.ranks import RankMemory, RankWatch, process_state
+from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
+
+LIMIT_S = 20.0
+NOBODY = 65534
+
+
+@contextmanager
+def memory_of(ranks: int) -> Iterator[RankMemory]:
+    memory = RankMemory(ranks)
+    try:
+        yield memory
+    finally:
+        memory.page.close()
+        for descriptor in (memory._page_fd, memory.events_fd, memory._events_in):
+            os.close(descriptor)
+
+
+@contextmanager
+def child(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with pipes; killed and reaped at the end."""
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def rank(memory: RankMemory, local_rank: int, code: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` as a rank would run it: `link` is its link to the agent."""
+    environment = {PAGE_VARIABLE: memory.page_path, EVENTS_VARIABLE: memory.events_path}
+    return subprocess.run(
+        [sys.executable, "-c", f"from jurymast.worker import link as m; link = m.current()\n{code}"],
+        env={**os.environ, **environment, "LOCAL_RANK": str(local_rank)},
+        capture_output=True, text=True, timeout=LIMIT_S, check=True,
+    )  # fmt: skip
+
+
+def test_each_rank_beats_in_a_slot_of_its_own() -> None:
+    with memory_of(3) as memory:
+        assert [beat.pid for beat in memory.beats()] == [0, 0, 0]
+        before = time.monotonic()
+        rank(memory, 0, "link.optimizer_stepped(); link.optimizer_stepped()")
+        rank(memory, 2, "link.explicit_steps = True; link.beat(700); link.enter(m.SAVING)")
+        first, second, third = memory.beats()
+        assert (first.step, first.beats, first.phase, first.explicit) == (2, 2, "stepping", False)
+        assert (second.pid, second.beats) == (0, 0)
+        assert (third.step, third.beats, third.phase, third.explicit) == (700, 1, "saving", True)
+        assert before < first.beat_at < third.beat_at < time.monotonic()
+        assert len({first.pid, third.pid, os.getpid()}) == 3
+        memory.clear()
+        assert [beat.beats for beat in memory.beats()] == [0, 0, 0]
+
+
+def test_the_longest_gap_between_steps_is_kept_without_saves_and_the_first_steps() -> None:
+    code = """
+import time
+def step(number, seconds):
+    time.sleep(seconds)
+    link.beat(number)
+for number in range(4):
+    step(number, 0.3 if number < 3 else 0.0)
+step(5, 0.1)
+link.enter(m.SAVING)
+time.sleep(0.3)
+link.resume_at(5)
+step(6, 0.01)
+"""
+    with memory_of(1) as memory:
+        rank(memory, 0, code)
+        assert 0.1 <= memory.beats()[0].longest_s < 0.25
+
+
+def test_events_of_all_ranks_arrive_whole() -> None:
+    with memory_of(4) as memory:
+        assert memory.read_events() == []
+        for local_rank in range(4):
+            rank(memory, local_rank, "for n in range(3): link.emit('Saved', n=n, text='x' * 3000)")
+        events: list[dict[str, Any]] = []
+        while new := memory.read_events():
+            events += new
+    assert [(event["local_rank"], event["n"]) for event in events] == [
+        (r, n) for r in range(4) for n in range(3)
+    ]
+    assert all(event["event"] == "Saved" and len(event["text"]) == 3000 for event in events)
+
+
+def test_what_is_no_event_is_dropped_and_a_line_may_come_in_parts() -> None:
+    with memory_of(1) as memory, open(memory.events_path, "wb", buffering=0) as pipe:
+        pipe.write(b'\xff\xfe\n[1]\n{"no": "event"}\n{"event": 7}\n\n{"event": "Sa')
+        assert memory.read_events() == []
+        pipe.write(b'ved", "n": 1}\n{"event"')
+        assert memory.read_events() == [{"event": "Saved", "n": 1}]
+
+
+def test_a_full_pipe_or_a_long_event_never_blocks_the_rank() -> None:
+    with memory_of(1) as memory:
+        rank(memory, 0, "for n in range(10_000): link.emit('Saved', n=n)")
+        rank(memory, 0, "link.emit('Saved', text='x' * 5000)")
+        events = []
+        while new := memory.read_events():
+            events += new
+    assert 0 < len(events) < 10_000
+    assert [event["n"] for event in events] == list(range(len(events)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, so it needs root")
+def test_another_user_can_open_neither_page_nor_pipe() -> None:
+    code = f"""
+import os, sys
+os.setgid({NOBODY}); os.setuid({NOBODY})
+for path in sys.argv[1:]:
+    try:
+        os.open(path, os.O_RDWR)
+    except PermissionError:
+        print('refused')
+"""
+    with memory_of(1) as memory:
+        paths = [memory.page_path, memory.events_path]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True
+        )
+    assert done.stdout.split() == ["refused", "refused"]
+
+
+def test_both_are_gone_with_the_agent_and_the_rank_goes_on() -> None:
+    code = "from jurymast.agent.ranks import RankMemory; m = RankMemory(1)\n"
+    code += "print(m.page_path, m.events_path, flush=True); input()"
+    with child(sys.executable, "-c", code) as agent:
+        assert agent.stdout
+        page, events = agent.stdout.readline().split()
+        assert Path(page).exists()
+    assert not Path(page).exists()
+    environment = {**os.environ, PAGE_VARIABLE: page, EVENTS_VARIABLE: events}
+    told = (
+        "from jurymast.worker import link; l = link.current(); l.beat(1); l.emit('Saved'); print(l.attached)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_without_an_agent_every_call_does_nothing() -> None:
+    link = Link(None, -1, 0)
+    link.beat(5)
+    link.optimizer_stepped()
+    link.enter(3)
+    link.emit("Saved", step=5)
+    assert not link.attached
+
+
+def test_state_of_real_processes(tmp_path: Path) -> None:
+    misleading = tmp_path / "x) T 1 (y"  # /proc/PID/stat has the name between the id and the state
+    misleading.symlink_to("/bin/sleep")
+    with child(str(misleading), "60") as process:
+        wait_until("sleep", lambda: process_state(process.pid)[0] == "S")
+        process.send_signal(signal.SIGSTOP)
+        wait_until("stop", lambda: process_state(process.pid)[0] == "T")
+        process.send_signal(signal.SIGCONT)
+        wait_until("continuation", lambda: process_state(process.pid)[0] == "S")
+        process.kill()
+        wait_until("zombie", lambda: process_state(process.pid)[0] == "Z")
+        process.wait()
+        assert process_state(process.pid) == ("", 0.0)
+
+
+def test_cpu_time_of_a_busy_process_counts_user_and_system() -> None:
+    with child(sys.executable, "-c", "import os\nwhile True: os.getppid()") as process:
+        wait_until("use of the processor", lambda: process_state(process.pid)[1] >= 0.2)
+
+
+def looking(watch: RankWatch, pid: int, key: str) -> float:
+    """A look right now, after which the next one sees what happened since."""
+    return float(watch.look([pid])[0][key])
+
+
+def test_a_stopped_rank_is_seen_and_forgiven_when_it_continues() -> None:
+    with memory_of(1) as memory, child("/bin/sleep", "60") as process:
+        watch = RankWatch(memory)
+        assert looking(watch, process.pid, "stopped_s") == 0.0
+        process.send_signal(signal.SIGSTOP)
+        wait_until("half a second of stop", lambda: looking(watch, process.pid, "stopped_s") > 0.5)
+        process.send_signal(signal.SIGCONT)
+        wait_until("continuation", lambda: looking(watch, process.pid, "stopped_s") == 0.0)
+
+
+def test_an_idle_rank_is_told_from_a_busy_one() -> None:
+    busy_code = "import sys\nsys.stdin.readline()\nwhile True: pass"
+    with memory_of(1) as memory, child(sys.executable, "-c", busy_code) as process:
+        assert process.stdin
+        watch = RankWatch(memory)
+        wait_until("half a second of idleness", lambda: looking(watch, process.pid, "idle_s") > 0.5)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        wait_until("work", lambda: looking(watch, process.pid, "idle_s") == 0.0)
+
+
+def test_a_report_has_ages_in_seconds_and_forgets_old_processes() -> None:
+    with memory_of(1) as memory, child("/bin/sleep", "60") as process:
+        watch = RankWatch(memory)
+        fresh = watch.look([process.pid])[0]
+        assert (fresh["phase"], fresh["quiet_s"], fresh["beat_s"]) == ("starting", None, None)
+        rank(memory, 0, "link.beat(9)")
+        report = watch.look([process.pid])[0]
+        assert json.loads(json.dumps(report)) == report
+        assert report["step"] == 9
+        assert 0.0 < report["quiet_s"] <= report["beat_s"] + 0.001 < LIMIT_S
+        watch.look([os.getpid()])
+        assert list(watch.watches) == [os.getpid()]

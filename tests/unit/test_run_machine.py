@@ -1,0 +1,561 @@
+"""The decisions of a run, told as stories: what happens, what is decided, and why."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.random_events import NODES, Moment, moments, next_event
+from support.stories import START, Story
+
+from jurymast.core import events as ev
+from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.run import resume, step
+from jurymast.core.settings import Budget, Settings
+from jurymast.core.state import Phase, Role, RunState
+from jurymast.journal import initial_state
+
+
+def kinds(instructions: list[Instruction]) -> list[str]:
+    return [type(instruction).__name__ for instruction in instructions]
+
+
+def test_a_run_starts_on_the_nodes_that_come_first_and_finishes() -> None:
+    story = Story().allocated()
+    launch = story.last(Launch)
+    assert launch.placement == ("n2", "n3"), "the batch host stays a spare"
+    assert (launch.attempt, launch.master_address, launch.master_port) == (1, "10.0.0.2", 29000)
+    assert story.state.public_state == "starting"
+    story.ranks_up().restored(0).stepped(1).stepped(40)
+    assert (story.state.phase, story.state.step, story.state.public_state) == (Phase.RUNNING, 40, "running")
+    story.finished()
+    assert story.last(Finish) == Finish(
+        state="succeeded", exit_code=0, reason="every rank ended with exit code 0"
+    )
+    assert story.state.ended
+    assert story.state.exit_code == 0
+    assert story.state.incidents == []
+
+
+def test_enough_nodes_start_without_the_slowest() -> None:
+    story = Story(active=2, spares=2).submitted()
+    story.feed(
+        ev.AllocationStarted(
+            t=story.t, slurm_job="1", restarts=0, nodes=("n1", "n2", "n3", "n4"), host="n1", eligible_at=START
+        )
+    )
+    story.join("n2", "n4")
+    assert not story.decisions
+    story.wait(1.0)
+    assert not story.decisions
+    story.wait(1.1)
+    assert story.last(Launch).placement == ("n2", "n4")
+    story.join("n3")
+    assert story.state.nodes["n3"].role is Role.SPARE
+
+
+def test_a_lost_node_is_swapped_for_the_spare() -> None:
+    story = Story().running(40)
+    assert kinds(story.lost("n3")) == ["StopWorkers"]
+    assert story.last(StopWorkers).nodes == ("n2",), "the lost node is not asked"
+    assert story.state.public_state == "recovering"
+    story.stopped()
+    launch = story.last(Launch)
+    assert (launch.attempt, launch.placement) == (2, ("n2", "n1"))
+    assert "swap n3 -> n1" in launch.reason
+    story.ranks_up().restored(30).stepped(31)
+    assert story.state.public_state == "recovering", "the lost steps are not done again yet"
+    story.stepped(45)
+    incident = story.incident
+    assert (incident.cause, incident.node, incident.action) == ("node_lost", "n3", "swap")
+    assert (incident.step_lost_from, incident.step_restored) == (40, 30)
+    assert not incident.open
+    assert sum(incident.seconds().values()) == pytest.approx(incident.recovered_at - incident.fault_at)  # type: ignore[operator]
+    assert incident.seconds()["detect"] == pytest.approx(1.6)
+    assert story.state.nodes["n3"].role is Role.FAILED
+    assert story.state.public_state == "running"
+
+
+def test_a_killed_worker_restarts_in_place() -> None:
+    story = Story().running()
+    assert kinds(story.failed(1, exit_code=-9)) == ["StopWorkers"]
+    story.stopped()
+    assert story.last(Launch).placement == ("n2", "n3")
+    assert (story.incident.cause, story.incident.action) == ("worker_killed", "restart")
+    assert "first time on this node" in story.incident.reason
+    story.recovered(0, 20)
+    assert not story.incident.open
+
+
+def test_the_same_exception_three_times_is_a_crash_loop() -> None:
+    story = Story().running()
+    for attempt in (1, 2, 3):
+        assert story.state.attempt == attempt
+        story.failed(0)
+        story.stopped()
+        if attempt < 3:
+            story.backed_off().ranks_up().restored(0)
+    assert story.state.phase is Phase.FAILED
+    finish = story.last(Finish)
+    assert finish.exit_code == 1, "the application's own code"
+    assert "crash loop: the same failure 3 times without a new step" in finish.reason
+    assert "ValueError: bad" in finish.reason
+    assert "ValueError" in story.incident.traceback
+
+
+def test_an_exception_after_new_steps_is_no_crash_loop_but_spends_the_budget() -> None:
+    story = Story(settings=Settings(application=Budget(count=3, window_s=3600.0))).running()
+    for number in range(3):
+        story.failed(0)
+        story.stopped()
+        story.recovered(0, 20 * (number + 1))
+    story.failed(0)
+    story.stopped()
+    assert story.state.phase is Phase.FAILED
+    assert "application budget spent, 3 per 3600 s" in story.last(Finish).reason
+
+
+def test_back_off_grows_while_nothing_new_is_done() -> None:
+    story = Story().running()
+    story.failed(0, message="one")
+    story.stopped()
+    assert story.state.phase is Phase.LAUNCHING, "the first time there is no wait"
+    story.ranks_up()
+    story.failed(0, message="two")
+    story.stopped()
+    assert story.state.phase is Phase.WAITING
+    assert story.state.not_before == pytest.approx(story.t + 0.5)
+    story.wait(0.4)
+    assert story.state.phase is Phase.WAITING
+    story.wait(0.2)
+    assert story.state.phase is Phase.LAUNCHING
+
+
+def test_the_second_time_on_the_same_node_it_goes_and_a_newcomer_with_the_same_clears_it() -> None:
+    story = Story(active=2, spares=2).running()
+    assert story.state.placement == ("n2", "n3")
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    story.recovered(0, 20)
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    assert story.incident.action == "swap"
+    assert "second time in a row on n3" in story.incident.reason
+    assert story.state.nodes["n3"].role is Role.SUSPECT
+    assert Dismiss(node="n3", reason=story.incident.reason) in [i for _, i in story.decisions]
+    newcomer = story.last(Launch).placement[1]
+    assert newcomer == "n4"
+    story.recovered(0, 40)
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    assert story.incident.action == "restart"
+    assert "not blamed" in story.incident.reason
+    assert story.last(Launch).placement == ("n2", "n4")
+
+
+def test_two_nodes_lost_at_once_are_one_incident() -> None:
+    story = Story(active=3, spares=2).running()
+    assert story.state.placement == ("n2", "n3", "n4")
+    story.lost("n3")
+    story.feed(ev.NodeLost(t=story.t, node="n4", how="silent", silent_s=1.6, limit_s=1.5))
+    story.stopped()
+    assert len(story.state.incidents) == 1
+    assert story.last(Launch).placement == ("n2", "n5", "n1")
+    assert "n3: silent" in story.incident.evidence
+    assert "n4: silent" in story.incident.evidence
+    assert story.incident.node == ""
+
+
+def test_a_node_lost_while_the_next_attempt_starts_is_an_incident_of_its_own() -> None:
+    story = Story(active=2, spares=2).running()
+    story.lost("n3")
+    story.stopped()
+    assert story.last(Launch).placement == ("n2", "n4")
+    story.lost("n2")
+    story.stopped()
+    assert len(story.state.incidents) == 2
+    assert not story.state.incidents[0].open
+    assert story.backed_off().last(Launch).placement == ("n1", "n4")
+    story.recovered(0, 20)
+    assert not story.incident.open
+
+
+def test_a_lost_spare_stops_nobody() -> None:
+    story = Story().running()
+    assert story.lost("n1") == []
+    assert story.state.phase is Phase.RUNNING
+    assert story.state.nodes["n1"].role is Role.FAILED
+    assert story.state.incidents == []
+
+
+def test_without_a_spare_the_run_is_requeued_without_the_lost_nodes() -> None:
+    story = Story(active=2, spares=1).running(30)
+    story.lost("n1")
+    story.lost("n3")
+    story.stopped()
+    assert story.state.phase is Phase.REQUEUED
+    assert story.last(Requeue).exclude == ("n1", "n3")
+    assert story.state.public_state == "requeued"
+    story.allocated("n2", "n4", "n5", restarts=1, queue_s=5.0)
+    assert story.state.restarts == 1
+    assert story.last(Launch).placement == ("n4", "n5")
+    story.ranks_up().restored(20).stepped(21).stepped(40)
+    incident = story.incident
+    assert (incident.action, incident.step_restored, incident.open) == ("requeue", 20, False)
+    assert incident.seconds()["replace"] >= 5.0
+    assert len(story.state.incidents) == 1
+
+
+def test_without_a_spare_and_without_requeue_the_run_ends() -> None:
+    story = Story(active=2, spares=0, requeue=False).running()
+    story.lost("n2")
+    story.stopped()
+    assert (story.state.phase, story.state.exit_code) == (Phase.FAILED, 79)
+    assert "no spare is left and requeueing is not allowed" in story.state.end_reason
+
+
+def test_a_blamed_node_that_lives_is_tried_again_when_nothing_can_take_its_place() -> None:
+    story = Story(active=2, spares=0).running()
+    for done in (20, 40):
+        story.failed(1, exit_code=-9)
+        story.stopped()
+        story.recovered(0, done)
+    assert story.incident.action == "restart"
+    assert "no spare is left: tried again in place" in story.incident.reason
+
+
+def test_a_hang_restarts_in_place_and_a_second_one_without_progress_is_waited_for_longer() -> None:
+    story = Story().running(30)
+    assert kinds(story.hung()) == ["StopWorkers"]
+    story.stopped()
+    assert (story.incident.cause, story.incident.action) == ("hang", "restart")
+    assert story.incident.fault_at == pytest.approx(story.incident.detected_at - 12.0)
+    assert story.state.hang_patience == 1.0
+    story.ranks_up().restored(10).stepped(11)
+    story.hung()
+    assert story.state.hang_patience == 2.0
+    story.stopped()
+    story.backed_off().ranks_up().restored(10).stepped(40)
+    assert not story.incident.open
+
+
+def test_a_frozen_rank_names_its_node() -> None:
+    story = Story().running()
+    story.hung(ranks=(1,), node="n3", silent_s=1.2)
+    story.stopped()
+    assert (story.incident.cause, story.incident.node, story.incident.rank) == ("rank_frozen", "n3", 1)
+
+
+def test_ranks_that_cannot_be_stopped_cost_their_node() -> None:
+    story = Story().running()
+    story.failed(0, exit_code=-9)
+    story.feed(ev.WorkersStopped(t=story.t, node="n2", attempt=1, store_port=29001))
+    assert story.state.phase is Phase.STOPPING
+    story.wait(7.0)
+    assert story.state.phase is Phase.STOPPING
+    story.wait(2.0)
+    assert story.state.nodes["n3"].role is Role.FAILED
+    assert story.last(Launch).placement == ("n2", "n1")
+    assert "could not be stopped" in story.incident.evidence
+
+
+def test_ranks_that_do_not_start_are_stopped_after_a_minute() -> None:
+    story = Story().allocated()
+    story.feed(ev.WorkersStarted(t=story.t, node="n2", attempt=1, pids=(1,)))
+    story.wait(59.0)
+    assert story.state.phase is Phase.LAUNCHING
+    story.wait(2.0)
+    assert story.state.phase is Phase.STOPPING
+    story.stopped()
+    assert story.incident.cause == "hang"
+    assert story.incident.node == "n3"
+    assert "did not start within 60 s on n3" in story.incident.evidence
+
+
+def test_cancel_at_every_moment() -> None:
+    queued = Story().submitted()
+    queued.asked("cancel")
+    assert (queued.state.phase, queued.state.exit_code) == (Phase.CANCELLED, 80)
+    starting = Story().submitted()
+    starting.feed(
+        ev.AllocationStarted(t=START, slurm_job="1", restarts=0, nodes=("n1",), host="n1", eligible_at=START)
+    )
+    starting.asked("cancel")
+    assert starting.state.phase is Phase.CANCELLED
+    running = Story().running()
+    assert kinds(running.asked("cancel")) == ["StopWorkers"]
+    running.stopped()
+    assert (running.state.phase, running.state.exit_code) == (Phase.CANCELLED, 80)
+    assert running.state.end_reason == "cancel asked by ada"
+
+
+def test_cancel_wins_over_a_node_that_is_lost_at_the_same_time() -> None:
+    story = Story().running()
+    story.lost("n3")
+    story.asked("cancel")
+    story.stopped()
+    assert story.state.phase is Phase.CANCELLED
+    other = Story().running()
+    other.asked("cancel")
+    other.lost("n3")
+    other.stopped()
+    assert other.state.phase is Phase.CANCELLED
+
+
+def test_restart_and_drain_by_hand() -> None:
+    story = Story().running()
+    story.asked("restart")
+    story.stopped()
+    assert (story.incident.cause, story.incident.action) == ("restart_asked", "restart")
+    story.recovered(0, 20)
+    story.asked("drain", "n2")
+    story.stopped()
+    assert story.incident.action == "swap"
+    assert story.state.nodes["n2"].role is Role.FAILED
+    assert story.last(Launch).placement == ("n1", "n3")
+    story.recovered(0, 40)
+    assert kinds(Story().running().asked("drain", "n1")) == ["Dismiss"], "a spare leaves quietly"
+
+
+def test_requests_by_hand_spend_no_budget() -> None:
+    story = Story(settings=Settings(infrastructure=Budget(count=0), application=Budget(count=0))).running()
+    for number in range(4):
+        story.asked("restart")
+        story.stopped()
+        story.recovered(0, 20 + number)
+    assert story.state.phase is Phase.RUNNING
+
+
+def test_a_returning_node_is_a_suspect_and_comes_last() -> None:
+    story = Story(active=2, spares=2).running()
+    story.lost("n3")
+    story.stopped()
+    story.recovered(0, 20)
+    assert kinds(story.feed(ev.NodeJoined(t=story.t, node="n3", address="10.0.0.3", incarnation="new"))) == [
+        "Dismiss"
+    ]
+    story.feed(ev.NodeReady(t=story.t, node="n3", store_port=29000))
+    assert story.state.nodes["n3"].role is Role.SUSPECT
+    assert [node.name for node in story.state.spare_nodes()] == ["n1", "n3"]
+
+
+def test_an_agent_that_restarts_takes_its_ranks_with_it() -> None:
+    story = Story().running()
+    story.feed(ev.NodeJoined(t=story.t, node="n3", address="10.0.0.3", incarnation="new"))
+    assert story.state.phase is Phase.STOPPING
+    story.stopped()
+    assert (story.incident.cause, story.incident.action) == ("node_crash", "swap")
+    assert story.last(Launch).placement == ("n2", "n1")
+
+
+def test_an_agent_that_restarts_gets_its_place_back_when_there_is_no_spare() -> None:
+    story = Story(active=2, spares=0).running()
+    story.feed(ev.NodeJoined(t=story.t, node="n2", address="10.0.0.2", incarnation="new"))
+    story.stopped()
+    assert story.incident.action == "restart"
+    assert story.state.phase is Phase.WAITING, "it is not ready yet"
+    story.feed(ev.NodeReady(t=story.t, node="n2", store_port=29000))
+    assert story.last(Launch).placement == ("n1", "n2")
+    assert "same nodes" in story.last(Launch).reason
+    story.recovered(0, 20)
+    assert story.state.phase is Phase.RUNNING
+
+
+def test_a_node_that_never_gets_ready_again_loses_its_place() -> None:
+    story = Story().running()
+    story.failed(0, exit_code=-9)
+    story.feed(ev.WorkersStopped(t=story.t, node="n2", attempt=1, store_port=1))
+    story.feed(ev.NodeLost(t=story.t, node="n1", how="silent", silent_s=1.0))
+    story.feed(ev.NodeJoined(t=story.t, node="n3", address="10.0.0.3", incarnation="new"))
+    assert story.state.phase is Phase.WAITING
+    story.wait(29.0)
+    assert story.state.phase is Phase.WAITING
+    story.wait(2.0)
+    assert story.state.phase is Phase.REQUEUED
+
+
+def test_a_node_lost_while_waiting_is_not_held_against_a_later_incident() -> None:
+    story = Story(active=2, spares=2).running()
+    story.failed(0, message="one")
+    story.stopped()
+    story.ranks_up()
+    story.failed(0, message="two")
+    story.stopped()
+    assert story.state.phase is Phase.WAITING
+    story.lost("n3", silent_s=0.3)
+    assert "then n3: silent" in story.incident.evidence
+    story.recovered(0, 20)
+    assert "n3" not in story.state.placement
+    story.failed(0, message="three")
+    story.stopped()
+    assert story.incident.cause == "worker_exception"
+
+
+def test_an_allocation_lost_without_a_word_is_an_incident() -> None:
+    story = Story().running(30)
+    story.allocated("n4", "n5", "n6", restarts=1, queue_s=60.0)
+    assert (story.incident.cause, story.incident.action) == ("allocation_lost", "requeue")
+    story.ranks_up().restored(20).stepped(40)
+    assert not story.incident.open
+    assert story.state.restarts == 1
+
+
+def test_too_few_nodes_come_up() -> None:
+    story = Story(active=2, spares=0).submitted()
+    story.feed(
+        ev.AllocationStarted(
+            t=story.t, slurm_job="1", restarts=0, nodes=("n1", "n2"), host="n1", eligible_at=START
+        )
+    )
+    story.join("n1")
+    story.wait(200.0)
+    assert story.state.phase is Phase.STARTING
+    story.wait(150.0)
+    assert story.state.phase is Phase.REQUEUED
+    assert story.last(Requeue).exclude == ("n2",)
+
+
+def test_reports_of_an_earlier_attempt_change_nothing() -> None:
+    story = Story().running(30)
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    story.recovered(20, 40)
+    before = copy.deepcopy(story.state)
+    late: list[ev.Event] = [
+        ev.WorkersStarted(t=story.t, node="n2", attempt=1, pids=(1,)),
+        ev.WorkerFailed(t=story.t, node="n2", attempt=1, rank=0, exit_code=1),
+        ev.RanksHung(t=story.t, attempt=1, ranks=(0,), node="n2", silent_s=1.0, limit_s=1.0, evidence="late"),
+        ev.NodeFinished(t=story.t, node="n2", attempt=1),
+        ev.Progress(t=story.t, attempt=1, step=99, stepped_at=story.t, absolute=True),
+        ev.NodeLost(t=story.t, node="unknown", how="silent", silent_s=1.0),
+    ]
+    for event in late:
+        assert story.feed(event) == []
+    assert asdict(story.state) == asdict(before)
+
+
+def test_a_save_moves_the_step_on() -> None:
+    story = Story().running(10).saved(25)
+    assert (story.state.step, story.state.saved_step, story.state.stepped_at) == (25, 25, story.t)
+    story.saved(30, ok=False, error="disk full")
+    assert (story.state.saved_step, story.state.save_failures) == (25, 1)
+
+
+def every_story() -> list[Story]:
+    swap = Story(active=2, spares=2).running(40).saved(40)
+    swap.lost("n3")
+    swap.stopped()
+    swap.recovered(40, 60)
+    swap.failed(0, exit_code=-9)
+    swap.stopped()
+    swap.recovered(40, 80).finished()
+    requeue = Story(active=2, spares=0).running(30)
+    requeue.lost("n2")
+    requeue.stopped()
+    requeue.allocated("n1", "n3", restarts=1)
+    requeue.ranks_up().restored(20).stepped(40)
+    cancel = Story().running()
+    cancel.hung()
+    cancel.asked("cancel")
+    cancel.stopped()
+    return [swap, requeue, cancel]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_replay_leads_to_the_same_state_at_every_event(number: int) -> None:
+    story = every_story()[number]
+    state = initial_state(story.plan)
+    decided: list[tuple[float, Instruction]] = []
+    for event in story.events:
+        decided += [(state.now, i) for i in step(state, ev.from_json(ev.to_json(event)))]
+    assert asdict(state) == asdict(story.state)
+    assert [i for _, i in decided] == [i for _, i in story.decisions]
+
+
+def test_a_supervisor_that_takes_over_repeats_what_may_not_have_arrived() -> None:
+    story = Story().allocated()
+    again = resume(story.state)
+    assert isinstance(again[0], Launch)
+    assert again[0].placement == story.last(Launch).placement
+    story.ranks_up()
+    assert resume(story.state) == []
+    story.failed(0)
+    again = resume(story.state)
+    assert isinstance(again[0], StopWorkers)
+    assert again[0].nodes == ("n2", "n3")
+
+
+# Whatever comes, in whatever order: the state stays sound, and one event leads to a handful of decisions.
+
+
+def random_events(state: RunState, drawn: list[Moment]) -> list[ev.Event]:
+    """Applies the drawn events to `state` one by one."""
+    t, told = START, []
+    for moment in drawn:
+        t += moment[1]
+        event = next_event(state, t, moment)
+        told.append(event)
+        instructions = step(state, event)
+        state.check()
+        assert len(instructions) <= 2 + len(NODES), instructions
+        for instruction in instructions:
+            assert instruction.reason
+            if isinstance(instruction, Launch):
+                assert len(instruction.placement) == state.active
+    return told
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(moments, max_size=80), st.booleans(), st.integers(1, 3))
+def test_no_order_of_events_breaks_the_state(drawn: list[Moment], requeue: bool, active: int) -> None:
+    plan = Story(active=active, spares=1, requeue=requeue).plan
+    state = initial_state(plan)
+    told = random_events(state, drawn)
+    again = initial_state(plan)
+    for event in told:
+        step(again, event)
+    assert asdict(again) == asdict(state)
+    for before, after in zip(state.incidents, state.incidents[1:], strict=False):
+        assert before.id + 1 == after.id
+    for incident in state.incidents:
+        assert all(seconds >= 0 for seconds in incident.seconds().values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(moments, max_size=60), st.integers(1, 3))
+def test_from_anywhere_quiet_agents_lead_to_running_or_to_an_end(drawn: list[Moment], active: int) -> None:
+    """After any prefix: nodes that live do as told, new allocations are granted. No state is a trap."""
+    story = Story(active=active, spares=1)
+    random_events(story.state, drawn)
+    story.t = story.state.now
+    for _ in range(60):
+        if story.state.phase is Phase.RUNNING or story.state.ended:
+            return
+        obey(story)
+    raise AssertionError(f"stuck in {story.state.phase}")
+
+
+def obey(story: Story) -> None:
+    """One round of what well-behaved agents and Slurm would do."""
+    state = story.state
+    if state.phase in (Phase.QUEUED, Phase.REQUEUED):
+        names = [f"m{len(story.events)}-{i}" for i in range(state.active + 1)]
+        story.feed(
+            ev.AllocationStarted(
+                t=story.t, slurm_job="9", restarts=len(story.events), nodes=tuple(names), host=names[0],
+                eligible_at=story.t,
+            )
+        )  # fmt: skip
+    for node in list(state.nodes.values()):
+        if state.phase is Phase.STOPPING and node.name in state.placement and node.role is not Role.FAILED:
+            story.feed(ev.WorkersStopped(t=story.t, node=node.name, attempt=state.attempt, store_port=1))
+        elif state.phase is Phase.LAUNCHING and node.name in state.placement:
+            story.feed(ev.WorkersStarted(t=story.t, node=node.name, attempt=state.attempt, pids=(1,)))
+        elif not node.incarnation:
+            story.feed(ev.NodeJoined(t=story.t, node=node.name, address="a", incarnation="i"))
+        elif not node.ready and node.role is not Role.FAILED and state.phase is not Phase.RUNNING:
+            story.feed(ev.NodeReady(t=story.t, node=node.name, store_port=1))
+    story.wait(10.0)

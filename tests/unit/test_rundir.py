@@ -1,0 +1,155 @@
+"""The run directory: who may read it, and that a file in it is whole or absent."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jurymast.core.settings import Budget, RunPlan, Settings
+from jurymast.errors import RunDirectoryError
+from jurymast.rundir import RunDirectory, write_atomically
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    made = RunDirectory(tmp_path / "runs" / "run-1")
+    made.create()
+    return made
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_only_the_user_may_enter_and_read(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        directory = RunDirectory(tmp_path / "run-1")
+        directory.create()
+        write_atomically(directory.root / "any", b"x")
+    finally:
+        os.umask(before)
+    entries = [directory.root, *directory.root.rglob("*")]
+    assert {mode(path) for path in entries if path.is_dir()} == {0o700}
+    assert {mode(path) for path in entries if path.is_file()} == {0o600}
+    assert directory.secret_file in entries
+
+
+def test_each_run_has_a_secret_of_its_own(tmp_path: Path) -> None:
+    made = [RunDirectory(tmp_path / f"run-{n}") for n in range(3)]
+    for directory in made:
+        directory.create()
+    found = {directory.secret() for directory in made}
+    assert len(found) == 3
+    assert {len(secret) for secret in found} == {32}
+
+
+@pytest.mark.parametrize("bits", [0o640, 0o604, 0o660, 0o602, 0o610])
+def test_a_secret_that_others_could_touch_is_refused(directory: RunDirectory, bits: int) -> None:
+    directory.secret_file.chmod(bits)
+    with pytest.raises(RunDirectoryError, match="by others") as caught:
+        directory.secret()
+    assert "chmod 600" in caught.value.hint
+    directory.secret_file.chmod(0o600)
+    assert len(directory.secret()) == 32
+
+
+def test_a_missing_or_damaged_secret_is_told(directory: RunDirectory) -> None:
+    directory.secret_file.write_text("not hexadecimal")
+    with pytest.raises(RunDirectoryError, match="secret"):
+        directory.secret()
+    directory.secret_file.unlink()
+    with pytest.raises(RunDirectoryError, match="secret"):
+        directory.secret()
+
+
+def test_a_run_never_takes_over_a_directory_that_exists(directory: RunDirectory) -> None:
+    secret = directory.secret()
+    with pytest.raises(RunDirectoryError, match="exists") as caught:
+        directory.create()
+    assert "--runs" in caught.value.hint
+    assert directory.secret() == secret
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="cannot create"):
+        RunDirectory(tmp_path / "file" / "run-1").create()
+
+
+def test_a_plan_comes_back_as_it_was(directory: RunDirectory) -> None:
+    plan = RunPlan(
+        run="r", name="r", directory=str(directory.root), cluster="slurm", active=32, spares=2,
+        ranks_per_node=8, script="train.py", arguments=("--lr", "1e-3"), exclude=("n3",),
+        settings=Settings(hang_s=0.0, application=Budget(count=1, window_s=60.0)),
+    )  # fmt: skip
+    directory.save_plan(plan)
+    assert directory.plan() == plan
+    directory.plan_file.write_text('{"run": "r"}')
+    with pytest.raises(RunDirectoryError):
+        directory.plan()
+
+
+def test_a_failed_write_leaves_the_old_content_and_nothing_else(directory: RunDirectory) -> None:
+    """The file may grow to 1000 bytes, as on a disk that is full then."""
+    write_atomically(directory.plan_file, b"old")
+    before = sorted(directory.root.iterdir())
+    code = """
+import resource, sys
+from pathlib import Path
+from jurymast.rundir import write_atomically
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write_atomically(Path(sys.argv[1]), b"new" * 1000)
+except OSError as error:
+    print("refused:", error.strerror)
+"""
+    command = [sys.executable, "-c", code, str(directory.plan_file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.startswith("refused:")
+    assert directory.plan_file.read_bytes() == b"old"
+    assert sorted(directory.root.iterdir()) == before
+
+
+def test_a_write_that_cannot_take_its_place_leaves_nothing(directory: RunDirectory) -> None:
+    (directory.root / "taken").mkdir()
+    before = sorted(directory.root.iterdir())
+    with pytest.raises(OSError, match="taken"):
+        write_atomically(directory.root / "taken", b"x")
+    assert sorted(directory.root.iterdir()) == before
+
+
+def test_a_reader_never_sees_a_part(directory: RunDirectory) -> None:
+    path = directory.root / "state"
+    contents = [bytes([letter]) * size for letter, size in ((65, 300_000), (66, 10), (67, 70_000))]
+    write_atomically(path, contents[0])
+    done = threading.Event()
+
+    def write() -> None:
+        for n in range(300):
+            write_atomically(path, contents[n % 3], durable=False)
+        done.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = set()
+    while not done.is_set():
+        seen.add(path.read_bytes())
+    thread.join()
+    assert seen <= set(contents)
+    assert len(list(directory.root.glob(".*"))) == 0
+
+
+def test_the_newest_attempt_is_zero_until_there_is_one(directory: RunDirectory) -> None:
+    assert directory.newest_attempt() == 0
+    directory.attempt_file.write_text("damaged")
+    assert directory.newest_attempt() == 0
+    write_atomically(directory.attempt_file, b"12")
+    assert directory.newest_attempt() == 12

@@ -1,0 +1,179 @@
+"""Rules of style that a formatter cannot hold. They only tighten: an exception no longer needed must go."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TREES = ("launcher", "plugins", "slurm", "tests", "benchmarks")
+PRODUCT = ("launcher/", "plugins/")
+FUNCTION_LINES = 70
+FILE_LINES = 600
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One file: its path from the repository's root, its text, and its syntax tree."""
+
+    name: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.name)
+
+    def calls(self) -> Iterator[ast.Call]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """(line, first part of the module's name) of every absolute import, at whatever depth."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield node.lineno, alias.name.partition(".")[0]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                yield node.lineno, node.module.partition(".")[0]
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    paths = [path for tree in TREES for path in sorted((ROOT / tree).rglob("*.py"))]
+    return tuple(Source(str(path.relative_to(ROOT)), path.read_text()) for path in paths)
+
+
+def long_functions(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+            lines = node.end_lineno - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                yield f"{source.name}:{node.lineno}: {node.name} has {lines} lines, most is {FUNCTION_LINES}"
+
+
+def long_files(source: Source) -> Iterator[str]:
+    lines = len(source.text.splitlines())
+    if lines > FILE_LINES:
+        yield f"{source.name}: {lines} lines, most is {FILE_LINES}"
+
+
+def silent_modules(source: Source) -> Iterator[str]:
+    if source.text.strip() and not ast.get_docstring(source.tree):
+        yield f"{source.name}: the module does not say what it is for"
+
+
+def sleeps(source: Source) -> Iterator[str]:
+    """A test waits for something, with a deadline; it does not hope that a time was long enough."""
+    if source.name.startswith("tests/"):
+        for call in source.calls():
+            if ast.unparse(call.func) in ("time.sleep", "sleep"):
+                yield f"{source.name}:{call.lineno}: sleeps"
+
+
+def prints(source: Source) -> Iterator[str]:
+    """Only commands talk to people; everything else returns or raises."""
+    if source.name.startswith(PRODUCT) and not source.name.startswith("launcher/jurymast/cli/"):
+        for call in source.calls():
+            if ast.unparse(call.func) in ("print", "click.echo", "sys.stdout.write"):
+                yield f"{source.name}:{call.lineno}: prints"
+
+
+def shells(source: Source) -> Iterator[str]:
+    for call in source.calls():
+        function = ast.unparse(call.func)
+        if any(keyword.arg == "shell" for keyword in call.keywords) or function in ("os.system", "os.popen"):
+            yield f"{source.name}:{call.lineno}: a shell would read the arguments again"
+
+
+def pickles(source: Source) -> Iterator[str]:
+    """Nothing that came over the wire or from a file is ever unpickled by our own code."""
+    modules = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
+    if source.name.startswith(PRODUCT):
+        for line, module in source.imports():
+            if module in modules:
+                yield f"{source.name}:{line}: imports {module}"
+
+
+def unpickles(source: Source) -> Iterator[str]:
+    if source.name.startswith(PRODUCT):
+        for call in source.calls():
+            if ast.unparse(call.func) in ("pickle.load", "pickle.loads", "pickle.Unpickler"):
+                yield f"{source.name}:{call.lineno}: unpickles"
+
+
+def broad_silence(source: Source) -> Iterator[str]:
+    """`except Exception: pass` hides the very errors that this program exists to report."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = ast.unparse(node.type) if node.type else ""
+        if caught in ("", "Exception", "BaseException") and all(isinstance(x, ast.Pass) for x in node.body):
+            yield f"{source.name}:{node.lineno}: swallows every error"
+
+
+Rule = Callable[[Source], Iterator[str]]
+
+# rule: (a source that breaks it, as if it were that file; the files that may break it)
+RULES: dict[Rule, tuple[Source, set[str]]] = {
+    long_functions: (Source("launcher/a.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES), set()),
+    long_files: (Source("tests/a.py", "x = 1\n" * (FILE_LINES + 1)), set()),
+    silent_modules: (Source("slurm/a.py", "x = 1\n"), set()),
+    sleeps: (
+        Source("tests/a.py", "import time\ntime.sleep(1)\n"),
+        {
+            "tests/support/runs.py",  # polls a condition until a deadline
+            "tests/support/waiting.py",
+            "tests/scripts/checkpoint_ranks.py",  # trainings whose steps take time
+            "tests/scripts/train_plain.py",
+            "tests/scripts/train_tiny.py",
+        },
+    ),
+    prints: (
+        Source("launcher/jurymast/core/a.py", "print(1)\n"),
+        {
+            # Processes without a terminal: what they print is their log.
+            "launcher/jurymast/agent/__main__.py",
+            "launcher/jurymast/agent/agent.py",
+            "launcher/jurymast/agent/succession.py",
+            "launcher/jurymast/cluster/batch.py",
+            "launcher/jurymast/cluster/entry.py",
+            "launcher/jurymast/cluster/lift.py",
+            "launcher/jurymast/supervisor/__main__.py",
+            "launcher/jurymast/supervisor/supervisor.py",
+            "launcher/jurymast/worker/entry.py",
+            "launcher/jurymast/demo/train_gpt.py",  # a user's script
+        },
+    ),
+    shells: (Source("slurm/a.py", "import subprocess\nsubprocess.run('x', shell=True)\n"), set()),
+    pickles: (
+        Source("launcher/a.py", "def f():\n    from pickle import loads\n"),
+        {"launcher/jurymast/checkpoint/tree.py"},  # to hash what torch pickles as well
+    ),
+    unpickles: (Source("launcher/a.py", "import pickle\npickle.loads(b'')\n"), set()),
+    broad_silence: (Source("tests/a.py", "try:\n    f()\nexcept Exception:\n    pass\n"), set()),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(rule: Rule) -> None:
+    _, allowed = RULES[rule]
+    broken = {source.name: found for source in sources() if (found := list(rule(source)))}
+    new = [line for name, found in broken.items() if name not in allowed for line in found]
+    assert not new, "\n".join(new)
+    needless = allowed - broken.keys()
+    assert not needless, f"no longer exceptions of {rule.__name__}: remove {', '.join(sorted(needless))}"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_finds_what_it_is_for(rule: Rule) -> None:
+    planted, _ = RULES[rule]
+    assert list(rule(planted))
+
+
+def test_no_rule_is_checked_against_nothing() -> None:
+    assert len(sources()) > 100
+    assert {source.name.partition("/")[0] for source in sources()} >= {"launcher", "slurm", "tests"}

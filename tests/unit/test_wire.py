@@ -1,0 +1,441 @@
+"""The wire over real sockets: who does not know the secret, or touches a frame on its way, gets nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from jurymast.core.settings import RunPlan
+from jurymast.errors import AuthenticationError, ProtocolError, RunCancelledError
+from jurymast.rundir import RunDirectory
+from jurymast.wire import channel
+from jurymast.wire.ask import ask
+from jurymast.wire.channel import Channel
+from jurymast.wire.endpoint import Endpoint, announce, claim_epoch, find, newest_epoch
+
+SECRET = secrets.token_bytes(32)
+LIMIT_S = 20.0
+HELLO_BYTES = len(channel.MAGIC) + channel.NONCE_BYTES
+PROOF_BYTES = 2 * channel.NONCE_BYTES
+HEAD_BYTES = 4 + channel.TAG_BYTES
+
+Result = TypeVar("Result")
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+def run(work: Awaitable[Result]) -> Result:
+    async def limited() -> Result:
+        return await asyncio.wait_for(work, LIMIT_S)
+
+    return asyncio.run(limited())
+
+
+@asynccontextmanager
+async def listening(handler: Handler) -> AsyncIterator[int]:
+    """Port of a server on the loopback interface; its connections are closed at the end."""
+    tasks: set[asyncio.Task[None]] = set()
+    writers: list[asyncio.StreamWriter] = []
+
+    def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        tasks.add(asyncio.ensure_future(handler(reader, writer)))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Server:
+    """Takes one connection; `outcome` is what accepting it came to."""
+
+    def __init__(self, secret: bytes = SECRET) -> None:
+        self._secret = secret
+        self.outcome: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            self.outcome.set_result(await channel.accept(reader, writer, self._secret))
+        except (OSError, AuthenticationError) as error:
+            writer.close()
+            self.outcome.set_exception(error)
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[Channel, Channel]]:
+    """(client, server) over a real connection."""
+    server = Server()
+    async with listening(server) as port:
+        client = await channel.connect("127.0.0.1", port, SECRET)
+        try:
+            yield client, await server.outcome
+        finally:
+            client.close()
+
+
+def test_messages_come_in_order_and_whole_both_ways() -> None:
+    async def work() -> None:
+        async with connected() as (client, server):
+            sent = [{"n": n, "text": "é" * n} for n in (0, 1, 70_000)]
+            for message in sent:
+                client.send(message)
+                server.send({"back": message["n"]})
+            assert [await server.receive() for _ in sent] == sent
+            assert [(await client.receive())["back"] for _ in sent] == [0, 1, 70_000]
+            client.close()
+            with pytest.raises(ConnectionError):
+                await server.receive()
+
+    run(work())
+
+
+def test_a_client_with_another_secret_is_refused() -> None:
+    async def work() -> None:
+        server = Server()
+        async with listening(server) as port:
+            with pytest.raises(ConnectionError):
+                await channel.connect("127.0.0.1", port, secrets.token_bytes(32))
+            with pytest.raises(AuthenticationError):
+                await server.outcome
+
+    run(work())
+
+
+async def _answer_with_noise(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(channel.MAGIC + secrets.token_bytes(channel.NONCE_BYTES))
+    await reader.readexactly(PROOF_BYTES)
+    writer.write(secrets.token_bytes(channel.NONCE_BYTES))
+
+
+async def _reflect_the_proof(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Gives the client its own proof back, as if it were the server's."""
+    writer.write(channel.MAGIC + secrets.token_bytes(channel.NONCE_BYTES))
+    writer.write((await reader.readexactly(PROOF_BYTES))[channel.NONCE_BYTES :])
+
+
+@pytest.mark.parametrize("imposter", [_answer_with_noise, _reflect_the_proof])
+def test_a_server_without_the_secret_is_refused(imposter: Handler) -> None:
+    async def work() -> None:
+        async with listening(imposter) as port:
+            with pytest.raises(AuthenticationError):
+                await channel.connect("127.0.0.1", port, SECRET)
+
+    run(work())
+
+
+def test_a_server_of_another_kind_is_refused() -> None:
+    async def work() -> None:
+        async def web_server(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+        async with listening(web_server) as port:
+            with pytest.raises(ProtocolError):
+                await channel.connect("127.0.0.1", port, SECRET)
+
+    run(work())
+
+
+async def _say_nothing(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+    pass
+
+
+async def _say_hello_only(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(channel.MAGIC + secrets.token_bytes(channel.NONCE_BYTES))
+
+
+@pytest.mark.parametrize("silent", [_say_nothing, _say_hello_only])
+def test_connecting_to_a_server_that_falls_silent_ends_in_time(silent: Handler) -> None:
+    async def work() -> None:
+        async with listening(silent) as port:
+            began = time.monotonic()
+            with pytest.raises(asyncio.TimeoutError):
+                await channel.connect("127.0.0.1", port, SECRET, limit_s=0.2)
+            assert 0.19 < time.monotonic() - began < 2.0
+
+    run(work())
+
+
+# A man in the middle, who sees and may change everything that goes to the server.
+
+Frames = list[bytes]
+
+
+def flip_payload(frames: Frames) -> Frames:
+    return [frames[0][:-2] + bytes([frames[0][-2] ^ 1]) + frames[0][-1:], *frames[1:]]
+
+
+def flip_tag(frames: Frames) -> Frames:
+    return [frames[0][:4] + bytes([frames[0][4] ^ 128]) + frames[0][5:], *frames[1:]]
+
+
+def shorten(frames: Frames) -> Frames:
+    length = len(frames[0]) - HEAD_BYTES - 1
+    return [struct.pack(">I", length) + frames[0][4:-1], *frames[1:]]
+
+
+def forge(frames: Frames) -> Frames:
+    payload = b'{"do":"leave"}'
+    return [struct.pack(">I", len(payload)) + secrets.token_bytes(channel.TAG_BYTES) + payload, *frames]
+
+
+def leave_out(frames: Frames) -> Frames:
+    return frames[1:]
+
+
+def swap(frames: Frames) -> Frames:
+    return [frames[1], frames[0], *frames[2:]]
+
+
+@asynccontextmanager
+async def man_in_the_middle(port: int, change: Callable[[Frames], Frames], count: int) -> AsyncIterator[int]:
+    """Port that leads to `port`: the handshake passes untouched, then `count` frames are held and changed."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(await server_reader.readexactly(HELLO_BYTES))
+            server_writer.write(await reader.readexactly(PROOF_BYTES))
+            writer.write(await server_reader.readexactly(channel.NONCE_BYTES))
+            frames = []
+            for _ in range(count):
+                head = await reader.readexactly(HEAD_BYTES)
+                frames.append(head + await reader.readexactly(struct.unpack(">I", head[:4])[0]))
+            server_writer.write(b"".join(change(frames)))
+            await asyncio.Event().wait()
+        finally:
+            server_writer.close()
+
+    async with listening(relay) as own_port:
+        yield own_port
+
+
+@pytest.mark.parametrize("change", [flip_payload, flip_tag, shorten, forge, leave_out, swap])
+def test_a_changed_frame_ends_the_connection(change: Callable[[Frames], Frames]) -> None:
+    async def work() -> None:
+        server = Server()
+        async with listening(server) as port, man_in_the_middle(port, change, 3) as relayed:
+            client = await channel.connect("127.0.0.1", relayed, SECRET)
+            for n in range(3):
+                client.send({"n": n})
+            accepted = await server.outcome
+            with pytest.raises(AuthenticationError):
+                await accepted.receive()
+            client.close()
+
+    run(work())
+
+
+def test_a_repeated_frame_ends_the_connection() -> None:
+    async def work() -> None:
+        server = Server()
+        async with listening(server) as port, man_in_the_middle(port, lambda f: f * 2, 1) as relayed:
+            client = await channel.connect("127.0.0.1", relayed, SECRET)
+            client.send({"pay": 1})
+            accepted = await server.outcome
+            assert await accepted.receive() == {"pay": 1}
+            with pytest.raises(AuthenticationError):
+                await accepted.receive()
+            client.close()
+
+    run(work())
+
+
+def test_a_frame_sent_back_to_its_sender_is_refused() -> None:
+    async def work() -> None:
+        async def mirror(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await channel.accept(reader, writer, SECRET)
+            writer.write(await reader.readexactly(HEAD_BYTES + len(b'{"n":1}')))
+
+        async with listening(mirror) as port:
+            client = await channel.connect("127.0.0.1", port, SECRET)
+            client.send({"n": 1})
+            with pytest.raises(AuthenticationError):
+                await client.receive()
+            client.close()
+
+    run(work())
+
+
+def test_a_recorded_connection_cannot_be_played_again() -> None:
+    recorded: list[bytes] = []
+
+    async def work() -> None:
+        first, second = Server(), Server()
+        async with listening(first) as port:
+
+            async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(await server_reader.readexactly(HELLO_BYTES))
+                recorded.append(await reader.readexactly(PROOF_BYTES))
+                server_writer.write(recorded[0])
+                writer.write(await server_reader.readexactly(channel.NONCE_BYTES))
+                recorded.append(await reader.readexactly(HEAD_BYTES + len(b'{"n":1}')))
+                server_writer.close()
+
+            async with listening(record) as recording:
+                client = await channel.connect("127.0.0.1", recording, SECRET)
+                client.send({"n": 1})
+                while len(recorded) < 2:
+                    await asyncio.sleep(0.01)
+                client.close()
+        async with listening(second) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"".join(recorded))
+            with pytest.raises(AuthenticationError):
+                await second.outcome
+            writer.close()
+
+    run(work())
+
+
+def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
+    async def work() -> None:
+        server = Server()
+        async with listening(server) as port:
+            client = await channel.connect("127.0.0.1", port, SECRET)
+            client._writer.write(struct.pack(">I", channel.FRAME_BYTES_MAX + 1) + bytes(channel.TAG_BYTES))
+            accepted = await server.outcome
+            with pytest.raises(ProtocolError):
+                await accepted.receive()
+            client.close()
+
+    run(work())
+
+
+def test_a_message_that_is_no_object_is_refused() -> None:
+    async def work() -> None:
+        async with connected() as (client, server):
+            nonsense: Any = ["not", "an", "object"]
+            client.send(nonsense)
+            with pytest.raises(ProtocolError):
+                await server.receive()
+
+    run(work())
+
+
+# A supervisor's port, as anybody on the network finds it.
+
+
+@contextmanager
+def supervised(folder: Path) -> Iterator[tuple[RunDirectory, Endpoint]]:
+    """A run on the local cluster, as soon as its supervisor listens; cancelled at the end."""
+    directory = RunDirectory(folder / "run")
+    directory.create()
+    script = folder / "wait.py"
+    script.write_text("import threading; threading.Event().wait()")
+    directory.save_plan(
+        RunPlan(
+            run="wire", name="wire", directory=str(directory.root), cluster="local", active=1, spares=0,
+            ranks_per_node=1, script=str(script), working_directory=str(folder),
+            python=sys.executable, submitted_at=time.time(),
+        )
+    )  # fmt: skip
+    command = [sys.executable, "-m", "jurymast.cluster.batch", str(directory.root)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as batch:
+        try:
+            yield directory, _announced(directory)
+            answer = ask(directory, "cancel", by="the test")
+            assert answer is not None
+            assert answer["ok"]
+            assert batch.wait(LIMIT_S) == RunCancelledError.exit_code
+        finally:
+            if batch.poll() is None:
+                batch.terminate()
+
+
+def _announced(directory: RunDirectory) -> Endpoint:
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        found = find(directory.epochs)
+        if found is not None:
+            return found
+    raise AssertionError("the supervisor did not announce itself")
+
+
+def _garbage() -> Iterator[bytes]:
+    yield b""
+    yield b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    yield bytes(PROOF_BYTES)
+    yield b"\xff" * 1_000_000
+    yield secrets.token_bytes(PROOF_BYTES - 1)
+    yield json.dumps({"say": "ask", "what": "cancel"}).encode() * 10
+
+
+def test_a_supervisor_survives_garbage_and_hangs_up_on_silence(tmp_path: Path) -> None:
+    with supervised(tmp_path) as (_, place):
+        where = (place.hosts[0], place.port)
+        silent = [socket.create_connection(where, timeout=LIMIT_S) for _ in range(50)]
+        began = time.monotonic()
+        for noise in _garbage():
+            with socket.create_connection(where, timeout=LIMIT_S) as connection:
+                try:
+                    connection.sendall(noise)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):
+                        pass
+                except ConnectionError:
+                    pass
+        for connection in silent:
+            with connection:
+                assert connection.recv(HELLO_BYTES).startswith(channel.MAGIC)
+                assert connection.recv(1) == b""
+        assert time.monotonic() - began < channel.HANDSHAKE_LIMIT_S + 3.0
+
+
+def test_a_supervisor_survives_an_agent_that_talks_nonsense(tmp_path: Path) -> None:
+    nonsense: list[Any] = [
+        {}, {"say": ["ask"]}, {"say": "ask", "what": 7}, {"say": "hello"}, {"say": "hello", "node": 1}, [1],
+    ]  # fmt: skip
+
+    async def talk(place: Endpoint, secret: bytes) -> None:
+        for message in nonsense:
+            connection = await channel.connect(place.hosts[0], place.port, secret)
+            connection.send(message)
+            await connection.drain()
+            connection.close()
+
+    with supervised(tmp_path) as (directory, place):
+        run(talk(place, directory.secret()))
+
+
+# Epochs: the fence between two supervisors.
+
+
+def test_two_claimants_never_get_the_same_epoch(tmp_path: Path) -> None:
+    code = "from jurymast.wire.endpoint import claim_epoch as c, Path; import sys\n"
+    code += "for _ in range(50): print(c(Path(sys.argv[1])))"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    claimants = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    epochs = [int(word) for claimant in claimants for word in claimant.communicate(timeout=30)[0].split()]
+    assert sorted(epochs) == list(range(1, 201))
+    assert newest_epoch(tmp_path) == 200
+    assert claim_epoch(tmp_path) == 201
+
+
+def test_the_newest_endpoint_that_can_be_read_is_found(tmp_path: Path) -> None:
+    assert find(tmp_path) is None
+    places = [Endpoint(epoch, ("10.0.0.1", "n1"), 4000 + epoch, "n1", "7.0", 99) for epoch in (1, 2, 3)]
+    for place in places:
+        announce(tmp_path, place)
+    assert find(tmp_path) == places[2]
+    (tmp_path / "000003.json").write_bytes(b'{"epoch": 3, "hos')
+    assert find(tmp_path) == places[1]
+    assert (tmp_path / "000001.json").stat().st_mode & 0o777 == 0o600
