@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from testcluster.cluster import Cluster, resolved
 from testcluster.errors import ClusterError
-from testcluster.settings import DEFAULT_DIR, DIR_VARIABLE, SCRATCH, SLURM_CHOICES
+from testcluster.settings import DEFAULT_DIR, DEFAULT_SLURMD_TIMEOUT_S, DIR_VARIABLE, SCRATCH, SLURM_CHOICES
 
 _EXIT_ERROR = 1
 _FAULTS_WITHOUT_OPTIONS = {
@@ -87,7 +87,7 @@ def _add_up(commands: Any, common: argparse.ArgumentParser) -> None:
     up.add_argument("--cpus", type=int, default=8, help="processors that Slurm sees on a node")
     up.add_argument("--gpus", type=int, default=8, help="stand-in GPUs that Slurm sees on a node")
     up.add_argument("--slurm", choices=SLURM_CHOICES, default=SLURM_CHOICES[0])
-    up.add_argument("--slurmd-timeout", type=int, default=10, metavar="SECONDS", help="SlurmdTimeout")
+    up.add_argument("--slurmd-timeout", type=int, default=DEFAULT_SLURMD_TIMEOUT_S, metavar="SECONDS")
     up.add_argument("--python", type=Path, default=None, help="the Python that jobs use (the repository's)")
     up.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="more of slurm.conf")
     up.add_argument("--json", action="store_true")

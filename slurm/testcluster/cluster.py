@@ -24,6 +24,7 @@ from testcluster.processes import wait_until
 from testcluster.settings import (
     CONTROLLER,
     DEFAULT_DIR,
+    DEFAULT_SLURMD_TIMEOUT_S,
     DIR_VARIABLE,
     LOGIN,
     MAX_NODES,
@@ -70,7 +71,7 @@ class Cluster:
         gpus: int = 8,
         slurm: str = "system",
         directory: Path | None = None,
-        slurmd_timeout_s: int = 10,
+        slurmd_timeout_s: int = DEFAULT_SLURMD_TIMEOUT_S,
         python: Path | None = None,
         conf: Sequence[str] = (),
     ) -> Cluster:

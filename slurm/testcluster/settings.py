@@ -25,6 +25,7 @@ LOGIN_HOST_NUMBER = 2
 FIRST_NODE_HOST_NUMBER = 11
 MAX_NODES = 200
 
+DEFAULT_SLURMD_TIMEOUT_S = 15
 SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818
 PARTITION = "main"
@@ -64,7 +65,7 @@ class Options:
     cpus: int = 8
     gpus: int = 8
     slurm: str = SLURM_SYSTEM
-    slurmd_timeout_s: int = 10
+    slurmd_timeout_s: int = DEFAULT_SLURMD_TIMEOUT_S
     python: str = ""
     shm_mib: int = 4096
     scratch_mib: int = 2048

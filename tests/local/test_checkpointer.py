@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import time
 from collections import Counter, OrderedDict
@@ -428,79 +427,63 @@ def test_ranks_that_save_by_time_save_together(tmp_path: Path) -> None:
 
 # ---- torchrun
 
-LIMIT_S = 60.0
-TINY = ("--steps", "40", "--width", "384", "--save-every", "8")
+LIMIT_S = 100.0
+TINY = ("--steps", "40", "--width", "256", "--save-every", "8")
 
 
 @contextmanager
 def torchrun(folder: Path, *arguments: str) -> Iterator[psutil.Popen]:
-    """train_tiny.py on two ranks under plain torchrun; nothing of it is left afterwards."""
+    """train_tiny.py on two ranks under plain torchrun, restarted once; nothing is left of it afterwards."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ["--max-restarts", "1", str(SCRIPTS / "train_tiny.py"), *TINY]
+    options = ["--checkpoints", str(folder / "checkpoints"), "--out", str(folder / "out.json"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    folder.mkdir()
     with open(folder / "log", "ab") as log:
-        process = psutil.Popen(
-            [
-                *command,
-                str(SCRIPTS / "train_tiny.py"),
-                *TINY,
-                "--checkpoints",
-                str(folder / "checkpoints"),
-                *arguments,
-            ],
-            stdout=log,
-            stderr=log,
-            env=environment,
-        )
+        process = psutil.Popen([*command, *script, *options], stdout=log, stderr=log, env=environment)
     try:
         yield process
     finally:
-        kill_all(process)
+        if process.is_running():
+            kill([process, *process.children(recursive=True)])
 
 
-def kill_all(process: psutil.Popen) -> None:
-    """SIGKILL torchrun and its workers, each by its id, as the loss of a node does."""
-    doomed = [process, *process.children(recursive=True)] if process.is_running() else [process]
-    for one in doomed:
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
         try:
-            one.kill()
+            process.kill()
         except psutil.NoSuchProcess:
             pass
-    psutil.wait_procs(doomed, timeout=LIMIT_S)
+    psutil.wait_procs(processes, timeout=LIMIT_S)
 
 
-def freeze_while_saving(process: psutil.Popen, directory: Path) -> None:
-    """Return with all workers stopped in the middle of a save, at least one earlier one being complete."""
+def freeze_while_saving(process: psutil.Popen, directory: Path) -> list[psutil.Process]:
+    """Stop the workers in the middle of a save, at least one earlier one being complete; returns them."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         assert process.is_running()
         names = os.listdir(directory) if directory.exists() else []
-        if any(name.startswith(".saving") for name in names) and any(
-            name.startswith("step") for name in names
-        ):
-            workers = process.children()
+        if any(name.startswith(".saving") for name in names) and CheckpointDirectory(directory).complete():
+            workers: list[psutil.Process] = process.children()
             for worker in workers:
                 worker.suspend()
             if any(directory.glob(".saving-*/__*")):
-                return
+                return workers
             for worker in workers:
-                worker.send_signal(signal.SIGCONT)
+                worker.resume()
         time.sleep(0.001)  # a save takes some ten times that
     raise AssertionError("no save was seen")
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    """Killed there, started again: the weights of a training that nothing happened to, bit for bit."""
+    """Killed there, restarted: the weights of a training that nothing happened to, bit for bit."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    for folder in (straight, killed):
-        folder.mkdir()
-    with torchrun(straight, "--save-every", "never", "--out", str(straight / "out.json")) as process:
+    with torchrun(straight, "--save-every", "never") as process:
         assert process.wait(LIMIT_S) == 0, (straight / "log").read_text()
-    with torchrun(killed, "--out", str(killed / "out.json")) as process:
-        freeze_while_saving(process, killed / "checkpoints")
-        kill_all(process)
-    newest = CheckpointDirectory(killed / "checkpoints").complete()[0]
-    assert list((killed / "checkpoints").glob(".saving-*"))
-    with torchrun(killed, "--out", str(killed / "out.json")) as process:
+    with torchrun(killed) as process:
+        workers = freeze_while_saving(process, killed / "checkpoints")
+        newest = CheckpointDirectory(killed / "checkpoints").complete()[0]
+        kill(workers)
         assert process.wait(LIMIT_S) == 0, (killed / "log").read_text()
     expected, got = (json.loads((folder / "out.json").read_text()) for folder in (straight, killed))
     assert 0 < newest < 40

@@ -171,3 +171,59 @@ def test_the_batch_host_dies(cluster: Cluster, tmp_path: Path, undisturbed: str,
     assert [i.action for i in state.incidents] == ([] if spares else ["requeue"]), run.story()
     assert weights(cluster, tmp_path) == undisturbed
     cluster.wait_job(run.job, "COMPLETED", "CANCELLED", "NODE_FAIL", "FAILED")
+
+
+def test_a_script_that_always_crashes_ends_the_job_with_its_code(cluster: Cluster, tmp_path: Path) -> None:
+    runs = cluster.shared / tmp_path.name
+    code, told, error = jurymast(
+        cluster, "submit", "--runs", str(runs), "--parsable", "--nodes", "3", "--spares", "1", "--",
+        str(SCRIPTS / "crash.py"), "--rank", "2",
+    )  # fmt: skip
+    assert code == 0, error
+    run_id, job = told.strip().split(";")
+    run = SlurmRun(cluster, runs / run_id, int(job))
+    state = run.wait_end(60)
+    victim = state.placement[2]
+    code, told, _ = jurymast(cluster, "status", "--runs", str(runs), job)
+    assert code == 0
+    for words in ("failed", "ZeroDivisionError", "rank 2", victim, "crash loop"):
+        assert words in told, told
+    ended = cluster.wait_job(run.job, "FAILED")
+    assert ended["ExitCode"] == "1:0"
+
+
+@pytest.mark.parametrize("way", ["jurymast", "scancel"])
+def test_cancel_ends_the_job_and_the_run(cluster: Cluster, tmp_path: Path, way: str) -> None:
+    run = submit(cluster, tmp_path, "--nodes", "2", "--spares", "1", arguments=("--steps", "100000"))
+    run.wait_step(5)
+    if way == "jurymast":
+        code, _, error = jurymast(cluster, "cancel", str(run.directory.root))
+        assert code == 0, error
+    else:
+        cluster.login(["scancel", str(run.job)], timeout_s=10)
+    state = run.wait_end(20)
+    assert (state.phase.value, state.incidents) == ("cancelled", [])
+    cluster.wait_job(run.job, "CANCELLED", "FAILED")
+
+
+@pytest.mark.parametrize(
+    ("options", "script", "exit_code", "words"),
+    [
+        (("--nodes", "3"), "/nowhere/train.py", 66, "/nowhere/train.py"),
+        (("--nodes", "4", "--spares", "3"), str(SCRIPTS / "train_tiny.py"), 64, "6"),
+        (("--nodes", "2", "--runs", "/proc/runs"), str(SCRIPTS / "train_tiny.py"), 73, "/proc/runs"),
+        (("--nodes", "2", "--partion=main"), str(SCRIPTS / "train_tiny.py"), 64, "--partition"),
+        (("--nodes", "2", "--partition=nowhere"), str(SCRIPTS / "train_tiny.py"), 64, "nowhere"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_submits_nothing(
+    cluster: Cluster, tmp_path: Path, options: tuple[str, ...], script: str, exit_code: int, words: str
+) -> None:
+    runs = cluster.shared / tmp_path.name
+    told_runs = () if "--runs" in options else ("--runs", str(runs))
+    code, out, error = jurymast(cluster, "submit", *told_runs, *options, "--", script)
+    assert (code, out) == (exit_code, ""), error
+    assert words in error
+    assert len([line for line in error.splitlines() if line.startswith("jurymast: error:")]) == 1
+    assert cluster.squeue() == []
+    assert not runs.exists() or not any(runs.iterdir())

@@ -37,8 +37,12 @@ def make_event(kind: str, t: float, node: str, attempt: int, number: int, flag: 
         "progress": lambda: ev.Progress(
             t=t, attempt=attempt, step=number, stepped_at=t - number / 50, absolute=flag, step_s=0.1
         ),
-        "saved": lambda: ev.Saved(t=t, attempt=attempt, step=number, tier="shared", ok=flag, stall_s=number / 20),
-        "restored": lambda: ev.Restored(t=t, attempt=attempt, step=number, tier="shared", seconds=number / 20),
+        "saved": lambda: ev.Saved(
+            t=t, attempt=attempt, step=number, tier="shared", ok=flag, stall_s=number / 20
+        ),
+        "restored": lambda: ev.Restored(
+            t=t, attempt=attempt, step=number, tier="shared", seconds=number / 20
+        ),
         "asked": lambda: ev.Asked(t=t, what=("restart", "drain", "cancel")[number % 3], by="x", node=node),
         "signalled": lambda: ev.Signalled(t=t, signal="SIGTERM"),
         "noted": lambda: ev.Noted(t=t, message="m"),

@@ -121,7 +121,8 @@ def test_regular_steps_save_in_time_with_few_meetings(step_s: float, interval_s:
 def test_slow_first_steps_do_not_mislead(first: list[float], step_s: float, interval_s: float) -> None:
     _, saved_at, _ = meetings(first, step_s, interval_s)
     assert saved_at >= interval_s - 0.51 * max([step_s, *first])
-    assert saved_at <= max(interval_s, sum(first)) + 1.5 * step_s
+    # a slow step after fast ones may come in the middle of a gap, which is four steps at most by then
+    assert saved_at <= max(interval_s, sum(first)) + 5 * step_s
 
 
 @given(st.integers(1, 400), st.floats(1.0, 2.0))

@@ -19,6 +19,10 @@ from jurymast.core.state import Phase, Role, RunState
 from jurymast.journal import initial_state
 
 
+def phase(story: Story) -> Phase:
+    return story.state.phase
+
+
 def kinds(instructions: list[Instruction]) -> list[str]:
     return [type(instruction).__name__ for instruction in instructions]
 
@@ -30,7 +34,7 @@ def test_a_run_starts_on_the_nodes_that_come_first_and_finishes() -> None:
     assert (launch.attempt, launch.master_address, launch.master_port) == (1, "10.0.0.2", 29000)
     assert story.state.public_state == "starting"
     story.ranks_up().restored(0).stepped(1).stepped(40)
-    assert (story.state.phase, story.state.step, story.state.public_state) == (Phase.RUNNING, 40, "running")
+    assert (phase(story), story.state.step, story.state.public_state) == (Phase.RUNNING, 40, "running")
     story.finished()
     assert story.last(Finish) == Finish(
         state="succeeded", exit_code=0, reason="every rank ended with exit code 0"
@@ -73,7 +77,8 @@ def test_a_lost_node_is_swapped_for_the_spare() -> None:
     assert (incident.cause, incident.node, incident.action) == ("node_lost", "n3", "swap")
     assert (incident.step_lost_from, incident.step_restored) == (40, 30)
     assert not incident.open
-    assert sum(incident.seconds().values()) == pytest.approx(incident.recovered_at - incident.fault_at)  # type: ignore[operator]
+    assert incident.recovered_at is not None
+    assert sum(incident.seconds().values()) == pytest.approx(incident.recovered_at - incident.fault_at)
     assert incident.seconds()["detect"] == pytest.approx(1.6)
     assert story.state.nodes["n3"].role is Role.FAILED
     assert story.state.public_state == "running"
@@ -98,7 +103,7 @@ def test_the_same_exception_three_times_is_a_crash_loop() -> None:
         story.stopped()
         if attempt < 3:
             story.backed_off().ranks_up().restored(0)
-    assert story.state.phase is Phase.FAILED
+    assert phase(story) is Phase.FAILED
     finish = story.last(Finish)
     assert finish.exit_code == 1, "the application's own code"
     assert "crash loop: the same failure 3 times without a new step" in finish.reason
@@ -114,7 +119,7 @@ def test_an_exception_after_new_steps_is_no_crash_loop_but_spends_the_budget() -
         story.recovered(0, 20 * (number + 1))
     story.failed(0)
     story.stopped()
-    assert story.state.phase is Phase.FAILED
+    assert phase(story) is Phase.FAILED
     assert "application budget spent, 3 per 3600 s" in story.last(Finish).reason
 
 
@@ -122,16 +127,16 @@ def test_back_off_grows_while_nothing_new_is_done() -> None:
     story = Story().running()
     story.failed(0, message="one")
     story.stopped()
-    assert story.state.phase is Phase.LAUNCHING, "the first time there is no wait"
+    assert phase(story) is Phase.LAUNCHING, "the first time there is no wait"
     story.ranks_up()
     story.failed(0, message="two")
     story.stopped()
-    assert story.state.phase is Phase.WAITING
+    assert phase(story) is Phase.WAITING
     assert story.state.not_before == pytest.approx(story.t + 0.5)
     story.wait(0.4)
-    assert story.state.phase is Phase.WAITING
+    assert phase(story) is Phase.WAITING
     story.wait(0.2)
-    assert story.state.phase is Phase.LAUNCHING
+    assert phase(story) is Phase.LAUNCHING
 
 
 def test_the_second_time_on_the_same_node_it_goes_and_a_newcomer_with_the_same_clears_it() -> None:
@@ -186,7 +191,7 @@ def test_a_node_lost_while_the_next_attempt_starts_is_an_incident_of_its_own() -
 def test_a_lost_spare_stops_nobody() -> None:
     story = Story().running()
     assert story.lost("n1") == []
-    assert story.state.phase is Phase.RUNNING
+    assert phase(story) is Phase.RUNNING
     assert story.state.nodes["n1"].role is Role.FAILED
     assert story.state.incidents == []
 
@@ -196,7 +201,7 @@ def test_without_a_spare_the_run_is_requeued_without_the_lost_nodes() -> None:
     story.lost("n1")
     story.lost("n3")
     story.stopped()
-    assert story.state.phase is Phase.REQUEUED
+    assert phase(story) is Phase.REQUEUED
     assert story.last(Requeue).exclude == ("n1", "n3")
     assert story.state.public_state == "requeued"
     story.allocated("n2", "n4", "n5", restarts=1, queue_s=5.0)
@@ -213,7 +218,7 @@ def test_without_a_spare_and_without_requeue_the_run_ends() -> None:
     story = Story(active=2, spares=0, requeue=False).running()
     story.lost("n2")
     story.stopped()
-    assert (story.state.phase, story.state.exit_code) == (Phase.FAILED, 79)
+    assert (phase(story), story.state.exit_code) == (Phase.FAILED, 79)
     assert "no spare is left and requeueing is not allowed" in story.state.end_reason
 
 
@@ -253,9 +258,9 @@ def test_ranks_that_cannot_be_stopped_cost_their_node() -> None:
     story = Story().running()
     story.failed(0, exit_code=-9)
     story.feed(ev.WorkersStopped(t=story.t, node="n2", attempt=1, store_port=29001))
-    assert story.state.phase is Phase.STOPPING
+    assert phase(story) is Phase.STOPPING
     story.wait(7.0)
-    assert story.state.phase is Phase.STOPPING
+    assert phase(story) is Phase.STOPPING
     story.wait(2.0)
     assert story.state.nodes["n3"].role is Role.FAILED
     assert story.last(Launch).placement == ("n2", "n1")
@@ -266,9 +271,9 @@ def test_ranks_that_do_not_start_are_stopped_after_a_minute() -> None:
     story = Story().allocated()
     story.feed(ev.WorkersStarted(t=story.t, node="n2", attempt=1, pids=(1,)))
     story.wait(59.0)
-    assert story.state.phase is Phase.LAUNCHING
+    assert phase(story) is Phase.LAUNCHING
     story.wait(2.0)
-    assert story.state.phase is Phase.STOPPING
+    assert phase(story) is Phase.STOPPING
     story.stopped()
     assert story.incident.cause == "hang"
     assert story.incident.node == "n3"
@@ -284,7 +289,7 @@ def test_cancel_at_every_moment() -> None:
         ev.AllocationStarted(t=START, slurm_job="1", restarts=0, nodes=("n1",), host="n1", eligible_at=START)
     )
     starting.asked("cancel")
-    assert starting.state.phase is Phase.CANCELLED
+    assert phase(starting) is Phase.CANCELLED
     running = Story().running()
     assert kinds(running.asked("cancel")) == ["StopWorkers"]
     running.stopped()
@@ -297,12 +302,12 @@ def test_cancel_wins_over_a_node_that_is_lost_at_the_same_time() -> None:
     story.lost("n3")
     story.asked("cancel")
     story.stopped()
-    assert story.state.phase is Phase.CANCELLED
+    assert phase(story) is Phase.CANCELLED
     other = Story().running()
     other.asked("cancel")
     other.lost("n3")
     other.stopped()
-    assert other.state.phase is Phase.CANCELLED
+    assert phase(other) is Phase.CANCELLED
 
 
 def test_restart_and_drain_by_hand() -> None:
@@ -326,7 +331,7 @@ def test_requests_by_hand_spend_no_budget() -> None:
         story.asked("restart")
         story.stopped()
         story.recovered(0, 20 + number)
-    assert story.state.phase is Phase.RUNNING
+    assert phase(story) is Phase.RUNNING
 
 
 def test_a_returning_node_is_a_suspect_and_comes_last() -> None:
@@ -345,7 +350,7 @@ def test_a_returning_node_is_a_suspect_and_comes_last() -> None:
 def test_an_agent_that_restarts_takes_its_ranks_with_it() -> None:
     story = Story().running()
     story.feed(ev.NodeJoined(t=story.t, node="n3", address="10.0.0.3", incarnation="new"))
-    assert story.state.phase is Phase.STOPPING
+    assert phase(story) is Phase.STOPPING
     story.stopped()
     assert (story.incident.cause, story.incident.action) == ("node_crash", "swap")
     assert story.last(Launch).placement == ("n2", "n1")
@@ -356,12 +361,12 @@ def test_an_agent_that_restarts_gets_its_place_back_when_there_is_no_spare() -> 
     story.feed(ev.NodeJoined(t=story.t, node="n2", address="10.0.0.2", incarnation="new"))
     story.stopped()
     assert story.incident.action == "restart"
-    assert story.state.phase is Phase.WAITING, "it is not ready yet"
+    assert phase(story) is Phase.WAITING, "it is not ready yet"
     story.feed(ev.NodeReady(t=story.t, node="n2", store_port=29000))
     assert story.last(Launch).placement == ("n1", "n2")
     assert "same nodes" in story.last(Launch).reason
     story.recovered(0, 20)
-    assert story.state.phase is Phase.RUNNING
+    assert phase(story) is Phase.RUNNING
 
 
 def test_a_node_that_never_gets_ready_again_loses_its_place() -> None:
@@ -370,11 +375,11 @@ def test_a_node_that_never_gets_ready_again_loses_its_place() -> None:
     story.feed(ev.WorkersStopped(t=story.t, node="n2", attempt=1, store_port=1))
     story.feed(ev.NodeLost(t=story.t, node="n1", how="silent", silent_s=1.0))
     story.feed(ev.NodeJoined(t=story.t, node="n3", address="10.0.0.3", incarnation="new"))
-    assert story.state.phase is Phase.WAITING
+    assert phase(story) is Phase.WAITING
     story.wait(29.0)
-    assert story.state.phase is Phase.WAITING
+    assert phase(story) is Phase.WAITING
     story.wait(2.0)
-    assert story.state.phase is Phase.REQUEUED
+    assert phase(story) is Phase.REQUEUED
 
 
 def test_a_node_lost_while_waiting_is_not_held_against_a_later_incident() -> None:
@@ -384,7 +389,7 @@ def test_a_node_lost_while_waiting_is_not_held_against_a_later_incident() -> Non
     story.ranks_up()
     story.failed(0, message="two")
     story.stopped()
-    assert story.state.phase is Phase.WAITING
+    assert phase(story) is Phase.WAITING
     story.lost("n3", silent_s=0.3)
     assert "then n3: silent" in story.incident.evidence
     story.recovered(0, 20)
@@ -412,9 +417,9 @@ def test_too_few_nodes_come_up() -> None:
     )
     story.join("n1")
     story.wait(200.0)
-    assert story.state.phase is Phase.STARTING
+    assert phase(story) is Phase.STARTING
     story.wait(150.0)
-    assert story.state.phase is Phase.REQUEUED
+    assert phase(story) is Phase.REQUEUED
     assert story.last(Requeue).exclude == ("n2",)
 
 
@@ -532,7 +537,7 @@ def test_from_anywhere_quiet_agents_lead_to_running_or_to_an_end(drawn: list[Mom
     random_events(story.state, drawn)
     story.t = story.state.now
     for _ in range(60):
-        if story.state.phase is Phase.RUNNING or story.state.ended:
+        if phase(story) is Phase.RUNNING or story.state.ended:
             return
         obey(story)
     raise AssertionError(f"stuck in {story.state.phase}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from jurymast.agent.host_process import HostProcess, kill_ranks
+from jurymast.agent.host_process import HostProcess, end_ranks, kill_ranks
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.agent.succession import Succession
 from jurymast.core.settings import RunPlan
@@ -65,7 +65,7 @@ class Agent:
     async def run(self) -> None:
         """Until the supervisor says that the run is over, or a SIGTERM."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._over.set)
+        loop.add_signal_handler(signal.SIGTERM, self._terminated)
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)
         loop.add_reader(self._memory.events_fd, self._pass_events_on)
         serve = asyncio.gather(self._serve(), self._succession.watch(lambda: self._channel is not None))
@@ -110,6 +110,11 @@ class Agent:
         elif self._hint is not None:
             targets = [self._hint]
         return await channel.connect_any(targets, self._secret, CONNECT_LIMIT_S)
+
+    def _terminated(self) -> None:
+        """Slurm ends the job or takes the node: said first, so that it does not look like a dead node."""
+        self._tell("terminated")
+        self._over.set()
 
     def _hello(self) -> Message:
         return {
@@ -264,7 +269,7 @@ class Agent:
     async def _end_host(self) -> None:
         host, self._host = self._host, None
         if host is not None:
-            kill_ranks(self._pids)
+            await end_ranks(self._pids, self._plan.settings.stop_grace_s)
             await host.end()
 
     def _pass_events_on(self) -> None:

@@ -90,12 +90,26 @@ class HostProcess:
         self._writer.close()
 
 
+async def end_ranks(pids: list[int], grace_s: float) -> None:
+    """SIGTERM, so that the user's handlers run, and SIGKILL for those still there after `grace_s`."""
+    signal_ranks(pids, signal.SIGTERM)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + grace_s
+    while loop.time() < end and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        await asyncio.sleep(0.01)
+    kill_ranks(pids)
+
+
 def kill_ranks(pids: list[int]) -> None:
-    """SIGKILL the ranks' processes by their ids. They are children of the forkserver, so their ids cannot
+    signal_ranks(pids, signal.SIGKILL)
+
+
+def signal_ranks(pids: list[int], number: signal.Signals) -> None:
+    """Signal the ranks' processes by their ids. They are children of the forkserver, so their ids cannot
     have been given to others while it has not reaped them; it reaps them at once, hence the check."""
     for pid in pids:
         try:
             if b"jurymast" in Path(f"/proc/{pid}/environ").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
         except OSError:
             continue

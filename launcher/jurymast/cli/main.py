@@ -23,6 +23,7 @@ COMMANDS = {
     "cancel": ("jurymast.cli.cancel", "End a run."),
     "restart": ("jurymast.cli.restart", "Restart a run's ranks."),
     "drain": ("jurymast.cli.drain", "Take a node out of a run."),
+    "demo": ("jurymast.cli.demo", "See it at work on this machine."),
     "policy": ("jurymast.cli.policy", "Check a policy file, or show what it comes to."),
 }
 

@@ -17,6 +17,7 @@ LIFT_SCRIPT = """\
 exec {python} -m jurymast.cluster.lift "$@"
 """
 # Options that decide where a job may run at all; the helper job of a requeue needs the same.
+STILL_RUNNING = "running"
 _WHERE = ("--partition", "--account", "--qos", "--reservation", "--clusters")
 _WHERE_SHORT = {"-p": "--partition", "-A": "--account", "-q": "--qos", "-M": "--clusters"}
 
@@ -80,12 +81,39 @@ def where_options(options: Sequence[str]) -> list[str]:
     return kept
 
 
-def why_ending(job: str) -> str:
-    """After a SIGTERM: cancelled, timeout, preempted, or unknown with Slurm's own word."""
+def why_ending(allocation: Allocation) -> str:
+    """After a SIGTERM: cancelled, timeout, preempted, requeued, running, or unknown with Slurm's own word."""
     try:
-        told = run_command(["scontrol", "show", "job", job, "--oneliner"])
+        told = run_command(["scontrol", "show", "job", allocation.job, "--oneliner"])
     except ClusterUnavailableError:
         return "unknown"
-    state = dict(part.split("=", 1) for part in told.split() if "=" in part).get("JobState", "")
-    words = {"CANCELLED": "cancelled", "TIMEOUT": "timeout", "PREEMPTED": "preempted"}
-    return words.get(state, f"unknown ({state})")
+    return reason_of(dict(part.split("=", 1) for part in told.split() if "=" in part), allocation.restarts)
+
+
+def reason_of(job: dict[str, str], restarts: int) -> str:
+    """The same from the fields of `scontrol show job`. While a job is completing Slurm 22.05 shows that word
+    in place of the reason, which then follows from the other fields."""
+    states = set(job.get("JobState", "").split(","))
+    if states == {"RUNNING"}:
+        return STILL_RUNNING
+    for word in ("CANCELLED", "TIMEOUT", "PREEMPTED"):
+        if word in states:
+            return word.lower()
+    if int(job.get("Restarts", "0")) > restarts or "PENDING" in states:
+        return "requeued"
+    if job.get("PreemptTime", "None") not in ("None", ""):
+        return "preempted"
+    limit_s, ran_s = seconds_of(job.get("TimeLimit", "")), seconds_of(job.get("RunTime", ""))
+    if limit_s is not None and ran_s is not None and ran_s >= limit_s:
+        return "timeout"
+    return "cancelled" if "COMPLETING" in states else f"unknown ({job.get('JobState', '')})"
+
+
+def seconds_of(text: str) -> int | None:
+    """Slurm's [D-]HH:MM:SS in seconds; None for UNLIMITED and the like."""
+    days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if len(parts) != 3 or not all(part.isdigit() for part in [*parts, days or "0"]):
+        return None
+    hours, minutes, seconds = (int(part) for part in parts)
+    return ((int(days or "0") * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -61,8 +61,6 @@ def attribute(
     lost: Sequence[NodeLost], asked: Asked | None, failures: Sequence[WorkerFailed], hung: RanksHung | None
 ) -> Cause:
     """The root cause of an incident with these findings; at least one must be given (ValueError)."""
-    if asked is not None and asked.what == "cancel":
-        return _cause("cancel_asked", "nobody", "", f"cancel asked by {asked.by}")
     if lost:
         return _lost_cause(lost)
     if asked is not None:

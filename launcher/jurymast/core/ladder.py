@@ -30,13 +30,10 @@ class Decision:
     bad: tuple[str, ...] = ()
     backoff_s: float = 0.0
     exit_code: int = 0
-    state: str = "failed"
 
 
 def decide(state: RunState, cause: Cause) -> Decision:
     """What to do now that all ranks are stopped and the cause is known."""
-    if cause.kind == "cancel_asked":
-        return Decision("stop", cause.evidence, exit_code=80, state="cancelled")
     stop = _give_up(state, cause)
     if stop is not None:
         return stop

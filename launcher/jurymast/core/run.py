@@ -169,7 +169,7 @@ def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
 
 
 def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
-    if event.what == "cancel" and state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
+    if event.what == "cancel":
         return [_finish(state, "cancelled", 80, f"cancel asked by {event.by}")]
     if event.what == "drain" and event.node not in state.placement:
         node = state.nodes.get(event.node)
@@ -248,6 +248,12 @@ def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
     return []
 
 
+def _signalled(state: RunState, event: ev.Signalled) -> list[Instruction]:
+    if event.signal == "timeout":
+        return [_finish(state, "failed", 79, "the Slurm job reached its time limit")]
+    return []
+
+
 def _noted(state: RunState, event: ev.Noted) -> list[Instruction]:
     state.notes.append((event.t, event.message))
     return []
@@ -291,6 +297,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = 
     ev.Saved: _saved,
     ev.Restored: _restored,
     ev.Asked: _asked,
+    ev.Signalled: _signalled,
     ev.Noted: _noted,
     ev.Tick: _tick,
 }
@@ -384,7 +391,7 @@ def _carry_out(state: RunState, decision: Decision) -> list[Instruction]:
             node.become(Role.FAILED if drained else Role.SUSPECT, decision.reason, state.now)
             instructions.append(Dismiss(node=name, reason=decision.reason))
     if decision.action == "stop":
-        return [*instructions, _finish(state, decision.state, decision.exit_code, decision.reason)]
+        return [*instructions, _finish(state, "failed", decision.exit_code, decision.reason)]
     if decision.action == "requeue":
         return [*instructions, _requeue(state, decision.reason)]
     state.phase = Phase.WAITING

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +18,9 @@ from jurymast.cluster.request import Request, build_request, submit
 from jurymast.cluster.sbatch_options import CommandLine
 from jurymast.policy.load import pairs_layer
 from jurymast.policy.resolve import resolve
-from jurymast.rundir import RunDirectory
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
+MODULES = ("jurymast.cluster.batch", "jurymast.supervisor", "jurymast.agent")
 # A batch process that is asked to end sends its agents home first.
 GRACE_S = 10.0
 KILL_LIMIT_S = 5.0
@@ -57,27 +59,84 @@ def request_for(asked: Wanted, runs: Path, working_directory: Path) -> Request:
     return build_request(plan, policy)
 
 
-def start(request: Request) -> None:
-    """Start the run. Raises RunDirectoryError, SubmissionError."""
-    # All nodes share this machine's processors: a rank with a thread for each would only be in the way.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    submit(request)
+class LocalRun:
+    """The processes of one run on this machine, and the temporary directories of its agents."""
 
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.directory = request.run_directory
+        self._temporary: set[Path] = set()
 
-def break_node(directory: RunDirectory, agent_pid: int) -> int:
-    """SIGKILL a node's processes, all at once; how many there were. ProcessLookupError: it is gone.
+    def start(self) -> None:
+        """Raises RunDirectoryError, SubmissionError."""
+        # All nodes share this machine's processors: a rank with a thread for each would only be in the way.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        submit(self._request)
 
-    `agent_pid` leads the node's process group; one that is not an agent of this run is left alone.
-    """
-    try:
-        words = psutil.Process(agent_pid).cmdline()
-    except psutil.Error as error:
-        raise ProcessLookupError(f"agent {agent_pid} is gone") from error
-    if str(directory.root) not in words or os.getpgid(agent_pid) != agent_pid:
-        raise ProcessLookupError(f"process {agent_pid} is no agent of this run")
-    members = sum(1 for pid in psutil.pids() if _group_of(pid) == agent_pid)
-    os.killpg(agent_pid, signal.SIGKILL)
-    return members
+    def break_node(self, agent_pid: int) -> int:
+        """SIGKILL a node's processes, all at once; how many there were. ProcessLookupError: it is gone.
+
+        `agent_pid` leads the node's process group; one that is not an agent of this run is left alone.
+        """
+        try:
+            words = psutil.Process(agent_pid).cmdline()
+        except psutil.Error as error:
+            raise ProcessLookupError(f"agent {agent_pid} is gone") from error
+        if not self._is_ours(words) or os.getpgid(agent_pid) != agent_pid:
+            raise ProcessLookupError(f"process {agent_pid} is no agent of this run")
+        members = [process for process in self._processes() if _group_of(process.pid) == agent_pid]
+        os.killpg(agent_pid, signal.SIGKILL)
+        return len(members)
+
+    def await_end(self, limit_s: float = GRACE_S) -> None:
+        """Return when the batch process is gone by itself, as after the run's end, or after `limit_s`."""
+        batch = local_process(self.directory)
+        if batch is not None:
+            psutil.wait_procs([batch], timeout=limit_s)
+
+    def end(self) -> None:
+        """End the batch process, which ends the rest, then whatever of the run is still there."""
+        self._processes()
+        batch = local_process(self.directory)
+        if batch is not None:
+            try:
+                batch.terminate()
+            except psutil.NoSuchProcess:
+                pass
+            psutil.wait_procs([batch], timeout=GRACE_S)
+        for _ in range(3):  # a process may have started another while it was being ended
+            left = self._processes()
+            for process in left:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            psutil.wait_procs(left, timeout=KILL_LIMIT_S)
+        for place in self._temporary:  # an agent that was killed could not remove its own
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _is_ours(self, words: list[str]) -> bool:
+        return words[1:2] == ["-m"] and words[2] in MODULES and str(self.directory.root) in words[3:]
+
+    def _processes(self) -> list[psutil.Process]:
+        """By the run's directory in their command or environment; nobody who only watches the run."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                variables = process.environ()
+                of_an_agent = variables.get("JURYMAST_RUN_DIR") == str(self.directory.root)
+                if of_an_agent or self._is_ours(process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+            if of_an_agent:
+                self._remember(variables.get("TMPDIR", ""))
+        return found
+
+    def _remember(self, temporary: str) -> None:
+        place = Path(temporary)
+        if place.name.startswith("jurymast-") and place.parent == Path(tempfile.gettempdir()):
+            self._temporary.add(place)
 
 
 def _group_of(pid: int) -> int:
@@ -85,35 +144,3 @@ def _group_of(pid: int) -> int:
         return os.getpgid(pid)
     except ProcessLookupError:
         return -1
-
-
-def end_all(directory: RunDirectory) -> None:
-    """End the batch process, which ends the rest, then whatever of the run is still there."""
-    batch = local_process(directory)
-    if batch is not None:
-        try:
-            batch.terminate()
-        except psutil.NoSuchProcess:
-            pass
-        psutil.wait_procs([batch], timeout=GRACE_S)
-    for _ in range(3):  # a process may have started another while it was being ended
-        left = processes_of(directory)
-        for process in left:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(left, timeout=KILL_LIMIT_S)
-
-
-def processes_of(directory: RunDirectory) -> list[psutil.Process]:
-    """This user's processes that work on the run, by its directory in their command or environment."""
-    place, found = str(directory.root), []
-    for process in psutil.process_iter():
-        try:
-            ours = place in process.cmdline() or process.environ().get("JURYMAST_RUN_DIR") == place
-        except psutil.Error:
-            continue
-        if ours and process.pid != os.getpid():
-            found.append(process)
-    return found

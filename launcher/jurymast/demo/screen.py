@@ -25,6 +25,7 @@ class Screen:
         self._colours = self._terminal and "NO_COLOR" not in os.environ
         self._drawn = False
         self._progress_at = 0.0
+        self._shown = ""
         self.began = time.time()
         # A pipe's encoding may be plain ASCII, and a character it lacks must not end the demo.
         self.unicode = "utf" in (getattr(stream, "encoding", "") or "").lower()
@@ -50,8 +51,8 @@ class Screen:
             self._stream.write(self._encodable(clean(text)[:width]))
             self._stream.flush()
             self._drawn = True
-        elif now >= self._progress_at:
-            self._progress_at = now + PROGRESS_EVERY_S
+        elif now >= self._progress_at and text != self._shown:
+            self._progress_at, self._shown = now + PROGRESS_EVERY_S, text
             self.say(text)
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ async def supervise(directory: RunDirectory, allocation: Allocation, node: str) 
     journal = JournalWriter(directory.journal, epoch)
 
     def why() -> str:
-        return "cancelled" if plan.cluster == "local" else why_ending(allocation.job)
+        return "cancelled" if plan.cluster == "local" else why_ending(allocation)
 
     supervisor = Supervisor(directory, state, journal, why, epoch)
     if state.epoch == 0:

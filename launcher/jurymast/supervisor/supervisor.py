@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jurymast import __version__
+from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run import resume, step
@@ -57,6 +58,8 @@ class Supervisor:
         self._isolated_since: float | None = None
         self._progress_at = 0.0
         self._answered: dict[str, float] = {}
+        self._terminated_nodes: set[str] = set()
+        self._terminating = False
         self.superseded = False
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -165,7 +168,7 @@ class Supervisor:
         while not self._over.is_set():
             await asyncio.sleep(WATCH_INTERVAL_S)
             self._watch.clock.tick(time.monotonic())
-            if self.state.ended or self.state.phase is Phase.REQUEUED:
+            if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED:
                 continue
             if self._cut_off():
                 continue
@@ -177,8 +180,8 @@ class Supervisor:
             self.feed(ev.Tick(t=self.now()))
 
     def _cut_off(self) -> bool:
-        """Nobody is heard: this node is more likely to be cut off than all others to be dead. Another may then
-        take over, because the pulse stops; only if nobody does are the others given up."""
+        """Nobody is heard: this node is more likely cut off than all others dead. Another may then take over,
+        because the pulse stops; only if nobody does are the others given up."""
         if not self._watch.isolated(self._node):
             self._isolated_since = None
             return False
@@ -265,7 +268,8 @@ class Supervisor:
             )
             hello = await asyncio.wait_for(connection.receive(), channel.HANDSHAKE_LIMIT_S)
         except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError) as error:
-            print(f"refused a connection: {type(error).__name__}: {error}", flush=True)
+            if not isinstance(error, ConnectionError):  # an agent that found a quicker way here hangs up
+                print(f"refused a connection: {type(error).__name__}: {error}", flush=True)
             writer.close()
             return
         if hello.get("say") == "ask":
@@ -313,6 +317,9 @@ class Supervisor:
             del self._channels[node]
             await asyncio.sleep(RECONNECT_GRACE_S)
             leaving = self.state.ended or self.state.phase is Phase.REQUEUED or self._over.is_set()
+            if node in self._terminated_nodes:
+                await self._agent_terminated(node)
+                return
             if node not in self._channels and node in self._watch.nodes and not leaving:
                 self._lose(node, "closed")
 
@@ -375,6 +382,8 @@ class Supervisor:
             self.feed(ev.NodeFinished(t=now, node=node, attempt=message["attempt"]))
         elif said == "event":
             self._rank_event(node, message)
+        elif said == "terminated":
+            self._terminated_nodes.add(node)
         elif said == "leaving":
             self._lose(node, "left", evidence=message["why"])
 
@@ -394,18 +403,26 @@ class Supervisor:
     def _warned(self) -> None:
         self.feed(ev.Signalled(t=self.now(), signal="SIGUSR2"))
 
+    async def _agent_terminated(self, node: str) -> None:
+        """An agent got a SIGTERM: the job ends, or Slurm takes just this node away."""
+        why = await asyncio.to_thread(self._why_ending)
+        if why != STILL_RUNNING:
+            await self._terminated()
+        elif node in self._watch.nodes and not self.state.ended:
+            self._lose(node, "left", evidence="its agent got a SIGTERM")
+
     async def _terminated(self) -> None:
         """Slurm ends the job. Who wanted that decides what the run's state becomes."""
-        if self.state.phase is Phase.REQUEUED:
-            self._over.set()
+        if self.state.phase is Phase.REQUEUED or self.state.ended or self._terminating:
             return
+        self._terminating = True
         self._report_progress(forced=True)
         self.feed(ev.Signalled(t=self.now(), signal="SIGTERM"))
         why = await asyncio.to_thread(self._why_ending)
         if why == "cancelled":
             self.feed(ev.Asked(t=self.now(), what="cancel", by="scancel"))
         else:
-            self.feed(ev.Noted(t=self.now(), message=f"Slurm ends the job: {why}"))
+            self.feed(ev.Signalled(t=self.now(), signal=why))
         self._journal.flush()
         await self._leave()
 

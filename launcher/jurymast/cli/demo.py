@@ -1,0 +1,158 @@
+"""`jurymast demo`: the embedded local cluster, end to end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from jurymast.cli.find import default_runs
+from jurymast.errors import JurymastError, RunFailedError
+from jurymast.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from jurymast.demo.local_run import LocalRun, Wanted
+    from jurymast.demo.screen import Screen
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@click.command()
+@click.option("-N", "--nodes", type=click.IntRange(1, 32), default=4, metavar="N", help="Active nodes.  [4]")
+@click.option("--spares", type=click.IntRange(0, 8), default=1, metavar="N", help="Spare nodes.  [1]")
+@click.option("--steps", type=click.IntRange(30), default=240, metavar="N", help="Steps to train.  [240]")
+@click.option("--no-fault", is_flag=True, help="Break nothing.")
+@click.option("--keep", is_flag=True, help="Keep the run directory, in $JURYMAST_RUNS or ./runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the story goes to stderr.")
+def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_json: bool) -> int:
+    """Train a small GPT on this machine, kill a node on the way, and see it go on.
+
+    The nodes are groups of processes; everything else is what runs on a cluster. Takes a minute or two.
+    """
+    from jurymast.demo.local_run import LocalRun, Wanted, request_for
+    from jurymast.demo.screen import Screen
+    from jurymast.demo.show import Show
+
+    wanted = Wanted(nodes, spares, steps)
+    screen = Screen(sys.stderr if as_json else sys.stdout)
+    with _folder(keep) as folder:
+        local = LocalRun(request_for(wanted, folder.runs, Path.cwd()))
+        directory = local.directory
+        _introduce(screen, wanted, with_fault=not no_fault)
+        with _ended_with_us(local, screen):
+            show = Show(local, wanted, screen, with_fault=not no_fault)
+            show.run()
+        folder.worth_keeping = show.state.exit_code != 0
+        page = directory.root / "report" / "report.html" if keep else folder.path / "report.html"
+        _report(directory, page, quiet=as_json)
+        if as_json:
+            values = {**show.to_json(), "directory": str(directory.root), "report": str(page)}
+            click.echo(json.dumps(values, indent=1))
+        _point_to(screen, directory, page, kept=keep or folder.worth_keeping)
+        if show.state.exit_code == 0 and not no_fault and not show.shown:
+            raise RunFailedError("the run succeeded, but it did not lose a node and recover from that")
+        return show.state.exit_code
+
+
+@dataclass
+class Folder:
+    """Where the demo's files go: a temporary directory, or with --keep `runs` only."""
+
+    path: Path
+    runs: Path
+    worth_keeping: bool = False
+
+
+@contextmanager
+def _folder(keep: bool) -> Iterator[Folder]:
+    """Afterwards the report is left of it; of an interrupted demo nothing, of a failed one everything."""
+    if keep:
+        runs = default_runs()
+        yield Folder(runs, runs)
+        return
+    path = Path(tempfile.mkdtemp(prefix="jurymast-demo-"))
+    folder = Folder(path, path / "runs")
+    try:
+        yield folder
+    except JurymastError:
+        raise
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    if not folder.worth_keeping:
+        shutil.rmtree(folder.runs, ignore_errors=True)
+
+
+@contextmanager
+def _ended_with_us(local: LocalRun, screen: Screen) -> Iterator[None]:
+    """Whatever happens inside, a signal too: at the end no process of the run is left."""
+
+    def stop(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in END_SIGNALS}
+    try:
+        yield
+        local.await_end()
+    except BaseException:
+        screen.say("ending all processes of the run")
+        raise
+    finally:
+        # Ending takes a few seconds at most; a second Ctrl-C must not leave half of it behind.
+        for number in (signal.SIGINT, *END_SIGNALS):
+            before.setdefault(number, signal.getsignal(number))
+            signal.signal(number, signal.SIG_IGN)
+        local.end()
+        screen.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _introduce(screen: Screen, wanted: Wanted, *, with_fault: bool) -> None:
+    from jurymast.demo.local_run import SCRIPT
+
+    spare = f" and {wanted.spares} spare" if wanted.spares else ""
+    words = ["jurymast", "submit", "--cluster", "local", "--nodes", str(wanted.nodes)]
+    words += ["--spares", str(wanted.spares), "--", str(SCRIPT), *wanted.arguments]
+    screen.write(
+        f"A small GPT learns the sources of Python's standard library, on {wanted.nodes} nodes{spare}, "
+        "all on this machine."
+    )
+    if with_fault:
+        screen.write("Halfway one of the nodes is killed.")
+    screen.write(f"$ {shlex.join(words)}\n")
+
+
+def _report(directory: RunDirectory, page: Path, *, quiet: bool) -> None:
+    """`jurymast report`, as a page and unless `quiet` as text."""
+    from jurymast.cli.report import command as report
+
+    page.parent.mkdir(mode=0o700, exist_ok=True)
+    report.main([str(directory.root), "--html", str(page)], standalone_mode=False)
+    if not quiet:
+        click.echo()
+        report.main([str(directory.root)], standalone_mode=False)
+
+
+def _point_to(screen: Screen, directory: RunDirectory, page: Path, *, kept: bool) -> None:
+    from jurymast.demo.screen import can_open_a_browser
+
+    screen.write(f"\nreport as a page: {page}")
+    if kept:
+        screen.write(f"run directory: {directory.root} (jurymast status, events and logs take it as RUN)")
+    else:
+        screen.write("the run directory is removed; --keep keeps it for jurymast status, events and logs")
+    if can_open_a_browser():
+        webbrowser.open(page.as_uri())

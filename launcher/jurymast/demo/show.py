@@ -1,0 +1,283 @@
+"""The demo's run as a story: it follows the journal and the losses, breaks a node in the middle, and says
+what happened, when, why, and how long it took."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jurymast.core.incident import Incident
+from jurymast.core.state import Phase, Role, RunState
+from jurymast.demo.local_run import LocalRun, Wanted
+from jurymast.demo.losses import ASCII_BLOCKS, BLOCKS, LossCurve, blocks
+from jurymast.demo.screen import Screen
+from jurymast.errors import RunFailedError
+from jurymast.journal import Entry
+from jurymast.report.liveness import look
+from jurymast.report.sentences import sentence
+from jurymast.report.view import Watcher, incident_json
+from jurymast.report.words import count, duration, some
+
+POLL_S = 0.1
+LOOK_EVERY_S = 5.0
+FAULT_SHARE = 0.45  # of the run's steps
+CURVE_WIDTH = 60
+MARKS = {Role.ACTIVE: "●", Role.SPARE: "○", Role.JOINING: "◌", Role.SUSPECT: "◐", Role.FAILED: "✗"}
+ASCII_MARKS = {Role.ACTIVE: "*", Role.SPARE: "o", Role.JOINING: ".", Role.SUSPECT: "?", Role.FAILED: "x"}
+# Told as they are, whenever they come: in a demo nothing else is expected to happen.
+TOLD = frozenset({"Noted", "WorkerFailed", "RanksHung", "Asked", "Signalled", "Requeue"})
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What was done to which node, `at` seconds since the epoch, and how far the training was then."""
+
+    node: str
+    at: float
+    processes: int
+    step: int
+    loss: str
+    saved_step: int
+
+
+class Show:
+    """One run, from its start with `run` to the summary."""
+
+    def __init__(self, local: LocalRun, wanted: Wanted, screen: Screen, *, with_fault: bool) -> None:
+        self._local = local
+        self._wanted = wanted
+        self._screen = screen
+        self._with_fault = with_fault
+        self._watcher: Watcher | None = None
+        self._decided = 0  # incidents whose decision was told
+        self._recovered = 0  # incidents whose end was told
+        self._stepped = False
+        self.curve = LossCurve(local.directory)
+        self.fault: Fault | None = None
+
+    @property
+    def watcher(self) -> Watcher:
+        if self._watcher is None:
+            self._watcher = Watcher(self._local.directory)
+        return self._watcher
+
+    @property
+    def state(self) -> RunState:
+        return self.watcher.state
+
+    @property
+    def shown(self) -> bool:
+        """A node was lost, the run recovered from it, and every step was done."""
+        recovered = any(incident.recovered_at is not None for incident in self.state.incidents)
+        return self.fault is not None and recovered and self.complete
+
+    def run(self) -> None:
+        """Start the run, follow it to its end, tell how it went. Raises RunFailedError when its processes
+        die without a word, and what `submit` raises."""
+        self._local.start()
+        self._follow()
+        self._screen.close()
+        self._tell_end()
+
+    def _follow(self) -> None:
+        look_at = time.monotonic() + LOOK_EVERY_S
+        while not self.state.ended:
+            time.sleep(POLL_S)
+            self._poll()
+            if self._fault_is_due():
+                self._break_a_node()
+            self._screen.progress(self._progress())
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + LOOK_EVERY_S
+                if look(self._local.directory, self.state).kind == "gone":
+                    self._poll()
+                    if not self.state.ended:
+                        raise RunFailedError("the demo's processes ended without a word")
+        self.curve.poll(self.state.attempt)
+
+    def _poll(self) -> None:
+        entries = self.watcher.poll()
+        self.curve.poll(self.state.attempt)
+        for entry in entries:
+            self._tell(entry)
+        self._tell_decisions()
+        self._tell_recoveries()
+
+    # The story.
+
+    def _tell(self, entry: Entry) -> None:
+        kind = entry.get("decision") or entry.get("event")
+        if kind in ("Launch", "Requeue"):  # the reason comes before what was done about it
+            self._tell_decisions()
+        if kind == "AllocationStarted":
+            nodes = some(entry["nodes"])
+            self._say(entry, f"agents start on {nodes}: each a process group of its own, as a node would be")
+        elif kind == "Launch":
+            self._tell_launch(entry)
+        elif kind == "Progress" and not self._stepped:
+            self._stepped = True
+            self._say(entry, "the first step is done", style="green")
+        elif kind == "NodeLost":
+            after = f", {duration(entry['t'] - self.fault.at)} later" if self.fault else ""
+            self._say(entry, f"noticed{after}: {sentence(entry)}", style="yellow")
+        elif kind in TOLD or (kind == "Restored" and entry["step"]) or (kind == "Saved" and not entry["ok"]):
+            self._say(entry, sentence(entry))
+
+    def _tell_launch(self, entry: Entry) -> None:
+        placed = list(entry["placement"])
+        spares = [node.name for node in self.state.spare_nodes() if node.name not in placed]
+        if entry["attempt"] == 1:
+            kept = f"; {some(spares)} kept as spare" if spares else ""
+            text = f"nodes are ready, with torch loaded: the ranks start on {some(placed)}{kept}"
+        else:
+            text = f"attempt {entry['attempt']} starts on {some(placed)}"
+        self._say(entry, text)
+
+    def _say(self, entry: Entry, text: str, style: str = "") -> None:
+        self._screen.say(text, t=entry["t"], style=style)
+
+    def _tell_decisions(self) -> None:
+        for incident in self.state.incidents[self._decided :]:
+            if incident.decided_at is None:
+                return
+            self._decided += 1
+            self._screen.say(f"decided: {incident.action}. Why: {incident.reason}", t=incident.decided_at)
+
+    def _tell_recoveries(self) -> None:
+        for incident in self.state.incidents[self._recovered :]:
+            if incident.recovered_at is None:
+                return
+            self._recovered += 1
+            self._tell_recovery(incident)
+
+    def _tell_recovery(self, incident: Incident) -> None:
+        seconds = incident.seconds()
+        parts = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items() if s >= 0.001)
+        self._screen.say(
+            f"training is beyond step {incident.step_lost_from} again, "
+            f"{duration(sum(seconds.values()))} after the fault ({parts})",
+            t=incident.recovered_at, style="green",
+        )  # fmt: skip
+
+    def _progress(self) -> str:
+        state, last = self.state, self.curve.last
+        marks = MARKS if self._screen.unicode else ASCII_MARKS
+        nodes = " ".join(f"{marks[node.role]}{name}" for name, node in state.nodes.items())
+        if last is None:
+            return f"{state.public_state}  {nodes}"
+        pace = f"  {duration(state.step_s)} a step" if state.step_s else ""
+        saved = f"  saved {state.saved_step}" if state.saved_step is not None else ""
+        step = f"step {last.step}/{self._wanted.steps}"
+        return f"{state.public_state}  {step}  loss {last.text}{pace}{saved}  {nodes}"
+
+    # The fault.
+
+    def _fault_is_due(self) -> bool:
+        """In the middle of the run, and well after a checkpoint: some steps are to be done again."""
+        state, last = self.state, self.curve.last
+        if not self._with_fault or self.fault is not None or last is None or state.saved_step is None:
+            return False
+        if state.phase is not Phase.RUNNING or state.incident is not None:
+            return False
+        middle, every = FAULT_SHARE * self._wanted.steps, self._wanted.save_every
+        after_save = last.step - state.saved_step >= max(1, every // 2)
+        return last.step >= middle and (after_save or last.step >= middle + every)
+
+    def _break_a_node(self) -> None:
+        state, last = self.state, self.curve.last
+        assert last is not None
+        assert state.saved_step is not None
+        node = state.placement[1 if len(state.placement) > 1 else 0]
+        at = time.time()
+        try:
+            processes = self._local.break_node(state.nodes[node].pid)
+        except ProcessLookupError as error:
+            raise RunFailedError(f"{node} cannot be broken: {error}") from error
+        self.fault = Fault(node, at, processes, last.step, last.text, state.saved_step)
+        self._screen.say(
+            f"FAULT: {node} dies, as in a power cut: kill -9 to all {processes} of its processes, at step "
+            f"{last.step}, loss {last.text}; the newest checkpoint is of step {state.saved_step}",
+            t=at, style="red",
+        )  # fmt: skip
+
+    # The end.
+
+    def _tell_end(self) -> None:
+        """The loss curve, and whether anything was lost."""
+        state, write = self.state, self._screen.write
+        word = state.phase.value
+        why = f", {state.end_reason}" if state.end_reason and word != "succeeded" else ""
+        self._screen.say(
+            f"the run {word}: {len(self.curve.final())} of {self._wanted.steps} steps, "
+            f"{count(len(state.incidents), 'incident')}{why}",
+            t=state.ended_at, style="green" if word == "succeeded" else "red",
+        )  # fmt: skip
+        if word != "succeeded":
+            for line in "\n".join(incident.traceback for incident in state.incidents[-1:]).splitlines():
+                write(f"  {line}")
+            return
+        write("")
+        for line in [*self._drawing(), *self.findings()]:
+            write(line)
+        if self.curve.weights:
+            write(f"sha256 of the weights: {self.curve.weights}")
+
+    def _drawing(self) -> list[str]:
+        """The losses over the steps, with a mark under the step of the fault."""
+        final = self.curve.final()
+        if len(final) < 2:
+            return []
+        steps, values = list(final), list(final.values())
+        drawn = blocks(values, CURVE_WIDTH, BLOCKS if self._screen.unicode else ASCII_BLOCKS)
+        lead = f"loss {values[0]:.2f} "
+        lines = [f"{lead}{drawn} {values[-1]:.2f}"]
+        if self.fault is not None:
+            place = sum(1 for step in steps if step <= self.fault.step) * len(drawn) // (len(steps) + 1)
+            lines.append(
+                f"{' ' * (len(lead) + place)}^ {self.fault.node} died here, at step {self.fault.step}"
+            )
+        return lines
+
+    def findings(self) -> list[str]:
+        """What the losses say of the fault, in words."""
+        if self.fault is None:
+            return []
+        lines = []
+        incident = self.state.incidents[-1] if self.state.incidents else None
+        restored = incident.step_restored if incident is not None else None
+        after = self.curve.at(self.fault.step + 1)
+        if restored is not None and after is not None:
+            lines.append(
+                f"loss {self.fault.loss} at step {self.fault.step}, just before the fault; "
+                f"resumed from step {restored}; loss {after.text} at step {after.step}, the first new one"
+            )
+        pairs = self.curve.repeated()
+        if pairs:
+            equal = sum(1 for before, again in pairs if before.text == again.text)
+            same = "the same loss to the last digit" if equal == len(pairs) else f"{equal} with the same loss"
+            again = f"{pairs[0][0].step} to {pairs[-1][0].step}"
+            lines.append(f"{count(len(pairs), 'step')} done again ({again}): {same}")
+        if self.complete:
+            lines.append(f"nothing was lost: all {self._wanted.steps} steps are in the result")
+        return lines
+
+    @property
+    def complete(self) -> bool:
+        """Every step from the first to the last was done."""
+        return sorted(self.curve.final()) == list(range(1, self._wanted.steps + 1))
+
+    def to_json(self) -> dict[str, Any]:
+        state, final, pairs = self.state, self.curve.final(), self.curve.repeated()
+        return {
+            "run": state.run, "state": state.phase.value, "exit_code": state.exit_code,
+            "nodes": self._wanted.nodes, "spares": self._wanted.spares,
+            "steps": self._wanted.steps, "steps_done": len(final), "complete": self.complete,
+            "seconds": round(time.time() - self._screen.began, 3),
+            "fault": asdict(self.fault) if self.fault else None,
+            "incidents": [incident_json(incident) for incident in state.incidents],
+            "losses": [[step, value] for step, value in final.items()],
+            "steps_repeated": len(pairs),
+            "steps_repeated_equal": sum(1 for before, again in pairs if before.text == again.text),
+            "weights_sha256": self.curve.weights or None,
+        }  # fmt: skip
