@@ -39,6 +39,7 @@ class JournalWriter:
         sync_directory(directory)
         self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
         self.error: OSError | None = None
+        self._unwritten = b""
         self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
         self._thread.start()
 
@@ -77,15 +78,13 @@ class JournalWriter:
         os.close(self._descriptor)
 
     def _write_batch(self, lines: list[bytes]) -> None:
-        if not lines:
-            return
+        self._unwritten += b"".join(lines)
         try:
-            data = b"".join(lines)
-            while data:
-                data = data[os.write(self._descriptor, data) :]
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._descriptor, self._unwritten) :]
             os.fsync(self._descriptor)
             self.error = None
-        except OSError as error:  # a full disk: the run goes on, the gap is told by `flush`
+        except OSError as error:  # a full disk: the run goes on, and the lines wait for the next try
             self.error = error
 
 

@@ -433,14 +433,22 @@ TINY = ("--steps", "40", "--width", "256", "--save-every", "8")
 
 @contextmanager
 def torchrun(folder: Path, *arguments: str) -> Iterator[psutil.Popen]:
-    """train_tiny.py on two ranks under plain torchrun, restarted once; nothing is left of it afterwards."""
+    """train_tiny.py on two ranks under plain torchrun; nothing is left of it afterwards."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = ["--max-restarts", "1", str(SCRIPTS / "train_tiny.py"), *TINY]
-    options = ["--checkpoints", str(folder / "checkpoints"), "--out", str(folder / "out.json"), *arguments]
+    options = [
+        *TINY,
+        "--checkpoints",
+        str(folder / "checkpoints"),
+        "--out",
+        str(folder / "out.json"),
+        *arguments,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     with open(folder / "log", "ab") as log:
-        process = psutil.Popen([*command, *script, *options], stdout=log, stderr=log, env=environment)
+        process = psutil.Popen(
+            [*command, str(SCRIPTS / "train_tiny.py"), *options], stdout=log, stderr=log, env=environment
+        )
     try:
         yield process
     finally:
@@ -457,18 +465,18 @@ def kill(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=LIMIT_S)
 
 
-def freeze_while_saving(process: psutil.Popen, directory: Path) -> list[psutil.Process]:
-    """Stop the workers in the middle of a save, at least one earlier one being complete; returns them."""
+def freeze_while_saving(process: psutil.Popen, directory: Path) -> None:
+    """Stop the workers in the middle of a save, at least one earlier one being complete."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         assert process.is_running()
         names = os.listdir(directory) if directory.exists() else []
         if any(name.startswith(".saving") for name in names) and CheckpointDirectory(directory).complete():
-            workers: list[psutil.Process] = process.children()
+            workers = process.children()
             for worker in workers:
                 worker.suspend()
             if any(directory.glob(".saving-*/__*")):
-                return workers
+                return
             for worker in workers:
                 worker.resume()
         time.sleep(0.001)  # a save takes some ten times that
@@ -476,14 +484,16 @@ def freeze_while_saving(process: psutil.Popen, directory: Path) -> list[psutil.P
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    """Killed there, restarted: the weights of a training that nothing happened to, bit for bit."""
+    """Killed there, started again: the weights of a training that nothing happened to, bit for bit."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     with torchrun(straight, "--save-every", "never") as process:
         assert process.wait(LIMIT_S) == 0, (straight / "log").read_text()
     with torchrun(killed) as process:
-        workers = freeze_while_saving(process, killed / "checkpoints")
-        newest = CheckpointDirectory(killed / "checkpoints").complete()[0]
-        kill(workers)
+        freeze_while_saving(process, killed / "checkpoints")
+        kill([process, *process.children(recursive=True)])
+    newest = CheckpointDirectory(killed / "checkpoints").complete()[0]
+    assert list((killed / "checkpoints").glob(".saving-*"))
+    with torchrun(killed) as process:
         assert process.wait(LIMIT_S) == 0, (killed / "log").read_text()
     expected, got = (json.loads((folder / "out.json").read_text()) for folder in (straight, killed))
     assert 0 < newest < 40

@@ -291,7 +291,7 @@ def test_cancel_at_every_moment() -> None:
     starting.asked("cancel")
     assert phase(starting) is Phase.CANCELLED
     running = Story().running()
-    assert kinds(running.asked("cancel")) == ["StopWorkers"]
+    assert kinds(running.asked("cancel")) == ["Finish"]
     running.stopped()
     assert (running.state.phase, running.state.exit_code) == (Phase.CANCELLED, 80)
     assert running.state.end_reason == "cancel asked by ada"

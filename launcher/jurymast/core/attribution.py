@@ -1,9 +1,8 @@
 """Who is at fault? Root cause against cascade, from what one incident gathered.
 
 When a rank dies its peers' collectives fail a moment later, so the loudest report is rarely the cause.
-Order of belief: a cancel by hand, a lost node, another request by hand, a killed process, a stopped
-process, an exception of the user's code, an exit code without one, a collective that failed, a hang.
-Within a class the earliest report.
+Order of belief: a lost node, a request by hand, a killed process, a stopped process, an exception of the
+user's code, an exit code without one, a collective that failed, a hang. Within a class the earliest report.
 """
 
 from __future__ import annotations

@@ -261,11 +261,11 @@ class Ledger:
         elif phase is Phase.LAUNCHING and state.phase is Phase.RUNNING and self._stage == self._launching():
             self._book(now, self._stage)
             self._stage = RANKS_UP
-        if state.phase is Phase.SUCCEEDED:
-            # Ranks that never told of a step did something, but nobody knows what.
-            told = {"step": "shutdown", RANKS_UP: "unknown"}
-            self._book(now, told.get(self._stage, self._stage))
-        elif state.phase is Phase.REQUEUED or state.ended:
+        if state.phase is Phase.SUCCEEDED and self._stage == RANKS_UP:
+            self._book(now, "unknown")  # ranks that never told of a step did something
+        elif state.ended and self._stage == "step":
+            self._book(now, "shutdown", 0)
+        elif state.ended or state.phase is Phase.REQUEUED:
             self._book(now, self._stage, self._newest())
 
     # Nodes.

@@ -7,7 +7,7 @@ import time
 
 from jurymast.core import events as ev
 from jurymast.core.run import step
-from jurymast.core.state import Phase, RunState
+from jurymast.core.state import RunState
 from jurymast.journal import JournalWriter, replay
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.supervisor import first_events
@@ -31,18 +31,9 @@ def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
         ev.Asked(t=t, what="cancel", by=by),
     ]
     for event in events:
-        _feed(state, journal, event)
-    if state.phase is Phase.STOPPING:
-        # The job is gone, and with it every rank.
-        for node in state.placement:
-            if not state.ended:
-                _feed(state, journal, ev.WorkersStopped(t=t, node=node, attempt=state.attempt, store_port=0))
+        instructions = step(state, event)
+        journal.event(event)
+        for instruction in instructions:
+            journal.decision(state.now, instruction)
     journal.close()
     return state
-
-
-def _feed(state: RunState, journal: JournalWriter, event: ev.Event) -> None:
-    instructions = step(state, event)
-    journal.event(event)
-    for instruction in instructions:
-        journal.decision(state.now, instruction)

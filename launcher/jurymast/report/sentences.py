@@ -112,7 +112,9 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Saved": _saved,
     "Restored": _restored,
     "Asked": _asked,
-    "Signalled": lambda e: f"Slurm sent {e['signal']}",
+    "Signalled": lambda e: (
+        f"Slurm sent {e['signal']}" if e["signal"].startswith("SIG") else f"Slurm ends the job: {e['signal']}"
+    ),
     "Noted": lambda e: f"note{' on ' + e['node'] if e.get('node') else ''}: {e['message']}",
     "Tick": lambda e: "time passed",
 }

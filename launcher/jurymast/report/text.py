@@ -102,7 +102,7 @@ def _incident_blocks(view: View, everything: bool) -> list[Block]:
     earlier = len(view["incidents"]) - len(incidents)
     rows = [
         [
-            str(i["id"]), _clock(i["at"]), i["cause"] or "(being found)", i["node"] or "-",
+            str(i["id"]), _clock(i["at"]), _cause(i), i["node"] or "-",
             i["action"] or "-", _steps(i), _took(i), i["reason"],
         ]
         for i in incidents
@@ -110,6 +110,10 @@ def _incident_blocks(view: View, everything: bool) -> list[Block]:
     headers = ("#", "AT", "CAUSE", "NODE", "ACTION", "STEPS", "TOOK", "WHY")
     blocks: list[Block] = [Line(""), Table(headers, rows, right=frozenset({0}))]
     return [*blocks, Line(f"and {count(earlier, 'earlier incident')} (--all)")] if earlier else blocks
+
+
+def _cause(incident: View) -> str:
+    return incident["cause"] or ("(being found)" if incident["open"] else "-")
 
 
 def _took(incident: View) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from jurymast.worker import entry
-from jurymast.worker.host import read_error_file, wait_until
+from jurymast.worker import entry, error_file
 from jurymast.worker.rendezvous import AgentRendezvous
 
 MONITOR_INTERVAL_S = 0.01
@@ -40,9 +41,9 @@ class RankLogs(LogsSpecs):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for local_rank, environment in envs.items():
             rank = int(environment["RANK"])
-            error_file = str(self._temporary / f"error-{attempt}-{local_rank}.json")
-            self.error_files[local_rank] = error_file
-            environment[entry.ERROR_VARIABLE] = error_file
+            failure = str(self._temporary / f"error-{attempt}-{local_rank}.json")
+            self.error_files[local_rank] = failure
+            environment[error_file.PATH_VARIABLE] = failure
             environment[entry.LOG_VARIABLE] = str(folder / f"rank-{rank:05d}.log")
             environment["JURYMAST_ATTEMPT"] = str(attempt)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)
@@ -86,7 +87,7 @@ class PatientlessAgent(LocalElasticAgent):
                 self._rendezvous_handler.pipe.tell(
                     "failed", attempt=self._rendezvous_handler.attempt, rank=worker.global_rank,
                     exit_code=self._processes()[local_rank].exitcode,
-                    **read_error_file(self._rank_logs.error_files.get(local_rank, "")),
+                    **error_file.read(self._rank_logs.error_files.get(local_rank, "")),
                 )  # fmt: skip
         return failed
 
@@ -116,6 +117,16 @@ class PatientlessAgent(LocalElasticAgent):
 
     def _record_worker_events(self, result: RunResult) -> None:
         """torch's own event log wants return values, which ranks that end by exit code do not give."""
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float, period_s: float = 0.005) -> bool:
+    """Poll `condition` until it holds or `limit_s` have passed."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(period_s)
+    return True
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

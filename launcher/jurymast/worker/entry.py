@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import runpy
 import signal
 import sys
 import threading
-import time
 import traceback
 from dataclasses import dataclass
 from types import TracebackType
 
-from jurymast.worker import hooks, link
+from jurymast.worker import error_file, hooks, link
 from jurymast.worker.forkserver import die_with_parent
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
-ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-TRACEBACK_CHARACTERS = 16_000
 
 
 @dataclass(frozen=True)
@@ -114,19 +110,11 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _report(error: BaseException) -> None:
-    """Traceback to the log, and to the error file in torch's own format for the agent."""
+    """Traceback to the log, and to the error file for the torchrun host."""
     trail = _users_part(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trail))
     sys.stderr.write(text)
-    path = os.environ.get(ERROR_VARIABLE)
-    if path and not os.path.exists(path):  # torch's @record may have written it already
-        callstack = text[-TRACEBACK_CHARACTERS:]
-        message = {
-            "message": f"{type(error).__name__}: {error}",
-            "extraInfo": {"py_callstack": callstack, "timestamp": str(int(time.time()))},
-        }
-        with open(path, "w") as file:
-            json.dump({"message": message}, file)
+    error_file.write(error, text)
 
 
 def _users_part(trail: TracebackType | None) -> TracebackType | None:

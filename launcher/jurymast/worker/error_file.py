@@ -1,0 +1,35 @@
+"""How a rank's exception reaches its node's torchrun host: torch's error file, in torch's own format."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+PATH_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+TRACEBACK_CHARACTERS = 16_000
+
+
+def write(error: BaseException, text: str) -> None:
+    """Write the exception with its traceback `text`, unless torch's @record already did."""
+    path = os.environ.get(PATH_VARIABLE)
+    if not path or os.path.exists(path):
+        return
+    extra = {"py_callstack": text[-TRACEBACK_CHARACTERS:], "timestamp": str(int(time.time()))}
+    with open(path, "w") as file:
+        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+
+
+def read(path: str) -> dict[str, str]:
+    """{"error": exception class, "message", "traceback"}; {} when there is no such file."""
+    try:
+        with open(path) as file:
+            message: Any = json.load(file)["message"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    if isinstance(message, str):
+        return {"error": "", "message": message[:1000], "traceback": ""}
+    name, _, rest = str(message.get("message", "")).partition(": ")
+    callstack = str(message.get("extraInfo", {}).get("py_callstack", ""))
+    return {"error": name[:200], "message": rest[:1000], "traceback": callstack}

@@ -1,0 +1,118 @@
+"""Who is at fault: the cause, not the loudest cascade."""
+
+from __future__ import annotations
+
+import pytest
+
+from jurymast.core.attribution import attribute, describe_exit, is_communication
+from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
+
+
+def failed(rank: int, exit_code: int = 1, error: str = "", message: str = "", node: str = "") -> WorkerFailed:
+    return WorkerFailed(
+        t=float(rank), node=node or f"n{rank}", attempt=1, rank=rank, exit_code=exit_code, error=error,
+        message=message,
+    )  # fmt: skip
+
+
+def lost(node: str, how: str = "silent") -> NodeLost:
+    return NodeLost(t=0.0, node=node, how=how, silent_s=1.6, limit_s=1.5)
+
+
+def asked(what: str) -> Asked:
+    return Asked(t=0.0, what=what, by="ada", node="n1" if what == "drain" else "")
+
+
+def hung(*ranks: int) -> RanksHung:
+    return RanksHung(
+        t=0.0, attempt=1, ranks=ranks, node="n1" if ranks else "", silent_s=9.0, limit_s=8.0, evidence="quiet"
+    )
+
+
+KILLED = failed(1, -9)
+RAISED = failed(2, 1, "ValueError", "loss is nan")
+CRASHED = failed(3, -11)
+EXITED = failed(4, 3)
+GLOO = failed(0, 1, "RuntimeError", "[gloo] Connection closed by peer [10.0.0.7]:4711")
+
+
+@pytest.mark.parametrize(
+    ("lost_", "asked_", "failures", "hung_", "expected"),
+    [
+        ([lost("n7")], asked("restart"), [GLOO, RAISED], None, ("node_lost", "infrastructure", "n7")),
+        ([lost("n7", "closed")], None, [], None, ("node_crash", "infrastructure", "n7")),
+        ([], asked("drain"), [KILLED], None, ("drain_asked", "nobody", "n1")),
+        ([], None, [GLOO, RAISED, KILLED], None, ("worker_killed", "infrastructure", "n1")),
+        ([], None, [GLOO, RAISED], hung(1), ("rank_frozen", "infrastructure", "n1")),
+        ([], None, [GLOO, RAISED], None, ("worker_exception", "application", "n2")),
+        ([], None, [GLOO, EXITED], None, ("worker_exit", "application", "n4")),
+        ([], None, [GLOO, CRASHED], None, ("worker_crash", "application", "n3")),
+        ([], None, [GLOO], hung(), ("communication", "infrastructure", "n0")),
+        ([], None, [], hung(), ("hang", "infrastructure", "")),
+    ],
+)
+def test_order_of_belief(
+    lost_: list[NodeLost], asked_: Asked | None, failures: list[WorkerFailed], hung_: RanksHung | None,
+    expected: tuple[str, str, str],
+) -> None:  # fmt: skip
+    cause = attribute(lost_, asked_, failures, hung_)
+    assert (cause.kind, cause.charged, cause.node) == expected
+    assert cause.evidence
+
+
+def test_nothing_found_has_no_cause() -> None:
+    with pytest.raises(ValueError, match="without any finding"):
+        attribute([], None, [], None)
+
+
+def test_several_ranks_with_the_same_end_name_no_node() -> None:
+    cause = attribute([], None, [failed(0, 1, "OSError", "x"), failed(1, 1, "OSError", "x")], None)
+    assert cause.nodes == ("n0", "n1")
+    assert (cause.node, cause.rank) == ("", 0)
+    assert cause.evidence == "rank 0 on n0: OSError: x (and 1 more ranks)"
+
+
+def test_several_lost_nodes_are_all_named() -> None:
+    cause = attribute([lost("n1"), lost("n2", "closed")], None, [], None)
+    assert cause.nodes == ("n1", "n2")
+    assert cause.evidence == "n1: silent for 1.6 s (limit 1.5 s); n2: its agent's connection was reset"
+
+
+def test_the_same_cause_has_the_same_signature_and_another_one_has_not() -> None:
+    first = attribute([], None, [failed(0, 1, "ValueError", "a")], None)
+    again = attribute([], None, [failed(5, 1, "ValueError", "a")], None)
+    other = attribute([], None, [failed(0, 1, "ValueError", "b")], None)
+    assert first.signature == again.signature != other.signature
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "expected"),
+    [
+        (
+            "RuntimeError",
+            "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer",
+            True,
+        ),
+        ("DistBackendError", "NCCL error: ncclRemoteError: remote process exited", True),
+        ("DistNetworkError", "The client socket has timed out", True),
+        ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete", True),
+        ("BrokenPipeError", "[Errno 32] Broken pipe", True),
+        ("RuntimeError", "CUDA out of memory", False),
+        ("KeyError", "'peer'", False),
+        ("AssertionError", "loss went up", False),
+    ],
+)
+def test_what_sounds_like_the_other_sides_end(error: str, message: str, expected: bool) -> None:
+    assert is_communication(failed(0, 1, error, message)) is expected
+
+
+def test_a_killed_process_is_never_a_communication_failure() -> None:
+    assert not is_communication(failed(0, -9, "", "connection closed"))
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(0, "exit code 0"), (3, "exit code 3"), (-9, "killed by SIGKILL"), (-64, "killed by signal 64")],
+)
+def test_exit_codes_in_words(code: int, told: str) -> None:
+    assert describe_exit(code) == told

@@ -1,0 +1,67 @@
+"""When a silent node is a lost node: the maths, without a network."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jurymast.core.heartbeat import BEATS, FACTOR, LIMIT_MAX_S, MEMORY, Arrivals, WatcherClock
+
+
+def test_a_regular_node_is_lost_after_three_beats() -> None:
+    arrivals = Arrivals(heartbeat_s=0.5, last=0.0)
+    for number in range(1, 20):
+        arrivals.beat(number * 0.5)
+    assert arrivals.limit_s() == BEATS * 0.5
+    assert arrivals.silent_s(11.0) == pytest.approx(1.5)
+
+
+def test_a_busy_node_raises_its_own_limit_and_earns_it_back() -> None:
+    arrivals = Arrivals(heartbeat_s=0.5, last=0.0)
+    arrivals.beat(2.0)
+    assert arrivals.limit_s() == FACTOR * 2.0
+    now = 2.0
+    for _ in range(MEMORY):
+        now += 0.5
+        arrivals.beat(now)
+    assert arrivals.limit_s() == BEATS * 0.5
+
+
+def test_the_limit_has_an_upper_end_and_a_policy_overrules_it() -> None:
+    arrivals = Arrivals(heartbeat_s=0.5, last=0.0)
+    arrivals.beat(300.0)
+    assert arrivals.limit_s() == LIMIT_MAX_S
+    assert arrivals.limit_s(fixed_s=4.0) == 4.0
+
+
+@given(st.lists(st.floats(0.0, 100.0), max_size=30), st.floats(0.05, 4.0))
+def test_the_limit_stays_between_three_beats_and_its_end(gaps: list[float], heartbeat_s: float) -> None:
+    arrivals, now = Arrivals(heartbeat_s=heartbeat_s, last=0.0), 0.0
+    for gap in gaps:
+        now += gap
+        arrivals.beat(now)
+    assert min(BEATS * heartbeat_s, LIMIT_MAX_S) <= arrivals.limit_s() <= LIMIT_MAX_S
+
+
+def test_a_watcher_that_was_asleep_blames_nobody() -> None:
+    clock = WatcherClock(interval_s=0.05, real_now=100.0)
+    for number in range(1, 11):
+        assert clock.tick(100.0 + number * 0.05) == 0.0
+    before = clock.now
+    overslept_s = clock.tick(100.5 + 20.0)
+    assert overslept_s == pytest.approx(19.9)
+    assert clock.now - before == pytest.approx(0.1)
+
+
+@given(st.lists(st.floats(-10.0, 50.0), max_size=50))
+def test_the_watchers_clock_never_runs_backwards_nor_faster_than_time(steps: list[float]) -> None:
+    clock, real = WatcherClock(interval_s=0.05, real_now=0.0), 0.0
+    forward = 0.0
+    for passed in steps:
+        real += passed
+        before = clock.now
+        clock.tick(real)
+        assert before <= clock.now <= before + 0.1 + 1e-9
+        forward += max(0.0, passed)
+    assert clock.now <= forward + 1e-6
