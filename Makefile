@@ -19,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --progress-bar off
-BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out benchmarks/__init__.py benchmarks/common.py,$(wildcard benchmarks/*.py))
 # What the test cluster's unprivileged user must be able to read. Never a run directory: it holds a secret.
 CLOSED := ! -type l '(' ! -perm -o+r -o -type d ! -perm -o+x ')'
 

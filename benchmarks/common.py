@@ -27,7 +27,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with the lowest and highest sample. None: at least half (or one) of the samples had no value."""
+    """A median with the lowest and highest sample; None where samples without a value decide it."""
 
     median: float | None
     low: float | None
@@ -188,9 +188,7 @@ def text(rows: Sequence[Row], targets: Sequence[Target], about: dict[str, Any]) 
     cells = [("case", "system", "metric", "median", "low", "high", "unit", "n", "")]
     for row in rows:
         figures = (number(row.median), number(row.low), number(row.high))
-        cells.append(
-            (row.case, row.system, row.metric, *figures, row.unit, str(row.n), numbered(row.note))
-        )
+        cells.append((row.case, row.system, row.metric, *figures, row.unit, str(row.n), numbered(row.note)))
     parts = [table(cells, right=(3, 4, 5, 7))]
     if targets:
         cells = [("target", "value", "", "wanted", "met", "", "", "", "")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +20,17 @@ TRAIN_ARGUMENTS = ("--step-time", str(STEP_S), "--save-every", str(SAVE_EVERY))
 # gloo must find the nodes' interface, and one thread a rank is what a small machine can bear.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 RESTARTS = 1000
+# In place, before torchrun gives up and the job is requeued: what torchrun's users commonly set.
+REQUEUE_RESTARTS = 3
 PORT = 29400
 SAID_CHARACTERS = 240
+# Without it torchrun restarts meet the keys of the attempt before, and often fail for good.
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 NVRX_VERSION = "0.4.1"
+# Of a failed job's output: the exception that ended a launcher or a rank, not what Slurm says about it.
+TELLING = re.compile(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Timeout)\b|\w+ timeout")
+SLURMS_OWN = ("srun: ", "slurmstepd: ")
 JURYMAST, TORCHRUN, TORCHRUN_OWN_STORE, REQUEUE, NVRX = (
     "jurymast", "torchrun", "torchrun-own-store", "requeue", "nvrx",
 )  # fmt: skip
@@ -80,12 +88,11 @@ def systems(cache: Path) -> list[System]:
         "not run: without a spare torchrun only waits for a node that nobody brings;"
         f" see sbatch --requeue + {torchrun}"
     )
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return [
         System(JURYMAST, common.JURYMAST, submit_jurymast),
         System(TORCHRUN, torchrun, submit_torchrun({}), without_spare=lost),
         System(
-            TORCHRUN_OWN_STORE, f"{torchrun} TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", submit_torchrun(own_store),
+            TORCHRUN_OWN_STORE, f"{torchrun} {OWN_STORE}=1", submit_torchrun({OWN_STORE: "1"}),
             instead_of=TORCHRUN, without_spare=lost,
         ),
         System(REQUEUE, f"sbatch --requeue + {torchrun}", submit_requeue),
@@ -165,7 +172,7 @@ def submit_torchrun(environment: dict[str, str]) -> Callable[[Cluster, Place], S
 
 def submit_requeue(cluster: Cluster, place: Place) -> Started:
     """torchrun on the active nodes only: other nodes of the cluster idle, and Slurm takes one of them."""
-    script = requeued(f"{cluster.python} -m torch.distributed.run", 3, place)
+    script = requeued(f"{cluster.python} -m torch.distributed.run", REQUEUE_RESTARTS, place)
     return sbatch(cluster, place, script, ACTIVE, {})
 
 
@@ -174,10 +181,7 @@ def submit_nvrx(python: Path) -> Callable[[Cluster, Place], Started]:
     launcher = f"{python.parent / 'ft_launcher'} --ignore-missing-fault-tol-cfg"
 
     def submit(cluster: Cluster, place: Place) -> Started:
-        if place.spares:
-            script = in_allocation(launcher, place)
-        else:
-            script = requeued(launcher, RESTARTS, place)
+        script = in_allocation(launcher, place) if place.spares else requeued(launcher, RESTARTS, place)
         return sbatch(cluster, place, script, ACTIVE + place.spares, {})
 
     return submit
@@ -191,10 +195,9 @@ def said(logs: tuple[Path, ...]) -> str:
         for file in files:
             if file.is_file() and file.suffix in (".out", ".log", ".err", ""):
                 lines += file.read_text(errors="replace").splitlines()
-    lines = [line.strip() for line in lines if line.strip()]
-    words = ("error", "timeout", "failed", "exception", "closed", "attempts left")
-    telling = [line for line in lines if any(word in line.lower() for word in words)]
-    return (telling or lines or [""])[-1][-SAID_CHARACTERS:]
+    lines = [line.strip() for line in lines if line.strip() and not line.startswith(SLURMS_OWN)]
+    telling = [line for line in lines if re.match(TELLING, line)]
+    return (telling or lines or [""])[-1][:SAID_CHARACTERS]
 
 
 def own_story(started: Started) -> dict[str, Any] | None:

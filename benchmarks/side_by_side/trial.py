@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.side_by_side.steps import Recovery, Stamp, StepFiles, done_by_all, measure
 from benchmarks.side_by_side.systems import ACTIVE, STEP_S, Place, Started, System, own_story, said
-from testcluster import Cluster
+from testcluster import Cluster, ClusterError
 from testcluster.faults import Fault
 
 START_LIMIT_S = 90.0
@@ -65,8 +65,10 @@ CASES = [
 
 @dataclass(frozen=True)
 class Plan:
-    """One trial to do. `settle_s`: how long a training runs before it is hurt; `phase` adds so many steps,
-    so that repeats meet the checkpoint's cadence at different points, the same for all systems."""
+    """One trial to do. `settle_s`: how long the training runs before it is hurt.
+
+    Each repeat waits for a step more, and so meets the checkpoint's cadence at another point; as all systems do.
+    """
 
     case: Case
     system: System
@@ -84,22 +86,26 @@ def run_trial(cluster: Cluster, plan: Plan) -> dict[str, Any]:
     folder = cluster.shared / "bench" / plan.name
     place = Place(folder, plan.case.spares)
     cluster.login(["mkdir", "-p", str(place.record)])
-    sample: dict[str, Any] = {"repeat": plan.repeat, "seconds": None}
+    sample: dict[str, Any] = {"repeat": plan.repeat, "seconds": None, "deadline_s": plan.deadline_s}
     try:
-        started = plan.system.submit(cluster, place)
-        files = StepFiles(place.record, ACTIVE)
-        if not _settle(files, plan):
-            return {**sample, "note": f"did not start within {START_LIMIT_S:g} s; {_now(cluster, started)}"}
-        victim = _victim(files.poll(), _batch_host(cluster, started))
-        fault = plan.case.hurt(cluster, victim)
-        recovery, note = _watch(cluster, started, files, fault, plan.deadline_s)
-        sample.update(_figures(recovery, fault), victim=victim.host, rank=victim.rank)
-        if note:
-            sample["note"] = note
-        story = _story(started)
-        return {**sample, "story": story} if story else sample
+        return {**sample, **_measured(cluster, plan, place)}
+    except ClusterError as error:
+        return {**sample, "note": f"the trial broke: {error}"}
     finally:
         _clear(cluster, place)
+
+
+def _measured(cluster: Cluster, plan: Plan, place: Place) -> dict[str, Any]:
+    started = plan.system.submit(cluster, place)
+    files = StepFiles(place.record, ACTIVE)
+    if not _settle(files, plan):
+        return {"note": f"did not start within {START_LIMIT_S:g} s; {_now(cluster, started)}"}
+    victim = _victim(files.poll(), _batch_host(cluster, started))
+    fault = plan.case.hurt(cluster, victim)
+    recovery, note = _watch(cluster, started, files, fault, plan.deadline_s)
+    sample = {**_figures(recovery, fault), "victim": victim.host, "rank": victim.rank}
+    story = _story(started)
+    return {**sample, **({"note": note} if note else {}), **({"story": story} if story else {})}
 
 
 def _settle(files: StepFiles, plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from testcluster import control, freezer, processes, slurmconf, software, state
-from testcluster.errors import ClusterError
+from testcluster.errors import ClusterError, DeadlineError
 from testcluster.faults import Fault, Faults
 from testcluster.inspection import Inspector
 from testcluster.machines import Builder, Machine, addresses
@@ -325,7 +325,7 @@ class Cluster:
 
         try:
             wait_until(reached, deadline_s, f"job {job_id}", _SLURM_POLL_S)
-        except ClusterError:
+        except DeadlineError:
             now = f"{record.get('JobState')} ({record.get('Reason')})"
             raise ClusterError(
                 f"job {job_id} is {now} after {deadline_s:g} s, not {'/'.join(states)}"
@@ -501,13 +501,15 @@ class Cluster:
 
         try:
             wait_until(ready, deadline_s, "the nodes", _SLURM_POLL_S)
-        except ClusterError:
+        except DeadlineError:
             shown = ", ".join(f"{name} is {states.get(name, 'unknown')}" for name in sorted(pending))
             raise ClusterError(f"after {deadline_s:g} s: {shown} (logs: {self.layout.log})") from None
 
     def _resume(self, names: Sequence[str]) -> None:
         if names:
-            self.slurm(["scontrol", "update", f"NodeName={','.join(names)}", "State=RESUME"])
+            # Refused when the node has come back by itself meanwhile; the next look tells.
+            update = ["scontrol", "update", f"NodeName={','.join(names)}", "State=RESUME"]
+            self.login(update, root=True, check=False)
 
     def _slurmctld_answers(self) -> bool:
         done = self.login(["scontrol", "ping"], root=True, cwd="/", check=False)

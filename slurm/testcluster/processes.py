@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from testcluster.errors import ClusterError
+from testcluster.errors import ClusterError, DeadlineError
 
 POLL_S = 0.02
 
@@ -115,11 +115,11 @@ def matches(process: Process, pattern: re.Pattern[str]) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float, what: str, poll_s: float = POLL_S) -> None:
-    """Poll until the condition holds; ClusterError naming ``what`` after ``deadline_s`` seconds."""
+    """Poll until the condition holds; DeadlineError naming ``what`` after ``deadline_s`` seconds."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:
-            raise ClusterError(f"waited {deadline_s:g} s for {what}")
+            raise DeadlineError(f"waited {deadline_s:g} s for {what}")
         time.sleep(poll_s)
 
 

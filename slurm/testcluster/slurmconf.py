@@ -66,8 +66,8 @@ def slurm_conf(layout: Layout, options: Options) -> str:
         "ReturnToService=2",
         "KillWait=2",
         f"SlurmdTimeout={options.slurmd_timeout_s}",
-        # slurmctld's round of pings lasts until the deadest node has failed, and it books the others' answers up
-        # to 2 s later: where that takes two thirds of SlurmdTimeout, healthy nodes go DOWN as well.
+        # slurmctld's round of pings lasts until the deadest node has failed, and it books the others' answers
+        # up to 2 s later: where that takes two thirds of SlurmdTimeout, healthy nodes go DOWN as well.
         f"MessageTimeout={_message_timeout_s(options.slurmd_timeout_s)}",
         "TCPTimeout=1",
         # The cluster may run where the hard limits of root cannot be raised.
@@ -128,8 +128,8 @@ def _gres_conf(layout: Layout, options: Options) -> str:
 
 
 def _cgroup_conf(release: tuple[int, ...]) -> str:
-    # Nothing here uses cgroups, yet slurmd loads a plugin. Before 23.11 only that for version 1 starts anywhere:
-    # that for version 2 wants systemd, and the default looks for a mounted tree.
+    # Nothing here uses cgroups, yet slurmd loads a plugin. Before 23.11 only that for version 1 starts on every
+    # host: that for version 2 wants systemd, and the default looks for a mounted tree.
     return f"CgroupPlugin={'disabled' if release >= _CGROUPS_OPTIONAL else 'cgroup/v1'}\n"
 
 

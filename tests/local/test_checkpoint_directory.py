@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import Holder, flip, same, truncate
 from torch import nn
 
 import jurymast
@@ -22,6 +21,7 @@ from jurymast.checkpoint.directory import MANIFEST, CheckpointDirectory, final_n
 from jurymast.errors import CheckpointError
 from jurymast.rundir import RunDirectory
 from jurymast.worker import link
+from support.checkpoints import Holder, flip, same, truncate
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_run")]
 

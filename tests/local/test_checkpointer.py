@@ -20,14 +20,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoints import Holder, flip, same, truncate
-from support.ranks import run_ranks, stop_server
 from torch import nn
 
 import jurymast
 from jurymast.checkpoint import RandomState
 from jurymast.checkpoint.directory import CheckpointDirectory, final_name
 from jurymast.errors import CheckpointError
+from support.checkpoints import Holder, flip, same, truncate
+from support.ranks import run_ranks, stop_server
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_run")]
 

@@ -1,4 +1,4 @@
-"""The restart ladder on the local cluster: real agents, torchrun hosts and ranks; a node is a process group."""
+"""The restart ladder on the local cluster: real agents and ranks; a node is a process group."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def kill_host(run: RunUnderTest, node: str) -> None:
         (freeze_rank, "rank_frozen", "restart"),
         (crash_node, "node_crash", "swap"),
         (freeze_node, "node_lost", "swap"),
-        (kill_host, "worker_exit", "restart"),
+        (kill_host, "worker_killed", "restart"),
     ],
 )
 def test_one_fault_costs_no_bit(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.runs import SCRIPTS, RunUnderTest, result
 
 from jurymast.core.state import RunState
+from support.runs import SCRIPTS, RunUnderTest, result
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]

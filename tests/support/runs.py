@@ -76,8 +76,8 @@ class RunUnderTest:
 def jurymast(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command as a user would."""
     return subprocess.run(
-        [sys.executable, "-m", "jurymast", *arguments], capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        [sys.executable, "-m", "jurymast", *arguments], capture_output=True, text=True, timeout=120,
+        check=False, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )  # fmt: skip
 
 

@@ -227,6 +227,7 @@ class Story:
             if isinstance(entry, ev.SupervisorStarted):
                 if writer is not None:
                     writer.close()
+                (directory.epochs / f"{entry.epoch:06d}.claim").touch()
                 writer = JournalWriter(directory.journal, entry.epoch)
                 for event in early:
                     writer.event(event)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_events import Moment, moments, next_event
-from support.stories import START, Story
 
 from jurymast.core import events as ev
 from jurymast.core.accounting import CATEGORIES, PLACED, Account, Interval, to_us
@@ -14,6 +12,8 @@ from jurymast.core.ledger import Ledger
 from jurymast.core.reliability import gamma_quantile, mtbf, poisson_below
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.journal import initial_state
+from support.random_events import Moment, moments, next_event
+from support.stories import START, Story
 
 
 def account(story: Story, now: float | None = None) -> Account:

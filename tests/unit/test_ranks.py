@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.waiting import wait_until
 
 from jurymast.agent.ranks import RankMemory, RankWatch, process_state
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
+from support.waiting import wait_until
 
 LIMIT_S = 20.0
 NOBODY = 65534

@@ -8,8 +8,6 @@ from dataclasses import asdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_events import NODES, Moment, moments, next_event
-from support.stories import START, Story
 
 from jurymast.core import events as ev
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
@@ -17,6 +15,8 @@ from jurymast.core.run import resume, step
 from jurymast.core.settings import Budget, Settings
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.journal import initial_state
+from support.random_events import NODES, Moment, moments, next_event
+from support.stories import START, Story
 
 
 def phase(story: Story) -> Phase:
@@ -292,7 +292,6 @@ def test_cancel_at_every_moment() -> None:
     assert phase(starting) is Phase.CANCELLED
     running = Story().running()
     assert kinds(running.asked("cancel")) == ["Finish"]
-    running.stopped()
     assert (running.state.phase, running.state.exit_code) == (Phase.CANCELLED, 80)
     assert running.state.end_reason == "cancel asked by ada"
 
@@ -301,13 +300,18 @@ def test_cancel_wins_over_a_node_that_is_lost_at_the_same_time() -> None:
     story = Story().running()
     story.lost("n3")
     story.asked("cancel")
+    assert phase(story) is Phase.CANCELLED
+    assert not story.incident.open
     story.stopped()
     assert phase(story) is Phase.CANCELLED
-    other = Story().running()
-    other.asked("cancel")
-    other.lost("n3")
-    other.stopped()
-    assert phase(other) is Phase.CANCELLED
+
+
+def test_the_time_limit_ends_the_run() -> None:
+    story = Story().running()
+    story.feed(ev.Signalled(t=story.t, signal="SIGTERM"))
+    assert phase(story) is Phase.RUNNING
+    story.feed(ev.Signalled(t=story.t, signal="timeout"))
+    assert (story.state.phase, story.state.exit_code) == (Phase.FAILED, 79)
 
 
 def test_restart_and_drain_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 import shutil
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import webbrowser
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -45,10 +46,14 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
     from jurymast.demo.screen import Screen
     from jurymast.demo.show import Show
 
+    if importlib.util.find_spec("torch") is None:
+        raise RunFailedError(
+            "the demo trains with torch, which is missing", hint="pip install jurymast[torch]"
+        )
     wanted = Wanted(nodes, spares, steps)
     screen = Screen(sys.stderr if as_json else sys.stdout)
     with _folder(keep) as folder:
-        local = LocalRun(request_for(wanted, folder.runs, Path.cwd()))
+        local = LocalRun(request_for(wanted, folder.runs, Path.cwd()), folder.temporary)
         directory = local.directory
         _introduce(screen, wanted, with_fault=not no_fault)
         with _ended_with_us(local, screen):
@@ -68,31 +73,37 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
 
 @dataclass
 class Folder:
-    """Where the demo's files go: a temporary directory, or with --keep `runs` only."""
+    """Where the demo's files go; the run directory lies in `runs`, elsewhere with --keep."""
 
     path: Path
     runs: Path
     worth_keeping: bool = False
 
+    @property
+    def temporary(self) -> Path:
+        return self.path / "tmp"
+
 
 @contextmanager
 def _folder(keep: bool) -> Iterator[Folder]:
     """Afterwards the report is left of it; of an interrupted demo nothing, of a failed one everything."""
-    if keep:
-        runs = default_runs()
-        yield Folder(runs, runs)
-        return
     path = Path(tempfile.mkdtemp(prefix="jurymast-demo-"))
-    folder = Folder(path, path / "runs")
+    folder = Folder(path, default_runs() if keep else path / "runs")
+    folder.temporary.mkdir()
     try:
         yield folder
     except JurymastError:
+        folder.worth_keeping = True
         raise
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)
         raise
-    if not folder.worth_keeping:
-        shutil.rmtree(folder.runs, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder.temporary, ignore_errors=True)
+        if not folder.worth_keeping and not keep:
+            shutil.rmtree(folder.runs, ignore_errors=True)
+        with suppress(OSError):
+            path.rmdir()  # unless there is something left to read in it
 
 
 @contextmanager

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +22,8 @@ MODULES = ("jurymast.cluster.batch", "jurymast.supervisor", "jurymast.agent")
 # A batch process that is asked to end sends its agents home first.
 GRACE_S = 10.0
 KILL_LIMIT_S = 5.0
+# The address of a socket has room for 108; what is put below the directory needs 50 of them.
+TEMPORARY_CHARACTERS = 55
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,19 @@ def request_for(asked: Wanted, runs: Path, working_directory: Path) -> Request:
 
 
 class LocalRun:
-    """The processes of one run on this machine, and the temporary directories of its agents."""
+    """The processes of one run on this machine; what they put into `temporary` a killed node leaves there."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, temporary: Path) -> None:
         self._request = request
+        self._temporary = temporary
         self.directory = request.run_directory
-        self._temporary: set[Path] = set()
 
     def start(self) -> None:
         """Raises RunDirectoryError, SubmissionError."""
         # All nodes share this machine's processors: a rank with a thread for each would only be in the way.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if len(str(self._temporary)) <= TEMPORARY_CHARACTERS:
+            os.environ["TMPDIR"] = str(self._temporary)
         submit(self._request)
 
     def break_node(self, agent_pid: int) -> int:
@@ -96,7 +98,6 @@ class LocalRun:
 
     def end(self) -> None:
         """End the batch process, which ends the rest, then whatever of the run is still there."""
-        self._processes()
         batch = local_process(self.directory)
         if batch is not None:
             try:
@@ -112,31 +113,21 @@ class LocalRun:
                 except psutil.NoSuchProcess:
                     continue
             psutil.wait_procs(left, timeout=KILL_LIMIT_S)
-        for place in self._temporary:  # an agent that was killed could not remove its own
-            shutil.rmtree(place, ignore_errors=True)
 
     def _is_ours(self, words: list[str]) -> bool:
         return words[1:2] == ["-m"] and words[2] in MODULES and str(self.directory.root) in words[3:]
 
     def _processes(self) -> list[psutil.Process]:
         """By the run's directory in their command or environment; nobody who only watches the run."""
-        found = []
+        place, found = str(self.directory.root), []
         for process in psutil.process_iter():
             try:
-                variables = process.environ()
-                of_an_agent = variables.get("JURYMAST_RUN_DIR") == str(self.directory.root)
+                of_an_agent = process.environ().get("JURYMAST_RUN_DIR") == place
                 if of_an_agent or self._is_ours(process.cmdline()):
                     found.append(process)
             except psutil.Error:
                 continue
-            if of_an_agent:
-                self._remember(variables.get("TMPDIR", ""))
         return found
-
-    def _remember(self, temporary: str) -> None:
-        place = Path(temporary)
-        if place.name.startswith("jurymast-") and place.parent == Path(tempfile.gettempdir()):
-            self._temporary.add(place)
 
 
 def _group_of(pid: int) -> int:

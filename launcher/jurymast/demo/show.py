@@ -93,7 +93,10 @@ class Show:
                 if look(self._local.directory, self.state).kind == "gone":
                     self._poll()
                     if not self.state.ended:
-                        raise RunFailedError("the demo's processes ended without a word")
+                        raise RunFailedError(
+                            "the run's processes ended without a word",
+                            hint=f"their logs are in {self._local.directory.root}",
+                        )
         self.curve.poll(self.state.attempt)
 
     def _poll(self) -> None:
@@ -256,7 +259,7 @@ class Show:
         if pairs:
             equal = sum(1 for before, again in pairs if before.text == again.text)
             same = "the same loss to the last digit" if equal == len(pairs) else f"{equal} with the same loss"
-            again = f"{pairs[0][0].step} to {pairs[-1][0].step}"
+            again = " to ".join(dict.fromkeys((str(pairs[0][0].step), str(pairs[-1][0].step))))
             lines.append(f"{count(len(pairs), 'step')} done again ({again}): {same}")
         if self.complete:
             lines.append(f"nothing was lost: all {self._wanted.steps} steps are in the result")

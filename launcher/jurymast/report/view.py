@@ -13,7 +13,7 @@ from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.tail import JournalTail
-from jurymast.report.words import duration, iso, some
+from jurymast.report.words import count, duration, iso, some
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
 
@@ -180,7 +180,7 @@ def warnings(watcher: Watcher, life: Liveness, now: float) -> list[str]:
         entry = watcher.facts.not_saved
         kept = "there is none yet" if state.saved_step is None else f"the newest is step {state.saved_step}"
         found.append(
-            f"{state.save_failures} saves in a row failed ({kept}): step {entry['step']}, "
+            f"{count(state.save_failures, 'failed save')} in a row ({kept}): step {entry['step']}, "
             f"{entry['tier']} tier: {entry.get('error') or 'no reason given'}"
         )
     if life.kind == "unknown":

@@ -45,8 +45,8 @@ def squeue_time(seconds: float) -> str:
 def size(count: int) -> str:
     """Bytes with a decimal unit: 1.2 GB."""
     value = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if value < 999.5 or unit == "PB":
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1000.0
     raise AssertionError("unreachable")

@@ -1,0 +1,128 @@
+"""`jurymast demo`: it loses a node and nothing else, and leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jurymast.demo.losses import ASCII_BLOCKS, LossCurve, blocks
+from jurymast.rundir import RunDirectory
+from support.waiting import wait_until
+
+LIMIT_S = 180.0
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A short path: sockets below it may have 108 characters."""
+    path = Path(tempfile.mkdtemp(prefix="jm"))
+    yield path
+    shutil.rmtree(path)
+
+
+def demo(temporary: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "jurymast", "demo", "--json", "--nodes", "2", *options],
+        env={**os.environ, "TMPDIR": str(temporary)}, cwd=temporary, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finished(temporary: Path, *options: str) -> dict[str, Any]:
+    with demo(temporary, *options) as process:
+        out, story = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, story
+    values: dict[str, Any] = json.loads(out)
+    return values
+
+
+def left_over(temporary: Path) -> list[list[str]]:
+    """Commands of processes that work below the directory."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            below = str(temporary) in process.environ().get("TMPDIR", "") or str(temporary) in " ".join(words)
+        except psutil.Error:
+            continue
+        if below:
+            found.append(words)
+    return found
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_the_demo_loses_a_node_and_nothing_else(temporary: Path) -> None:
+    told = finished(temporary, "--steps", "45")
+    assert (told["state"], told["complete"], told["steps_done"]) == ("succeeded", True, 45)
+    assert [incident["action"] for incident in told["incidents"]] == ["swap"]
+    assert told["incidents"][0]["node"] == told["fault"]["node"]
+    assert told["fault"]["processes"] >= 4  # an agent, its torchrun host, the server it forks from, a rank
+    assert 0 < told["steps_repeated"] == told["steps_repeated_equal"]
+    page = Path(told["report"])
+    assert "</html>" in page.read_text()
+    assert left_over(temporary) == []
+    assert list(temporary.iterdir()) == [page.parent]
+    assert list(page.parent.iterdir()) == [page]
+    undisturbed = finished(temporary, "--steps", "45", "--no-fault", "--keep")
+    assert undisturbed["incidents"] == []
+    assert undisturbed["weights_sha256"] == told["weights_sha256"]
+    directory = Path(undisturbed["directory"])
+    assert directory.parent == temporary / "runs"
+    assert (directory / "journal").is_dir()
+    assert Path(undisturbed["report"]).parent == directory / "report"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "terminate"]
+)
+def test_an_interrupted_demo_leaves_nothing(temporary: Path, number: signal.Signals, code: int) -> None:
+    with demo(temporary) as process:
+        wait_until(
+            "rank of the demo", lambda: any("worker.host" in " ".join(w) for w in left_over(temporary))
+        )
+        began = time.monotonic()
+        process.send_signal(number)
+        _, story = process.communicate(timeout=60)
+    assert process.returncode == code, story
+    assert time.monotonic() - began < 20
+    assert left_over(temporary) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_values_as_blocks() -> None:
+    assert blocks([1.0, 2.0, 3.0], 10, "abc") == "abc"
+    assert blocks([float(n) for n in range(100)], 8, ASCII_BLOCKS) == ASCII_BLOCKS
+    assert blocks([5.0, 5.0], 2, "abc") == "aa"
+    assert blocks([1.0, float("nan"), 3.0], 3, "abc") == "ac"
+    assert blocks([], 3) == ""
+
+
+def test_losses_of_two_attempts(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    logs = {
+        1: "0.8 million parameters\nstep 1 loss 5.00 9 tokens/s\nstep 2 loss 4.00 9 tokens/s\nstep 3 lo",
+        2: "step 2 loss 4.00 9 tokens/s\nstep 3 loss 3.50 9 tokens/s\nweights sha256 " + "ab" * 32 + "\n",
+    }
+    curve = LossCurve(directory)
+    for attempt, text in logs.items():
+        directory.attempt_logs(attempt).mkdir(parents=True)
+        directory.rank_log(attempt, 0).write_text(text)
+        curve.poll(attempt)
+    assert curve.final() == {1: 5.0, 2: 4.0, 3: 3.5}
+    assert [(before.text, again.text) for before, again in curve.repeated()] == [("4.00", "4.00")]
+    assert curve.last is not None
+    assert (curve.last.attempt, curve.last.step, curve.weights) == (2, 3, "ab" * 32)

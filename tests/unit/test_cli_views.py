@@ -1,0 +1,477 @@
+"""The commands that look at a run, and those that ask something of it, as real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jurymast.journal import replay
+from jurymast.report.closing import record_cancel
+from jurymast.rundir import RunDirectory
+from jurymast.wire import channel, endpoint
+from support.stories import Story
+
+LAUNCHER = Path(__file__).parents[2] / "launcher"
+RUN = "20261117-100000-gpt-abcd"
+
+
+class Place:
+    """A runs directory, and a PATH with nothing but the Slurm commands that a test puts there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.runs = root / "runs"
+        self.bin = root / "bin"
+        self.runs.mkdir()
+        self.bin.mkdir()
+
+    def story(self, story: Story, name: str = RUN) -> RunDirectory:
+        return story.write(self.runs / name)
+
+    def program(self, name: str, body: str) -> None:
+        path = self.bin / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "PATH": str(self.bin), "PYTHONPATH": str(LAUNCHER), "JURYMAST_RUNS": str(self.runs),
+            "HOME": str(self.root), "LC_ALL": "C.UTF-8", "TZ": "UTC", "USER": "ada", "LOGNAME": "ada",
+        }  # fmt: skip
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "jurymast", *words], cwd=self.root, env=self.environment(),
+            capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def good(self, *words: str) -> str:
+        done = self.run(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def json(self, *words: str) -> Any:
+        return json.loads(self.good(*words, "--json"))
+
+    @contextmanager
+    def following(self, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """A command that goes on; ended at the latest with the block."""
+        with subprocess.Popen(
+            [sys.executable, "-m", "jurymast", *words], cwd=self.root, env=self.environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, stdin=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            try:
+                yield process
+            finally:
+                process.kill()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def swapped(*, finished: bool = True) -> Story:
+    story = Story().running(40).saved(40).stepped(50)
+    story.lost("n3")
+    story.stopped()
+    story.recovered(40, 60)
+    return story.finished() if finished else story
+
+
+def crash_loop() -> Story:
+    story = Story().running()
+    for _ in range(3):
+        story.failed(1, trace='Traceback\n  File "train.py", line 7\nValueError: bad\n')
+        story.stopped()
+        if not story.state.ended:
+            story.backed_off().ranks_up().restored(0)
+    return story
+
+
+def write_logs(directory: RunDirectory, attempt: int, lines: dict[int, str]) -> None:
+    directory.attempt_logs(attempt).mkdir()
+    for rank, text in lines.items():
+        directory.rank_log(attempt, rank).write_text(text)
+    directory.attempt_file.write_text(str(attempt))
+
+
+# Looking.
+
+
+def test_status_by_id_by_job_and_by_directory(place: Place) -> None:
+    directory = place.story(swapped())
+    for name in (RUN, "17", str(directory.root)):
+        view = place.json("status", name)
+        assert (view["run"], view["state"], view["step"], view["exit_code"]) == (RUN, "succeeded", 60, 0)
+    shown = place.good("status", RUN)
+    assert "state      succeeded, " in shown
+    assert "\x1b" not in shown
+    elsewhere = place.run("status", RUN, "--runs", str(place.root))
+    assert elsewhere.returncode == 67
+
+
+def test_status_of_a_failed_run_names_rank_node_and_traceback(place: Place) -> None:
+    place.story(crash_loop())
+    shown = place.good("status", RUN)
+    assert "cause      worker_exception (rank 1, node n3)" in shown
+    assert '    File "train.py", line 7' in shown
+
+
+def test_status_watch_ends_with_the_run(place: Place) -> None:
+    place.story(swapped())
+    assert "succeeded" in place.good("status", RUN, "--watch")
+
+
+def test_status_asks_slurm_when_the_journal_is_silent(place: Place) -> None:
+    directory = place.story(swapped(finished=False))
+    for path in directory.journal_files():
+        os.utime(path, (1.0, 1.0))
+    place.program("squeue", 'echo "NODE_FAIL|None"')
+    view = place.json("status", RUN)
+    assert (view["state"], view["exit_code"]) == ("failed", 79)
+    assert view["warnings"][0] == "Slurm job 17 ended (NODE_FAIL) and its supervisor left no word"
+    place.program("squeue", 'echo "PENDING|BeginTime"')
+    view = place.json("status", RUN)
+    assert (view["state"], view["next"]) == ("requeued", "waits for nodes: PENDING (BeginTime)")
+    place.program("squeue", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    assert place.json("status", RUN)["job"] == {
+        "id": "17", "kind": "gone", "detail": "Slurm no longer knows it",
+    }  # fmt: skip
+    place.program("squeue", 'echo "Unable to contact slurm controller" >&2; exit 1')
+    assert place.json("status", RUN)["state"] == "running"
+
+
+def test_a_run_in_the_queue_has_no_journal_yet(place: Place) -> None:
+    directory = place.story(Story())
+    (directory.submission / "jobs" / "18").touch()
+    place.program("squeue", 'echo "PENDING|Priority"')
+    view = place.json("status", RUN)
+    assert (view["state"], view["slurm_jobs"], view["nodes"]) == ("queued", ["18"], [])
+    assert view["next"] == "waits for nodes: PENDING (Priority)"
+    assert "no step done yet" in place.good("status", RUN)
+    assert place.json("report", RUN)["categories"].keys() <= {"queue_wait"}
+    assert place.good("events", RUN) == ""
+
+
+def test_events_are_sentences_with_times_and_reasons(place: Place) -> None:
+    story = swapped()
+    place.story(story)
+    shown = place.good("events", RUN)
+    lines = shown.splitlines()
+    assert all(line[:3] == "202" and line[23:25] == "  " for line in lines)
+    assert "=> launch attempt 2 on n2, n1: swap n3 -> n1; swap after incident 1" in shown
+    assert "is ready" not in shown
+    assert "node n2 is ready" in place.good("events", RUN, "--all")
+    entries = [json.loads(line) for line in place.good("events", RUN, "--json").splitlines()]
+    assert len(entries) == len(story.entries)
+    assert all(entry["at"].endswith("+00:00") and entry["text"] for entry in entries)
+    assert sorted(entry["n"] for entry in entries) == [entry["n"] for entry in entries]
+
+
+def test_events_are_followed_to_the_end(place: Place) -> None:
+    story = swapped()
+    directory = place.story(story)
+    (journal,) = directory.journal_files()
+    whole = journal.read_bytes()
+    half = len(whole) // 2
+    journal.write_bytes(whole[:half])
+    with place.following("events", RUN, "--follow", "--json") as following:
+        assert following.stdout is not None
+        assert json.loads(following.stdout.readline())["event"] == "RunStarted"
+        with open(journal, "ab") as file:
+            file.write(whole[half:])
+        rest = following.stdout.read()
+    assert json.loads(rest.splitlines()[-1])["decision"] == "Finish"
+    assert len(rest.splitlines()) == len(story.entries) - 1
+
+
+def test_logs_are_merged_with_the_rank_in_front(place: Place) -> None:
+    directory = place.story(swapped())
+    write_logs(directory, 1, {0: "old\n"})
+    write_logs(directory, 2, {0: "a\nb\n", 1: "c\nhalf a line", 11: "\x1b[31mred\n"})
+    assert place.good("logs", RUN) == "[r0] a\n[r0] b\n[r1] c\n[r1] half a line\n[r11] �[31mred\n"
+    assert place.good("logs", RUN, "--rank", "1") == "[r1] c\n[r1] half a line\n"
+    assert place.good("logs", RUN, "--attempt", "1") == "[r0] old\n"
+    assert place.good("logs", RUN, "-n", "1", "--rank", "0") == "[r0] b\n"
+    assert place.good("logs", RUN, "--follow", "--rank", "0") == "[r0] a\n[r0] b\n"
+    (directory.submission / "job-17.log").write_text("supervisor: pid 1\n")
+    assert place.good("logs", RUN, "--job") == "supervisor: pid 1\n"
+
+
+def test_logs_are_followed_through_attempts_to_the_end(place: Place) -> None:
+    directory = place.story(swapped(finished=False))
+    write_logs(directory, 1, {0: "one\n"})
+    with place.following("logs", RUN, "--follow") as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "[r0] one\n"
+        write_logs(directory, 2, {0: "two\n", 1: "three\n"})
+        assert following.stdout.readline() == "[r0] two\n"
+        record_cancel(directory, by="ada")
+        rest = following.stdout.read()
+    assert rest == "[r1] three\n"
+
+
+def test_ps_has_squeues_columns_first(place: Place) -> None:
+    place.story(swapped(finished=False))
+    place.program(
+        "squeue",
+        'case "$*" in *--me*) echo "17|gpu|gpt|ada|R|1:02:03|3|RUNNING|None|n[1-3]";; '
+        '*) echo "RUNNING|None";; esac',
+    )
+    place.story(crash_loop(), "20261116-100000-old-aaaa")
+    shown = place.good("ps").splitlines()
+    assert shown[0].split() == [
+        "JOBID", "PARTITION", "NAME", "USER", "ST", "TIME", "NODES", "NODELIST(REASON)", "STEP", "RESTARTS",
+        "GOODPUT", "STATE", "RUN",
+    ]  # fmt: skip
+    first = shown[1].split()
+    assert first[:10] == ["17", "gpu", "gpt", "ada", "R", "1:02:03", "3", "n[1-3]", "60", "1"]
+    rows = place.json("ps")
+    assert [(row["run"], row["state"]) for row in rows] == [
+        (RUN, "running"), ("20261117-100000-gpt-abcd", "failed"),
+    ]  # fmt: skip
+    assert 0 < rows[0]["goodput"] <= 1
+    assert rows[1]["st"] == "F"
+
+
+def test_ps_leaves_out_what_ended_long_ago_and_shows_what_cannot_be_read(place: Place) -> None:
+    directory = place.story(crash_loop())
+    (directory.root / "outcome.json").write_text('{"state": "failed", "exit_code": 1}')
+    assert len(place.json("ps")) == 1
+    os.utime(directory.root / "outcome.json", (1.0, 1.0))
+    assert place.json("ps") == []
+    assert len(place.json("ps", "--all")) == 1
+    (place.runs / "broken").mkdir()
+    (place.runs / "broken" / "plan.json").write_text("{")
+    assert [row["state"] for row in place.json("ps")] == ["unreadable"]
+
+
+def test_report_text_json_page_and_comparison(place: Place) -> None:
+    place.story(swapped())
+    place.story(crash_loop(), "20261116-100000-old-aaaa")
+    assert place.good("report", RUN).startswith(f"run {RUN}: succeeded (final")
+    report = place.json("report", RUN)
+    assert sum(report["categories"].values()) == pytest.approx(report["total_node_seconds"], abs=1e-6)
+    file = place.root / "page.html"
+    done = place.run("report", RUN, "--html", str(file))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert file.read_text().startswith("<!doctype html>")
+    both = place.json("report", RUN, "--compare", "20261116-100000-old-aaaa")
+    assert set(both) == {"first", "second", "difference"}
+    assert "relaunch" in place.good("report", RUN, "--compare", "20261116-100000-old-aaaa")
+
+
+# Mistakes.
+
+MISTAKES: list[tuple[str, int, str, str]] = [
+    ("status nowhere", 67, "there is no run nowhere", "the newest runs are"),
+    ("status", 64, "missing argument 'RUN'", "jurymast status --help"),
+    ("logs {run}", 67, "there is no log for attempt", ""),
+    ("logs {run} --job --rank 1", 64, "it has neither ranks nor attempts", ""),
+    ("restart {run}", 64, "the run has ended (succeeded: every rank ended with exit code 0)", ""),
+    ("drain {run} n1", 64, "there is nothing to drain", ""),
+    ("report {run} --html /nowhere/page.html", 73, "cannot write /nowhere/page.html", ""),
+    ("report {run} --html x --compare {run}", 64, "do not go together", ""),
+    ("report {run} --compare nowhere", 67, "there is no run nowhere", ""),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "message", "hint"), MISTAKES, ids=[case[0] for case in MISTAKES])
+def test_mistakes_are_one_line(place: Place, words: str, code: int, message: str, hint: str) -> None:
+    directory = place.story(swapped())
+    directory.attempt_file.write_text("2")
+    done = place.run(*words.format(run=RUN).split())
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr.lower() or message in done.stderr
+    assert hint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_pipe_needs_neither_rich_nor_asyncio(place: Place) -> None:
+    place.story(swapped())
+    program = (
+        "import sys, jurymast.cli.main as m\n"
+        f"m.main(['status', '{RUN}']); m.main(['events', '{RUN}']); m.main(['report', '{RUN}'])\n"
+        "print('heavy:', sorted({'rich', 'asyncio', 'pydantic', 'submitit', 'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=place.environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+# Asking.
+
+
+@contextmanager
+def supervisor(directory: RunDirectory, answer: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Something that speaks the wire protocol as the run's supervisor; yields what it is asked."""
+    heard: list[dict[str, Any]] = []
+    ready, over = threading.Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            connection = await channel.accept(reader, writer, directory.secret())
+            heard.append(await connection.receive())
+            if heard[-1]["what"] == "cancel":
+                record_cancel(directory, by=heard[-1]["by"])
+            connection.send(answer)
+            await connection.drain()
+        except OSError:
+            pass  # a second address of the same client was the slower one
+        finally:
+            writer.close()
+
+    async def main() -> None:
+        loops.append(asyncio.get_running_loop())
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        place = endpoint.Endpoint(
+            endpoint.newest_epoch(directory.epochs) or 1, ("127.0.0.9", "127.0.0.1"), port, "n1", "17.0", 1
+        )
+        endpoint.announce(directory.epochs, place)
+        ready.set()
+        await over.wait()
+        server.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield heard
+    finally:
+        loops[0].call_soon_threadsafe(over.set)
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (("cancel", RUN), {"what": "cancel", "node": ""}),
+        (("restart", RUN), {"what": "restart", "node": ""}),
+        (("drain", RUN, "n2"), {"what": "drain", "node": "n2"}),
+    ],
+)
+def test_what_is_asked_reaches_the_supervisor(
+    place: Place, words: tuple[str, ...], asked: dict[str, str]
+) -> None:
+    directory = place.story(swapped(finished=False))
+    with supervisor(directory, {"ok": True}) as heard:
+        assert place.good(*words)
+    assert heard == [{"say": "ask", **asked, "by": "ada"}]
+
+
+def test_a_refusal_is_told(place: Place) -> None:
+    directory = place.story(swapped(finished=False))
+    with supervisor(directory, {"ok": False, "why": "no node 'x' in this run"}):
+        done = place.run("drain", RUN, "x")
+    assert done.returncode == 64
+    assert "the supervisor refuses: no node 'x' in this run" in done.stderr
+
+
+def test_nobody_answers(place: Place) -> None:
+    directory = place.story(swapped(finished=False))
+    done = place.run("restart", RUN)
+    assert (done.returncode, done.stdout) == (79, "")
+    assert "no supervisor answers" in done.stderr
+    endpoint.announce(directory.epochs, endpoint.Endpoint(1, ("127.0.0.1",), 1, "n1", "17.0", 1))
+    assert place.run("restart", RUN).returncode == 79
+
+
+def test_somebody_else_at_the_supervisors_port_is_not_asked(place: Place, tmp_path: Path) -> None:
+    """The port may belong to another run by now: it must not be cancelled in the place of this one."""
+    directory = place.story(swapped(finished=False))
+    other = swapped(finished=False).write(tmp_path / "other")
+    with supervisor(other, {"ok": True}) as heard:
+        theirs = endpoint.find(other.epochs)
+        assert theirs is not None
+        endpoint.announce(directory.epochs, theirs)
+        assert place.run("restart", RUN).returncode == 79
+    assert heard == []
+
+
+def test_cancel_of_a_run_that_has_ended_is_no_error(place: Place) -> None:
+    place.story(swapped())
+    assert place.good("cancel", RUN) == f"{RUN} has ended already: succeeded\n"
+
+
+def test_cancel_of_a_queued_run_leaves_slurm_and_is_journalled(place: Place) -> None:
+    directory = place.story(Story())
+    (directory.submission / "jobs" / "18").write_text("east")
+    place.program("squeue", 'echo "PENDING|Priority"')
+    place.program("scancel", f'echo "$@" > {place.root}/cancelled')
+    assert place.good("cancel", RUN) == f"{RUN} is cancelled (scancel 18)\n"
+    assert (place.root / "cancelled").read_text() == "--clusters=east 18\n"
+    state = replay(directory)
+    assert (state.phase.value, state.exit_code, state.end_reason) == ("cancelled", 80, "cancel asked by ada")
+    assert place.json("status", RUN)["state"] == "cancelled"
+    assert "cancel asked by ada" in place.good("events", RUN)
+
+
+def test_cancel_of_a_requeued_run_goes_on_in_the_same_journal(place: Place) -> None:
+    story = Story(active=2, spares=0).running(30)
+    story.lost("n2")
+    story.stopped()
+    directory = place.story(story)
+    place.program("squeue", 'echo "PENDING|BeginTime"')
+    place.program("scancel", "exit 0")
+    assert place.good("cancel", RUN)
+    state = replay(directory)
+    assert (state.phase.value, state.best_step) == ("cancelled", 30)
+    assert [incident.open for incident in state.incidents] == [False]
+    assert place.json("report", RUN)["provisional"] is False
+
+
+def test_slurms_refusal_to_cancel_is_told(place: Place) -> None:
+    directory = place.story(swapped(finished=False))
+    place.program("squeue", 'echo "RUNNING|None"')
+    place.program("scancel", 'echo "scancel: error: Access/permission denied" >&2; exit 1')
+    done = place.run("cancel", RUN)
+    assert done.returncode == 69
+    assert "Access/permission denied" in done.stderr
+    assert not replay(directory).ended
+
+
+def test_cancel_without_slurm_and_without_a_job(place: Place) -> None:
+    directory = place.story(Story())
+    done = place.run("cancel", RUN)
+    assert done.returncode == 69
+    assert "no Slurm job is recorded" in done.stderr
+    assert not replay(directory).ended
+
+
+def local_record(directory: RunDirectory, process: subprocess.Popen[bytes], *, lie_s: float = 0.0) -> None:
+    started = psutil.Process(process.pid).create_time() + lie_s
+    record = {"pid": process.pid, "started": started, "host": os.uname().nodename}
+    (directory.submission / "local.json").write_text(json.dumps(record))
+
+
+def test_cancel_of_a_local_run_ends_its_own_process_only(place: Place) -> None:
+    with subprocess.Popen(["/bin/sleep", "60"]) as sleeper:
+        directory = place.story(swapped(finished=False))
+        local_record(directory, sleeper, lie_s=-100.0)
+        assert place.good("cancel", RUN) == f"{RUN} is cancelled\n"
+        time.sleep(0.1)
+        assert sleeper.poll() is None, "the number was used again by a stranger"
+        second = place.story(swapped(finished=False), "20261117-100001-gpt-bbbb")
+        local_record(second, sleeper)
+        reaper = threading.Thread(target=sleeper.wait)
+        reaper.start()
+        shown = place.good("cancel", "20261117-100001-gpt-bbbb")
+        reaper.join(10)
+        assert f"process {sleeper.pid} ended" in shown
+        assert replay(second).end_reason == "cancel asked by ada"

@@ -1,0 +1,478 @@
+"""What people and programs are shown of a run, from journals of scripted runs."""
+
+from __future__ import annotations
+
+import html.parser
+import io
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from jurymast.core import events as ev
+from jurymast.core.settings import Settings
+from jurymast.report import follow, gantt
+from jurymast.report.follow import Follower, Progress, end_lines, wait
+from jurymast.report.html import page
+from jurymast.report.layout import Block, Line, Table, clean, render
+from jurymast.report.liveness import Liveness, judge
+from jurymast.report.report import account_of, compare, report_view
+from jurymast.report.report_text import compare_blocks, report_blocks
+from jurymast.report.sentences import sentence
+from jurymast.report.tail import FileTail
+from jurymast.report.text import status_blocks
+from jurymast.report.view import Watcher, read_status
+from jurymast.report.words import duration, node_time, size, some, squeue_time
+from support.stories import START, Story
+
+ALIVE, ENDED = Liveness("alive", "RUNNING", "17"), Liveness("ended")
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def swapped() -> Story:
+    story = Story(settings=Settings(cadence_steps=20)).running(40).saved(40).stepped(50)
+    story.lost("n3")
+    story.stopped()
+    return story.recovered(40, 60)
+
+
+def crash_loop() -> Story:
+    story = Story().running()
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\nValueError: bad\n'
+    for _ in range(3):
+        story.failed(1, trace=trace)
+        story.stopped()
+        if not story.state.ended:
+            story.backed_off().ranks_up().restored(0)
+    return story
+
+
+def watcher(story: Story, tmp_path: Path) -> Watcher:
+    return read_status(story.write(tmp_path / "run"))
+
+
+def text(blocks: Sequence[Block]) -> str:
+    return render(blocks, terminal=False)
+
+
+# Status.
+
+
+def test_the_status_object_has_the_keys_that_programs_read(tmp_path: Path) -> None:
+    story = swapped()
+    view = watcher(story, tmp_path).view(ALIVE, story.t)
+    assert json.loads(json.dumps(view)) == view
+    assert (view["run"], view["state"], view["attempt"]) == (story.plan.run, "running", 2)
+    assert (view["step"], view["saved_step"], view["next_save_step"]) == (60, 40, 80)
+    assert view["slurm_jobs"] == ["17"]
+    assert [(n["name"], n["role"]) for n in view["nodes"]] == [
+        ("n1", "active"), ("n2", "active"), ("n3", "failed"),
+    ]  # fmt: skip
+    assert view["nodes"][2]["reason"] == "silent for 1.6 s"
+    assert re.fullmatch(r"2026-\d\d-\d\dT[\d:.]+\+00:00", view["nodes"][2]["since"])
+    (incident,) = view["incidents"]
+    for key in (
+        "id", "cause", "node", "evidence", "action", "reason", "seconds", "step_lost_from", "step_restored",
+        "tiers",
+    ):  # fmt: skip
+        assert key in incident
+    assert (incident["cause"], incident["action"], incident["step_restored"]) == ("node_lost", "swap", 40)
+    assert set(incident["seconds"]) == {
+        "detect", "diagnose", "decide", "replace", "launch", "restore", "rework",
+    }  # fmt: skip
+    assert incident["tiers"] == {"shared": 4_000_000}
+    assert view["exit_code"] is None
+    assert view["warnings"] == ["no spare is left: the next lost node costs a requeue"]
+
+
+def test_the_status_text(tmp_path: Path) -> None:
+    story = swapped()
+    shown = text(status_blocks(watcher(story, tmp_path).view(ALIVE, story.t), now=story.t))
+    assert f"run        {story.plan.run}\n" in shown
+    assert "state      running, attempt 2, submitted 52.9 s ago" in shown
+    assert "; saves after step 80" in shown
+    assert "training   step 60, 500 ms a step, newest checkpoint step 40" in shown
+    assert "job        17\n" in shown
+    assert re.search(r"^n3    failed  .*silent for 1.6 s$", shown, re.MULTILINE)
+    assert re.search(r"^1  .* node_lost  n3    swap    50 -> 40  .* s  n3: silent", shown, re.MULTILINE)
+
+
+def test_a_failed_run_shows_cause_rank_node_and_traceback(tmp_path: Path) -> None:
+    story = crash_loop()
+    view = watcher(story, tmp_path).view(ENDED, story.t)
+    assert (view["state"], view["exit_code"]) == ("failed", 1)
+    shown = text(status_blocks(view, now=story.t))
+    assert "cause      worker_exception (rank 1, node n3)" in shown
+    assert '    File "train.py", line 7, in <module>' in shown
+    assert "exit code 1: crash loop: the same failure 3 times without a new step" in shown
+
+
+@pytest.mark.parametrize(
+    ("life", "state", "exit_code", "words"),
+    [
+        (Liveness("gone", "NODE_FAIL", "17"), "failed", 79, "Slurm job 17 ended (NODE_FAIL)"),
+        (Liveness("gone", "CANCELLED", "17"), "cancelled", 80, "left no word"),
+        (Liveness("pending", "PENDING (Resources)", "17"), "requeued", None, "waits for nodes: PENDING"),
+        (Liveness("unknown", "squeue failed", "17"), "running", None, "is not known: squeue failed"),
+    ],
+)
+def test_what_slurm_says_when_the_journal_does_not(
+    tmp_path: Path, life: Liveness, state: str, exit_code: int | None, words: str
+) -> None:
+    story = swapped()
+    view = watcher(story, tmp_path).view(life, story.t)
+    assert (view["state"], view["exit_code"]) == (state, exit_code)
+    assert words in text(status_blocks(view, now=story.t))
+
+
+def test_warnings_name_failed_saves_and_a_journal_that_is_behind(tmp_path: Path) -> None:
+    story = Story(spares=0).running(40).saved(40).stepped(50).saved(50, ok=False, error="No space left")
+    view = watcher(story, tmp_path).view(ALIVE, story.t + 90.0)
+    assert view["warnings"][0] == (
+        "1 failed save in a row (the newest is step 40): step 50, shared tier: No space left"
+    )
+    assert view["warnings"][1].startswith("the journal is 90.0 s old")
+
+
+@pytest.mark.parametrize(
+    ("story", "words"),
+    [
+        (Story().submitted(), "waits for its nodes to start"),
+        (Story().allocated(), "ranks start: up on 0 of 2 nodes"),
+        (Story().allocated().ranks_up(), "first step of attempt 1"),
+    ],
+)
+def test_what_a_run_waits_for(tmp_path: Path, story: Story, words: str) -> None:
+    directory = story.write(tmp_path / "run")
+    assert Watcher(directory).view(ALIVE, story.t)["next"] != ""
+    watching = read_status(directory)
+    assert words in text(status_blocks(watching.view(ALIVE, story.t), now=story.t))
+
+
+def test_many_healthy_nodes_are_counted_not_listed(tmp_path: Path) -> None:
+    story = Story(active=60, spares=4).allocated().ranks_up().restored(0).stepped(1)
+    story.lost("n7")
+    story.stopped()
+    story.recovered(0, 10)
+    view = watcher(story, tmp_path).view(ALIVE, story.t)
+    shown = text(status_blocks(view, now=story.t))
+    assert len(view["nodes"]) == 64
+    assert re.search(r"^n7    failed", shown, re.MULTILINE)
+    assert "and 60 active, 3 spare (--all lists every node)" in shown
+    assert len(text(status_blocks(view, now=story.t, everything=True)).splitlines()) > 64
+
+
+def test_what_a_script_printed_cannot_drive_the_terminal() -> None:
+    blocks: list[Block] = [Line("\x1b[31mred\x07"), Table(("A",), [["\x1b]0;title\x07\nx"]])]
+    for terminal in (False, True):
+        shown = render(blocks, terminal=terminal)
+        assert "\x07" not in shown
+        assert "\x1b[31mred" not in shown
+        assert "\x1b]0" not in shown
+    assert clean("tab\tnew\nline é") == "tab\tnew\nline é"
+
+
+# Sentences.
+
+
+def test_every_kind_of_entry_has_a_sentence(tmp_path: Path) -> None:
+    story = swapped()
+    story.saved(60, ok=False, error="disk full")
+    story.asked("drain", "n2")
+    story.feed(ev.Signalled(t=story.t, signal="SIGUSR2"))
+    story.feed(ev.Noted(t=story.t, message="hello"))
+    entries = [dict(entry) for entry in Watcher(story.write(tmp_path / "run")).poll()]
+    told = "\n".join(sentence(entry) for entry in entries)
+    for words in (
+        "run 20261117-100000-gpt-abcd: 2 active + 1 spare nodes, 1 rank each, script train.py",
+        "Slurm job 17 started on 3 nodes: n1, n2, n3",
+        "node n3 lost: silent for 1.6 s (limit 1.5 s)",
+        "=> stop attempt 1 on n2: a failure ends the attempt for every rank",
+        "=> launch attempt 2 on n2, n1: swap n3 -> n1; swap after incident 1",
+        "step 40 restored, 4 MB from the shared tier in 500 ms",
+        "step 60 was NOT saved (shared tier): disk full",
+        "drain of node n2 asked by ada",
+        "Slurm sent SIGUSR2",
+        "note: hello",
+    ):
+        assert words in told
+    assert sentence({"event": "FromTheFuture", "t": 1.0}).startswith("(FromTheFuture")
+
+
+# The report.
+
+
+def test_the_report_object_has_the_keys_that_programs_read(tmp_path: Path) -> None:
+    story = swapped().finished()
+    watching = watcher(story, tmp_path)
+    report = report_view(watching, ENDED, story.t + 100.0)
+    assert json.loads(json.dumps(report)) == report
+    assert (
+        set(report["ratios"])
+        == {"ettr", "runtime_goodput", "allocation_goodput"}
+        == set(report["definitions"])
+    )
+    assert report["provisional"] is False
+    assert report["total_node_seconds"] == pytest.approx(sum(report["categories"].values()), abs=1e-6)
+    assert report["mtbf"]["failures"] == 1
+    assert report["mtbf"]["low_seconds"] < report["mtbf"]["seconds"] < report["mtbf"]["high_seconds"]
+    assert report["cadence"] == {
+        **report["cadence"], "setting": "20 steps", "saves": 1, "failed": 0, "stall_seconds": 0.4,
+    }  # fmt: skip
+    assert report["provenance"]["script"] == "train.py"
+    assert report["provenance"]["run_version"] == "0.1.0"
+    assert report["incidents"][0]["lost_seconds"] > 0
+
+
+def test_a_report_of_a_running_run_is_provisional(tmp_path: Path) -> None:
+    story = swapped()
+    report = report_view(watcher(story, tmp_path), ALIVE, story.t + 5.0)
+    assert report["provisional"]
+    assert "provisional, up to" in text(report_blocks(report))
+    died = report_view(watcher(story, tmp_path / "x"), Liveness("gone", "TIMEOUT"), 9e9)
+    assert died["wall_seconds"] < 200.0, "time after its death is not counted"
+
+
+def test_the_report_text(tmp_path: Path) -> None:
+    story = swapped().finished()
+    shown = text(report_blocks(report_view(watcher(story, tmp_path), ENDED, story.t)))
+    lines = shown.splitlines()
+    assert lines[0].startswith(f"run {story.plan.run}: succeeded (final, up to 2026-")
+    assert re.fullmatch(r"ETTR +\d+\.\d %   time in steps that counted / .*", lines[2])
+    assert re.search(r"^step +\d+\.\d node-s +\d+\.\d %  #+ +steps done for the first time$", shown, re.M)
+    assert re.search(r"^total +\d+\.\d node-(s|min) +100\.0 %$", shown, re.M)
+    assert re.search(r"^1  .* node_lost  n3    swap +1\.60 +0\.30 +-", shown, re.M)
+    assert "  #1 n3: silent for 1.6 s (limit 1.5 s) (step 50, restored 40)" in shown
+    assert "     swap: n3: silent for 1.6 s (limit 1.5 s); replaced: n3 out, a spare in" in shown
+    assert "MTBF " in shown
+    assert "cadence    20 steps; 1 save, stall 400 ms, 4 MB each; at this MTBF best: every" in shown
+
+
+def test_an_empty_report_is_a_report_too(tmp_path: Path) -> None:
+    story = Story().submitted()
+    watching = watcher(story, tmp_path)
+    report = report_view(watching, Liveness("pending", "PENDING (Priority)", "17"), START + 30.0)
+    shown = text(report_blocks(report))
+    assert "no incidents" in shown
+    assert "ETTR" in shown
+    assert page(report, account_of(watching, ALIVE, START + 30.0), watching.state).startswith(
+        "<!doctype html>"
+    )
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    first = report_view(watcher(swapped().finished(), tmp_path / "1"), ENDED)
+    second = report_view(watcher(Story().running(60).finished(), tmp_path / "2"), ENDED)
+    both = compare(first, second)
+    assert both["difference"]["ratios"]["runtime_goodput"] > 0
+    assert sum(both["difference"]["shares"].values()) == pytest.approx(0.0, abs=1e-9)
+    shown = text(compare_blocks(both))
+    assert re.search(r"^relaunch .* 0\.0 % +-\d+\.\d$", shown, re.M)
+
+
+# The page.
+
+
+class Page(html.parser.HTMLParser):
+    """Collects tags, and checks that they are closed in order."""
+
+    VOID = frozenset({"meta", "br", "link", "img", "input"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&"
+
+
+def test_the_page_is_whole_loads_nothing_and_escapes_everything(tmp_path: Path) -> None:
+    story = Story().running()
+    story.failed(1, error="ValueError", message=EVIL, trace=f"Traceback\n{EVIL}\n")
+    story.stopped()
+    story.recovered(0, 30)
+    watching = watcher(story, tmp_path)
+    report = report_view(watching, ALIVE, story.t)
+    report["provenance"]["script"] = EVIL
+    written = page(report, account_of(watching, ALIVE, story.t), watching.state)
+    parser = Page()
+    parser.feed(written)
+    assert parser.open == []
+    assert "alert(1)" in written
+    assert not re.search(r"<script>|<img|onerror=alert\(1\)>", written)
+    kinds = [tag for tag, _ in parser.tags]
+    assert kinds.count("script") == 1
+    assert "svg" in kinds
+    for _, attributes in parser.tags:
+        assert not {"src", "srcset", "onclick", "onload", "onerror"} & set(attributes)
+        assert (attributes.get("href") or "#").startswith("#")
+    assert not re.search(r"url\(|@import|https?://", written.split('id="report">')[0])
+    embedded = written.split('id="report">')[1].split("</script>")[0]
+    assert json.loads(embedded) == json.loads(json.dumps(report))
+
+
+def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
+    story = Story(active=600, spares=20).allocated().ranks_up().restored(0).stepped(1)
+    done = 1
+    for round_ in range(30):
+        for _ in range(20):
+            done += 10
+            story.stepped(done).saved(done)
+        if round_ % 3 == 0:
+            story.lost(story.state.placement[round_])
+            story.stopped()
+            story.recovered(done, done + 1)
+            done += 1
+    watching = watcher(story, tmp_path)
+    report = report_view(watching, ALIVE, story.t)
+    account = account_of(watching, ALIVE, story.t)
+    rows, left_out = gantt.rows_of(account)
+    assert left_out == 0
+    assert len(rows) < 40
+    assert any(row.label.endswith("x like n11") or " x like " in row.label for row in rows)
+    written = page(report, account, watching.state)
+    assert len(written) < 1_000_000
+    assert written.count("<rect") < 6000
+
+
+def test_coarse_intervals_keep_order_and_gaps() -> None:
+    from jurymast.core.accounting import Interval
+
+    marks = [(0, 10, "step"), (10, 11, "rework"), (11, 30, "step"), (60, 99, "hang")]
+    fine = [Interval(*mark) for mark in marks]
+    merged = gantt.coarse(fine, 0, 100, 10)
+    assert [(i.start, i.end, i.category) for i in merged] == [(0, 30, "step"), (60, 100, "hang")]
+
+
+# Following.
+
+
+def test_following_a_run_tells_the_story_and_returns_its_code(tmp_path: Path) -> None:
+    story = swapped().finished()
+    stream = io.StringIO()
+    assert wait(story.write(tmp_path / "run").root, stream) == 0
+    told = stream.getvalue()
+    assert "incident 1: node_lost: n3: silent for 1.6 s (limit 1.5 s); replaced: n3 out, a spare in" in told
+    assert "=> launch attempt 2 on n2, n1" in told
+    assert told.splitlines()[-1].endswith("1 incident")
+    assert "\x1b" not in told
+
+
+def test_following_a_crash_loop_ends_with_the_traceback_and_the_scripts_code(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    assert wait(crash_loop().write(tmp_path / "run").root, stream) == 1
+    assert stream.getvalue().splitlines()[-1].endswith("ValueError: bad")
+
+
+@pytest.mark.parametrize(("word", "code"), [("NODE_FAIL", 79), ("CANCELLED", 80)])
+def test_following_a_run_whose_job_died_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, code: int
+) -> None:
+    directory = swapped().write(tmp_path / "run")
+    for name in ("FIRST_LOOK_S", "LAST_WORDS_S", "POLL_S"):
+        monkeypatch.setattr(follow, name, 0.01)
+    monkeypatch.setattr(follow, "look", lambda *_: judge("17", word, "None"))
+    stream = io.StringIO()
+    assert wait(directory.root, stream) == code
+    assert f"Slurm job 17 ended ({word}) and its supervisor left no word" in stream.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_progress_is_one_line_that_is_drawn_over(tmp_path: Path) -> None:
+    stream = Terminal()
+    progress = Progress(stream)
+    progress.show("step 1", 0.0)
+    progress.show("step 2", 0.1)
+    progress.say("something happened", START)
+    progress.close()
+    assert (
+        stream.getvalue()
+        == "step 1\r\x1b[Kstep 2\r\x1b[K"
+        + time.strftime("%H:%M:%S", time.localtime(START))
+        + " something happened\n"
+    )
+    follower = Follower(swapped().write(tmp_path / "run"), Progress(Terminal()))
+    follower.poll()
+    assert end_lines(follower, Liveness("gone", "TIMEOUT", "17"))[0].startswith(
+        "the run failed: Slurm job 17"
+    )
+
+
+def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = FileTail(path)
+    assert tail.lines() == []
+    path.write_bytes(b"one\ntw")
+    assert tail.lines() == [b"one"]
+    assert tail.lines() == []
+    with open(path, "ab") as file:
+        file.write(b"o\nthree")
+    assert tail.lines() == [b"two"]
+    assert tail.lines(partial=True) == [b"three"]
+    path.write_bytes(b"x" * 100)
+    long = FileTail(path)
+    assert [len(piece) for _ in range(3) for piece in long.lines(40)] == [40, 40]
+
+
+def test_a_journal_is_read_only_once(tmp_path: Path) -> None:
+    story = Story().running(20)
+    directory = story.write(tmp_path / "run")
+    watching = Watcher(directory)
+    assert len(watching.poll()) == len(story.entries)
+    assert watching.poll() == []
+    more = {"v": 1, "epoch": 1, "n": 99, **ev.to_json(ev.Noted(t=story.t, message="late"))}
+    with open(next(directory.journal_files()), "a") as file:
+        file.write(json.dumps(more) + "\nnot json\n" + json.dumps({**more, "v": 2}) + "\n")
+    assert [entry["message"] for entry in watching.poll()] == ["late"]
+    assert watching.state.notes[-1][1] == "late"
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (None, "-"), (0, "0 ms"), (0.0001, "<1 ms"), (0.25, "250 ms"), (12.34, "12.3 s"),
+        (99.96, "1 min 40 s"),
+        (3599.6, "1 h 00 min"), (7260, "2 h 01 min"), (200_000, "2 d 07 h"),
+    ],
+)  # fmt: skip
+def test_durations(seconds: float | None, told: str) -> None:
+    assert duration(seconds) == told
+
+
+def test_other_words() -> None:
+    assert [size(n) for n in (999, 1000, 4_340, 12_000_000_000, 5 * 10**15)] == [
+        "999 B", "1 kB", "4.34 kB", "12 GB", "5 PB",
+    ]  # fmt: skip
+    assert [squeue_time(t) for t in (5, 65, 3665, 90_061)] == ["0:05", "1:05", "1:01:05", "1-01:01:01"]
+    assert [node_time(s) for s in (5, 600, 7200)] == ["5.0 node-s", "10.0 node-min", "2.0 node-h"]
+    assert some(["a", "b", "c"], 2) == "a, b and 1 more"
