@@ -128,7 +128,7 @@ def _gres_conf(layout: Layout, options: Options) -> str:
 
 
 def _cgroup_conf(release: tuple[int, ...]) -> str:
-    # Nothing here uses cgroups, yet slurmd loads a plugin. Before 23.11 only that for version 1 starts on every
+    # Nothing here uses cgroups, yet slurmd loads a plugin. Before 23.11 only that for version 1 starts on any
     # host: that for version 2 wants systemd, and the default looks for a mounted tree.
     return f"CgroupPlugin={'disabled' if release >= _CGROUPS_OPTIONAL else 'cgroup/v1'}\n"
 

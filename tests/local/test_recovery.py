@@ -64,7 +64,7 @@ def kill_host(run: RunUnderTest, node: str) -> None:
         (freeze_rank, "rank_frozen", "restart"),
         (crash_node, "node_crash", "swap"),
         (freeze_node, "node_lost", "swap"),
-        (kill_host, "worker_killed", "restart"),
+        (kill_host, "worker_killed", "swap"),
     ],
 )
 def test_one_fault_costs_no_bit(

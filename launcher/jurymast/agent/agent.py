@@ -259,12 +259,10 @@ class Agent:
             self._tell("leaving", why=f"the torchrun host died {self._host_starts} times")
             self._over.set()
             return
-        asyncio.ensure_future(self._restart_host(had_ranks))
-
-    async def _restart_host(self, had_ranks: bool) -> None:
-        await self._start_host()
         if had_ranks:
-            self.ranks_state = "starting"  # so that its readiness is told as the end of the attempt's ranks
+            self._tell("stopped", attempt=self.attempt, store_port=0)
+        self._pids = []
+        asyncio.ensure_future(self._start_host())
 
     async def _end_host(self) -> None:
         host, self._host = self._host, None

@@ -15,6 +15,8 @@ from typing import Any
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
 Message = dict[str, Any]
+# A host that is killed leaves its semaphores to the resource tracker, which clears them away: no news.
+QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 class HostProcess:
@@ -49,8 +51,8 @@ class HostProcess:
             values = {**os.environ, **environment, FD_VARIABLE: str(theirs.fileno())}
             values["JURYMAST_HOST_PLAN"] = json.dumps(plan)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "jurymast.worker.host", env=values, pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL, cwd=plan["directory"],
+                sys.executable, "-W", QUIET, "-m", "jurymast.worker.host", env=values,
+                pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, cwd=plan["directory"],
             )  # fmt: skip
         reader, writer = await asyncio.open_connection(sock=ours)
         return cls(process, writer, on_message, on_end, reader)

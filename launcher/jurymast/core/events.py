@@ -122,7 +122,10 @@ class RanksHung(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersStopped(Event):
-    """All ranks of this node are gone; its host waits for the next plan with a new store."""
+    """All ranks of this node are gone; its host waits for the next plan with a new store.
+
+    `store_port` 0: the host is gone too, and NodeReady will tell when there is another.
+    """
 
     node: str
     attempt: int

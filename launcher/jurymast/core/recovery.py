@@ -159,26 +159,15 @@ def _replace(state: RunState) -> list[Instruction]:
     if state.now < state.not_before:
         return []
     open_places = [i for i, name in enumerate(state.placement) if state.nodes[name].role is not Role.ACTIVE]
-    spares = state.spare_nodes()
-    in_time = state.deadline is not None and state.now < state.deadline
+    # A node that was blamed gets its own place back only if all that is left is a requeue.
+    spares = [n for n in state.spare_nodes() if n.role is Role.SPARE or n.name not in state.placement]
     coming = [n for n in state.nodes.values() if n.role in (Role.JOINING, Role.SUSPECT) and n.incarnation]
-    still_coming = [n for n in coming if not n.ready]
-    if len(spares) < len(open_places) and not (
-        in_time and len(spares) + len(still_coming) >= len(open_places)
-    ):
-        # Nodes that had lost their place but are there again cost less than a requeue.
-        spares += [state.nodes[state.placement[i]] for i in open_places if _is_back(state, i)]
-    if len(spares) >= len(open_places):
-        placement = list(state.placement)
-        for place, spare in zip(open_places, spares, strict=False):
-            placement[place] = spare.name
-        if not all(state.nodes[name].ready for name in placement):
-            return []
-        moved = [i for i in open_places if state.placement[i] != placement[i]]
-        swapped = ", ".join(f"{state.placement[i]} -> {placement[i]}" for i in moved)
-        return [_launch(state, tuple(placement), f"swap {swapped}" if swapped else "same nodes")]
-    if in_time and len(spares) + len(still_coming) >= len(open_places):
+    missing = len(open_places) - len(spares)
+    if 0 < missing <= sum(not node.ready for node in coming) and state.now < (state.deadline or 0.0):
         return []
+    spares = spares if missing <= 0 else state.spare_nodes()
+    if len(spares) >= len(open_places):
+        return _fill(state, open_places, [node.name for node in spares])
     incident = state.incidents[-1]
     incident.action = "requeue"
     incident.reason += "; no spare came in time"
@@ -190,9 +179,21 @@ def _replace(state: RunState) -> list[Instruction]:
     return [finish(state, "failed", 79, incident.reason)]
 
 
-def _is_back(state: RunState, place: int) -> bool:
-    """The node of this place was out, and can be used again."""
-    return state.nodes[state.placement[place]].usable
+def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[Instruction]:
+    """Put spares into the open places, a node that is back into its own, and launch once all are ready."""
+    placement = list(state.placement)
+    own = [place for place in open_places if placement[place] in spares]
+    for place in [*own, *(place for place in open_places if place not in own)]:
+        name = placement[place] if place in own else spares[0]
+        spares.remove(name)
+        placement[place] = name
+    if not all(state.nodes[name].ready for name in placement):
+        return []
+    swapped = [f"{old} -> {new}" for old, new in zip(state.placement, placement, strict=True) if old != new]
+    if swapped:
+        state.incidents[-1].action = "swap"
+    reason = f"swap {', '.join(swapped)}" if swapped else "same nodes"
+    return [_launch(state, tuple(placement), reason)]
 
 
 def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:

@@ -178,7 +178,9 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     node = state.nodes.get(event.node)
     if node is None:
         return []
-    node.ready, node.store_port = True, event.store_port
+    node.ready, node.store_port = event.store_port != 0, event.store_port
+    if not node.ready and node.role is Role.ACTIVE:
+        node.become(Role.JOINING, "its torchrun host died, another is warming up", event.t)
     if event.attempt == state.attempt:
         state.stopped.add(event.node)
         state.finished.discard(event.node)

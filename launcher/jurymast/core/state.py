@@ -143,7 +143,7 @@ class RunState:
 
     def spare_nodes(self) -> list[Node]:
         """Usable spares, best first: suspects late, the batch host last, then allocation order."""
-        usable = [node for node in self.nodes.values() if node.usable and node.name not in self.placement]
+        usable = [node for node in self.nodes.values() if node.usable]
         return sorted(usable, key=lambda n: (n.role is Role.SUSPECT, n.name == self.host, n.order))
 
     def check(self) -> None:

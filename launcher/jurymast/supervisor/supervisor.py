@@ -335,6 +335,8 @@ class Supervisor:
                 self._stopped(node, attempt, hello["store_port"])
             else:
                 self.feed(ev.NodeReady(t=self.now(), node=node, store_port=hello["store_port"]))
+        elif ranks == "warming" and current and placed:  # its host died, and with it the ranks
+            self._stopped(node, attempt, 0)
         elif ranks == "running" and current and placed:
             self.feed(ev.WorkersStarted(t=self.now(), node=node, attempt=attempt, pids=tuple(hello["pids"])))
         elif ranks in ("running", "starting") and not (current and placed):
