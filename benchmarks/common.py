@@ -207,12 +207,10 @@ def text(rows: Sequence[Row], targets: Sequence[Target], about: dict[str, Any]) 
 
 
 def number(value: float | None) -> str:
-    """Three significant digits; more before the point when it needs them."""
+    """Four significant digits; more before the point when it needs them."""
     if value is None:
         return "-"
-    if value == 0 or abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def table(lines: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

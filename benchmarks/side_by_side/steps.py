@@ -1,7 +1,7 @@
 """Reads what the ranks of a training recorded, and measures a recovery from nothing else.
 
-The ranks' lines are `TIME STEP ATTEMPT HOST PID`, TIME in seconds since the Unix epoch; all nodes are on
-one machine, so there is one clock.
+The ranks' lines are `TIME STEP ATTEMPT HOST PID PROCESSOR`, TIME in seconds since the Unix epoch; all nodes
+are on one machine, so there is one clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Stamp:
-    """A rank has done a step. `pid` is as the rank's node numbers it."""
+    """A rank has done a step. `pid` is as the rank's node numbers it, `cpu` its processor time so far."""
 
     rank: int
     time: float
@@ -21,6 +21,7 @@ class Stamp:
     attempt: str
     host: str
     pid: int
+    cpu: float = 0.0
 
     @property
     def process(self) -> tuple[int, str, int, str]:
@@ -53,8 +54,8 @@ class StepFiles:
 
 def parse(rank: int, line: str) -> Stamp:
     """One line of the rank's file."""
-    time, step, attempt, host, pid = line.split()
-    return Stamp(rank, float(time), int(step), attempt, host, int(pid))
+    time, step, attempt, host, pid, cpu = line.split()
+    return Stamp(rank, float(time), int(step), attempt, host, int(pid), float(cpu))
 
 
 def done_by_all(stamps: Iterable[Stamp], ranks: int, until: float = float("inf")) -> tuple[int, float] | None:

@@ -1,7 +1,8 @@
 """The training that every launcher is measured with: a plain torchrun script that knows none of them.
 
 It saves and loads its own checkpoint, and each rank appends a line a step to a file of its own:
-`TIME STEP ATTEMPT HOST PID`, TIME being time.time() just after the step.
+`TIME STEP ATTEMPT HOST PID PROCESSOR`, TIME being time.time() just after the step and PROCESSOR the seconds
+of processor time that the rank has used so far.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-BATCH = 16
-
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--record", type=Path, required=True, help="directory of the ranks' step files")
 parser.add_argument("--checkpoint", type=Path, default=None, help="file; without it nothing is saved")
@@ -26,6 +25,7 @@ parser.add_argument("--save-every", type=int, default=3, help="steps")
 parser.add_argument("--steps", type=int, default=1_000_000)
 parser.add_argument("--step-time", type=float, default=0.0, help="least seconds a step takes")
 parser.add_argument("--width", type=int, default=64)
+parser.add_argument("--batch", type=int, default=16)
 
 
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -68,14 +68,14 @@ def main() -> None:
     for step in range(start + 1, args.steps + 1):
         began = time.monotonic()
         generator = torch.Generator().manual_seed(step * 1000 + rank)
-        inputs = torch.randn(BATCH, args.width, generator=generator)
+        inputs = torch.randn(args.batch, args.width, generator=generator)
         loss = nn.functional.mse_loss(model(inputs), inputs.roll(1, dims=1))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if args.step_time:
             time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
-        os.write(record, f"{time.time():.6f} {step} {name}\n".encode())
+        os.write(record, f"{time.time():.6f} {step} {name} {time.process_time():.6f}\n".encode())
         if rank == 0 and args.checkpoint and step % args.save_every == 0:
             save(args.checkpoint, step, model, optimizer)
     dist.barrier()

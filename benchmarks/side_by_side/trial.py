@@ -67,7 +67,7 @@ CASES = [
 class Plan:
     """One trial to do. `settle_s`: how long the training runs before it is hurt.
 
-    Each repeat waits for a step more, and so meets the checkpoint's cadence at another point; as all systems do.
+    Each repeat waits for a step more, and so meets the checkpoint's cadence at another point.
     """
 
     case: Case

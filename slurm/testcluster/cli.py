@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands, common)
     down = commands.add_parser("down", parents=[common], help="remove the cluster")
-    down.add_argument("--purge", action="store_true", help="remove its directory and its user too")
+    down.add_argument("--purge", action="store_true", help="remove its files too, and an unused user")
     down.add_argument("--force", action="store_true", help="even if a process is using it")
     down.set_defaults(run=_down)
     status = commands.add_parser("status", parents=[common], help="list the machines")

@@ -19,7 +19,7 @@ from testcluster.errors import ClusterError, DeadlineError
 from testcluster.faults import Fault, Faults
 from testcluster.inspection import Inspector
 from testcluster.machines import Builder, Machine, addresses
-from testcluster.network import Network
+from testcluster.network import Network, any_netns
 from testcluster.processes import wait_until
 from testcluster.settings import (
     CONTROLLER,
@@ -120,8 +120,8 @@ class Cluster:
     def down(self, *, force: bool = False, purge: bool = False) -> None:
         """Remove everything but files. Being down already is fine.
 
-        ``force`` takes the cluster away from a process that uses it; ``purge`` removes the directory and the
-        user too.
+        ``force`` takes the cluster away from a process that uses it; ``purge`` removes the directory too, and
+        with the last cluster of the host the user.
         """
         software.require_root_linux()
         if self.layout.directory.exists() and not force:
@@ -133,7 +133,9 @@ class Cluster:
         if purge:
             if self.layout.directory.exists():
                 shutil.rmtree(self.layout.directory)
-            software.remove_user()
+            # Other clusters on this host run their jobs as the same user.
+            if not any_netns():
+                software.remove_user()
 
     def __enter__(self) -> Cluster:
         return self

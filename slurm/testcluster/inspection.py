@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,12 +66,13 @@ class Inspector:
         processes.kill_all(lambda: [process.pid for _, process in self._user_processes()], _END_DEADLINE_S)
 
     def empty_disks(self) -> None:
-        """Remove every file on the node-local disks."""
+        """Remove every file on the node-local disks, and nothing that is mounted into them."""
         for machine in self._alive():
             for disk in _DISKS:
+                place = machine.path(disk)
                 with contextlib.suppress(OSError):
-                    for entry in machine.path(disk).iterdir():
-                        _remove(entry)
+                    for entry in place.iterdir():
+                        _remove(entry, place.stat().st_dev)
 
     def remains(self, spaces: Sequence[tuple[int, int] | None]) -> list[str]:
         """What is still there after ``down``; ``spaces`` are the network namespaces it removed."""
@@ -138,8 +139,19 @@ def _stopped(pid: int) -> bool:
     return False
 
 
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry, ignore_errors=True)
-    else:
-        entry.unlink(missing_ok=True)
+def _remove(entry: Path, device: int) -> None:
+    """Remove a file or a tree as far as it lies on `device`.
+
+    A checkout or a Python below the host's /tmp is mounted at the same path in every machine, with all its
+    files: these must stay.
+    """
+    with contextlib.suppress(OSError):
+        status = entry.lstat()
+        if status.st_dev != device:
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            entry.unlink()
+            return
+        for below in list(entry.iterdir()):
+            _remove(below, device)
+        entry.rmdir()  # refused when something is mounted below it

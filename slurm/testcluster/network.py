@@ -12,7 +12,7 @@ from pathlib import Path
 from testcluster import kernel, processes
 from testcluster.errors import ClusterError
 from testcluster.processes import run
-from testcluster.settings import BRIDGE, CONTROLLER, NODE_INTERFACE, PREFIX_LENGTH
+from testcluster.settings import BRIDGE, CONTROLLER, NETNS_START, NODE_INTERFACE, PREFIX_LENGTH
 
 _HERE = Path(__file__).resolve().parent
 _NETNS_DIRECTORY = Path("/run/netns")
@@ -150,6 +150,11 @@ class Network:
             except FileNotFoundError:
                 raise ClusterError("the cluster is not up") from None
         return self._control
+
+
+def any_netns() -> bool:
+    """Whether any cluster has a network namespace on this host."""
+    return any(_NETNS_DIRECTORY.glob(f"{NETNS_START}*"))
 
 
 def _ip(lines: Sequence[str], namespace: str | None = None) -> None:

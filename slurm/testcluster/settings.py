@@ -18,6 +18,7 @@ SUBNET = "10.77.0"
 PREFIX_LENGTH = 24
 BRIDGE = "switch0"
 NODE_INTERFACE = "eth0"
+NETNS_START = "jmtc-"
 CONTROLLER = "ctl"
 LOGIN = "login"
 CONTROLLER_HOST_NUMBER = 1
@@ -54,7 +55,7 @@ def node_address(index: int) -> str:
 
 def netns_prefix(directory: Path) -> str:
     """Start of the network namespace names of the cluster whose state is in this directory."""
-    return f"jmtc-{hashlib.sha256(str(directory).encode()).hexdigest()[:6]}-"
+    return f"{NETNS_START}{hashlib.sha256(str(directory).encode()).hexdigest()[:6]}-"
 
 
 @dataclass(frozen=True)

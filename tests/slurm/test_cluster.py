@@ -14,6 +14,7 @@ import pytest
 
 from testcluster import Cluster, ClusterError
 from testcluster.processes import wait_until
+from testcluster.settings import NETNS_START
 
 pytestmark = pytest.mark.slurm
 
@@ -268,8 +269,10 @@ class TestCleaning:
         second.fault("freeze", "n1")
         second.fault("power-loss", "n2")
         inits = [machine.init for machine in second.saved.machines.values()]
+        assert _netns_of(second)
         second.down()
         second.down()
+        assert not _netns_of(second)
         assert not any(_alive(pid) for pid in inits)
         assert _host_state() == before
         with pytest.raises(ClusterError, match="no cluster is up"):
@@ -287,6 +290,7 @@ class TestCleaning:
         assert refused.returncode == 1
         assert f"in use by process {os.getpid()}" in refused.stderr
         second.down()
+        assert not _netns_of(second)
         assert _host_state() == before
 
 
@@ -374,8 +378,12 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _host_state() -> tuple[list[str], list[str], list[str]]:
-    """The host's links, mounts and network namespaces."""
+def _host_state() -> tuple[list[str], list[str]]:
+    """The host's links and mounts, but for what belongs to other clusters that come and go."""
     links = sorted(path.name for path in Path("/sys/class/net").iterdir())
     mounts = sorted(line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
-    return links, mounts, sorted(path.name for path in Path("/run/netns").iterdir())
+    return links, [mount for mount in mounts if not mount.startswith(f"/run/netns/{NETNS_START}")]
+
+
+def _netns_of(cluster: Cluster) -> list[Path]:
+    return list(Path("/run/netns").glob(f"{cluster.prefix}*"))

@@ -149,6 +149,9 @@ def test_status_asks_slurm_when_the_journal_is_silent(place: Place) -> None:
     assert place.json("status", RUN)["job"] == {
         "id": "17", "kind": "gone", "detail": "Slurm no longer knows it",
     }  # fmt: skip
+    (directory.epochs / "000001.pulse").write_text("7")
+    assert place.json("status", RUN)["state"] == "running", "a pulse is a sign of life"
+    os.utime(directory.epochs / "000001.pulse", (1.0, 1.0))
     place.program("squeue", 'echo "Unable to contact slurm controller" >&2; exit 1')
     assert place.json("status", RUN)["state"] == "running"
 

@@ -6,8 +6,8 @@ import json
 import os
 import socket
 import subprocess
-import time
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from typing import Any
 
 import psutil
@@ -63,8 +63,18 @@ def from_slurm_environment() -> Allocation:
         restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         nodes=tuple(nodes),
         host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        eligible_at=time.time(),
+        eligible_at=_eligible_at(job),
     )
+
+
+def _eligible_at(job: str) -> float:
+    """When Slurm could have started the job, in seconds since the epoch; 0.0 when it does not say."""
+    try:
+        told = run_command(["scontrol", "show", "job", job, "--oneliner"])
+        fields = dict(part.split("=", 1) for part in told.split() if "=" in part)
+        return datetime.fromisoformat(fields["EligibleTime"]).timestamp()
+    except (ClusterUnavailableError, KeyError, ValueError):
+        return 0.0
 
 
 def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import datetime, timedelta
 
 from jurymast.cluster.allocation import run_command
 from jurymast.errors import ClusterUnavailableError
 
 POLL_S = 0.1
+REVOKED_S = 2
 LIMIT_S = 240.0
 
 
@@ -21,6 +23,19 @@ def job_fields(job: str) -> dict[str, str]:
     """`scontrol show job` as a dict. Raises ClusterUnavailableError."""
     told = run_command(["scontrol", "show", "job", job, "--oneliner"])
     return dict(part.split("=", 1) for part in told.split() if "=" in part)
+
+
+def start_time(fields: dict[str, str]) -> str:
+    """The earliest start that Slurm survives, in its own format and by its own clock.
+
+    The requeue revoked the job's credential, to the second: a job that starts in that same second is
+    killed as "Job credential revoked" (24.11). Slurm sets SubmitTime to the moment of the requeue.
+    """
+    try:
+        requeued = datetime.fromisoformat(fields["SubmitTime"])
+    except (KeyError, ValueError):
+        return "now+2"
+    return (requeued + timedelta(seconds=REVOKED_S)).isoformat(timespec="seconds")
 
 
 def lift(job: str, nodes: str, exclude: str) -> bool:
@@ -32,7 +47,7 @@ def lift(job: str, nodes: str, exclude: str) -> bool:
     while time.monotonic() < end:
         state = run_command(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
         if state == "PENDING":
-            changes = [f"NumNodes={nodes}", "StartTime=now"]
+            changes = [f"NumNodes={nodes}", f"StartTime={start_time(job_fields(job))}"]
             if exclude:
                 changes.insert(0, f"ExcNodeList={exclude}")
             for change in changes:  # one by one: a site may forbid one of them

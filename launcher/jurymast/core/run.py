@@ -48,7 +48,7 @@ def _run_started(state: RunState, event: ev.RunStarted) -> list[Instruction]:
 
 def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[Instruction]:
     if state.phase not in (Phase.QUEUED, Phase.REQUEUED):
-        recovery.open_incident(state, event.t, event.t)
+        recovery.open_incident(state, event.t, state.stepped_at or event.t)
         recovery.settle(
             state, "allocation_lost", "the allocation ended without a word from the supervisor", "requeue"
         )

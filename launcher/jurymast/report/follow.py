@@ -82,8 +82,10 @@ class Follower:
         """Tell what is new; True when something was."""
         entries = self.watcher.poll()
         for entry in entries:
+            if "decision" in entry:
+                self._tell_incidents(entry["t"])
             self._tell(entry)
-        self._tell_incidents()
+        self._tell_incidents(self.state.now)
         if self.state.attempt and not self.state.ended:
             self._progress.show(progress_line(self.state), time.monotonic())
         return bool(entries)
@@ -94,9 +96,10 @@ class Follower:
         if kind in _DECISIONS_SHOWN if "decision" in entry else kind not in _TOLD_ELSEWHERE or failed_save:
             self._progress.say(sentence(entry), entry["t"])
 
-    def _tell_incidents(self) -> None:
+    def _tell_incidents(self, until: float) -> None:
+        """Those decided by `until`: a decision is understood best after its cause."""
         for incident in self.state.incidents[self._told :]:
-            if incident.decided_at is None:
+            if incident.decided_at is None or incident.decided_at > until:
                 return
             self._told += 1
             self._progress.say(

@@ -21,12 +21,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """`right` holds the indexes of the columns that are aligned to the right."""
+    """`right` holds the indexes of the columns that are aligned to the right. With `wrap` the last column
+    is text that may take several lines on a terminal; without it rows stay whole, however long."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     right: frozenset[int] = field(default_factory=frozenset)
-    indent: int = 0
+    wrap: bool = True
 
 
 Block = Line | Table
@@ -62,7 +63,7 @@ def plain_table(table: Table) -> list[str]:
             cell.rjust(width) if number in table.right else cell.ljust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append((" " * table.indent + "  ".join(cells)).rstrip())
+        lines.append("  ".join(cells).rstrip())
     return lines
 
 
@@ -70,7 +71,6 @@ def _rich(blocks: Sequence[Block], width: int) -> str:
     import io
 
     from rich.console import Console
-    from rich.padding import Padding
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -79,6 +79,10 @@ def _rich(blocks: Sequence[Block], width: int) -> str:
     for block in blocks:
         if isinstance(block, Line):
             console.print(Text(clean(block.text), style=block.style), soft_wrap=True)
+            continue
+        if not block.wrap:
+            for number, line in enumerate(plain_table(block)):
+                console.print(Text(line, style="" if number else "bold"), soft_wrap=True)
             continue
         shown = RichTable(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
         for number, header in enumerate(block.headers):
@@ -89,5 +93,5 @@ def _rich(blocks: Sequence[Block], width: int) -> str:
             )  # fmt: skip
         for row in block.rows:
             shown.add_row(*(Text(clean(str(cell)), style=STYLES.get(str(cell), "")) for cell in row))
-        console.print(Padding(shown, (0, 0, 0, block.indent)))
+        console.print(shown)
     return out.getvalue()

@@ -8,12 +8,13 @@ import socket
 import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from jurymast.core.state import RunState
 from jurymast.rundir import RunDirectory
 
 ANSWER_LIMIT_S = 10.0
-# A journal, or a run directory, written to this recently needs no question to Slurm.
+# A supervisor that wrote this recently lives, and Slurm need not be asked.
 FRESH_S = 5.0
 # Slurm's words for a job that will not run any more (squeue(1), JOB STATE CODES).
 ENDED_STATES = frozenset(
@@ -51,10 +52,10 @@ def slurm_jobs(directory: RunDirectory, state: RunState) -> list[tuple[str, str]
 
 
 def look(directory: RunDirectory, state: RunState, *, fresh_s: float = FRESH_S) -> Liveness:
-    """Whether the run's newest job lives. Asks Slurm unless the journal was written within `fresh_s`."""
+    """Whether the run's newest job lives. Asks Slurm unless its supervisor was seen within `fresh_s`."""
     if state.ended:
         return Liveness("ended", state.phase.value)
-    if fresh_s > 0 and _journal_age_s(directory) < fresh_s:
+    if fresh_s > 0 and _silence_s(directory) < fresh_s:
         return Liveness("alive", "RUNNING")
     if (directory.submission / "local.json").exists():
         return _local(directory)
@@ -64,9 +65,19 @@ def look(directory: RunDirectory, state: RunState, *, fresh_s: float = FRESH_S) 
     return slurm_state(*jobs[-1])
 
 
-def _journal_age_s(directory: RunDirectory) -> float:
-    times = [path.stat().st_mtime for path in directory.journal_files()]
-    return time.time() - max(times) if times else float("inf")
+def _silence_s(directory: RunDirectory) -> float:
+    """Time since the supervisor wrote into its journal, or its pulse, which beats between long steps too."""
+    found = (list(directory.journal_files()), list(directory.epochs.glob("*.pulse")))
+    return time.time() - max((_written_at(max(paths)) for paths in found if paths), default=0.0)
+
+
+def _written_at(path: Path) -> float:
+    """Opened first, because only then NFS asks the server instead of its cache."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return 0.0
 
 
 def _local(directory: RunDirectory) -> Liveness:

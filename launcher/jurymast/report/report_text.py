@@ -56,8 +56,8 @@ def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
         rows.append(
             [str(i["id"]), at, i["cause"] or "-", i["node"] or "-", i["action"] or "-", *parts, total]
         )
-    headers = ("#", "AT", "CAUSE", "NODE", "ACTION", *(part.upper() for part in PARTS), "SECONDS")
-    blocks: list[Block] = [Table(headers, rows, right=frozenset({0, *range(5, 13)}))]
+    headers = ("#", "AT", "CAUSE", "NODE", "ACTION", *(part.upper() for part in PARTS), "TOTAL")
+    blocks: list[Block] = [Table(headers, rows, right=frozenset({0, *range(5, 13)}), wrap=False)]
     for i in incidents:
         steps = f"step {i['step_lost_from']}"
         if i["step_restored"] is not None:
@@ -88,8 +88,8 @@ def cadence_line(report: Mapping[str, Any]) -> str:
     found = report["cadence"]
     if not found["saves"]:
         failed = f", {found['failed']} failed" if found["failed"] else ""
-        return f"cadence    {found['setting']}; no checkpoint was saved{failed}"
-    text = f"cadence    {found['setting']}; {count(found['saves'], 'save')}"
+        return f"cadence    policy: {found['setting']}; no checkpoint was saved{failed}"
+    text = f"cadence    policy: {found['setting']}; {count(found['saves'], 'save')}"
     if found["failed"]:
         text += f" and {found['failed']} failed"
     if found["interval_seconds"] is not None:
@@ -124,7 +124,7 @@ def compare_blocks(both: Mapping[str, Any]) -> list[Block]:
     ]
     headers = ("", first["run"], second["run"], "CHANGE")
     right = frozenset({1, 2, 3})
-    return [Table(headers, [*ratios, *facts, *shares], right=right)]
+    return [Table(headers, [*ratios, *facts, *shares], right=right, wrap=False)]
 
 
 def points(change: float | None) -> str:

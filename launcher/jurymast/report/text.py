@@ -138,7 +138,7 @@ def ps_blocks(rows: Sequence[View]) -> list[Block]:
         "state", "run",
     )  # fmt: skip
     table = [[_cell(key, row[key]) for key in keys] for row in rows]
-    return [Table(headers, table, right=frozenset({0, 5, 6, 8, 9, 10}))]
+    return [Table(headers, table, right=frozenset({0, 5, 6, 8, 9, 10}), wrap=False)]
 
 
 def _cell(key: str, value: Any) -> str:

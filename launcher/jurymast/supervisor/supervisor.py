@@ -25,6 +25,8 @@ from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel, Message
 
 PROGRESS_INTERVAL_S = 2.0
+PROGRESS_INTERVAL_MAX_S = 30.0
+PROGRESS_EVENTS = 500
 # An agent whose connection broke but that lives is back sooner than this.
 RECONNECT_GRACE_S = 0.25
 LEAVE_LIMIT_S = 4.0
@@ -233,7 +235,7 @@ class Supervisor:
             and (not reach.absolute or reach.step > incident.step_lost_from)
         )
         now = self.now()
-        if forced or first or ends or now >= self._progress_at + PROGRESS_INTERVAL_S:
+        if forced or first or ends or now >= self._progress_at + self._progress_interval_s(now):
             self._progress_at = now
             stepped_at = now - reach.ago_s
             done = reach.step - self.state.step
@@ -244,6 +246,11 @@ class Supervisor:
                     absolute=reach.absolute, step_s=max(0.0, step_s),
                 )
             )  # fmt: skip
+
+    def _progress_interval_s(self, now: float) -> float:
+        """Longer as the run grows older: a journal of months must still be read in a second."""
+        age_s = now - self.state.submitted_at
+        return min(PROGRESS_INTERVAL_MAX_S, max(PROGRESS_INTERVAL_S, age_s / PROGRESS_EVENTS))
 
     def _lose(
         self, node: str, how: str, silent_s: float = 0.0, limit_s: float = 0.0, evidence: str = ""
@@ -435,6 +442,8 @@ class Supervisor:
         end = time.monotonic() + LEAVE_LIMIT_S
         while self._channels and time.monotonic() < end:
             await asyncio.sleep(0.01)
+        why = self.state.end_reason or "requeued"
+        self.feed(ev.AllocationEnded(t=self.now(), slurm_job=self.state.slurm_jobs[-1], why=why))
         self._over.set()
 
 
