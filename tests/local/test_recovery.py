@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -168,3 +170,35 @@ def test_cancel(tmp_path: Path) -> None:
         state = run.wait_end(20)
         wait_gone(run.directory.root)
     assert state.phase.value == "cancelled"
+
+
+def test_an_unmodified_script_is_watched_and_restarted(tmp_path: Path) -> None:
+    """No import of jurymast in it: torch's optimizer hook gives the heartbeats."""
+    hashes = []
+    for disturbed in (False, True):
+        out, saved = tmp_path / f"{disturbed}.json", tmp_path / f"checkpoints-{disturbed}"
+        with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_plain.py",
+                       arguments=("--steps", "200", "--step-time", "0.01", "--save-every", "20",
+                                  "--checkpoints", str(saved), "--out", str(out))) as run:  # fmt: skip
+            if disturbed:
+                kill_rank(run, run.wait_step(60).placement[1])
+            state = run.wait_end()
+            wait_gone(run.directory.root)
+        assert (state.exit_code, len(state.incidents)) == (0, int(disturbed)), run.story()
+        hashes.append(result(out)["sha256"])
+    assert hashes[0] == hashes[1]
+
+
+def test_a_machine_that_is_merely_busy_raises_no_alarm(tmp_path: Path) -> None:
+    """Eight processes that burn every core beside the training: slow heartbeats, no lost node, no hang."""
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+    try:
+        with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+                       arguments=(*TRAIN, "--out", str(tmp_path / "out.json"))) as run:  # fmt: skip
+            state = run.wait_end(110)
+            wait_gone(run.directory.root)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert (state.exit_code, state.incidents) == (0, []), run.story()
