@@ -227,3 +227,31 @@ def test_bad_input_is_one_clear_line_and_submits_nothing(
     assert len([line for line in error.splitlines() if line.startswith("jurymast: error:")]) == 1
     assert cluster.squeue() == []
     assert not runs.exists() or not any(runs.iterdir())
+
+
+def test_what_is_no_failure_raises_no_alarm(cluster: Cluster, tmp_path: Path, undisturbed: str) -> None:
+    """A link that becomes slow, and a controller that restarts, in mid-run."""
+    run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "1")
+    victim = run.wait_saved(20).placement[1]
+    cluster.fault("slow", victim, delay_ms=100)
+    cluster.fault("slurmctld-restart")
+    run.wait_saved(40)
+    cluster.fault("slow", victim, off=True)
+    state = run.wait_end(150)
+    assert (state.exit_code, state.incidents) == (0, []), run.story()
+    assert weights(cluster, tmp_path) == undisturbed
+
+
+def test_a_node_cut_off_is_replaced_and_its_return_harms_nothing(
+    cluster: Cluster, tmp_path: Path, undisturbed: str
+) -> None:
+    run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "1")
+    victim = run.wait_saved(60).placement[1]
+    cluster.fault("partition", victim)
+    run.wait("the swap", lambda s: bool(s.incidents) and s.incident is None)
+    cluster.fault("heal", victim)
+    run.wait("its return", lambda s: s.nodes[victim].role.value == "suspect")
+    state = run.wait_end()
+    assert [(i.cause, i.action) for i in state.incidents] == [("node_lost", "swap")], run.story()
+    assert victim not in state.placement
+    assert weights(cluster, tmp_path) == undisturbed
