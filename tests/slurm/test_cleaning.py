@@ -16,15 +16,19 @@ def test_cleaning_spares_what_the_host_has_mounted_below_a_disk(cluster: Cluster
     precious = cluster.shared / tmp_path.name
     (precious / "deep").mkdir(parents=True)
     (precious / "deep" / "file").write_text("kept")
+    own, way = f"/tmp/{tmp_path.name}-own", f"/tmp/{tmp_path.name}-way"
     script = (
-        f"mkdir -p /tmp/way/place /tmp/own && mount --bind {precious} /tmp/way/place && touch /tmp/own/file"
+        f"mkdir -p {own} {way}/place && mount --bind {precious} {way}/place && touch {own}/file {way}/file"
     )
     try:
         cluster.exec("n1", ["bash", "-c", script], root=True)
         cluster.repair_all()
         assert (precious / "deep" / "file").read_text() == "kept"
-        found = cluster.exec("n1", ["find", "/tmp", "-mindepth", "1", "-maxdepth", "3"], root=True)
-        assert sorted(found.stdout.split()) == ["/tmp/way", "/tmp/way/place", "/tmp/way/place/deep"]
+        found = cluster.exec("n1", ["find", "/tmp", "-path", f"/tmp/{tmp_path.name}*"], root=True)
+        assert sorted(found.stdout.split()) == [
+            way,
+            *(f"{way}/place{rest}" for rest in ("", "/deep", "/deep/file")),
+        ]
     finally:
         cluster.fault("crash", "n1")
         cluster.repair("n1")
