@@ -4,6 +4,7 @@ reports what happens to them, and keeps them running while no supervisor is ther
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import secrets
 import shutil
@@ -31,6 +32,7 @@ SUPERVISOR_SILENT_S = 3.0
 # A host that has not stopped its ranks by then is stuck itself.
 STOP_MARGIN_S = 2.5
 HOST_RESTARTS_MAX = 5
+TEMPORARY_PREFIX = "jurymast-agent-"
 
 
 class Agent:
@@ -48,7 +50,7 @@ class Agent:
         self._incarnation = secrets.token_hex(8)
         self._memory = RankMemory(plan.ranks_per_node)
         self._watch = RankWatch(self._memory)
-        self._temporary = Path(tempfile.mkdtemp(prefix="jurymast-"))
+        self._temporary, self._lock = own_temporary_directory()
         self._host: HostProcess | None = None
         self._host_starts = 0
         self._channel: Channel | None = None
@@ -77,6 +79,7 @@ class Agent:
             await self._end_host()
             await self._succession.wait()
             shutil.rmtree(self._temporary, ignore_errors=True)
+            os.close(self._lock)
 
     # The supervisor's side.
 
@@ -273,6 +276,27 @@ class Agent:
     def _pass_events_on(self) -> None:
         for event in self._memory.read_events():
             self._tell("event", attempt=self.attempt, event=event)
+
+
+def own_temporary_directory() -> tuple[Path, int]:
+    """A new directory for this agent, with the descriptor of the lock that says it lives; those that agents
+    which were killed left behind are removed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
+        try:
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's, or not an agent's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            pass  # its agent lives
+        finally:
+            os.close(lock)
+    own = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
+    lock = os.open(own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return own, lock
 
 
 def interface_of(address: str) -> str:

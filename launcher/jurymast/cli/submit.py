@@ -78,7 +78,7 @@ def command(context: click.Context, /, **options: Any) -> int:
     runs = (options["runs"] or default_runs()).expanduser().absolute()
     policy = _policy(options["policy"], options["spares"])
     request = _request(line, policy, options, runs)
-    _note_unused(line, options["cluster"])
+    _note_unused(line, options["cluster"], policy)
     from jurymast.cluster.request import submit
 
     if options["dry_run"]:
@@ -137,8 +137,10 @@ def _request(line: CommandLine, policy: Resolved, options: dict[str, Any], runs:
     return build_request(plan, policy)
 
 
-def _note_unused(line: CommandLine, cluster: str) -> None:
-    """Say which of sbatch's options mean nothing on the local cluster."""
+def _note_unused(line: CommandLine, cluster: str, policy: Resolved) -> None:
+    """Say which of sbatch's options mean nothing on the local cluster, and which policy keys nowhere yet."""
+    if idle := policy.not_acted_on():
+        click.echo(f"jurymast: note: this version does not act on: {', '.join(idle)}", err=True)
     used = ("gpus-per-node", "gpus-per-task", "gres", "job-name", "chdir")
     unused = [" ".join(given.words) for given in line.sbatch if given.name not in used]
     if cluster == "local" and unused:

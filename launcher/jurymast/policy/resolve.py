@@ -17,6 +17,15 @@ from jurymast.policy.load import Key, Layer, merge, spelled
 from jurymast.policy.model import Policy
 
 DEFAULT = "default"
+# Checked and kept, but nothing acts on these yet; a policy that sets them is told so.
+NOT_ACTED_ON: tuple[Key, ...] = (
+    ("nodes",),
+    ("checkpoint", "max_loss"),
+    *(("checkpoint", "tiers", tier) for tier in ("memory", "peer", "local", "object")),
+    ("failures", "rate"),
+    ("nodes_policy",),
+    ("notify",),
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,13 @@ class Resolved:
     def digest(self) -> str:
         """Names the policy in the journal: equal values, equal digest, wherever they were written."""
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()[:16]
+
+    def not_acted_on(self) -> list[str]:
+        """The keys that somebody set and that this version does nothing with."""
+        somebody = [key for key, origin in self.origins.items() if origin != DEFAULT]
+        return sorted(
+            spelled(key) for key in somebody if any(key[: len(idle)] == idle for idle in NOT_ACTED_ON)
+        )
 
     def settings(self) -> Settings:
         policy = self.policy

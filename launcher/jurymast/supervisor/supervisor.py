@@ -29,6 +29,18 @@ PROGRESS_INTERVAL_MAX_S = 30.0
 PROGRESS_EVENTS = 500
 # An agent whose connection broke but that lives is back sooner than this.
 RECONNECT_GRACE_S = 0.25
+HELLO_KEYS = {
+    "node",
+    "address",
+    "incarnation",
+    "pid",
+    "boot_id",
+    "gpus",
+    "attempt",
+    "ranks",
+    "store_port",
+    "pids",
+}
 LEAVE_LIMIT_S = 4.0
 # How often a heartbeat is answered, so that agents know that a supervisor is there.
 ANSWER_INTERVAL_S = 1.0
@@ -281,8 +293,10 @@ class Supervisor:
             return
         if hello.get("say") == "ask":
             await self._answer(connection, hello)
-        elif hello.get("say") == "hello":
+        elif hello.get("say") == "hello" and hello.keys() >= HELLO_KEYS:
             await self._serve_agent(connection, hello)
+        else:
+            print(f"refused {connection.peer_address}: not a greeting of this version", flush=True)
         connection.close()
 
     async def _answer(self, connection: Channel, asked: Message) -> None:
@@ -328,7 +342,7 @@ class Supervisor:
                 await self._agent_terminated(node)
                 return
             if node not in self._channels and node in self._watch.nodes and not leaving:
-                self._lose(node, "closed")
+                self._lose(node, "closed", silent_s=RECONNECT_GRACE_S)
 
     def _catch_up(self, node: str, hello: Message) -> None:
         """What the agent may have said, or been told, while no connection was there."""

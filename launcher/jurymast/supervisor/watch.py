@@ -60,7 +60,8 @@ class Watch:
         if watch is None:
             return
         watch.arrivals.beat(self.clock.now)
-        watch.attempt, watch.ranks, watch.reported_at = attempt, ranks, self.clock.now
+        if ranks or attempt != watch.attempt:  # ranks that have ended stay where they were
+            watch.attempt, watch.ranks, watch.reported_at = attempt, ranks, self.clock.now
 
     def silent(self) -> list[tuple[str, float, float]]:
         """(node, seconds silent, limit) of each node silent beyond its limit."""
@@ -79,11 +80,14 @@ class Watch:
         return len(others) >= 2 and all(w.arrivals.silent_s(self.clock.now) > 0.6 * limit_s for w in others)
 
     def _reports(self, state: RunState) -> list[tuple[NodeWatch, str, int, dict[str, Any]]]:
-        """(watch, node, rank, report) of every rank of the attempt; [] until all have reported."""
+        """(watch, node, rank, report) of every rank of the attempt on a node that is not lost; [] until all
+        those have reported."""
         reports = []
         for group_rank, name in enumerate(state.placement):
             watch = self.nodes.get(name)
-            if watch is None or watch.attempt != state.attempt or len(watch.ranks) != state.ranks_per_node:
+            if watch is None:
+                continue
+            if watch.attempt != state.attempt or len(watch.ranks) != state.ranks_per_node:
                 return []
             for local_rank, report in enumerate(watch.ranks):
                 reports.append((watch, name, group_rank * state.ranks_per_node + local_rank, report))

@@ -78,7 +78,10 @@ class Channel:
         if not hmac.compare_digest(expected[:TAG_BYTES], head[4:]):
             raise AuthenticationError(f"a frame from {self.peer_address} is not sealed with this run's key")
         self._received += 1
-        message = json.loads(payload)
+        try:
+            message = json.loads(payload)
+        except ValueError as error:
+            raise ProtocolError(f"a message from {self.peer_address} is not JSON") from error
         if not isinstance(message, dict):
             raise ProtocolError(f"a message from {self.peer_address} is not an object")
         return message
