@@ -19,6 +19,7 @@ import psutil
 from jurymast.agent.host_process import HostProcess, end_ranks, kill_ranks
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.agent.succession import Succession
+from jurymast.cluster.allocation import Allocation
 from jurymast.core.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.rundir import RunDirectory
@@ -32,6 +33,8 @@ SUPERVISOR_SILENT_S = 3.0
 # A host that has not stopped its ranks by then is stuck itself.
 STOP_MARGIN_S = 2.5
 HOST_RESTARTS_MAX = 5
+# Ranks go on without a supervisor; once they have ended and still none is there, the agent leaves too.
+ALONE_LIMIT_S = 60.0
 TEMPORARY_PREFIX = "jurymast-agent-"
 
 
@@ -48,13 +51,16 @@ class Agent:
         self._hint = hint
         self._secret = directory.secret()
         self._incarnation = secrets.token_hex(8)
+        self._allocation = Allocation.load(directory).key
         self._memory = RankMemory(plan.ranks_per_node)
         self._watch = RankWatch(self._memory)
         self._temporary, self._lock = own_temporary_directory()
         self._host: HostProcess | None = None
         self._host_starts = 0
+        self._restart: asyncio.Future[None] | None = None
         self._channel: Channel | None = None
         self._address = ""
+        self._alone_since = 0.0
         self.attempt = 0
         self._stopping = 0
         self.ranks_state = "warming"
@@ -71,15 +77,20 @@ class Agent:
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)
         loop.add_reader(self._memory.events_fd, self._pass_events_on)
         serve = asyncio.gather(self._serve(), self._succession.watch(lambda: self._channel is not None))
+        over = asyncio.ensure_future(self._over.wait())
         try:
-            await self._over.wait()
+            either: list[asyncio.Future[Any]] = [over, serve]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            over.cancel()
             serve.cancel()
-            await asyncio.gather(serve, return_exceptions=True)
+            ended = await asyncio.gather(serve, return_exceptions=True)
             await self._end_host()
             await self._succession.wait()
             shutil.rmtree(self._temporary, ignore_errors=True)
             os.close(self._lock)
+        if isinstance(ended[0], Exception):  # broken, not cancelled: the supervisor sees the node go
+            raise ended[0]
 
     # The supervisor's side.
 
@@ -87,8 +98,12 @@ class Agent:
         while not self._over.is_set():
             connection = await self._connect()
             if connection is None:
+                self._alone_since = self._alone_since or time.monotonic()
+                if self.ranks_state == "finished" and time.monotonic() > self._alone_since + ALONE_LIMIT_S:
+                    self._over.set()  # nobody will ever say so
                 await asyncio.sleep(RECONNECT_S)
                 continue
+            self._alone_since = 0.0
             self._channel = connection
             self._address = connection.local_address
             connection.send(self._hello())
@@ -121,7 +136,8 @@ class Agent:
 
     def _hello(self) -> Message:
         return {
-            "say": "hello", "node": self._node, "address": self._address, "incarnation": self._incarnation,
+            "say": "hello", "node": self._node, "allocation": self._allocation, "address": self._address,
+            "incarnation": self._incarnation,
             "pid": os.getpid(), "boot_id": _boot_id(), "gpus": _visible_gpus(), "attempt": self.attempt,
             "ranks": self.ranks_state, "store_port": self._store_port, "pids": self._pids,
         }  # fmt: skip
@@ -265,7 +281,7 @@ class Agent:
         if had_ranks:
             self._tell("stopped", attempt=self.attempt, store_port=0)
         self._pids = []
-        asyncio.ensure_future(self._start_host())
+        self._restart = asyncio.ensure_future(self._start_host())
 
     async def _end_host(self) -> None:
         host, self._host = self._host, None

@@ -64,10 +64,17 @@ class Batch:
                 crashes = [t for t in crashes if t > time.monotonic() - RESTART_WINDOW_S] + [time.monotonic()]
                 print(f"the supervisor ended with code {code}", flush=True)
                 if len(crashes) > SUPERVISOR_RESTARTS_MAX:
-                    return {"state": "failed", "exit_code": 70}
+                    return self._go_on_without()
                 self._start_supervisor()
         finally:
             self._end_agents()
+
+    def _go_on_without(self) -> dict[str, Any]:
+        """No supervisor stays up. The training is not to blame: let the ranks come to their end."""
+        print("jurymast: no supervisor stays up; the ranks go on without failure handling", flush=True)
+        for process in self._agents:
+            process.wait()
+        return {"state": "failed", "exit_code": 70}
 
     def _await_outcome(self) -> dict[str, Any]:
         """Another node's supervisor took over while this one was cut off. It decides; this process only keeps

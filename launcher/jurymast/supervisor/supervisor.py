@@ -31,6 +31,7 @@ PROGRESS_EVENTS = 500
 RECONNECT_GRACE_S = 0.25
 HELLO_KEYS = {
     "node",
+    "allocation",
     "address",
     "incarnation",
     "pid",
@@ -69,11 +70,14 @@ class Supervisor:
         self._watch = Watch(state.settings, time.monotonic())
         self._channels: dict[str, Channel] = {}
         self._node = ""
+        self._allocation = ""
         self._isolated_since: float | None = None
         self._progress_at = 0.0
         self._answered: dict[str, float] = {}
         self._terminated_nodes: set[str] = set()
         self._terminating = False
+        self._leaving = False
+        self._failure: BaseException | None = None
         self.superseded = False
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -135,13 +139,21 @@ class Supervisor:
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        """A supervisor that half works is worse than one that starts anew from the journal."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = self._failure or task.exception()
+            self._over.set()
 
     # The life of an epoch.
 
     async def run(self, host: str, announce: list[str], allocation: str, node: str, pid: int) -> None:
-        """Listen on `host`, announce the endpoint, and supervise until the end."""
+        """Listen on `host`, announce the endpoint, and supervise until the end. Raises what broke it."""
         self._node = node
+        self._allocation = allocation
         server = await asyncio.start_server(lambda r, w: self._spawn(self._serve(r, w)), host, 0)
         port = server.sockets[0].getsockname()[1]
         place = endpoint.Endpoint(self._epoch, tuple(announce), port, node, allocation, pid)
@@ -156,6 +168,8 @@ class Supervisor:
             self._carry_out(instruction)
         self._spawn(self._watch_all())
         self._spawn(self._hold_epoch())
+        if self.state.ended:  # the last supervisor died between the decision and its outcome
+            self._spawn(self._leave())
         try:
             await self._over.wait()
         finally:
@@ -164,9 +178,11 @@ class Supervisor:
                 task.cancel()
             for connection in list(self._channels.values()):
                 connection.close()
-            if not self.superseded:
+            if not self.superseded and self._failure is None:
                 self._write_outcome()
             self._journal.close()
+        if self._failure is not None:
+            raise self._failure
 
     def _write_outcome(self) -> None:
         """For the batch script: how to end the Slurm job."""
@@ -294,7 +310,11 @@ class Supervisor:
         if hello.get("say") == "ask":
             await self._answer(connection, hello)
         elif hello.get("say") == "hello" and hello.keys() >= HELLO_KEYS:
-            await self._serve_agent(connection, hello)
+            if hello["allocation"] == self._allocation:
+                await self._serve_agent(connection, hello)
+            else:  # of an allocation that the run has given back
+                connection.send({"do": "leave"})
+                await connection.drain()
         else:
             print(f"refused {connection.peer_address}: not a greeting of this version", flush=True)
         connection.close()
@@ -451,13 +471,17 @@ class Supervisor:
 
     async def _leave(self) -> None:
         """Send the agents home and wait until they have gone, within a limit."""
+        if self._leaving:
+            return
+        self._leaving = True
         for connection in self._channels.values():
             connection.send({"do": "leave"})
         end = time.monotonic() + LEAVE_LIMIT_S
         while self._channels and time.monotonic() < end:
             await asyncio.sleep(0.01)
         why = self.state.end_reason or "requeued"
-        self.feed(ev.AllocationEnded(t=self.now(), slurm_job=self.state.slurm_jobs[-1], why=why))
+        job = self._allocation.rpartition(".")[0]
+        self.feed(ev.AllocationEnded(t=self.now(), slurm_job=job, why=why))
         self._over.set()
 
 
