@@ -1,0 +1,67 @@
+"""What is read off Slurm's answers: why a job ends, when it may start again, where its helper may run."""
+
+from __future__ import annotations
+
+import pytest
+
+from jurymast.cluster.control import reason_of, seconds_of, where_options
+from jurymast.cluster.lift import start_time
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        ({"JobState": "RUNNING"}, "running"),
+        ({"JobState": "CANCELLED"}, "cancelled"),
+        ({"JobState": "CANCELLED,COMPLETING"}, "cancelled"),
+        ({"JobState": "TIMEOUT"}, "timeout"),
+        ({"JobState": "PREEMPTED"}, "preempted"),
+        # 22.05 says only this while a job is completing
+        ({"JobState": "COMPLETING", "RunTime": "00:00:09", "TimeLimit": "365-00:00:00"}, "cancelled"),
+        ({"JobState": "COMPLETING", "RunTime": "01:00:02", "TimeLimit": "01:00:00"}, "timeout"),
+        ({"JobState": "COMPLETING", "PreemptTime": "2026-01-02T03:04:05"}, "preempted"),
+        ({"JobState": "COMPLETING", "Restarts": "2"}, "requeued"),
+        ({"JobState": "PENDING"}, "requeued"),
+        ({"JobState": "COMPLETING", "TimeLimit": "UNLIMITED", "RunTime": "9-00:00:00"}, "cancelled"),
+        ({"JobState": "SPECIAL_EXIT"}, "unknown (SPECIAL_EXIT)"),
+        ({}, "unknown ()"),
+    ],
+)
+def test_why_a_job_ends(job: dict[str, str], reason: str) -> None:
+    assert reason_of(job, restarts=1) == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("00:00:09", 9),
+        ("01:02:03", 3723),
+        ("2-00:00:01", 172801),
+        ("UNLIMITED", None),
+        ("", None),
+        ("5:0", None),
+    ],
+)
+def test_slurm_times(text: str, seconds: int | None) -> None:
+    assert seconds_of(text) == seconds
+
+
+def test_a_requeued_job_starts_two_seconds_after_its_requeue_by_slurms_own_clock() -> None:
+    assert start_time({"SubmitTime": "2026-11-20T13:59:59"}) == "2026-11-20T14:00:01"
+    assert start_time({"SubmitTime": "Unknown"}) == "now+2"
+    assert start_time({}) == "now+2"
+
+
+def test_the_helper_job_runs_where_the_job_may_run() -> None:
+    options = [
+        "--partition=train",
+        "-A",
+        "team",
+        "--gpus-per-node=8",
+        "-qhigh",
+        "--reservation",
+        "r1",
+        "--time=1",
+    ]
+    assert where_options(options) == ["--partition=train", "--account=team", "--qos=high", "--reservation=r1"]
+    assert where_options(["--exclusive", "--mem=0"]) == []
