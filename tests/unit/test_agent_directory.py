@@ -1,4 +1,4 @@
-"""An agent's temporary directory: its own while it lives, cleared away by the next agent once it was killed."""
+"""An agent's temporary directory: its own while it lives, removed by the next agent once it was killed."""
 
 from __future__ import annotations
 
