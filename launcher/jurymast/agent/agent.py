@@ -28,6 +28,7 @@ from jurymast.wire.channel import Channel, Message
 
 RECONNECT_S = 0.1
 CONNECT_LIMIT_S = 1.5
+FIND_LIMIT_S = 2.0
 # It answers a heartbeat every second. After a power loss there is no other sign: no reset comes.
 SUPERVISOR_SILENT_S = 3.0
 # A host that has not stopped its ranks by then is stuck itself.
@@ -35,6 +36,7 @@ STOP_MARGIN_S = 2.5
 HOST_RESTARTS_MAX = 5
 # Ranks go on without a supervisor; once they have ended and still none is there, the agent leaves too.
 ALONE_LIMIT_S = 60.0
+UNSAID_MAX = 1000
 TEMPORARY_PREFIX = "jurymast-agent-"
 
 
@@ -61,6 +63,8 @@ class Agent:
         self._channel: Channel | None = None
         self._address = ""
         self._alone_since = 0.0
+        self._unsaid: list[Message] = []
+        self._last: endpoint.Endpoint | None = None
         self.attempt = 0
         self._stopping = 0
         self.ranks_state = "warming"
@@ -107,6 +111,9 @@ class Agent:
             self._channel = connection
             self._address = connection.local_address
             connection.send(self._hello())
+            for message in self._unsaid:
+                connection.send(message)
+            self._unsaid.clear()
             if self._host is None:
                 await self._start_host()
             beats = asyncio.ensure_future(self._beat(connection))
@@ -122,7 +129,12 @@ class Agent:
 
     async def _connect(self) -> Channel | None:
         targets: list[tuple[str, int]] = []
-        found = await asyncio.to_thread(endpoint.find, self._directory.epochs)
+        try:
+            look = asyncio.to_thread(endpoint.find, self._directory.epochs)
+            found = await asyncio.wait_for(look, FIND_LIMIT_S) or self._last
+        except (OSError, asyncio.TimeoutError):  # shared storage in trouble is no reason to end the ranks
+            found = self._last
+        self._last = found
         if found is not None:
             targets = [(host, found.port) for host in found.hosts]
         elif self._hint is not None:
@@ -159,8 +171,11 @@ class Agent:
         return min(0.1, self._plan.settings.heartbeat_s) if young else self._plan.settings.heartbeat_s
 
     def _tell(self, what: str, **fields: Any) -> None:
+        """Say it now; what must not be lost waits for the next supervisor if none is there."""
         if self._channel is not None:
             self._channel.send({"say": what, **fields})
+        elif what in ("failed", "event") and len(self._unsaid) < UNSAID_MAX:
+            self._unsaid.append({"say": what, **fields})
 
     def _obey(self, message: Message) -> None:
         order = message["do"]
@@ -185,6 +200,11 @@ class Agent:
         """Stop the ranks of `attempt`; answers when they are gone, however long ago that was."""
         if self.ranks_state in ("waiting", "finished"):
             self._tell("stopped", attempt=attempt, store_port=self._store_port)
+            if not self._store_port:  # the host is on its way back into the rendezvous: that will be news
+                self.ranks_state = "warming"
+            return
+        if self.ranks_state == "warming":
+            self._tell("stopped", attempt=attempt, store_port=0)
             return
         if attempt < self.attempt or self._stopping >= attempt or self._host is None:
             return
@@ -252,6 +272,7 @@ class Agent:
                 self._tell("stopped", attempt=self.attempt, store_port=self._store_port)
         elif said == "started":
             self.ranks_state, self._pids = "running", message["pids"]
+            self._host_starts = 1
             self._tell("started", attempt=message["attempt"], pids=self._pids)
             self._urgent.set()
         elif said == "failed":
@@ -259,7 +280,7 @@ class Agent:
             self._tell("failed", **{key: value for key, value in message.items() if key != "host"})
         elif said == "finished":
             self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
-            self.ranks_state, self._pids = "finished", []
+            self.ranks_state, self._pids, self._store_port = "finished", [], 0
             self._tell("finished", attempt=message["attempt"])
 
     def _host_ended(self, code: int) -> None:
@@ -278,7 +299,7 @@ class Agent:
             self._tell("leaving", why=f"the torchrun host died {self._host_starts} times")
             self._over.set()
             return
-        if had_ranks:
+        if self.ranks_state != "warming":  # a host that waited is as little there as one with ranks
             self._tell("stopped", attempt=self.attempt, store_port=0)
         self._pids = []
         self._restart = asyncio.ensure_future(self._start_host())

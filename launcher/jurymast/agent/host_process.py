@@ -15,6 +15,7 @@ from typing import Any
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
 Message = dict[str, Any]
+LINE_BYTES_MAX = 4 * 1024 * 1024
 # A host that is killed leaves its semaphores to the resource tracker, which clears them away: no news.
 QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
@@ -54,7 +55,7 @@ class HostProcess:
                 sys.executable, "-W", QUIET, "-m", "jurymast.worker.host", env=values,
                 pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, cwd=plan["directory"],
             )  # fmt: skip
-        reader, writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
         return cls(process, writer, on_message, on_end, reader)
 
     @property

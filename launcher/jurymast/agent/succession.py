@@ -42,7 +42,10 @@ class Succession:
                 await self._consider()
 
     async def _consider(self) -> None:
-        pulse = await asyncio.to_thread(endpoint.read_pulse, self._directory.epochs)
+        try:
+            pulse = await asyncio.to_thread(endpoint.read_pulse, self._directory.epochs)
+        except OSError:
+            return
         now = time.monotonic()
         if self._quiet_since is None or pulse != self._pulse:
             self._pulse, self._quiet_since = pulse, now

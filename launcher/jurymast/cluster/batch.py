@@ -74,7 +74,7 @@ class Batch:
         print("jurymast: no supervisor stays up; the ranks go on without failure handling", flush=True)
         for process in self._agents:
             process.wait()
-        return {"state": "failed", "exit_code": 70}
+        return self._read_outcome() or {"state": "failed", "exit_code": 70}
 
     def _await_outcome(self) -> dict[str, Any]:
         """Another node's supervisor took over while this one was cut off. It decides; this process only keeps
@@ -101,7 +101,7 @@ class Batch:
 
     def _await_announcement(self) -> Endpoint:
         """The endpoint of the supervisor just started. Raises JurymastError when it does not come up."""
-        end = time.monotonic() + ANNOUNCE_LIMIT_S
+        end = time.monotonic() + max(ANNOUNCE_LIMIT_S, self._plan.settings.join_limit_s)
         while time.monotonic() < end:
             found = find(self._directory.epochs)
             if found is not None and found.allocation == self._allocation.key:

@@ -94,6 +94,9 @@ def reason_of(job: dict[str, str], restarts: int) -> str:
     """The same from the fields of `scontrol show job`. While a job is completing Slurm 22.05 shows that word
     in place of the reason, which then follows from the other fields."""
     states = set(job.get("JobState", "").split(","))
+    preempted = job.get("PreemptTime", "None")
+    if preempted not in ("None", "") and preempted >= job.get("StartTime", ""):
+        return "preempted"  # RUNNING still during the grace time
     if states == {"RUNNING"}:
         return STILL_RUNNING
     for word in ("CANCELLED", "TIMEOUT", "PREEMPTED"):
@@ -101,8 +104,6 @@ def reason_of(job: dict[str, str], restarts: int) -> str:
             return word.lower()
     if int(job.get("Restarts", "0")) > restarts or "PENDING" in states:
         return "requeued"
-    if job.get("PreemptTime", "None") not in ("None", ""):
-        return "preempted"
     limit_s, ran_s = seconds_of(job.get("TimeLimit", "")), seconds_of(job.get("RunTime", ""))
     if limit_s is not None and ran_s is not None and ran_s >= limit_s:
         return "timeout"

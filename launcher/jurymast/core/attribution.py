@@ -65,14 +65,17 @@ def attribute(
     if asked is not None:
         where = f" {asked.node}" if asked.node else ""
         return _cause(f"{asked.what}_asked", "nobody", asked.node, f"{asked.what}{where} asked by {asked.by}")
-    killed = [f for f in failures if f.exit_code < 0 and -f.exit_code not in _OWN_SIGNALS]
+    killed = [f for f in failures if f.exit_code < 0 and f.rank >= 0 and -f.exit_code not in _OWN_SIGNALS]
     if killed:
         return _failure_cause("worker_killed", "infrastructure", killed)
     if hung is not None and hung.ranks:
         return _hang_cause("rank_frozen", hung)
-    raised = [f for f in failures if f.exit_code > 0 and not is_communication(f)]
+    raised = [f for f in failures if f.exit_code > 0 and f.rank >= 0 and not is_communication(f)]
     if raised:
         return _failure_cause("worker_exception" if raised[0].error else "worker_exit", "application", raised)
+    died = [f for f in failures if f.rank < 0]
+    if died:
+        return _failure_cause("host_died", "infrastructure", died)
     crashed = [f for f in failures if f.exit_code < 0]
     if crashed:
         return _failure_cause("worker_crash", "application", crashed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from jurymast.core.attribution import attribute
 from jurymast.core.incident import Incident
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.ladder import Decision, decide
+from jurymast.core.ladder import Decision, decide, within
 from jurymast.core.state import Findings, Phase, Role, RunState
 
 # Once enough nodes are ready, wait this long for the rest, so that the slowest become the spares.
@@ -17,6 +17,8 @@ SPARE_GRACE_S = 2.0
 STOP_LIMIT_S = 8.0
 LAUNCH_LIMIT_S = 60.0
 SPARE_WAIT_S = 30.0
+# Allocations in a row that never have enough nodes before the run gives up.
+STARTS_MAX = 3
 
 
 def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incident:
@@ -100,8 +102,8 @@ def _carry_out(state: RunState, decision: Decision) -> list[Instruction]:
     for name in decision.bad:
         node = state.nodes[name]
         if node.role is not Role.FAILED:
-            drained = state.incidents[-1].cause == "drain_asked"
-            node.become(Role.FAILED if drained else Role.SUSPECT, decision.reason, state.now)
+            node.drained = state.incidents[-1].cause == "drain_asked"
+            node.become(Role.FAILED if node.drained else Role.SUSPECT, decision.reason, state.now)
             instructions.append(Dismiss(node=name, reason=decision.reason))
     if decision.action == "stop":
         return [*instructions, finish(state, "failed", decision.exit_code, decision.reason)]
@@ -135,23 +137,30 @@ def _start(state: RunState) -> list[Instruction]:
             ]
         return []
     state.enough_since = None
-    if state.deadline is None or state.now < state.deadline:
-        alive = [n for n in state.nodes.values() if n.role is not Role.FAILED]
-        if len(alive) >= state.active:
-            return []
-    missing = [n for n in state.nodes.values() if not n.usable]
+    late = state.deadline is not None and state.now >= state.deadline
+    alive = [n for n in state.nodes.values() if n.role is not Role.FAILED]
+    if not late and len(alive) >= state.active:
+        return []
+    # Nodes that are still warming up have done nothing wrong, unless they had all the time there is.
+    missing = [n for n in state.nodes.values() if n.role is Role.FAILED or (late and not n.usable)]
     for node in missing:
         node.become(Role.FAILED, node.reason, state.now)
-    reason = (
-        f"only {len(ready)} of {state.active} nodes came up; missing: {', '.join(n.name for n in missing)}"
-    )
-    if state.incident is None:
-        open_incident(state, state.now, state.now)
-        settle(state, "node_lost", reason, "requeue")
-    tries = sum(1 for i in state.incidents[-3:] if i.reason.startswith("only "))
-    if state.requeue_allowed and tries < 3:
-        return [_requeue(state, reason)]
-    return [finish(state, "failed", 79, reason)]
+    names = ", ".join(node.name for node in missing)
+    return [_try_elsewhere(state, f"fewer than {state.active} nodes came up; missing: {names}")]
+
+
+def _try_elsewhere(state: RunState, reason: str) -> Instruction:
+    """An allocation that never had enough nodes: ask for another, but not for ever."""
+    open_incident(state, state.now, state.now)
+    settle(state, "node_lost", reason, "requeue")
+    starts = 0
+    for incident in reversed(state.incidents):
+        if incident.launched_at is not None or incident.action != "requeue":
+            break
+        starts += 1
+    if state.requeue_allowed and within(state.settings.requeues, state.restarts) and starts <= STARTS_MAX:
+        return _requeue(state, reason)
+    return finish(state, "failed", 79, reason)
 
 
 def _replace(state: RunState) -> list[Instruction]:
@@ -171,9 +180,7 @@ def _replace(state: RunState) -> list[Instruction]:
     incident = state.incidents[-1]
     incident.action = "requeue"
     incident.reason += "; no spare came in time"
-    if state.requeue_allowed and (
-        state.settings.requeues is None or state.restarts < state.settings.requeues
-    ):
+    if state.requeue_allowed and within(state.settings.requeues, state.restarts):
         return [_requeue(state, incident.reason)]
     incident.action = "stop"
     return [finish(state, "failed", 79, incident.reason)]

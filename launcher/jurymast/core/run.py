@@ -165,6 +165,7 @@ def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
     if event.what == "drain" and event.node not in state.placement:
         node = state.nodes.get(event.node)
         if node is not None:
+            node.drained = True
             node.become(Role.FAILED, f"drained by {event.by}", event.t)
             return [Dismiss(node=node.name, reason=node.reason)]
         return []
@@ -181,6 +182,18 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     node.ready, node.store_port = event.store_port != 0, event.store_port
     if not node.ready and node.role is Role.ACTIVE:
         node.become(Role.JOINING, "its torchrun host died, another is warming up", event.t)
+    unasked = (
+        state.phase is Phase.RUNNING and event.node in state.placement and event.node not in state.finished
+    )
+    if unasked and event.attempt == state.attempt:
+        # Said while no supervisor listened, and the reason with it.
+        gone = ev.WorkerFailed(
+            t=event.t, node=event.node, attempt=event.attempt, rank=-1, exit_code=-9, error="RanksGone",
+            message="its ranks ended while no supervisor listened",
+        )  # fmt: skip
+        instructions = _worker_failed(state, gone)
+        state.stopped.add(event.node)
+        return instructions
     if event.attempt == state.attempt:
         state.stopped.add(event.node)
         state.finished.discard(event.node)

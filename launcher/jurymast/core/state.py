@@ -49,6 +49,7 @@ class Node:
     ready: bool = False
     store_port: int = 0
     strikes: int = 0
+    drained: bool = False  # by hand: it stays out
 
     def become(self, role: Role, reason: str, t: float) -> None:
         if role is not self.role:

@@ -81,7 +81,7 @@ def main() -> int:
         state = asyncio.run(supervise(directory, allocation, arguments.takeover or allocation.host))
         if state is None:
             return SUPERSEDED
-        if arguments.takeover:
+        if arguments.takeover and (state.ended or state.phase is Phase.REQUEUED):
             end_job(directory, allocation, state)
     except JurymastError as error:
         print(f"jurymast supervisor: {error}", file=sys.stderr)

@@ -107,7 +107,7 @@ class Supervisor:
 
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Launch):
-            self._launch(instruction)
+            self._spawn(self._launch(instruction))
         elif isinstance(instruction, StopWorkers):
             self._watch.attempt_over(self.state)
             for node in instruction.nodes:
@@ -119,8 +119,15 @@ class Supervisor:
         elif isinstance(instruction, Finish):
             self._spawn(self._leave())
 
-    def _launch(self, launch: Launch) -> None:
-        write_atomically(self._directory.attempt_file, str(launch.attempt).encode(), durable=False)
+    async def _launch(self, launch: Launch) -> None:
+        """Fence off earlier attempts, then start this one. On a thread: storage may hang."""
+        attempt = str(launch.attempt).encode()
+        try:
+            await asyncio.to_thread(write_atomically, self._directory.attempt_file, attempt, durable=False)
+        except OSError as error:  # no checkpoint can be saved now anyway, and training can go on
+            self.feed(ev.Noted(t=self.now(), message=f"cannot write {self._directory.attempt_file}: {error}"))
+        if (self.state.attempt, self.state.phase) != (launch.attempt, Phase.LAUNCHING):
+            return
         for rank, node in enumerate(launch.placement):
             self._tell(node, self._launch_message(launch, rank))
 
@@ -349,11 +356,13 @@ class Supervisor:
             )
         )  # fmt: skip
         self._catch_up(node, hello)
-        try:
-            while True:
-                self._hear(node, await connection.receive())
-        except (OSError, AuthenticationError, ProtocolError) as error:
-            print(f"{node}: {type(error).__name__}: {error}", flush=True)
+        while True:
+            try:
+                message = await connection.receive()
+            except (OSError, AuthenticationError, ProtocolError) as error:
+                print(f"{node}: {type(error).__name__}: {error}", flush=True)
+                break
+            self._hear(node, message)
         if self._channels.get(node) is connection:
             del self._channels[node]
             await asyncio.sleep(RECONNECT_GRACE_S)
@@ -462,12 +471,22 @@ class Supervisor:
         self._report_progress(forced=True)
         self.feed(ev.Signalled(t=self.now(), signal="SIGTERM"))
         why = await asyncio.to_thread(self._why_ending)
+        if why == STILL_RUNNING:  # a stray signal, not the end of the job
+            self._terminating = False
+            return
         if why == "cancelled":
             self.feed(ev.Asked(t=self.now(), what="cancel", by="scancel"))
         else:
             self.feed(ev.Signalled(t=self.now(), signal=why))
         self._journal.flush()
         await self._leave()
+
+    async def _is_superseded(self) -> bool:
+        """A supervisor that was stopped for a while may have a successor: then nothing is its to end."""
+        try:
+            return await asyncio.to_thread(endpoint.newest_epoch, self._directory.epochs) > self._epoch
+        except OSError:
+            return False
 
     async def _leave(self) -> None:
         """Send the agents home and wait until they have gone, within a limit."""
@@ -479,6 +498,10 @@ class Supervisor:
         end = time.monotonic() + LEAVE_LIMIT_S
         while self._channels and time.monotonic() < end:
             await asyncio.sleep(0.01)
+        if await self._is_superseded():
+            self.superseded = True
+            self._over.set()
+            return
         why = self.state.end_reason or "requeued"
         job = self._allocation.rpartition(".")[0]
         self.feed(ev.AllocationEnded(t=self.now(), slurm_job=job, why=why))

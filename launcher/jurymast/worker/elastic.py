@@ -48,7 +48,7 @@ class RankLogs(LogsSpecs):
             environment["JURYMAST_ATTEMPT"] = str(attempt)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)
         console = dict.fromkeys(envs, "")
-        return LogsDest(console, dict(console), {}, {}, dict(self.error_files), "", "")
+        return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict(self.error_files))
 
     @property
     def root_log_dir(self) -> str:
@@ -98,8 +98,9 @@ class PatientlessAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.SUCCEEDED)
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Report what has already failed, then SIGTERM, grace, SIGKILL. `timeout` is torch's, not ours."""
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_torchs: Any, **_own: Any) -> None:
+        """Report what has already failed, then SIGTERM, grace, SIGKILL. torch's own patience, passed in
+        different ways by its releases, does not count."""
         self._report_failures()
         processes = self._processes()
         for number, limit_s in ((death_sig, self._grace_s), (signal.SIGKILL, KILL_LIMIT_S)):
@@ -109,7 +110,7 @@ class PatientlessAgent(LocalElasticAgent):
                 _kill(process.pid, signal.SIGCONT)  # a stopped process acts on SIGTERM only when it goes on
             if wait_until(lambda: not any(process.is_alive() for process in processes), limit_s):
                 break
-        super()._shutdown(signal.SIGKILL, 0)
+        super()._shutdown(signal.SIGKILL)
         self._pcontext = None
 
     def _exit_barrier(self) -> None:

@@ -34,6 +34,7 @@ def run(script: Script) -> None:
     _tether()
     _redirect_output()
     _restore_environment()
+    _reseed()
     rank_link = link.current()
     hooks.count_optimizer_steps(rank_link)
     code = 1
@@ -80,6 +81,13 @@ def _restore_environment() -> None:
     import tempfile
 
     tempfile.tempdir = None
+
+
+def _reseed() -> None:
+    """Ranks are forks of one process: without this all would draw the same numbers from numpy."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
 
 
 def _execute(script: Script) -> int:

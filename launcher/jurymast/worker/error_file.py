@@ -31,5 +31,5 @@ def read(path: str) -> dict[str, str]:
     if isinstance(message, str):
         return {"error": "", "message": message[:1000], "traceback": ""}
     name, _, rest = str(message.get("message", "")).partition(": ")
-    callstack = str(message.get("extraInfo", {}).get("py_callstack", ""))
+    callstack = str(message.get("extraInfo", {}).get("py_callstack", ""))[-TRACEBACK_CHARACTERS:]
     return {"error": name[:200], "message": rest[:1000], "traceback": callstack}
