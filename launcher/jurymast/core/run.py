@@ -94,6 +94,8 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
         node.become(Role.JOINING, "its agent restarted", event.t)
         state.stopped.add(node.name)
         return instructions
+    if node.drained:
+        return [Dismiss(node=node.name, reason=node.reason)]
     if node.role is Role.FAILED:
         if state.phase is Phase.STOPPING and node.name in state.placement:
             state.stopped.add(node.name)  # it is dismissed, nobody asks it to stop
