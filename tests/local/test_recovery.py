@@ -66,7 +66,7 @@ def kill_host(run: RunUnderTest, node: str) -> None:
         (freeze_rank, "rank_frozen", "restart"),
         (crash_node, "node_crash", "swap"),
         (freeze_node, "node_lost", "swap"),
-        (kill_host, "worker_killed", "swap"),
+        (kill_host, "host_died", "swap"),
     ],
 )
 def test_one_fault_costs_no_bit(
@@ -181,7 +181,7 @@ def test_an_unmodified_script_is_watched_and_restarted(tmp_path: Path) -> None:
                        arguments=("--steps", "200", "--step-time", "0.01", "--save-every", "20",
                                   "--checkpoints", str(saved), "--out", str(out))) as run:  # fmt: skip
             if disturbed:
-                kill_rank(run, run.wait_step(60).placement[1])
+                kill_rank(run, run.wait_step(1).placement[1])
             state = run.wait_end()
             wait_gone(run.directory.root)
         assert (state.exit_code, len(state.incidents)) == (0, int(disturbed)), run.story()
