@@ -263,8 +263,9 @@ def _bench(arguments: argparse.Namespace) -> Bench:
     return bench
 
 
-def _end(_number: int, _frame: object) -> NoReturn:
-    sys.exit(143)
+def _end(number: int, _frame: object) -> NoReturn:
+    common.progress(f"ended by {signal.Signals(number).name}; taking the cluster down")
+    sys.exit(128 + number)
 
 
 def main() -> int:

@@ -159,7 +159,7 @@ def _watch(
 
 
 def _now(cluster: Cluster, started: Started) -> str:
-    return f"job {cluster.job(started.job)['JobState']}, last said: {said(started.logs)}"
+    return f"job {cluster.job(started.job)['JobState']}, last said: {said(started.logs) or 'nothing'}"
 
 
 def _figures(recovery: Recovery | None, fault: Fault) -> dict[str, Any]:

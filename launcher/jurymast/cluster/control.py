@@ -36,18 +36,23 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
     sizes = f"{plan.active}-{plan.nodes}"
     trouble: list[str] = []
 
-    def attempt(arguments: list[str]) -> None:
+    def attempt(arguments: list[str]) -> bool:
         try:
             run_command(arguments)
         except ClusterUnavailableError as error:
             trouble.append(str(error))
+            return False
+        return True
 
-    attempt(lift_command(plan, allocation.job, sizes, banned))
+    helped = attempt(lift_command(plan, allocation.job, sizes, banned))
     kept = [node for node in allocation.nodes if node not in lost]
     if lost and kept and allocation.host in kept:
         attempt(["scontrol", "update", job, f"NodeList={','.join(kept)}"])
     run_command(["scontrol", "requeue", allocation.job])
-    # The helper job says all this again once the job is pending; here it counts if that job has to wait.
+    if helped:
+        # The rest is the helper job's: an update now would block until the job, and this process with it, is
+        # gone (5 s each), and Slurm would have to kill what could have left.
+        return trouble
     attempt(["scontrol", "update", job, f"NumNodes={sizes}"])
     if banned:
         attempt(["scontrol", "update", job, f"ExcNodeList={banned}"])
