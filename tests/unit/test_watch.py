@@ -117,3 +117,14 @@ def test_restored_ranks_that_have_not_stepped_are_nowhere_yet() -> None:
     ears.says("n2", 120, beats=0)
     ears.says("n3", 121)
     assert ears.watch.reach(ears.state) is None
+
+
+def test_one_rank_that_has_ended_does_not_hide_another_that_is_stuck() -> None:
+    ears = Ears()
+    ears.says("n2", 300, phase="done")
+    ears.says("n3", 299, quiet_s=60.0, idle_s=60.0)
+    assert ears.watch.hang(ears.state) is None  # it may evaluate, or save
+    ears.says("n3", 299, quiet_s=700.0, idle_s=700.0)
+    assert ears.watch.hang(ears.state) is not None
+    ears.says("n3", 300, phase="done", quiet_s=700.0)
+    assert ears.watch.hang(ears.state) is None

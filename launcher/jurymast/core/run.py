@@ -164,13 +164,16 @@ def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
 def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
     if event.what == "cancel":
         return [recovery.finish(state, "cancelled", 80, f"cancel asked by {event.by}")]
-    if event.what == "drain" and event.node not in state.placement:
+    if event.what == "drain" and (event.node not in state.placement or state.phase is Phase.WAITING):
+        # Nothing runs on it: it is out at once, and if it had a place, that is one more to fill.
         node = state.nodes.get(event.node)
         if node is not None:
             node.drained = True
             node.become(Role.FAILED, f"drained by {event.by}", event.t)
             return [Dismiss(node=node.name, reason=node.reason)]
         return []
+    if event.what == "restart" and state.phase is Phase.WAITING:
+        state.not_before = event.t  # no back-off: somebody wants it now
     if state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
         return []
     state.findings.asked = event

@@ -16,7 +16,7 @@ from jurymast.core import events as ev
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
-from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.errors import AuthenticationError, ProtocolError, SubmissionError
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.clock import Clock
@@ -193,9 +193,11 @@ class Supervisor:
 
     def _write_outcome(self) -> None:
         """For the batch script: how to end the Slurm job."""
+        over = self.state.ended or self.state.phase is Phase.REQUEUED
         outcome = {
             "state": self.state.public_state,
-            "exit_code": self.state.exit_code,
+            # A run that Slurm interrupts has not succeeded, and its job must not end as if it had.
+            "exit_code": self.state.exit_code if over else SubmissionError.exit_code,
             "exclude": sorted(self.state.excluded),
             "lost": sorted(n.name for n in self.state.nodes.values() if n.role is Role.FAILED),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jurymast.core.hang import HangLimits, HangVerdict, RankView, judge
@@ -110,7 +110,8 @@ class Watch:
                 )
             )  # fmt: skip
         if any(view.phase == "done" for view in views):
-            return None
+            # Some have ended: the others may well evaluate or save for long now, but not for ever.
+            views = [replace(view, phase="saving") for view in views if view.phase != "done"]
         limits = HangLimits(self._settings.hang_s, self._settings.start_limit_s, state.hang_patience)
         return judge(views, limits, self.longest_before_s)
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from jurymast.worker import entry, error_file
 from jurymast.worker.rendezvous import AgentRendezvous
 
-# Each look costs about 0.1 ms of the processor that the ranks want too.
+# Looks take processor time that the ranks want too.
 MONITOR_INTERVAL_S = 0.05
 # torch counts its own restarts; ours are decided and counted by the supervisor.
 UNLIMITED = 2**31
