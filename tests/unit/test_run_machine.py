@@ -568,3 +568,17 @@ def obey(story: Story) -> None:
         elif not node.ready and node.role is not Role.FAILED and state.phase is not Phase.RUNNING:
             story.feed(ev.NodeReady(t=story.t, node=node.name, store_port=1))
     story.wait(10.0)
+
+
+def test_a_drain_during_a_back_off_gives_the_place_to_a_spare() -> None:
+    story = Story().running()
+    story.state.fruitless = 3  # earlier failures without a step: the next attempt waits
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    assert phase(story) is Phase.WAITING
+    drained = story.state.placement[1]
+    story.asked("drain", drained)
+    assert story.state.nodes[drained].drained
+    story.backed_off()
+    assert drained not in story.state.placement
+    assert phase(story) is Phase.LAUNCHING

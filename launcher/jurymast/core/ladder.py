@@ -13,6 +13,7 @@ from jurymast.core.attribution import Cause
 from jurymast.core.incident import Incident
 from jurymast.core.settings import Budget
 from jurymast.core.state import Role, RunState
+from jurymast.errors import RunFailedError
 
 # A cause that comes back without one new step between is not going away by itself.
 SAME_APPLICATION_ERROR = 3
@@ -63,7 +64,7 @@ def decide(state: RunState, cause: Cause) -> Decision:
         "stop",
         f"{cause.evidence}; no spare is left and requeueing is not allowed",
         bad,
-        exit_code=cause.exit_code or 79,
+        exit_code=job_exit_code(cause),
     )
 
 
@@ -77,11 +78,18 @@ def backoff_s(fruitless: int) -> float:
     return 0.0 if fruitless <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** (fruitless - 2))
 
 
+def job_exit_code(cause: Cause) -> int:
+    """The application's own code, as a shell gives it (128 + signal); ours when no rank ended by itself."""
+    if cause.exit_code == 0:
+        return RunFailedError.exit_code
+    return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
+
+
 def _give_up(state: RunState, cause: Cause) -> Decision | None:
     """Stop when the same cause came back without progress, or a restart budget is spent."""
     if cause.charged == "nobody":
         return None
-    exit_code = cause.exit_code if cause.exit_code > 0 else (128 - cause.exit_code if cause.exit_code else 79)
+    exit_code = job_exit_code(cause)
     repeated = repeats(state.incidents, cause, state.fruitless)
     most = SAME_APPLICATION_ERROR if cause.charged == "application" else SAME_INFRASTRUCTURE_ERROR
     if repeated >= most and cause.kind not in ("node_lost", "node_crash"):

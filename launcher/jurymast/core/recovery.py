@@ -10,6 +10,7 @@ from jurymast.core.incident import Incident
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ladder import Decision, decide, within
 from jurymast.core.state import Findings, Phase, Role, RunState
+from jurymast.errors import RunFailedError
 
 # Once enough nodes are ready, wait this long for the rest, so that the slowest become the spares.
 SPARE_GRACE_S = 2.0
@@ -160,7 +161,7 @@ def _try_elsewhere(state: RunState, reason: str) -> Instruction:
         starts += 1
     if state.requeue_allowed and within(state.settings.requeues, state.restarts) and starts <= STARTS_MAX:
         return _requeue(state, reason)
-    return finish(state, "failed", 79, reason)
+    return finish(state, "failed", RunFailedError.exit_code, reason)
 
 
 def _replace(state: RunState) -> list[Instruction]:
@@ -183,7 +184,7 @@ def _replace(state: RunState) -> list[Instruction]:
     if state.requeue_allowed and within(state.settings.requeues, state.restarts):
         return [_requeue(state, incident.reason)]
     incident.action = "stop"
-    return [finish(state, "failed", 79, incident.reason)]
+    return [finish(state, "failed", RunFailedError.exit_code, incident.reason)]
 
 
 def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[Instruction]:
@@ -204,12 +205,8 @@ def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[In
 
 
 def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
-    if state.attempt:
-        reason = (
-            f"{reason}; {state.incidents[-1].action} after incident {state.incidents[-1].id}"
-            if state.incidents
-            else reason
-        )
+    if state.attempt and state.incidents:
+        reason += f"; {state.incidents[-1].action} after incident {state.incidents[-1].id}"
     state.attempt += 1
     state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, state.now + LAUNCH_LIMIT_S
     state.started, state.finished, state.stopped = set(), set(), set()

@@ -13,6 +13,7 @@ from jurymast.core import events as ev
 from jurymast.core import recovery
 from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.state import ENDED, Findings, Node, Phase, Role, RunState
+from jurymast.errors import RunCancelledError, RunFailedError
 
 
 def step(state: RunState, event: ev.Event) -> list[Instruction]:
@@ -121,7 +122,6 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
     if node is None or node.role is Role.FAILED:
         return []
     node.ready = False
-    node.strikes += 1
     how = {"silent": f"silent for {event.silent_s:.1f} s", "closed": "its agent's connection was reset"}
     node.become(Role.FAILED, how.get(event.how, event.evidence or "its agent left"), event.t)
     if event.node not in state.placement:
@@ -163,7 +163,9 @@ def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
 
 def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
     if event.what == "cancel":
-        return [recovery.finish(state, "cancelled", 80, f"cancel asked by {event.by}")]
+        return [
+            recovery.finish(state, "cancelled", RunCancelledError.exit_code, f"cancel asked by {event.by}")
+        ]
     if event.what == "drain" and (event.node not in state.placement or state.phase is Phase.WAITING):
         # Nothing runs on it: it is out at once, and if it had a place, that is one more to fill.
         node = state.nodes.get(event.node)
@@ -261,7 +263,9 @@ def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
 
 def _signalled(state: RunState, event: ev.Signalled) -> list[Instruction]:
     if event.signal == "timeout":
-        return [recovery.finish(state, "failed", 79, "the Slurm job reached its time limit")]
+        return [
+            recovery.finish(state, "failed", RunFailedError.exit_code, "the Slurm job reached its time limit")
+        ]
     return []
 
 

@@ -48,7 +48,6 @@ class Node:
     pid: int = 0
     ready: bool = False
     store_port: int = 0
-    strikes: int = 0
     drained: bool = False  # by hand: it stays out
 
     def become(self, role: Role, reason: str, t: float) -> None:

@@ -15,7 +15,7 @@ FD_VARIABLE = "JURYMAST_HOST_FD"
 class AgentPipe:
     """Reads on a thread of its own, so that the torchrun host can ask at any moment whether to stop.
 
-    The agent sends {"do": "launch", ...}, {"do": "stop", "attempt": n} and {"do": "finish"}.
+    The agent sends {"do": "launch", ...} and {"do": "stop", "attempt": n}.
     When the agent is gone the host has nothing left to do and ends at once.
     """
 
@@ -54,9 +54,9 @@ class AgentPipe:
     def stop_asked(self, attempt: int) -> bool:
         return self._stop_up_to >= attempt
 
-    def next_order(self) -> dict[str, Any]:
-        """Block until the agent says launch or finish."""
+    def next_launch(self) -> dict[str, Any]:
+        """Block until the agent says launch."""
         while True:
             message = self._launches.get()
-            if message["do"] == "finish" or message["attempt"] > self._stop_up_to:
+            if message["attempt"] > self._stop_up_to:
                 return message

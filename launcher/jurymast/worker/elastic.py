@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -56,7 +56,7 @@ class RankLogs(LogsSpecs):
         return str(self._logs)
 
 
-class PatientlessAgent(LocalElasticAgent):
+class ImpatientAgent(LocalElasticAgent):
     """One node's ranks. Failures go to the jurymast agent; the next rendezvous brings the decision."""
 
     def __init__(self, spec: WorkerSpec, logs: RankLogs, rendezvous: AgentRendezvous, grace_s: float) -> None:
@@ -138,8 +138,8 @@ def _kill(pid: int, number: signal.Signals) -> None:
         pass
 
 
-def serve(plan: dict[str, Any]) -> int:
-    """Run attempts until the agent says finish. `plan`: see the agent's `host_plan`."""
+def serve(plan: dict[str, Any]) -> NoReturn:
+    """Run attempts until the agent ends this process. `plan`: see the agent's `host_plan`."""
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     parameters = RendezvousParameters("jurymast", "agent", plan["run"], 1, max(1, plan["nodes"]))
     rendezvous = get_rendezvous_handler(parameters)
@@ -151,9 +151,7 @@ def serve(plan: dict[str, Any]) -> int:
             role="default", local_world_size=plan["ranks"], entrypoint=entry.run, args=(script,),
             rdzv_handler=rendezvous, max_restarts=UNLIMITED, monitor_interval=MONITOR_INTERVAL_S,
         )  # fmt: skip
-        agent = PatientlessAgent(spec, logs, rendezvous, plan["grace_s"])
-        result = agent.run()
-        if result is None:  # the rendezvous told it to leave
-            return 0
+        agent = ImpatientAgent(spec, logs, rendezvous, plan["grace_s"])
+        agent.run()
         # All ranks of this node are done. Another node's failure may still need them once more.
         rendezvous.pipe.tell("finished", attempt=rendezvous.attempt)

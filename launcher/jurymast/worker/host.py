@@ -11,21 +11,20 @@ import json
 import logging
 import os
 import signal
-import sys
 
 from jurymast.worker import forkserver
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
 
-def main() -> int:
+def main() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning signal reaches every process of a step
     forkserver.die_with_parent()
     forkserver.start(int(os.environ[FD_VARIABLE]))
     from jurymast.worker.elastic import serve
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    return serve(json.loads(os.environ["JURYMAST_HOST_PLAN"]))
+    serve(json.loads(os.environ["JURYMAST_HOST_PLAN"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

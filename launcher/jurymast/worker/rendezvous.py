@@ -13,7 +13,6 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import (
-    RendezvousGracefulExitError,
     RendezvousParameters,
     RendezvousStoreInfo,
 )
@@ -44,16 +43,14 @@ class AgentRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Open a store, tell the agent that this node is ready, and wait for the plan.
 
-        Raises RendezvousGracefulExitError when the run is over for this node.
+        When the run is over the agent ends this process here.
         """
         self._store = None  # closes the last attempt's server
         store = TCPStore(
             "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_CONNECT_S)
         )
         self.pipe.tell("waiting", attempt=self.attempt, store_port=store.port)
-        order = self.pipe.next_order()
-        if order["do"] == "finish":
-            raise RendezvousGracefulExitError("the run is over")
+        order = self.pipe.next_launch()
         self.attempt = order["attempt"]
         address, port = order["master_address"], order["master_port"]
         if order["rank"] == 0:
