@@ -6,10 +6,11 @@ Events rebuild the state (`replay`); decisions are written beside them, with the
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -89,30 +90,49 @@ class JournalWriter:
 
 
 def read(directory: RunDirectory) -> Iterator[Entry]:
-    """All entries, oldest first. A line that a crash cut short, or a newer version's, is passed over."""
-    for path in directory.journal_files():
-        yield from read_file(path)
+    """All entries that count, oldest first.
+
+    An epoch ends where the next begins: what a supervisor that had been stopped for a while still wrote
+    after its successor had started, nobody acted on.
+    """
+    files = list(directory.journal_files())
+    starts = [next((entry["t"] for entry in read_file(path)), math.inf) for path in files]
+    for number, path in enumerate(files):
+        until = min(starts[number + 1 :], default=math.inf)
+        for entry in read_file(path):
+            if entry["t"] <= until:
+                yield entry
 
 
 def read_file(path: Path) -> Iterator[Entry]:
     with open(path, "rb") as file:
         for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and entry.get("v") == VERSION:
+            if (entry := entry_of(line)) is not None:
                 yield entry
 
 
-def events(entries: Iterator[Entry]) -> Iterator[ev.Event]:
-    """The events among the entries; those of unknown kinds are passed over."""
+def entry_of(line: bytes) -> Entry | None:
+    """One line's entry; None for one that a crash cut short, or a newer version's."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and entry.get("v") == VERSION and "t" in entry else None
+
+
+def event_of(entry: Entry) -> ev.Event | None:
+    """The entry's event; None for a decision, and for an event of an unknown kind."""
+    try:
+        return ev.from_json(entry) if "event" in entry else None
+    except (KeyError, TypeError):
+        return None
+
+
+def events(entries: Iterable[Entry]) -> Iterator[ev.Event]:
+    """The events among the entries."""
     for entry in entries:
-        if "event" in entry:
-            try:
-                yield ev.from_json(entry)
-            except (KeyError, TypeError):
-                continue
+        if (event := event_of(entry)) is not None:
+            yield event
 
 
 def initial_state(plan: RunPlan) -> RunState:

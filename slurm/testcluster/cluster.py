@@ -241,7 +241,7 @@ class Cluster:
         **popen: Any,
     ) -> subprocess.Popen[Any]:
         """Start a command on the login host; its process id, signals and exit code are the command's own."""
-        return subprocess.Popen(self.enter_argv(LOGIN, argv, env=env, cwd=cwd, root=root), **popen)
+        return self.popen_exec(LOGIN, argv, env=env, cwd=cwd, root=root, **popen)
 
     def popen_exec(
         self,

@@ -18,6 +18,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.core.state import Phase
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import VERSION, JournalWriter, events, read, read_file, replay
+from jurymast.report.tail import JournalTail
 from jurymast.rundir import RunDirectory
 from support.waiting import wait_until
 
@@ -83,6 +84,7 @@ def test_a_line_that_a_crash_cut_short_is_passed_over(directory: RunDirectory) -
 import itertools, sys
 from pathlib import Path
 from jurymast.core import events as ev
+from jurymast.report.tail import JournalTail
 from jurymast.journal import JournalWriter
 writer = JournalWriter(Path(sys.argv[1]), 1)
 for n in itertools.count():
@@ -130,6 +132,7 @@ FULL_DISK = """
 import json, resource, sys
 from pathlib import Path
 from jurymast.core import events as ev
+from jurymast.report.tail import JournalTail
 from jurymast.journal import JournalWriter
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 writer = JournalWriter(Path(sys.argv[1]), 1)
@@ -197,3 +200,25 @@ def test_replay_without_a_plan_says_so(directory: RunDirectory) -> None:
     directory.plan_file.write_text('{"run": ')
     with pytest.raises(RunDirectoryError, match=r"plan\.json"):
         replay(directory)
+
+
+def test_what_a_superseded_supervisor_still_writes_does_not_count(
+    directory: RunDirectory, writer: JournalWriter
+) -> None:
+    """In a replay of the whole journal, and for those who read it as it grows."""
+    tail = JournalTail(directory)
+    writer.event(ev.SupervisorStarted(t=1.0, epoch=1, node="n1"))
+    writer.event(ev.Noted(t=5.0, message="before the takeover"))
+    assert writer.flush()
+    assert len(tail.poll()) == 2
+    successor = JournalWriter(directory.journal, 2)
+    successor.event(ev.SupervisorStarted(t=6.0, epoch=2, node="n2"))
+    assert successor.flush()
+    assert len(tail.poll()) == 1
+    writer.event(ev.Noted(t=9.0, message="it had been stopped for a while"))
+    assert writer.flush()
+    successor.event(ev.Noted(t=10.0, message="after the takeover"))
+    successor.close()
+    assert len(tail.poll()) == 1
+    for state in (tail.state, replay(directory)):
+        assert [message for _, message in state.notes] == ["before the takeover", "after the takeover"]

@@ -70,9 +70,7 @@ def from_slurm_environment() -> Allocation:
 def _eligible_at(job: str) -> float:
     """When Slurm could have started the job, in seconds since the epoch; 0.0 when it does not say."""
     try:
-        told = run_command(["scontrol", "show", "job", job, "--oneliner"])
-        fields = dict(part.split("=", 1) for part in told.split() if "=" in part)
-        return datetime.fromisoformat(fields["EligibleTime"]).timestamp()
+        return datetime.fromisoformat(job_fields(job)["EligibleTime"]).timestamp()
     except (ClusterUnavailableError, KeyError, ValueError):
         return 0.0
 
@@ -89,6 +87,12 @@ def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S) -> str:
         words = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise ClusterUnavailableError(f"{' '.join(arguments[:3])}: {words}")
     return done.stdout
+
+
+def job_fields(job: str) -> dict[str, str]:
+    """`scontrol show job` as a dict. Raises ClusterUnavailableError."""
+    told = run_command(["scontrol", "show", "job", job, "--oneliner"])
+    return dict(part.split("=", 1) for part in told.split() if "=" in part)
 
 
 def announced_hosts() -> list[str]:

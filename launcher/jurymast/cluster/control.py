@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jurymast.cluster.allocation import Allocation, run_command
+from jurymast.cluster.allocation import Allocation, job_fields, run_command
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
+from jurymast.rundir import RunDirectory, write_atomically
 
 LIFT_SCRIPT = """\
 #!/bin/bash
 exec {python} -m jurymast.cluster.lift "$@"
 """
-# Options that decide where a job may run at all; the helper job of a requeue needs the same.
 STILL_RUNNING = "running"
+# Options that decide where a job may run at all; the helper job of a requeue needs the same.
 _WHERE = ("--partition", "--account", "--qos", "--reservation", "--clusters")
 _WHERE_SHORT = {"-p": "--partition", "-A": "--account", "-q": "--qos", "-M": "--clusters"}
 
@@ -44,7 +44,11 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
             return False
         return True
 
-    helped = attempt(lift_command(plan, allocation.job, sizes, banned))
+    helped = False
+    try:
+        helped = attempt(lift_command(plan, write_lift_script(plan), allocation.job, sizes, banned))
+    except OSError as error:  # a full disk costs Slurm's two minutes, not the run
+        trouble.append(str(error))
     kept = [node for node in allocation.nodes if node not in lost]
     if lost and kept and allocation.host in kept:
         attempt(["scontrol", "update", job, f"NodeList={','.join(kept)}"])
@@ -59,12 +63,16 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
     return trouble
 
 
-def lift_command(plan: RunPlan, job: str, sizes: str, banned: str) -> list[str]:
-    """The helper job's sbatch line; writes its script into the run directory."""
-    folder = Path(plan.directory) / "slurm"
-    script = folder / "lift.sh"
-    script.write_text(LIFT_SCRIPT.format(python=shlex.quote(sys.executable)))
-    os.chmod(script, 0o700)
+def write_lift_script(plan: RunPlan) -> Path:
+    """The helper job's script, in the run directory. Raises OSError."""
+    script = RunDirectory(plan.directory).submission / "lift.sh"
+    write_atomically(script, LIFT_SCRIPT.format(python=shlex.quote(sys.executable)).encode(), durable=False)
+    return script
+
+
+def lift_command(plan: RunPlan, script: Path, job: str, sizes: str, banned: str) -> list[str]:
+    """The helper job's sbatch line."""
+    folder = script.parent
     command = ["sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--time=5", "--job-name=jurymast-lift"]
     command += [f"--output={folder}/lift.log", "--open-mode=append", "--no-requeue", f"--chdir={folder}"]
     command += where_options(plan.sbatch_options)
@@ -89,10 +97,9 @@ def where_options(options: Sequence[str]) -> list[str]:
 def why_ending(allocation: Allocation) -> str:
     """After a SIGTERM: cancelled, timeout, preempted, requeued, running, or unknown with Slurm's own word."""
     try:
-        told = run_command(["scontrol", "show", "job", allocation.job, "--oneliner"])
+        return reason_of(job_fields(allocation.job), allocation.restarts)
     except ClusterUnavailableError:
         return "unknown"
-    return reason_of(dict(part.split("=", 1) for part in told.split() if "=" in part), allocation.restarts)
 
 
 def reason_of(job: dict[str, str], restarts: int) -> str:

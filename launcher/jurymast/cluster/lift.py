@@ -11,18 +11,12 @@ import sys
 import time
 from datetime import datetime, timedelta
 
-from jurymast.cluster.allocation import run_command
+from jurymast.cluster.allocation import job_fields, run_command
 from jurymast.errors import ClusterUnavailableError
 
 POLL_S = 0.1
 REVOKED_S = 2
 LIMIT_S = 240.0
-
-
-def job_fields(job: str) -> dict[str, str]:
-    """`scontrol show job` as a dict. Raises ClusterUnavailableError."""
-    told = run_command(["scontrol", "show", "job", job, "--oneliner"])
-    return dict(part.split("=", 1) for part in told.split() if "=" in part)
 
 
 def start_time(fields: dict[str, str]) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from jurymast.core import events as ev
 from jurymast.core.ledger import Ledger
 from jurymast.core.state import RunState
-from jurymast.journal import VERSION, Entry, initial_state
+from jurymast.journal import Entry, entry_of, event_of, initial_state
 from jurymast.rundir import RunDirectory
 
 
@@ -40,8 +38,8 @@ class FileTail:
 class JournalTail:
     """New entries of a run's journal, and the state and accounts they lead to.
 
-    Epochs are read in order. What a supervisor still wrote after the next one had begun comes late here,
-    in the order of arrival; `journal.replay` has it in its epoch's place.
+    Epochs are read in order; what a supervisor still writes after the next one has begun does not count,
+    as in `journal.read`.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -60,25 +58,14 @@ class JournalTail:
         for path in self.directory.journal_files():
             tail = self._tails.setdefault(path.name, FileTail(path))
             while lines := tail.lines():
-                entries += [entry for line in lines if (entry := _entry(line)) is not None]
-        for entry in entries:
-            self._take(entry)
+                for entry in filter(None, map(entry_of, lines)):
+                    if entry["epoch"] >= self.state.epoch:
+                        self._take(entry)
+                        entries.append(entry)
         return entries
 
     def _take(self, entry: Entry) -> None:
-        if "event" not in entry:
-            return
-        try:
-            event = ev.from_json(entry)
-        except (KeyError, TypeError):
-            return
-        self.last_t = max(event.t, self.last_t or 0.0)
-        self.ledger.feed(event)
-
-
-def _entry(line: bytes) -> Entry | None:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) and entry.get("v") == VERSION else None
+        event = event_of(entry)
+        if event is not None:
+            self.last_t = max(event.t, self.last_t or 0.0)
+            self.ledger.feed(event)
