@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,3 +18,15 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(link, "_current", None)
+
+
+@pytest.fixture(autouse=True)
+def _no_semaphores_left() -> Iterator[None]:
+    """Killed with SIGKILL or not: a run leaves no file of a semaphore in /dev/shm."""
+    before = _semaphores()
+    yield
+    assert _semaphores() - before == set()
+
+
+def _semaphores() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("sem.")}

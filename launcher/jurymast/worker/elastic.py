@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -138,8 +139,19 @@ def _kill(pid: int, number: signal.Signals) -> None:
         pass
 
 
+class _Unused:
+    """In place of what torch makes to carry return values: our ranks end by exit code and give none."""
+
+
+def _make_no_semaphores() -> None:
+    """torch makes seven named semaphores an attempt, which a SIGKILL would leave as files in /dev/shm."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.SimpleQueue = context.Event = _Unused
+
+
 def serve(plan: dict[str, Any]) -> NoReturn:
     """Run attempts until the agent ends this process. `plan`: see the agent's `host_plan`."""
+    _make_no_semaphores()
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     parameters = RendezvousParameters("jurymast", "agent", plan["run"], 1, max(1, plan["nodes"]))
     rendezvous = get_rendezvous_handler(parameters)
