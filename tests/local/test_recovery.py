@@ -75,14 +75,16 @@ def test_one_fault_costs_no_bit(
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
                    arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-        state = run.wait_saved(40)
+        state = run.wait_safe(40)
         fault(run, state.placement[1])
         state = run.wait_end()
         wait_gone(run.directory.root)
     assert state.exit_code == 0, run.story()
     assert [(i.action, i.recovered_at is not None) for i in state.incidents] == [(action, True)], run.story()
     assert state.incidents[0].cause == cause
-    assert state.incidents[0].step_restored == state.incidents[0].step_lost_from // 20 * 20
+    restored = state.incidents[0].step_restored or 0
+    assert max(40, run.newest_saved("peer")) <= restored <= run.newest_saved("memory")
+    assert set(state.incidents[0].tiers) == ({"memory"} if action == "restart" else {"memory", "peer"})
     assert result(out)["sha256"] == undisturbed
 
 

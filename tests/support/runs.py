@@ -53,6 +53,26 @@ class RunUnderTest:
     def wait_saved(self, step: int, limit_s: float = 60.0) -> RunState:
         return self.wait(f"a checkpoint of step {step}", lambda s: (s.saved_step or 0) >= step, limit_s)
 
+    def wait_safe(self, step: int, limit_s: float = 60.0) -> RunState:
+        """A checkpoint that outlives any one node."""
+
+        def safe(state: RunState) -> bool:
+            return any(
+                (tier.step or 0) >= step for name, tier in state.saved.items() if name in ("peer", "shared")
+            )
+
+        return self.wait(f"a safe checkpoint of step {step}", safe, limit_s)
+
+    def newest_saved(self, *tiers: str, attempt: int = 1) -> int:
+        """The newest step that one of the tiers had when the attempt after `attempt` was planned."""
+        newest = 0
+        for event in self.events():
+            if isinstance(event, ev.RestorePlanned) and event.attempt > attempt:
+                break
+            if isinstance(event, ev.Saved) and event.ok and event.tier in tiers:
+                newest = max(newest, event.step)
+        return newest
+
     def wait_end(self, limit_s: float = 90.0) -> RunState:
         return self.wait("the end of the run", lambda s: s.ended, limit_s)
 

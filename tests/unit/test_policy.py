@@ -47,7 +47,14 @@ def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
         """
 spares: 3
 detect: {heartbeat: 250ms, node_lost_after: 2s, hang: 1h30m, start_within: 20m, join_within: 90s}
-checkpoint: {cadence: 200 steps, tiers: {shared: {keep: 5}}}
+checkpoint:
+  cadence: 200 steps
+  tiers:
+    memory: {}
+    peer: {copies: 2, prefer: any}
+    local: {path: /scratch}
+    shared: {keep: 5, every: 1m}
+    object: {url: "s3://bucket/prefix", every: 2h}
 failures: {requeues: 4, restarts: {infrastructure: 20 per 1d, application: 0 per 1h}}
 """,
     )
@@ -63,8 +70,20 @@ failures: {requeues: 4, restarts: {infrastructure: 20 per 1d, application: 0 per
         application=Budget(count=0, window_s=3600.0),
         requeues=4,
         cadence_steps=200,
+        memory=True,
+        replicas=2,
+        prefer_spares=False,
+        local_path="/scratch",
+        shared_every_s=60.0,
         keep=5,
+        object_url="s3://bucket/prefix",
+        object_every_s=7200.0,
     )
+
+
+def test_without_memory_there_is_nothing_to_replicate(tmp_path: Path) -> None:
+    settings = load(write(tmp_path, "p.yaml", "checkpoint: {tiers: {memory: off}}\n")).settings()
+    assert (settings.memory, settings.replicas) == (False, 0)
 
 
 def test_off_is_what_yaml_makes_of_it(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 
 from jurymast.agent.host_process import HostProcess, end_ranks, kill_ranks
+from jurymast.agent.keeping import Keeping
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.agent.succession import Succession
 from jurymast.cluster.allocation import Allocation
@@ -36,6 +38,8 @@ STOP_MARGIN_S = 2.5
 HOST_RESTARTS_MAX = 5
 # Ranks go on without a supervisor; once they have ended and still none is there, the agent leaves too.
 ALONE_LIMIT_S = 60.0
+# After a SIGTERM Slurm waits 30 s (KillWait), unless the partition's GraceTime says otherwise.
+TERMINATED_LIMIT_S = 25.0
 UNSAID_MAX = 1000
 TEMPORARY_PREFIX = "jurymast-agent-"
 
@@ -56,6 +60,7 @@ class Agent:
         self._allocation = Allocation.load(directory).key
         self._memory = RankMemory(plan.ranks_per_node)
         self._watch = RankWatch(self._memory)
+        self._keeping = Keeping(directory, plan, node, self._say)
         self._temporary, self._lock = own_temporary_directory()
         self._host: HostProcess | None = None
         self._host_starts = 0
@@ -80,6 +85,11 @@ class Agent:
         loop.add_signal_handler(signal.SIGTERM, self._terminated)
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)
         loop.add_reader(self._memory.events_fd, self._pass_events_on)
+        await self._keeping.start()
+        if self._hint is not None:  # torch's import takes longer than finding the supervisor
+            self._address = local_address(*self._hint)
+            if self._address:
+                await self._start_host()
         serve = asyncio.gather(self._serve(), self._succession.watch(lambda: self._channel is not None))
         over = asyncio.ensure_future(self._over.wait())
         try:
@@ -90,6 +100,7 @@ class Agent:
             serve.cancel()
             ended = await asyncio.gather(serve, return_exceptions=True)
             await self._end_host()
+            await self._keeping.close()
             await self._succession.wait()
             shutil.rmtree(self._temporary, ignore_errors=True)
             os.close(self._lock)
@@ -135,16 +146,19 @@ class Agent:
         except (OSError, asyncio.TimeoutError):  # shared storage in trouble is no reason to end the ranks
             found = self._last
         self._last = found
-        if found is not None:
+        if found is not None and found.allocation == self._allocation:
             targets = [(host, found.port) for host in found.hosts]
         elif self._hint is not None:
             targets = [self._hint]
         return await channel.connect_any(targets, self._secret, CONNECT_LIMIT_S)
 
     def _terminated(self) -> None:
-        """Slurm ends the job or takes the node: said first, so that it does not look like a dead node."""
+        """Slurm ends the job or takes the node. The supervisor finds out which; until it says "leave" this
+        node's memory may be needed for the last checkpoint."""
         self._tell("terminated")
-        self._over.set()
+        if self._channel is None:
+            self._over.set()
+        asyncio.get_running_loop().call_later(TERMINATED_LIMIT_S, self._over.set)
 
     def _hello(self) -> Message:
         return {
@@ -152,12 +166,14 @@ class Agent:
             "incarnation": self._incarnation,
             "pid": os.getpid(), "boot_id": _boot_id(), "gpus": _visible_gpus(), "attempt": self.attempt,
             "ranks": self.ranks_state, "store_port": self._store_port, "pids": self._pids,
+            **self._keeping.hello(),
         }  # fmt: skip
 
     async def _beat(self, connection: Channel) -> None:
         """Heartbeats, at once when something urgent happened, else every `heartbeat_s`."""
         while True:
             ranks = self._watch.look(self._pids) if self.ranks_state == "running" else []
+            self._keeping.look()
             connection.send({"say": "beat", "attempt": self.attempt, "ranks": ranks})
             self._urgent.clear()
             try:
@@ -177,6 +193,11 @@ class Agent:
         elif what in ("failed", "event") and len(self._unsaid) < UNSAID_MAX:
             self._unsaid.append({"say": what, **fields})
 
+    def _say(self, message: Message) -> None:
+        """About checkpoints: a supervisor that is not there hears all of it in the next hello."""
+        if self._channel is not None:
+            self._channel.send(message)
+
     def _obey(self, message: Message) -> None:
         order = message["do"]
         if order == "launch":
@@ -187,6 +208,8 @@ class Agent:
             self._stop(self.attempt)
         elif order == "leave":
             self._over.set()
+        else:
+            self._keeping.obey(message)
 
     def _launch(self, message: Message) -> None:
         if message["attempt"] <= self.attempt or self._host is None:
@@ -194,7 +217,8 @@ class Agent:
         self.attempt = message["attempt"]
         self.ranks_state = "starting"
         self._memory.clear()
-        self._host.tell({**message, "do": "launch"})
+        self._keeping.launch(message)
+        self._host.tell({**message, "restore": None})
 
     def _stop(self, attempt: int) -> None:
         """Stop the ranks of `attempt`; answers when they are gone, however long ago that was."""
@@ -236,6 +260,7 @@ class Agent:
     def _environment(self) -> dict[str, str]:
         settings = self._plan.settings
         values = {
+            **self._keeping.environment(),
             "JURYMAST_PAGE": self._memory.page_path,
             "JURYMAST_EVENTS": self._memory.events_path,
             "JURYMAST_RUN": self._plan.run,
@@ -312,6 +337,8 @@ class Agent:
 
     def _pass_events_on(self) -> None:
         for event in self._memory.read_events():
+            if self._keeping.heard(event):
+                continue
             self._tell("event", attempt=self.attempt, event=event)
 
 
@@ -334,6 +361,16 @@ def own_temporary_directory() -> tuple[Path, int]:
     lock = os.open(own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return own, lock
+
+
+def local_address(host: str, port: int) -> str:
+    """This machine's address on the way to `host`; "" when there is none. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
 
 
 def interface_of(address: str) -> str:

@@ -33,11 +33,15 @@ class Succession:
         self._child: asyncio.subprocess.Process | None = None
 
     async def watch(self, answered: Callable[[], bool]) -> None:
-        """For ever: while `answered` is False, see whether anybody supervises."""
+        """For ever: while `answered` is False, see whether anybody supervises. Before a supervisor was there
+        at all it is the batch process's to bring one up."""
+        met = False
         while self._enabled:
             await asyncio.sleep(LOOK_S)
             if answered():
-                self._quiet_since = None
+                self._quiet_since, met = None, True
+            elif not met:
+                continue
             elif self._child is None or self._child.returncode is not None:
                 await self._consider()
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.checkpoint.group import Group
+from jurymast.checkpoint.memory_tier import MemoryTier
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import State
-from jurymast.checkpoint.tier import Candidate, Saved, Tier
+from jurymast.checkpoint.tier import Candidate, Saved, Source, Tier
 from jurymast.core.cadence import (
     Cadence,
     default_mtbf_s,
@@ -30,6 +31,8 @@ log = logging.getLogger("jurymast.checkpoint")
 
 # An event must fit into a pipe's atomic write, together with a few of these.
 ERROR_CHARACTERS = 300
+# How long the first save waits for the agent to have memory; later ones do not wait.
+FIRST_MEMORY_S = 30.0
 
 
 class Checkpointer:
@@ -71,6 +74,11 @@ class Checkpointer:
         # Opened with the first use: the process group may not be there yet.
         self._group: Group | None = None
         self._tiers: list[Tier] = []
+        self._memory: MemoryTier | None = None
+        # Whether this attempt saves to memory; None until the ranks agreed on it, with their first save.
+        self._in_memory: bool | None = None
+        self._waited_for_memory = False
+        self._size_is_known = True
         self._meet_at = -1
         self._saved_step = -1
         # What the next meeting is computed from; of the times, rank 0's count.
@@ -100,6 +108,8 @@ class Checkpointer:
         if group.rank == 0:
             self._report_restored(restored, tier_name, skipped, time.monotonic() - started)
         self._begin_cadence(step)
+        if self._memory is not None:
+            self._ask_for_memory(self._memory, step)
         return step
 
     def step(self, step: int) -> None:
@@ -129,6 +139,17 @@ class Checkpointer:
         self._link.enter(link.SAVING)
         started = time.monotonic()
         self._open()
+        if self._memory is not None and self._in_memory is not False:
+            outcome = self._save_to_memory(self._memory, step, started)
+            if outcome is not None:
+                if outcome.ok:
+                    self._saved_step = step
+                    self._stall_s = time.monotonic() - started
+                else:
+                    log.warning("step %d was not saved (memory tier): %s", step, outcome.error)
+                self._link.resume_at(step)
+                return outcome.ok
+            started = time.monotonic()
         captured = self._capture()
         outcomes = {tier.name: tier.save(step, captured) for tier in self._tiers}
         stall_s = time.monotonic() - started
@@ -140,6 +161,40 @@ class Checkpointer:
         self._link.resume_at(step)
         self._report_saved(step, outcomes, stall_s)
         return ok
+
+    def _save_to_memory(self, memory: MemoryTier, step: int, started: float) -> Saved | None:
+        """This rank's part of it, with no word to the others; None when memory is not to be had."""
+        try:
+            trees = self._state.trees()
+            if self._in_memory is None:
+                memory.request(trees)
+                if why := self._agree_on_memory(memory):
+                    return Saved(ok=False, error=why)
+                if not self._in_memory:
+                    return None
+                started = time.monotonic()
+            return memory.save(step, trees, started)
+        except Exception as error:
+            log.exception("the state cannot be taken")
+            text = f"rank {self._open().rank}: {type(error).__name__}: {error}"
+            raise CheckpointError(f"the state cannot be taken: {text}") from error
+
+    def _agree_on_memory(self, memory: MemoryTier) -> str:
+        """Decide with all ranks, once, whether this attempt saves to memory; why that must wait, or ""."""
+        memory.wait_ready(FIRST_MEMORY_S if not self._waited_for_memory else 0.0)
+        self._waited_for_memory = True
+        gathered = self._open().gather((memory.refused, memory.ready))
+        refusing = [rank for rank, (refused, _) in enumerate(gathered) if refused]
+        if refusing:
+            self._in_memory = False
+            if self._open().rank == 0:
+                log.warning("no memory for checkpoints on the nodes of ranks %s: saving to storage", refusing)
+            return ""
+        waiting = [rank for rank, (_, ready) in enumerate(gathered) if not ready]
+        if waiting:
+            return f"memory is not ready yet on ranks {waiting}"[:ERROR_CHARACTERS]
+        self._in_memory = True
+        return ""
 
     def _capture(self) -> Any:
         """This rank's state, all ranks having theirs. Raises CheckpointError on all if one cannot."""
@@ -180,8 +235,9 @@ class Checkpointer:
     def _restore_newest(self) -> tuple[Candidate | None, str, dict[int, str]]:
         """Load the newest step that any tier has whole; says what was passed over, and why."""
         skipped: dict[int, str] = {}
-        found: list[tuple[Candidate, Tier]] = []
-        for tier in self._tiers:
+        found: list[tuple[Candidate, Source]] = []
+        memory: list[Source] = [self._memory] if self._memory is not None else []
+        for tier in [*memory, *self._tiers]:
             candidates, bad = tier.candidates()
             skipped.update(bad)
             found += [(candidate, tier) for candidate in candidates]
@@ -215,6 +271,23 @@ class Checkpointer:
             skipped=passed_over[-4:],
         )
 
+    # ---- memory
+
+    def _ask_for_memory(self, memory: MemoryTier, step: int) -> None:
+        """Have the agent prepare it long before it is needed: now, or after the first step, when optimizers
+        have their state. All ranks must take their state at the same step: that may be a collective."""
+        self._size_is_known = all(self._open().gather(self._state.settled))
+        if self._size_is_known:
+            self._request(memory)
+        else:
+            self._meet_at = min(self._meet_at, step + 1)
+
+    def _request(self, memory: MemoryTier) -> None:
+        try:
+            memory.request(self._state.trees())
+        except Exception as error:
+            raise CheckpointError(f"the state cannot be taken: {type(error).__name__}: {error}") from error
+
     # ---- when to save
 
     def _begin_cadence(self, step: int) -> None:
@@ -224,6 +297,10 @@ class Checkpointer:
 
     def _schedule(self, step: int) -> None:
         """At the start, and after a save (also a failed one): set the next step to meet at."""
+        if self._waited_for_memory and self._in_memory is None:
+            self._due_at = time.monotonic()
+            self._set_meeting(step, step + 1)
+            return
         if self._cadence.steps is not None:
             self._meet_at = next_save_step(step, self._cadence.steps)
             return
@@ -242,6 +319,13 @@ class Checkpointer:
             self._begin_cadence(step - 1)
             if step < self._meet_at:
                 return
+        if not self._size_is_known and self._memory is not None:
+            self._size_is_known = True
+            self._request(self._memory)
+            if self._cadence.steps is not None:
+                self._meet_at = next_save_step(step - 1, self._cadence.steps)
+                if step < self._meet_at:
+                    return
         if self._cadence.steps is None:
             following = self._open().broadcast_step(self._plan_meeting(step))
             if following > step:
@@ -279,6 +363,7 @@ class Checkpointer:
                 stale=self._stale,
             )
             self._tiers = [shared]
+            self._memory = MemoryTier.open(self._state, self._group, self._attempt)
         return self._group
 
     def _stale(self) -> str:

@@ -3,7 +3,11 @@
     checkpoints/step-00000100/            complete: a stock torch.distributed.checkpoint directory ...
     checkpoints/step-00000100/jurymast.json   ... with our manifest, written last
     checkpoints/.saving-00000200.a0003.<nonce>/   being written by attempt 3
+    checkpoints/.draining-00000200.a0003.<nonce>/ being written by the nodes' storage processes
     checkpoints/.deleting-00000050.<nonce>/       on its way out
+    checkpoints/pinned/00000100                   this step is never removed
+    checkpoints/rollback.json                     what was rolled back: none of it is restored any more
+    checkpoints/step-00000150.rolled-back-<nonce>/   kept until somebody deletes it
 
 A checkpoint is complete or absent: it is written under a name nobody reads, and renamed once everything in
 it is on disk. Nothing is ever written into a directory that has its final name.
@@ -17,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,7 +37,11 @@ READ_BYTES = 4 << 20
 
 _FINAL = re.compile(r"step-(\d{8,})")
 _SAVING = re.compile(r"\.saving-(\d+)\.a(\d+)\.[0-9a-f]+")
+_DRAINING = re.compile(r"\.draining-(\d+)\.a(\d+)\.[0-9a-f]+")
 _DELETING = re.compile(r"\.deleting-\d+\.[0-9a-f]+")
+_ROLLED_BACK = re.compile(r"step-(\d{8,})\.rolled-back-[0-9a-f]+")
+PINNED = "pinned"
+ROLLBACK = "rollback.json"
 
 
 class BadCheckpoint(Exception):
@@ -85,6 +94,18 @@ class Manifest:
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadCheckpoint(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Every state newer than `step` that attempts up to `attempt` saved is void. `at`: Unix time."""
+
+    step: int
+    attempt: int
+    at: float
+
+    def voids(self, step: int, attempt: int) -> bool:
+        return step > self.step and attempt <= self.attempt
 
 
 def _hash_of_values(values: dict[str, Any]) -> str:
@@ -145,6 +166,8 @@ class CheckpointDirectory:
         manifest = Manifest.from_bytes(data)
         if manifest.step != step:
             raise BadCheckpoint(f"{MANIFEST} is of step {manifest.step}")
+        if self.void(step, manifest.attempt):
+            raise BadCheckpoint("it was rolled back")
         return manifest
 
     def check_sizes(self, step: int, manifest: Manifest) -> None:
@@ -208,7 +231,7 @@ class CheckpointDirectory:
 
     def abandon(self, temporary: Path) -> None:
         """Remove what a failed save left; best effort, `sweep` gets what stays."""
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_trees([temporary])
 
     def set_aside(self, step: int) -> str:
         """Move a damaged checkpoint out of the way of a new one, keeping it; returns its new name."""
@@ -231,20 +254,133 @@ class CheckpointDirectory:
             saving = _SAVING.fullmatch(name)
             if _DELETING.fullmatch(name) or (saving and int(saving[2]) <= attempt):
                 # somebody may be deleting it at this moment
-                shutil.rmtree(self.root / name, ignore_errors=True)
+                remove_trees([self.root / name])
                 swept.append(name)
+        return swept
+
+    def draining(self, step: int, attempt: int, nonce: str) -> Path:
+        """Where the nodes' storage processes meet to write a step; `nonce`: hexadecimal, one a try."""
+        return self.root / f".draining-{step:08d}.a{attempt:04d}.{nonce}"
+
+    def sweep_drains(self) -> list[str]:
+        """Remove what storage processes left half-written; returns the names. Raises OSError.
+
+        For when there is no drain, or by the only one: the supervisor orders one at a time. A drain that is
+        there all the same fails: it can publish no part of what is removed here.
+        """
+        try:
+            swept = [name for name in os.listdir(self.root) if _DRAINING.fullmatch(name)]
+        except FileNotFoundError:
+            return []
+        remove_trees([self.root / name for name in swept])
         return swept
 
     def retire(self, keep: int, known_bad: frozenset[int] = frozenset()) -> list[Path]:
         """Take all but the newest `keep` complete checkpoints away; returns what is left to delete.
 
-        Incomplete ones and those in `known_bad` neither count nor go: they are somebody's evidence. The
-        rename makes each disappear at once, so that no reader ever sees half of one. Raises OSError.
+        Incomplete ones and those in `known_bad` neither count nor go: they are somebody's evidence. Pinned
+        ones count, and stay. The rename makes each disappear at once, so that no reader ever sees half of
+        one. Raises OSError.
         """
+        pinned = self.pinned()
         good = [step for step in self.complete() if step not in known_bad]
         doomed = []
         for step in good[max(1, keep) :]:
+            if step in pinned:
+                continue
             gone = self.root / f".deleting-{step:08d}.{secrets.token_hex(4)}"
             os.rename(self.path(step), gone)
             doomed.append(gone)
         return doomed
+
+    # ---- pins
+
+    def pinned(self) -> set[int]:
+        """Steps that are never removed. Raises OSError."""
+        try:
+            return {int(name) for name in os.listdir(self.root / PINNED) if name.isdecimal()}
+        except FileNotFoundError:
+            return set()
+
+    def pin(self, step: int) -> None:
+        """Raises BadCheckpoint when there is no such complete checkpoint, OSError."""
+        place = self.root / PINNED
+        self.check_sizes(step, self.manifest(step))
+        place.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(place / f"{step:08d}", b"")
+        try:
+            self.manifest(step)
+        except BadCheckpoint:  # it was retired while we looked
+            self.unpin(step)
+            raise
+
+    def unpin(self, step: int) -> bool:
+        """False when it was not pinned. Raises OSError."""
+        try:
+            (self.root / PINNED / f"{step:08d}").unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    # ---- going back
+
+    def rollbacks(self) -> list[Rollback]:
+        """All that there were, oldest first. Raises BadCheckpoint when the record cannot be read: then
+        nobody knows what may be restored."""
+        path = self.root / ROLLBACK
+        try:
+            values: dict[str, Any] = json.loads(path.read_bytes())
+            return [Rollback(**one) for one in values["rollbacks"]]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadCheckpoint(f"{path} cannot be read: {one_line(error)}") from error
+
+    def void(self, step: int, attempt: int) -> bool:
+        """True for a state that was rolled back, in whatever tier it is. Raises BadCheckpoint."""
+        return any(one.voids(step, attempt) for one in self.rollbacks())
+
+    def rollback(self, step: int, attempt: int) -> list[str]:
+        """Make `step` the newest: all newer ones are renamed, and never restored; returns their new names.
+
+        `attempt`: the newest there is; later ones may save newer steps again. What is recorded counts: if
+        this is interrupted the newer ones are void already. Raises BadCheckpoint when `step` is not there,
+        OSError.
+        """
+        self.check_sizes(step, self.manifest(step))
+        record = [*self.rollbacks(), Rollback(step, attempt, time.time())]
+        data = json.dumps({"rollbacks": [asdict(one) for one in record]}, indent=1).encode()
+        write_atomically(self.root / ROLLBACK, data)
+        renamed = []
+        for newer in self.steps():
+            if newer > step:
+                name = f"{final_name(newer)}.rolled-back-{secrets.token_hex(4)}"
+                os.rename(self.path(newer), self.root / name)
+                self.unpin(newer)
+                renamed.append(name)
+        sync_directory(self.root)
+        return renamed
+
+    def rolled_back(self) -> list[Path]:
+        """Directories that rollbacks set aside. Raises OSError."""
+        try:
+            names = sorted(os.listdir(self.root))
+        except FileNotFoundError:
+            return []
+        return [self.root / name for name in names if _ROLLED_BACK.fullmatch(name)]
+
+
+def remove_trees(directories: Iterable[Path]) -> None:
+    """Remove directories of checkpoints, best effort: what stays, `sweep` gets.
+
+    Renamed first, so that nobody goes on to write there, or gives one its final name while it is emptied.
+    """
+    for directory in directories:
+        gone = directory
+        if not _DELETING.fullmatch(directory.name):
+            gone = directory.with_name(f".deleting-{0:08d}.{secrets.token_hex(4)}")
+            try:
+                os.rename(directory, gone)
+            except OSError:
+                continue
+        shutil.rmtree(gone, ignore_errors=True)

@@ -134,6 +134,28 @@ class State:
                 balanced.update(_tensor_names(key, value))
         return Captured(tree, entries, frozenset(balanced))
 
+    def common(self, trees: Mapping[str, Any]) -> set[str]:
+        """Flat names of the plain tensors that data-parallel ranks have alike: what optimizers work on."""
+        names: set[str] = set()
+        for key, tree in trees.items():
+            if isinstance(self.objects[key], torch.nn.Module):
+                names.update(_parameter_names(key, self.objects[key], tree))
+            elif isinstance(self.objects[key], torch.optim.Optimizer):
+                names.update(_tensor_names(key, tree, scalars=True))
+        return names
+
+    def entries(self, trees: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What a rank can say of each entry without the others, who may differ in those with a digest."""
+        entries: dict[str, dict[str, Any]] = {key: {"kind": kind_of(self.objects[key])} for key in trees}
+        for key, text in self.digests(trees).items():
+            entries[key]["digest"] = text
+        return entries
+
+    @property
+    def settled(self) -> bool:
+        """False while an optimizer has no state yet, which comes with its first step."""
+        return all(value.state for value in self.objects.values() if isinstance(value, torch.optim.Optimizer))
+
     # ---- restoring
 
     def template(
@@ -263,11 +285,11 @@ def _has_place(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() > 0
 
 
-def _tensor_names(prefix: str, tree: Any) -> Iterator[str]:
-    """Flat names of tensors with at least one dimension, as DCP names them."""
+def _tensor_names(prefix: str, tree: Any, *, scalars: bool = False) -> Iterator[str]:
+    """Flat names of tensors, as DCP names them; of those without a dimension only with `scalars`."""
     if _has_place(tree):
-        if tree.dim():
+        if tree.dim() or scalars:
             yield prefix
     elif isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _tensor_names(f"{prefix}.{key}", value)
+            yield from _tensor_names(f"{prefix}.{key}", value, scalars=scalars)

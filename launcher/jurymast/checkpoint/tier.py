@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended, the same on every rank. `error` is one line, empty when `ok`.
+    """How a save ended; but for memory the same on every rank. `error` is one line, empty when `ok`.
 
     `existing` is True when the step had a complete, verified checkpoint already, which was kept.
     """
@@ -32,19 +32,24 @@ class Candidate:
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-class Tier(Protocol):
-    """Every method is collective: all ranks call it, with the same arguments, and get the same result."""
+class Source(Protocol):
+    """Where checkpoints can be restored from. Methods are collective: all ranks call them, with the same
+    arguments, and get the same result."""
 
     name: str
-
-    def open(self) -> None:
-        """Make ready before the first restore: clear away what earlier attempts left half-done."""
-
-    def save(self, step: int, captured: Captured) -> Saved:
-        """Make `step` durable here. Failing storage is an answer; CheckpointError: cannot ever be saved."""
 
     def candidates(self) -> tuple[list[Candidate], dict[int, str]]:
         """What could be restored, newest first, and why other steps found here cannot be."""
 
     def load(self, candidate: Candidate, state: State) -> str:
         """Verify the candidate and load it into `state`. Returns why not, on one line, or ""."""
+
+
+class Tier(Source, Protocol):
+    """Where all ranks save together. Methods are collective."""
+
+    def open(self) -> None:
+        """Make ready before the first restore: clear away what earlier attempts left half-done."""
+
+    def save(self, step: int, captured: Captured) -> Saved:
+        """Make `step` durable here. Failing storage is an answer; CheckpointError: cannot ever be saved."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,17 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jurymast.cluster.allocation import Allocation, from_slurm_environment
+from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_environment
 from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
 from jurymast.errors import JurymastError
 from jurymast.rundir import RunDirectory
-from jurymast.wire.endpoint import Endpoint, find
 
 SUPERVISOR_RESTARTS_MAX = 5
 RESTART_WINDOW_S = 60.0
-ANNOUNCE_LIMIT_S = 20.0
-POLL_S = 0.02
 OUTCOME_POLL_S = 0.5
 SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
 
@@ -38,6 +36,7 @@ class Batch:
         self._directory = directory
         self._plan = plan
         self._allocation = allocation
+        self._listener = socket.create_server(("127.0.0.1" if plan.cluster == "local" else "", 0))
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
 
@@ -50,7 +49,8 @@ class Batch:
         crashes: list[float] = []
         try:
             self._start_supervisor()
-            self._agents = self._start_agents(self._await_announcement())
+            # Agents import torch while the supervisor comes up.
+            self._agents = self._start_agents()
             while True:
                 assert self._supervisor is not None
                 code = self._supervisor.wait()
@@ -68,6 +68,7 @@ class Batch:
                 self._start_supervisor()
         finally:
             self._end_agents()
+            self._listener.close()
 
     def _go_on_without(self) -> dict[str, Any]:
         """No supervisor stays up. The training is not to blame: let the ranks come to their end."""
@@ -96,25 +97,17 @@ class Batch:
             self._supervisor.send_signal(sent)
 
     def _start_supervisor(self) -> None:
+        """It inherits the socket: agents learn its port before it runs, and find it there after a crash."""
         arguments = [sys.executable, "-m", "jurymast.supervisor", str(self._directory.root)]
-        self._supervisor = subprocess.Popen(arguments, stdin=subprocess.DEVNULL)
+        arguments += ["--listen-fd", str(self._listener.fileno())]
+        self._supervisor = subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, pass_fds=(self._listener.fileno(),)
+        )
 
-    def _await_announcement(self) -> Endpoint:
-        """The endpoint of the supervisor just started. Raises JurymastError when it does not come up."""
-        end = time.monotonic() + max(ANNOUNCE_LIMIT_S, self._plan.settings.join_limit_s)
-        while time.monotonic() < end:
-            found = find(self._directory.epochs)
-            if found is not None and found.allocation == self._allocation.key:
-                return found
-            assert self._supervisor is not None
-            if self._supervisor.poll() not in (None, 0):
-                break
-            time.sleep(POLL_S)
-        raise JurymastError("the supervisor did not come up; its message is above in this log")
-
-    def _start_agents(self, place: Endpoint) -> list[subprocess.Popen[bytes]]:
+    def _start_agents(self) -> list[subprocess.Popen[bytes]]:
+        host = "127.0.0.1" if self._plan.cluster == "local" else announced_hosts()[0]
         agent = [sys.executable, "-m", "jurymast.agent", str(self._directory.root)]
-        agent += ["--supervisor", f"{place.hosts[0]}:{place.port}"]
+        agent += ["--supervisor", f"{host}:{self._listener.getsockname()[1]}"]
         if self._plan.cluster == "local":
             return [self._start_local(agent, node) for node in self._allocation.nodes]
         # --no-kill and friends: one node's end must not end the others' tasks.

@@ -158,7 +158,8 @@ class Progress(Event):
 class Saved(Event):
     """A checkpoint of `step` is complete in `tier`, or (`ok` False) was not saved.
 
-    `stall_s` is how long the training stood still for it.
+    `stall_s` is how long the training stood still for it; `copied` says that agents copied it there from
+    memory while the training went on.
     """
 
     attempt: int
@@ -168,6 +169,34 @@ class Saved(Event):
     stall_s: float
     size_bytes: int = 0
     error: str = ""
+    copied: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestorePlanned(Event):
+    """What the ranks of `attempt` are to restore: `step`, and how many bytes of it from which tier.
+
+    `tier` is memory when agents hold all images (in whatever tier), else shared, or "" for a fresh start.
+    """
+
+    attempt: int
+    step: int
+    tier: str
+    expected_s: float
+    tiers: dict[str, int]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched(Event):
+    """A node got an image from elsewhere than planned, because copies were damaged or gone: `why`."""
+
+    attempt: int
+    node: str
+    rank: int
+    tiers: dict[str, int]
+    why: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +247,7 @@ class _Registry:
         for cls in (
             RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady,
             NodeLost, WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
-            Restored, Asked, Signalled, Noted, Tick,
+            RestorePlanned, Fetched, Restored, Asked, Signalled, Noted, Tick,
         )
     }  # fmt: skip
 

@@ -36,7 +36,7 @@ class Saves:
     last: tuple[int, int, float] | None = None  # attempt, step, time
 
     def take(self, event: ev.Saved) -> None:
-        """Several tiers report the same save, with the same stall: it counts once."""
+        """A save is told once: what agents copy on from memory is no other save."""
         if self.last is not None and self.last[:2] == (event.attempt, event.step):
             return
         if not event.ok:
@@ -185,14 +185,14 @@ class Ledger:
             self._stage, self._step, self._numbered = "warm_up", event.step, True
         elif isinstance(event, ev.Progress):
             self._steps_done(to_us(event.stepped_at), event.step, event.absolute or self._numbered)
-        elif isinstance(event, ev.Saved):
+        elif isinstance(event, ev.Saved) and not event.copied:
             self.saves.take(event)
             self._stalled(event)
 
     def _stalled(self, event: ev.Saved) -> None:
         """The ranks stood still after the step that was saved; the word of it comes a little later."""
         if self._stall == (event.attempt, event.step):
-            return  # another tier's word on the same save
+            return  # told twice
         self._stall = (event.attempt, event.step)
         told, stall = to_us(event.t), to_us(event.stall_s)
         began = self._frontier if self._stage == "step" and self._step >= event.step else told - stall

@@ -209,7 +209,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
         reason += f"; {state.incidents[-1].action} after incident {state.incidents[-1].id}"
     state.attempt += 1
     state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, state.now + LAUNCH_LIMIT_S
-    state.started, state.finished, state.stopped = set(), set(), set()
+    state.started, state.finished, state.stopped, state.restore = set(), set(), set(), None
     state.step, state.first_step_at, state.stepped_at = 0, None, state.now
     for rank, name in enumerate(placement):
         state.nodes[name].become(Role.ACTIVE, f"group rank {rank}", state.now)

@@ -11,15 +11,16 @@ from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import recovery
+from jurymast.core.copies import MEMORY, SHARED
 from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorkers
-from jurymast.core.state import ENDED, Findings, Node, Phase, Role, RunState
+from jurymast.core.state import ENDED, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.errors import RunCancelledError, RunFailedError
 
 
 def step(state: RunState, event: ev.Event) -> list[Instruction]:
     """Apply one event; returns what to do, in order. Never raises on a late or repeated event."""
     state.now = max(state.now, event.t)
-    if state.ended and not isinstance(event, ev.AllocationEnded):
+    if state.ended and not isinstance(event, ev.AllocationEnded | ev.Saved):
         return []
     handler = _HANDLERS.get(type(event))
     instructions = handler(state, event) if handler else []
@@ -241,23 +242,47 @@ def _progress(state: RunState, event: ev.Progress) -> list[Instruction]:
 
 
 def _saved(state: RunState, event: ev.Saved) -> list[Instruction]:
+    tier = state.saved.setdefault(event.tier, TierState())
     if event.ok:
-        if event.attempt == state.attempt and event.step > state.step:
+        ranks_waited = event.tier == SHARED and not event.copied
+        if ranks_waited and event.attempt == state.attempt and event.step > state.step:
             # The next step begins when the save is over: times of steps are taken from here.
             state.step, state.stepped_at = event.step, event.t
         state.saved_step = max(event.step, state.saved_step or 0)
-        state.save_failures = 0
-    else:
+        tier.step, tier.at = event.step, event.t
+        tier.size_bytes, tier.seconds = event.size_bytes, event.seconds
+        tier.failures, tier.error = 0, ""
+        state.save_failures = 0 if not event.copied else state.save_failures
+        return []
+    tier.failures += 1
+    tier.error, tier.failed_step, tier.failed_at = event.error, event.step, event.t
+    if not event.copied:
         state.save_failures += 1
+    return []
+
+
+def _restore_planned(state: RunState, event: ev.RestorePlanned) -> list[Instruction]:
+    if event.attempt == state.attempt:
+        state.restore = event
+    return []
+
+
+def _fetched(state: RunState, event: ev.Fetched) -> list[Instruction]:
+    if event.attempt == state.attempt:
+        state.notes.append((event.t, f"rank {event.rank} on {event.node}: {'; '.join(event.why)}"))
     return []
 
 
 def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
     incident = state.incident
-    if incident is not None and event.attempt == state.attempt:
-        incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
-        if event.size_bytes:
-            incident.tiers[event.tier] = incident.tiers.get(event.tier, 0) + event.size_bytes
+    if incident is None or event.attempt != state.attempt:
+        return []
+    incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
+    plan = state.restore
+    if plan is not None and plan.tier == MEMORY and (event.tier, event.step) == (MEMORY, plan.step):
+        incident.tiers = {tier: size for tier, size in plan.tiers.items() if size}
+    elif event.size_bytes:
+        incident.tiers = {event.tier: event.size_bytes}
     return []
 
 
@@ -310,6 +335,8 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = 
     ev.NodeFinished: _node_finished,
     ev.Progress: _progress,
     ev.Saved: _saved,
+    ev.RestorePlanned: _restore_planned,
+    ev.Fetched: _fetched,
     ev.Restored: _restored,
     ev.Asked: _asked,
     ev.Signalled: _signalled,

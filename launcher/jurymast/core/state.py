@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
+from jurymast.core.events import Asked, NodeLost, RanksHung, RestorePlanned, WorkerFailed
 from jurymast.core.incident import Incident
 from jurymast.core.settings import Settings
 
@@ -74,6 +74,20 @@ class Findings:
 
 
 @dataclass
+class TierState:
+    """How one tier's copies stand: its newest complete step, and what went wrong with it since."""
+
+    step: int | None = None
+    at: float = 0.0
+    size_bytes: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+    error: str = ""
+    failed_step: int = 0
+    failed_at: float = 0.0
+
+
+@dataclass
 class RunState:
     """Everything the decisions read. Times are seconds since the epoch."""
 
@@ -111,8 +125,10 @@ class RunState:
     step_s: float = 0.0
     absolute: bool = False
     best_step: int = 0
-    saved_step: int | None = None
-    save_failures: int = 0
+    saved_step: int | None = None  # newest in any tier
+    save_failures: int = 0  # in a row
+    saved: dict[str, TierState] = field(default_factory=dict)
+    restore: RestorePlanned | None = None  # what this attempt was told to restore
 
     findings: Findings = field(default_factory=Findings)
     incidents: list[Incident] = field(default_factory=list)

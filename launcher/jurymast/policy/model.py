@@ -66,6 +66,7 @@ class Local(Section):
 
 
 class Shared(Section):
+    every: AutoDuration = _key("auto", "least time between copies to the shared storage")
     keep: OneOrMore = _key(3, "newest checkpoints kept; pinned ones stay besides")
 
 
@@ -77,8 +78,8 @@ class Object(Section):
 
 
 class Tiers(Section):
-    memory: Annotated[Memory | None, BeforeValidator(_switch)] = _key(False, "this node's memory")
-    peer: Annotated[Peer | None, BeforeValidator(_switch)] = _key(False, "another node's memory")
+    memory: Annotated[Memory | None, BeforeValidator(_switch)] = _key({}, "this node's memory; or off")
+    peer: Annotated[Peer | None, BeforeValidator(_switch)] = _key({}, "another node's memory; or off")
     local: Annotated[Local | None, BeforeValidator(_switch)] = _key(False, "the node's own disk")
     shared: Annotated[Shared, BeforeValidator(lambda value: {} if value is None else value)] = _key(
         {}, "the run directory's storage; always on"

@@ -21,7 +21,6 @@ DEFAULT = "default"
 NOT_ACTED_ON: tuple[Key, ...] = (
     ("nodes",),
     ("checkpoint", "max_loss"),
-    *(("checkpoint", "tiers", tier) for tier in ("memory", "peer", "local", "object")),
     ("failures", "rate"),
     ("nodes_policy",),
     ("notify",),
@@ -50,7 +49,7 @@ class Resolved:
 
     def settings(self) -> Settings:
         policy = self.policy
-        every = policy.checkpoint.cadence
+        every, tiers = policy.checkpoint.cadence, policy.checkpoint.tiers
         return Settings(
             heartbeat_s=policy.detect.heartbeat,
             node_lost_after_s=policy.detect.node_lost_after,
@@ -62,7 +61,14 @@ class Resolved:
             requeues=policy.failures.requeues,
             cadence_steps=every.steps,
             cadence_s=every.seconds,
-            keep=policy.checkpoint.tiers.shared.keep,
+            memory=tiers.memory is not None,
+            replicas=tiers.peer.copies if tiers.memory and tiers.peer else 0,
+            prefer_spares=tiers.peer is None or tiers.peer.prefer == "spares",
+            local_path=tiers.local.path if tiers.local else "",
+            shared_every_s=tiers.shared.every,
+            keep=tiers.shared.keep,
+            object_url=tiers.object.url if tiers.object else "",
+            object_every_s=tiers.object.every if tiers.object else Settings.object_every_s,
         )
 
     def yaml(self, *, origins: bool = False) -> str:

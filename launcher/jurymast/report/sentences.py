@@ -76,8 +76,25 @@ def _progress(e: Entry) -> str:
 def _saved(e: Entry) -> str:
     if not e["ok"]:
         return f"step {e['step']} was NOT saved ({e['tier']} tier): {e.get('error') or 'no reason given'}"
+    if e.get("copied"):
+        amount = f"{size(e['size_bytes'])} " if e.get("size_bytes") else ""
+        return f"step {e['step']} copied to the {e['tier']} tier ({amount}in {duration(e['seconds'])})"
     amount = f"{size(e['size_bytes'])}, " if e.get("size_bytes") else ""
     return f"step {e['step']} saved in the {e['tier']} tier ({amount}stall {duration(e['stall_s'])})"
+
+
+def _amounts(tiers: Mapping[str, int]) -> str:
+    return ", ".join(f"{size(count)} from {tier}" for tier, count in tiers.items() if count)
+
+
+def _restore_planned(e: Entry) -> str:
+    if not e["tier"]:
+        return f"attempt {e['attempt']} starts afresh: {e['reason']}"
+    return f"attempt {e['attempt']} restores step {e['step']}: {_amounts(e['tiers'])}; {e['reason']}"
+
+
+def _fetched(e: Entry) -> str:
+    return f"rank {e['rank']} on {e['node']} got {_amounts(e['tiers'])}, because {'; '.join(e['why'])}"
 
 
 def _restored(e: Entry) -> str:
@@ -110,6 +127,8 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "NodeFinished": lambda e: f"attempt {e['attempt']}: all ranks of {e['node']} ended with exit code 0",
     "Progress": _progress,
     "Saved": _saved,
+    "RestorePlanned": _restore_planned,
+    "Fetched": _fetched,
     "Restored": _restored,
     "Asked": _asked,
     "Signalled": lambda e: (

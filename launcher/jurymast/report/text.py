@@ -58,8 +58,11 @@ def _training(view: View, now: float) -> str:
     if view["step_seconds"]:
         text += f", {duration(view['step_seconds'])} a step"
     saved = view["saved_step"]
-    text += f", newest checkpoint step {saved}" if saved is not None else ", no checkpoint yet"
-    return text
+    if saved is None:
+        return f"{text}, no checkpoint yet"
+    tiers = view["tiers"]
+    where = [f"{name} {tier['step']}" for name, tier in tiers.items() if tier["step"] is not None]
+    return f"{text}, newest checkpoint step {saved}" + (f" ({', '.join(where)})" if len(tiers) > 1 else "")
 
 
 def cause_blocks(incident: View) -> list[Block]:

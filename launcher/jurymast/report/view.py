@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jurymast.core.cadence import next_save_step
+from jurymast.core.copies import MEMORY
 from jurymast.core.incident import Incident
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.errors import RunCancelledError, RunFailedError
@@ -34,7 +35,9 @@ class Facts:
         if entry.get("event") == "RunStarted":
             self.started = entry
         elif entry.get("event") == "Saved":
-            if entry["ok"]:
+            if entry.get("copied"):
+                pass
+            elif entry["ok"]:
                 self.saved, self.not_saved = entry, None
             else:
                 self.not_saved = entry
@@ -112,7 +115,7 @@ def status_view(watcher: Watcher, life: Liveness, now: float) -> dict[str, Any]:
         "attempt": state.attempt, "step": shown_step(state),
         "step_seconds": round(state.step_s, 6) or None,
         "stepped_at": iso(state.stepped_at) if state.first_step_at is not None else None,
-        "saved_step": state.saved_step, "next_save_step": _next_save(state),
+        "saved_step": state.saved_step, "next_save_step": _next_save(state), "tiers": _tiers(state),
         "next": _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else "",
         "slurm_jobs": [job for job, _ in slurm_jobs(watcher.directory, state)],
         "cluster": plan.cluster, "active": state.active, "spares": state.spares,
@@ -139,6 +142,18 @@ def incident_json(incident: Incident) -> dict[str, Any]:
     values = incident.to_json()
     values["at"], values["recovered_at"] = iso(values["at"]), iso(values["recovered_at"])
     return values
+
+
+def _tiers(state: RunState) -> dict[str, Any]:
+    """By tier: the newest complete step there, and what failed since."""
+    return {
+        name: {
+            "step": tier.step, "at": iso(tier.at) if tier.step is not None else None,
+            "size_bytes": tier.size_bytes, "seconds": round(tier.seconds, 3), "failures": tier.failures,
+            "error": tier.error or None,
+        }
+        for name, tier in state.saved.items()
+    }  # fmt: skip
 
 
 def _next_save(state: RunState) -> int | None:
@@ -183,6 +198,13 @@ def warnings(watcher: Watcher, life: Liveness, now: float) -> list[str]:
             f"{count(state.save_failures, 'failed save')} in a row ({kept}): step {entry['step']}, "
             f"{entry['tier']} tier: {entry.get('error') or 'no reason given'}"
         )
+    for name, tier in state.saved.items():
+        if tier.failures and name != MEMORY and watcher.facts.not_saved is None:
+            newest = "nothing is there yet" if tier.step is None else f"the newest there is step {tier.step}"
+            found.append(
+                f"copying to the {name} tier failed, {count(tier.failures, 'time')} in a row ({newest}): "
+                f"step {tier.failed_step}: {tier.error}"
+            )
     if life.kind == "unknown":
         found.append(f"whether {life.job or 'the run'} still runs is not known: {life.detail}")
     last = watcher.tail.last_t

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import sys
 import time
 
@@ -26,7 +27,9 @@ from jurymast.wire.endpoint import claim_epoch
 BATCH_LIMIT_S = 3.0
 
 
-async def supervise(directory: RunDirectory, allocation: Allocation, node: str) -> RunState | None:
+async def supervise(
+    directory: RunDirectory, allocation: Allocation, node: str, listener: socket.socket
+) -> RunState | None:
     """The state at the end, None when a newer epoch took over. Raises RunDirectoryError when the run
     directory cannot be read or written."""
     plan = directory.plan()
@@ -50,9 +53,8 @@ async def supervise(directory: RunDirectory, allocation: Allocation, node: str) 
             )
         )  # fmt: skip
     assert state.phase is not Phase.QUEUED
-    listen = "127.0.0.1" if plan.cluster == "local" else "0.0.0.0"
     hosts = ["127.0.0.1"] if plan.cluster == "local" else announced_hosts()
-    await supervisor.run(listen, hosts, allocation.key, node, os.getpid())
+    await supervisor.run(listener, hosts, allocation.key, node, os.getpid())
     return None if supervisor.superseded else supervisor.state
 
 
@@ -73,12 +75,16 @@ def main() -> int:
     parser.add_argument(
         "--takeover", default="", metavar="NODE", help="the batch host is gone; act for it here"
     )
+    parser.add_argument("--listen-fd", type=int, default=-1, help="a listening socket to inherit")
     arguments = parser.parse_args()
     print(f"supervisor: pid {os.getpid()} at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}", flush=True)
     try:
         directory = RunDirectory(arguments.run_directory)
         allocation = Allocation.load(directory)
-        state = asyncio.run(supervise(directory, allocation, arguments.takeover or allocation.host))
+        inherited = arguments.listen_fd >= 0
+        listener = socket.socket(fileno=arguments.listen_fd) if inherited else socket.create_server(("", 0))
+        node = arguments.takeover or allocation.host
+        state = asyncio.run(supervise(directory, allocation, node, listener))
         if state is None:
             return SUPERSEDED
         if arguments.takeover and (state.ended or state.phase is Phase.REQUEUED):

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from jurymast import __version__
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
+from jurymast.core.copies import RestorePlan
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
@@ -20,6 +22,7 @@ from jurymast.errors import AuthenticationError, ProtocolError, SubmissionError
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.clock import Clock
+from jurymast.supervisor.tiers import Tiers
 from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
 from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel, Message
@@ -41,8 +44,15 @@ HELLO_KEYS = {
     "ranks",
     "store_port",
     "pids",
+    "data_port",
+    "copies",
 }
 LEAVE_LIMIT_S = 4.0
+# How long the nodes are kept for the newest checkpoint to get to shared storage, by how the run ends. Slurm
+# kills 30 s (KillWait) after a SIGTERM unless the partition's GraceTime says otherwise.
+SECURE_LIMIT_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0}
+SECURE_HURRY_S = 20.0
+SECURE_POLL_S = 0.02
 # How often a heartbeat is answered, so that agents know that a supervisor is there.
 ANSWER_INTERVAL_S = 1.0
 # A supervisor that hears no other node waits this long for a successor before it believes its ears.
@@ -68,13 +78,14 @@ class Supervisor:
         self._epoch = epoch
         self._clock = Clock(not_before=state.now)
         self._watch = Watch(state.settings, time.monotonic())
+        self._tiers = Tiers(state, self._tell, self.feed, self.now)
         self._channels: dict[str, Channel] = {}
         self._node = ""
         self._allocation = ""
         self._isolated_since: float | None = None
+        self._restore: RestorePlan | None = None
         self._progress_at = 0.0
         self._answered: dict[str, float] = {}
-        self._terminated_nodes: set[str] = set()
         self._terminating = False
         self._leaving = False
         self._failure: BaseException | None = None
@@ -128,14 +139,20 @@ class Supervisor:
             self.feed(ev.Noted(t=self.now(), message=f"cannot write {self._directory.attempt_file}: {error}"))
         if (self.state.attempt, self.state.phase) != (launch.attempt, Phase.LAUNCHING):
             return
+        self._restore = self._tiers.plan(launch)
         for rank, node in enumerate(launch.placement):
             self._tell(node, self._launch_message(launch, rank))
 
-    @staticmethod
-    def _launch_message(launch: Launch, rank: int) -> Message:
+    def _launch_message(self, launch: Launch, rank: int) -> Message:
+        """For the node with group rank `rank`. A supervisor that took over plans no restore: the agents that
+        missed this message are few, and their ranks find the shared tier."""
+        count = self.state.ranks_per_node
+        ranks = range(rank * count, (rank + 1) * count)
+        plan, node = self._restore, launch.placement[rank]
         return {
             "do": "launch", "attempt": launch.attempt, "rank": rank, "world": len(launch.placement),
             "master_address": launch.master_address, "master_port": launch.master_port,
+            "restore": self._tiers.restore_message(plan, node, ranks) if plan is not None else None,
         }  # fmt: skip
 
     def _tell(self, node: str, message: Message) -> None:
@@ -157,11 +174,13 @@ class Supervisor:
 
     # The life of an epoch.
 
-    async def run(self, host: str, announce: list[str], allocation: str, node: str, pid: int) -> None:
-        """Listen on `host`, announce the endpoint, and supervise until the end. Raises what broke it."""
+    async def run(
+        self, listener: socket.socket, announce: list[str], allocation: str, node: str, pid: int
+    ) -> None:
+        """Announce the endpoint, and supervise until the end. Raises what broke it."""
         self._node = node
         self._allocation = allocation
-        server = await asyncio.start_server(lambda r, w: self._spawn(self._serve(r, w)), host, 0)
+        server = await asyncio.start_server(lambda r, w: self._spawn(self._serve(r, w)), sock=listener)
         port = server.sockets[0].getsockname()[1]
         place = endpoint.Endpoint(self._epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)
@@ -214,6 +233,7 @@ class Supervisor:
             for node, silent_s, limit_s in self._watch.silent():
                 self._lose(node, "silent", silent_s, limit_s)
             self._report_progress(forced=False)
+            self._tiers.look()
             if self.state.phase is Phase.RUNNING:
                 self._judge_hang()
             self.feed(ev.Tick(t=self.now()))
@@ -297,6 +317,7 @@ class Supervisor:
         if connection is not None:
             connection.close()
         self._report_progress(forced=True)
+        self._tiers.lost(node)
         self.feed(
             ev.NodeLost(
                 t=self.now(), node=node, how=how, silent_s=silent_s, limit_s=limit_s, evidence=evidence
@@ -351,6 +372,7 @@ class Supervisor:
         if before is not None:
             before.close()
         self._watch.joined(node)
+        self._tiers.joined(node, hello)
         self.feed(
             ev.NodeJoined(
                 t=self.now(), node=node, address=hello["address"], incarnation=hello["incarnation"],
@@ -369,9 +391,6 @@ class Supervisor:
             del self._channels[node]
             await asyncio.sleep(RECONNECT_GRACE_S)
             leaving = self.state.ended or self.state.phase is Phase.REQUEUED or self._over.is_set()
-            if node in self._terminated_nodes:
-                await self._agent_terminated(node)
-                return
             if node not in self._channels and node in self._watch.nodes and not leaving:
                 self._lose(node, "closed", silent_s=RECONNECT_GRACE_S)
 
@@ -437,12 +456,28 @@ class Supervisor:
         elif said == "event":
             self._rank_event(node, message)
         elif said == "terminated":
-            self._terminated_nodes.add(node)
+            self._spawn(self._agent_terminated(node))
         elif said == "leaving":
             self._lose(node, "left", evidence=message["why"])
+        else:
+            self._hear_of_copies(node, message)
+
+    def _hear_of_copies(self, node: str, message: Message) -> None:
+        try:
+            self._tiers.hear(node, message)
+        except (KeyError, TypeError, ValueError) as error:
+            self.feed(ev.Noted(t=self.now(), node=node, message=f"malformed word on checkpoints: {error!r}"))
+
+    def _rank_of(self, node: str, event: Message) -> int:
+        place = self.state.placement.index(node) if node in self.state.placement else 0
+        return place * self.state.ranks_per_node + int(event.get("local_rank") or 0)
 
     def _rank_event(self, node: str, message: Message) -> None:
         """An event that a rank sent itself; only checkpoints so far. A malformed one is noted."""
+        if message["event"].get("event") == "Skipped":
+            rank = self._rank_of(node, message["event"])
+            self._tiers.skipped(int(message["event"]["step"]), rank, str(message["event"].get("why", "")))
+            return
         fields = {key: value for key, value in message["event"].items() if key not in ("local_rank", "t")}
         if fields.get("event") not in ("Saved", "Restored"):
             return
@@ -490,11 +525,25 @@ class Supervisor:
         except OSError:
             return False
 
+    async def _secure(self) -> None:
+        """The newest checkpoint may be in memory only, and that goes with the nodes."""
+        how = self.state.public_state
+        limit_s = SECURE_LIMIT_S.get(how, SECURE_HURRY_S)
+        end = time.monotonic() + (SECURE_HURRY_S if self._terminating else limit_s)
+        while not self._tiers.secure():
+            if time.monotonic() > end:
+                self.feed(
+                    ev.Noted(t=self.now(), message=f"{self._tiers.unsaved_text()} was lost with the nodes")
+                )
+                return
+            await asyncio.sleep(SECURE_POLL_S)
+
     async def _leave(self) -> None:
         """Send the agents home and wait until they have gone, within a limit."""
         if self._leaving:
             return
         self._leaving = True
+        await self._secure()
         for connection in self._channels.values():
             connection.send({"do": "leave"})
         end = time.monotonic() + LEAVE_LIMIT_S

@@ -1,0 +1,146 @@
+"""The agent's part in checkpoints: the keeper's memory, and the drainer that copies it to storage."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jurymast.core import copies as cp
+from jurymast.core.settings import RunPlan
+from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.page import PAGE_VARIABLE
+from jurymast.rundir import RunDirectory
+from jurymast.storage.drainer import Drainer
+from jurymast.wire.channel import Message
+
+
+class Keeping:
+    """Carries out the supervisor's orders about checkpoints. `tell` says something to it."""
+
+    def __init__(
+        self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[Message], None]
+    ) -> None:
+        self._plan = plan
+        self._tell = tell
+        settings = plan.settings
+        self._local = local_root(settings.local_path, plan.run) if settings.local_path else None
+        # A script may have its checkpoints elsewhere, and keep another number of them.
+        self._shared, self._keep = directory.checkpoints.absolute(), settings.keep
+        self._keeper = Keeper(directory.secret(), node, plan.ranks_per_node, tell, local_root=self._local)
+        self._drainer = Drainer()
+        self._drains: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Serve other agents, and see what earlier allocations left on this node's disk."""
+        await self._keeper.start()
+
+    def environment(self) -> dict[str, str]:
+        """For the ranks; empty when the policy wants no checkpoints in memory."""
+        return {PAGE_VARIABLE: self._keeper.page_path} if self._plan.settings.memory else {}
+
+    def hello(self) -> Message:
+        return {"data_port": self._keeper.port, "copies": self._keeper.inventory()}
+
+    def look(self) -> None:
+        """What ranks have published or asked for since; at every heartbeat."""
+        self._keeper.look()
+
+    def heard(self, event: Message) -> bool:
+        """A rank's word. True when it was about memory, and is not for the supervisor as it is."""
+        if event.get("event") != "Image":
+            return False
+        if event.get("directory"):
+            self._shared = Path(event["directory"])
+        self._keep = int(event.get("keep") or self._keep)
+        self._keeper.image_published(
+            int(event["local_rank"]), int(event["slot"]), float(event.get("stall_s") or 0.0)
+        )
+        return True
+
+    def launch(self, message: Message) -> None:
+        """The ranks of an earlier attempt are gone, those of this one are about to start."""
+        count = self._plan.ranks_per_node
+        first = int(message["rank"]) * count
+        world = int(message["world"]) * count
+        ranks = list(range(first, first + count))
+        self._keeper.launch(int(message["attempt"]), ranks, world, message.get("restore"))
+
+    def obey(self, message: Message) -> bool:
+        """True when the order was about checkpoints."""
+        order = message["do"]
+        if order == "committed":
+            self._keeper.committed(int(message["step"]), int(message["attempt"]))
+        elif order == "void":
+            self._keeper.void(int(message["step"]), int(message["attempt"]))
+        elif order == "replicate":
+            self._keeper.replicate(message)
+        elif order == "forget newer":
+            self._keeper.forget_newer(int(message["step"]))
+        elif order == "drain":
+            task = asyncio.ensure_future(self._drain(message))
+            self._drains[message["id"]] = task
+            task.add_done_callback(lambda _: self._drains.pop(message["id"], None))
+        elif order == "cancel drain":
+            running = self._drains.get(message["id"])
+            if running is not None:
+                running.cancel()
+        else:
+            return False
+        return True
+
+    async def _drain(self, message: Message) -> None:
+        """Copy images of this node to a tier, and say how that went."""
+        step, attempt, tier = int(message["step"]), int(message["attempt"]), message["tier"]
+        images: list[Message] = []
+        answer: Message = {}
+        try:
+            for rank in message["ranks"]:
+                found = self._keeper.acquire(step, attempt, int(rank))
+                if found is None:
+                    answer = {"said": "failed", "why": f"the image of rank {rank} is not here any more"}
+                    break
+                path, manifest = found
+                images.append({"rank": rank, "path": path, "manifest": manifest.to_bytes().decode()})
+            if not answer:
+                answer = await self._drainer.drain(self._order(message, images))
+        finally:
+            for image in images:
+                self._keeper.release(step, attempt, int(image["rank"]))
+        ok = answer["said"] == "done"
+        self._tell(
+            {
+                "say": "drained", "id": message["id"], "tier": tier, "step": step, "attempt": attempt,
+                "ok": ok, "size_bytes": int(answer.get("bytes") or 0), "why": str(answer.get("why") or ""),
+            }
+        )  # fmt: skip
+        if ok and tier == cp.LOCAL and self._local is not None:
+            self._keeper.scan_local(self._local)
+
+    def _order(self, message: Message, images: list[Message]) -> Message:
+        tier = message["tier"]
+        order: dict[str, Any] = {
+            "do": "drain", "tier": tier, "step": message["step"], "attempt": message["attempt"],
+            "world": message["world"], "images": images,
+        }  # fmt: skip
+        if tier == cp.LOCAL:
+            return {**order, "root": str(self._local)}
+        order = {**order, "root": str(self._shared), "lead": message["lead"], "nonce": message["id"]}
+        if tier == cp.OBJECT:
+            return {**order, "url": self._plan.settings.object_url, "run": self._plan.run}
+        return {**order, "keep": self._keep}
+
+    async def close(self) -> None:
+        running = list(self._drains.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._drainer.close()
+        await self._keeper.close()
+
+
+def local_root(path: str, run: str) -> Path:
+    """Where this run keeps images on a node's own disk. Other users' names are not in the way."""
+    return Path(os.path.expandvars(path)) / f"jurymast-{os.getuid()}" / run

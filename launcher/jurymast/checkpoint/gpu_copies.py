@@ -1,0 +1,139 @@
+"""Copies from a GPU into a slot that go on while the training does; imported only where CUDA is in use.
+
+They run on a stream of their own. What an optimizer owns cannot change before its next step, so only that
+step waits for those copies; everything else (buffers, which a forward pass changes, and what we know nothing
+about) is waited for by whatever the training does next on its stream. The CPU waits for neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+log = logging.getLogger("jurymast.checkpoint")
+
+
+class GpuCopies:
+    """One at a time, from the GPU that is current now."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._stream = torch.cuda.Stream(self._device)
+        self._registered: set[int] = set()
+        self._refused: set[int] = set()
+        self._owned_done: Any = None
+        self._publisher: threading.Thread | None = None
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def register(self, buffer: torch.Tensor) -> None:
+        """Pin `buffer`, which makes copies fast and keeps them from blocking; they are right without it."""
+        address = buffer.data_ptr()
+        if address in self._registered or address in self._refused:
+            return
+        torch.cuda.set_device(self._device)  # a thread's own setting, and this may be another one
+        if code := int(torch.cuda.cudart().cudaHostRegister(address, buffer.numel(), 0)):
+            log.warning("cannot pin memory for checkpoints (CUDA error %d): saves are slower", code)
+            self._refused.add(address)
+            return
+        self._registered.add(address)
+
+    def unregister(self, buffer: torch.Tensor) -> None:
+        """To be called before `buffer` is unmapped."""
+        self.wait()
+        address = buffer.data_ptr()
+        if address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._registered.discard(address)
+        self._refused.discard(address)
+
+    def start(
+        self,
+        places: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        objects: Iterable[Any],
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        """Copy each tensor to its place, and call `done` from another thread when all are there.
+
+        `objects` of the user: what the optimizers among them own changes only in their steps. Tensors that
+        are not on this GPU are copied before this returns. `done` gets what went wrong, or None.
+        """
+        self.wait()
+        pairs = list(zip(places, tensors, strict=True))
+        owned = owned_by_optimizers(objects)
+        training = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(training)
+        later = [pair for pair in pairs if self._is_here(pair[1]) and pair[1].data_ptr() in owned]
+        with torch.no_grad(), torch.cuda.stream(self._stream), self._nothing_left_behind():
+            for place, tensor in pairs:
+                if not self._is_here(tensor):
+                    place.copy_(tensor)
+                elif tensor.data_ptr() not in owned:
+                    place.copy_(tensor, non_blocking=True)
+            training.wait_event(self._stream.record_event())
+            for place, tensor in later:
+                place.copy_(tensor, non_blocking=True)
+            self._owned_done = self._stream.record_event()
+        # The thread holds on to the tensors: their memory must not be given to others meanwhile.
+        self._publisher = threading.Thread(
+            target=self._publish, args=(self._owned_done, pairs, done), name="jurymast-publish"
+        )
+        self._publisher.start()
+
+    @contextmanager
+    def _nothing_left_behind(self) -> Iterator[None]:
+        """No copy goes on after an error: its place will be written again."""
+        try:
+            yield
+        except BaseException:
+            self._stream.synchronize()
+            raise
+
+    def wait(self) -> None:
+        """Until no copy is under way, and what was copied is published."""
+        if self._publisher is not None:
+            self._publisher.join()
+            self._publisher = None
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda and tensor.get_device() == self._device
+
+    def _publish(self, event: Any, _held: Any, done: Callable[[BaseException | None], None]) -> None:
+        try:
+            event.synchronize()
+        except Exception as error:
+            log.warning("copies from the GPU failed", exc_info=error)
+            done(error)
+        else:
+            done(None)
+
+    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        event, self._owned_done = self._owned_done, None
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def owned_by_optimizers(objects: Iterable[Any]) -> set[int]:
+    """Addresses of the optimizers' parameters and state. Of an optimizer that may run inside a CUDA graph
+    nothing counts: its steps call no hook."""
+    owned: set[int] = set()
+    for optimizer in objects:
+        if not isinstance(optimizer, Optimizer):
+            continue
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            continue
+        tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        tensors += [value for state in optimizer.state.values() for value in state.values()]
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                owned.add(local.data_ptr())
+    return owned - {0}

@@ -1,0 +1,355 @@
+"""The rank's side of the memory tier: its state as an image in a buffer of its node's agent.
+
+What the two say to each other is in `keeper.page`. Saving needs no other rank, and never waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jurymast.checkpoint import image
+from jurymast.checkpoint.directory import one_line
+from jurymast.checkpoint.group import Group
+from jurymast.checkpoint.state import State
+from jurymast.checkpoint.tier import Candidate, Saved
+from jurymast.errors import CheckpointError
+from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.page import (
+    PAGE_VARIABLE,
+    SLOTS,
+    RankRecord,
+    Restore,
+    SlotWord,
+    Word,
+    open_page,
+)
+from jurymast.worker import link
+
+log = logging.getLogger("jurymast.checkpoint")
+
+POLL_S = 0.002
+LATER_POLL_S = 0.05
+RESTORE_LIMIT_S = 600.0
+SAY_SO_S = 10.0
+# Beyond tensors: values grow a little from save to save, and the agent adds hashes to the manifest.
+HEADROOM_BYTES = 1 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the agent has ready for this rank; sizes in bytes."""
+
+    step: int
+    attempt: int
+    slot: int
+    image_bytes: int
+    manifest_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Mapped:
+    """One slot's buffer in this process, while the agent has not replaced it."""
+
+    generation: int
+    window: image.Window
+
+    @property
+    def capacity(self) -> int:
+        return len(self.window.data)
+
+
+class MemoryTier:
+    """Images of one rank. `agent` is the agent's directory of descriptors, /proc/<pid>/fd."""
+
+    name = "memory"
+
+    def __init__(self, page: mmap.mmap, agent: str, state: State, group: Group, attempt: int) -> None:
+        self._record = RankRecord(page, int(os.environ.get("LOCAL_RANK", "0")))
+        self._slots = [self._record.slot(number) for number in range(SLOTS)]
+        self._agent = agent
+        self._state = state
+        self._group = group
+        self._attempt = attempt
+        self._link = link.current()
+        self._drafter = image.Drafter(state)
+        self._mapped: list[_Mapped | None] = [None] * SLOTS
+        self._mapping = threading.Lock()
+        self._mapper: threading.Thread | None = None
+        self._held: Held | None = None
+        self._wrote = False
+        self._copies: Any = None
+
+    @classmethod
+    def open(cls, state: State, group: Group, attempt: int) -> MemoryTier | None:
+        """None when there is no agent that keeps memory."""
+        path = os.environ.get(PAGE_VARIABLE)
+        page = open_page(path) if path else None
+        if path is None or page is None:
+            return None
+        return cls(page, os.path.dirname(path), state, group, attempt)
+
+    # ---- restoring
+
+    def candidates(self) -> tuple[list[Candidate], dict[int, str]]:
+        """Collective. What all ranks have of the same step and attempt: that, or nothing."""
+        # Once this process has written into a slot, what was to be restored from it is gone.
+        self._held = None if self._wrote else self.wait_restore()
+        key = (self._held.step, self._held.attempt) if self._held else None
+        gathered = self._group.gather(key)
+        if self._held is None or set(gathered) != {key}:
+            if any(gathered) and self._group.rank == 0:
+                found = ", ".join(f"rank {rank}: {one or 'nothing'}" for rank, one in enumerate(gathered))
+                log.warning("memory has no one step (and attempt) for all ranks: %s", found[:2000])
+            return [], {}
+        return [Candidate(self._held.step, self._held.image_bytes, self._group.size)], {}
+
+    def wait_restore(self, limit_s: float = RESTORE_LIMIT_S) -> Held | None:
+        """Wait until the agent has what is to be restored, or knows that it has nothing."""
+        started = time.monotonic()
+        said = False
+        while (answer := self._record[Word.RESTORE]) == Restore.PENDING:
+            waited_s = time.monotonic() - started
+            if waited_s > limit_s:
+                log.warning("the agent did not say within %.0f s what is in memory", limit_s)
+                return None
+            if waited_s > SAY_SO_S and not said:
+                said = True
+                log.warning("still waiting for the agent to fetch what is to be restored")
+            time.sleep(POLL_S)
+        if answer != Restore.READY:
+            return None
+        record = self._record
+        return Held(
+            record[Word.RESTORE_STEP],
+            record[Word.RESTORE_ATTEMPT],
+            record[Word.RESTORE_SLOT],
+            record[Word.RESTORE_IMAGE],
+            record[Word.RESTORE_MANIFEST],
+        )
+
+    def load(self, candidate: Candidate, state: State) -> str:
+        """Collective. Load what `candidates` found; why some rank could not, on one line, or ""."""
+        why = ""
+        try:
+            self._load(candidate, state)
+        except Exception as error:
+            log.warning("what is in memory cannot be loaded", exc_info=error)
+            why = f"rank {self._group.rank}: {one_line(error)}"
+        return next(filter(None, self._group.gather(why)), "")
+
+    def _load(self, candidate: Candidate, state: State) -> None:
+        held = self._held
+        if held is None or held.step != candidate.step:
+            raise CheckpointError("it is no longer in memory")
+        window = self._map(held.slot, held.image_bytes + held.manifest_bytes).window
+        data, end = window.data, held.image_bytes + held.manifest_bytes
+        manifest = Manifest.from_bytes(bytes(data[held.image_bytes : end]))
+        found = (manifest.step, manifest.attempt, manifest.rank, manifest.world, manifest.size_bytes)
+        expected = (held.step, held.attempt, self._group.rank, self._group.size, held.image_bytes)
+        if found != expected:
+            raise CheckpointError(f"(step, attempt, rank, world, size) in memory are {found}, not {expected}")
+        if self._copies is not None:  # what is still being copied must not change
+            self._copies.wait()
+        image.load(data[: held.image_bytes], manifest, state)
+
+    # ---- getting memory
+
+    @property
+    def refused(self) -> bool:
+        return self._record[Word.REFUSED] != 0
+
+    @property
+    def ready(self) -> bool:
+        """True when there is a slot of the size asked for, mapped into this process.
+
+        Not two: what was restored keeps its slot, however small, until something newer is safe.
+        """
+        return any(self._fitting())
+
+    def _fitting(self) -> list[bool]:
+        wanted = self._record[Word.WANT]
+        return [wanted > 0 and self._is_mapped(number, wanted) for number in range(SLOTS)]
+
+    def request(self, trees: dict[str, Any]) -> None:
+        """Ask the agent for slots that `trees` fits into, and map them in the background.
+
+        Raises whatever cannot be pickled raises.
+        """
+        self._use_gpu()
+        self._request(self._drafter.draft(trees))
+
+    def _use_gpu(self) -> None:
+        if self._copies is None and torch.cuda.is_initialized():
+            from jurymast.checkpoint.gpu_copies import GpuCopies
+
+            self._copies = GpuCopies()
+
+    def _request(self, draft: image.Draft) -> None:
+        values = draft.size_bytes - draft.layout.fixed_bytes
+        wanted = draft.size_bytes + values + 2 * len(self._manifest(0, draft)) + HEADROOM_BYTES
+        # What is there is good enough, or is coming, unless the state grew beyond it.
+        if self._record[Word.WANT] < wanted - HEADROOM_BYTES // 2:
+            self._record[Word.WANT] = wanted
+        self._start_mapping()
+
+    def _start_mapping(self) -> None:
+        if not all(self._fitting()) and (self._mapper is None or not self._mapper.is_alive()):
+            self._mapper = threading.Thread(target=self._map_all, name="jurymast-memory", daemon=True)
+            self._mapper.start()
+
+    def wait_ready(self, limit_s: float) -> bool:
+        """Wait until saves can succeed; False when the time is up or memory is refused."""
+        end = time.monotonic() + limit_s
+        while not self.ready and not self.refused and time.monotonic() < end:
+            time.sleep(POLL_S)
+        return self.ready
+
+    def _map_all(self) -> None:
+        """Map each slot when it is there: entering all its pages takes a while, and training goes on."""
+        started = time.monotonic()
+        while not all(self._fitting()) and not self.refused:
+            for number, slot in enumerate(self._slots):
+                if slot[SlotWord.FD] and not self._is_mapped(number, 0):
+                    try:
+                        self._map(number, self._record[Word.WANT])
+                    except (OSError, ValueError):  # replaced at this very moment
+                        log.debug("slot %d cannot be mapped yet", number, exc_info=True)
+            time.sleep(POLL_S if time.monotonic() - started < SAY_SO_S else LATER_POLL_S)
+
+    def _is_mapped(self, number: int, size: int) -> bool:
+        slot, mapped = self._slots[number], self._mapped[number]
+        return (
+            mapped is not None
+            and slot[SlotWord.FD] != 0
+            and mapped.generation == slot[SlotWord.GENERATION]
+            and mapped.capacity >= size
+        )
+
+    def _map(self, number: int, used: int) -> _Mapped:
+        """The slot's buffer, mapped now unless it was; of it `used` bytes will be used.
+
+        Raises OSError or ValueError.
+        """
+        with self._mapping:
+            slot = self._slots[number]
+            mapped = self._mapped[number]
+            if mapped is not None and mapped.generation == slot[SlotWord.GENERATION]:
+                return mapped
+            self._mapped[number] = None
+            if mapped is not None and self._copies is not None:
+                self._copies.unregister(mapped.window.bytes)
+            del mapped  # the old buffer's memory is free when nobody maps it
+            generation, number_there = slot[SlotWord.GENERATION], slot[SlotWord.FD]
+            capacity = slot[SlotWord.CAPACITY]
+            descriptor = os.open(f"{self._agent}/{number_there}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if slot[SlotWord.FD] != number_there:  # else it may be another file by now
+                    raise OSError("the agent took the buffer away meanwhile")
+                buffer = mmap.mmap(descriptor, capacity)
+            finally:
+                os.close(descriptor)
+            fresh = _Mapped(generation, image.Window(buffer))
+            _enter_pages(fresh.window, min(used, capacity))
+            if self._copies is not None:
+                self._copies.register(fresh.window.bytes)
+            self._mapped[number] = fresh
+            return fresh
+
+    # ---- saving
+
+    def save(self, step: int, trees: dict[str, Any], started: float) -> Saved:
+        """Copy `trees` into a free slot and publish it; `started`: when the training stopped for it.
+
+        Says why not when there is no room; raises whatever cannot be pickled raises.
+        """
+        self._use_gpu()
+        if self._copies is not None:
+            self._copies.wait()
+        draft = self._drafter.draft(trees)
+        manifest = self._manifest(step, draft)
+        self._start_mapping()
+        number, why = self._begin(draft.size_bytes + len(manifest))
+        if number < 0:
+            self._request(draft)
+            self._record[Word.SKIPPED] += 1
+            self._record[Word.SKIPPED_STEP] = step
+            self._link.emit("Skipped", step=step, why=why)
+            return Saved(ok=False, error=why)
+        self._write(number, step, draft, manifest, started)
+        return Saved(ok=True, size_bytes=draft.size_bytes)
+
+    def _manifest(self, step: int, draft: image.Draft) -> bytes:
+        return draft.manifest(step, self._attempt, self._group.rank, self._group.size)
+
+    def _begin(self, size: int) -> tuple[int, str]:
+        """Begin to write `size` bytes into a slot: its number, or -1 and why there is none."""
+        why = "this node refused the memory" if self.refused else "memory is not ready yet"
+        for number, slot in enumerate(self._slots):
+            if not self._is_mapped(number, size):
+                continue
+            why = "both memory slots are busy"
+            if slot.writable:
+                freed = slot[SlotWord.FREED]
+                slot[SlotWord.SEQ] = freed + 1 + freed % 2  # odd, whatever was before
+                # Looked at again, now that the agent can see that we write: it may have taken it away.
+                if self._is_mapped(number, size):
+                    self._wrote = True
+                    return number, ""
+                slot[SlotWord.SEQ] = freed
+        return -1, why
+
+    def _write(self, number: int, step: int, draft: image.Draft, manifest: bytes, started: float) -> None:
+        mapped, slot = self._mapped[number], self._slots[number]
+        assert mapped is not None
+        writing, freed = slot[SlotWord.SEQ], slot[SlotWord.FREED]
+        stall_s = 0.0
+
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                slot[SlotWord.SEQ] = freed  # nobody looked at it, and it can be written again
+                return
+            mapped.window.data[draft.size_bytes : draft.size_bytes + len(manifest)] = manifest
+            slot[SlotWord.STEP] = step
+            slot[SlotWord.IMAGE] = draft.size_bytes
+            slot[SlotWord.MANIFEST] = len(manifest)
+            slot[SlotWord.SEQ] = writing + 1
+            self._link.emit("Image", slot=number, step=step, stall_s=stall_s or _seconds_since(started))
+
+        try:
+            if self._copies is not None:
+                self._copies.register(mapped.window.bytes)
+                places = mapped.window.frame(draft)
+                self._copies.start(places, draft.tensors, self._state.objects.values(), done)
+                stall_s = _seconds_since(started)
+            else:
+                mapped.window.stage(draft)
+        except BaseException as error:
+            done(error)
+            raise
+        if self._copies is None:
+            done(None)
+
+
+def _seconds_since(started: float) -> float:
+    return round(time.monotonic() - started, 6)
+
+
+def _enter_pages(window: image.Window, size: int) -> None:
+    """Have the first `size` bytes in this process's page table, so that no save takes a fault a page.
+
+    The memory itself is the agent's and there already. Best effort: older kernels cannot do it.
+    """
+    # not mmap.madvise, which would hold the GIL
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(window.bytes.data_ptr()), ctypes.c_size_t(size), _MADV_POPULATE_WRITE
+    )

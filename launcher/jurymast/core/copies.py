@@ -1,0 +1,361 @@
+"""Who holds which part of which rank's state, and what follows: commit, replicas, the restore plan.
+
+An image is one rank's state at one step of one attempt; `Key` names the set of all ranks' images. A set is
+committed when every rank's image is held and hashed by an agent; it is restorable while every part of every
+rank's image has a copy somewhere. The common part, which data-parallel ranks have alike, may come from
+any rank whose common part has the same hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "object"
+ALL, COMMON, OWN = "all", "common", "own"
+
+Key = tuple[int, int]  # step, attempt
+Place = tuple[str, str, str]  # node, tier, part
+
+# Bytes per second and node, until a restore has been measured.
+RATES = {MEMORY: 8e9, PEER: 1.2e9, LOCAL: 1.0e9, SHARED: 0.5e9, OBJECT: 0.2e9}
+# How many nodes' replicas one spare takes before partners among the active ones are used.
+NODES_PER_SPARE = 4
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A verified copy of (a `part` of) one rank's image on one node, in memory, peer or local tier.
+
+    `size_bytes` is the whole image's, `common_bytes` and `common_id` its common part's size and hash.
+    """
+
+    node: str
+    tier: str
+    step: int
+    attempt: int
+    rank: int
+    world: int
+    part: str
+    size_bytes: int
+    common_bytes: int = 0
+    common_id: str = ""
+
+    @property
+    def key(self) -> Key:
+        return (self.step, self.attempt)
+
+    def has(self, part: str) -> bool:
+        return self.part in (ALL, part)
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of what is copied."""
+        own = self.size_bytes - self.common_bytes
+        return {ALL: self.size_bytes, COMMON: self.common_bytes, OWN: own}[self.part]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a node can get `part` of an image: from `rank`'s image on `node`; `tier` is what it counts as."""
+
+    tier: str
+    node: str
+    part: str
+    rank: int
+
+    def has(self, part: str) -> bool:
+        return self.part in (ALL, part)
+
+
+@dataclass(frozen=True)
+class Replication:
+    """`holder` should pull `part` of `rank`'s image from one of `sources`."""
+
+    holder: str
+    rank: int
+    part: str
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """What the ranks of an attempt restore. `tier` is memory (images held by agents, in whatever tier),
+    shared, or "" for a fresh start; `tiers` are the bytes that come from each."""
+
+    step: int
+    attempt: int
+    tier: str
+    reason: str
+    expected_s: float = 0.0
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
+
+
+class Copies:
+    """What the agents say they hold. Not in the journal: agents say it again to every new supervisor."""
+
+    def __init__(self) -> None:
+        self._held: dict[Key, dict[int, dict[Place, Copy]]] = {}
+        # Ranks whose whole image is in their own node's memory: asked for at every word from an agent.
+        self._whole: dict[Key, set[int]] = {}
+
+    def hold(self, copy: Copy) -> None:
+        ranks = self._held.setdefault(copy.key, {})
+        ranks.setdefault(copy.rank, {})[copy.node, copy.tier, copy.part] = copy
+        if _whole(copy):
+            self._whole.setdefault(copy.key, set()).add(copy.rank)
+
+    def drop(self, copy: Copy) -> None:
+        self._remove(copy.key, copy.rank, [(copy.node, copy.tier, copy.part)])
+
+    def _remove(self, key: Key, rank: int, places: Iterable[Place]) -> None:
+        held = self._held.get(key, {}).get(rank, {})
+        for place in places:
+            held.pop(place, None)
+        if not any(_whole(copy) for copy in held.values()):
+            self._whole.get(key, set()).discard(rank)
+
+    def drop_where(self, key: Key | None = None, node: str = "", tiers: Iterable[str] = ()) -> None:
+        """Forget what matches all that is given."""
+        wanted = set(tiers)
+        for one, ranks in self._held.items():
+            for rank in ranks if key in (None, one) else ():
+                places = [
+                    place
+                    for place in ranks[rank]
+                    if (not node or place[0] == node) and (not wanted or place[1] in wanted)
+                ]
+                self._remove(one, rank, places)
+        self._held = {one: ranks for one, ranks in self._held.items() if any(ranks.values())}
+
+    def newest_first(self) -> list[Key]:
+        """Newest first."""
+        return sorted(self._held, reverse=True)
+
+    def of(self, key: Key, rank: int) -> list[Copy]:
+        return list(self._held.get(key, {}).get(rank, {}).values())
+
+    def every(self) -> Iterator[Copy]:
+        for ranks in self._held.values():
+            for held in ranks.values():
+                yield from held.values()
+
+    def world(self, key: Key) -> int:
+        return next((copy.world for held in self._held.get(key, {}).values() for copy in held.values()), 0)
+
+    def in_memory(self, key: Key) -> bool:
+        """True when every rank's whole image is held by the agent of its own node."""
+        world = self.world(key)
+        return world > 0 and len(self._whole.get(key, ())) == world
+
+    def size_bytes(self, key: Key) -> int:
+        return sum(next(iter(held.values())).size_bytes for held in self._held[key].values() if held)
+
+    def commons(self, key: Key) -> dict[str, list[Copy]]:
+        """Copies that have a common part, by the part's hash."""
+        found: dict[str, list[Copy]] = {}
+        for held in self._held.get(key, {}).values():
+            for copy in held.values():
+                if copy.common_id and copy.has(COMMON):
+                    found.setdefault(copy.common_id, []).append(copy)
+        return found
+
+    def nodes_with(self, key: Key, rank: int, part: str, commons: Mapping[str, list[Copy]]) -> set[str]:
+        """Nodes that have a copy of this part of the rank's image, in whatever tier."""
+        copies = self.of(key, rank)
+        nodes = {copy.node for copy in copies if copy.has(part)}
+        if part == COMMON and copies:
+            if not copies[0].common_bytes:
+                return {copy.node for copy in copies}
+            nodes |= {copy.node for copy in commons.get(copies[0].common_id, ())}
+        return nodes
+
+    def restorable(self, key: Key, without: str = "") -> bool:
+        """True while every part of every rank's image has a copy (on a node other than `without`)."""
+        world, commons = self.world(key), self.commons(key)
+        return world > 0 and all(
+            self.nodes_with(key, rank, part, commons) - {without}
+            for rank in range(world)
+            for part in (COMMON, OWN)
+        )
+
+    def sources(
+        self, key: Key, rank: int, node: str, commons: Mapping[str, list[Copy]]
+    ) -> tuple[Source, ...]:
+        """Where `node` can get the rank's image, fastest first: its own memory, others' memory, disks."""
+        found: list[tuple[tuple[int, int, int], Source]] = []
+        copies = self.of(key, rank)
+        for copy in copies:
+            found.append(_ranked(copy, node, copy.part, rank))
+        common_id = copies[0].common_id if copies else ""
+        for copy in commons.get(common_id, ()):
+            if copy.rank != rank:
+                found.append(_ranked(copy, node, COMMON, rank))
+        # stable: equals stay in order
+        return tuple(source for _, source in sorted(found, key=lambda pair: pair[0]))
+
+
+def _whole(copy: Copy) -> bool:
+    return copy.tier == MEMORY and copy.part == ALL
+
+
+def _ranked(copy: Copy, node: str, part: str, rank: int) -> tuple[tuple[int, int, int], Source]:
+    here = copy.node == node
+    disk = copy.tier == LOCAL
+    tier = LOCAL if disk else MEMORY if here and copy.tier == MEMORY and copy.rank == rank else PEER
+    spread = (copy.rank - rank) % max(1, copy.world)  # so that not all nodes ask the same one
+    return (int(disk), int(not here), spread), Source(tier, copy.node, part, copy.rank)
+
+
+def from_report(node: str, report: Mapping[str, Any]) -> Copy:
+    """A copy as an agent tells it. Raises KeyError, TypeError or ValueError for a malformed one."""
+    return Copy(
+        node=node, tier=str(report["tier"]), step=int(report["step"]), attempt=int(report["attempt"]),
+        rank=int(report["rank"]), world=int(report["world"]), part=str(report["part"]),
+        size_bytes=int(report["size_bytes"]), common_bytes=int(report["common_bytes"]),
+        common_id=str(report["common_id"]),
+    )  # fmt: skip
+
+
+# ---- replicas
+
+
+def holders(
+    placement: Sequence[str],
+    spares: Sequence[str],
+    domains: Mapping[str, str],
+    copies: int,
+    full: Iterable[str],
+) -> dict[str, tuple[str, ...]]:
+    """For each active node, the nodes that hold its replicas: spares while they have room, then partners.
+
+    A partner is in another failure domain (`domains`: node -> switch or the like) where there is one, and
+    half the placement away, so that neighbours that fail together are not each other's partners. Nodes in
+    `full` have no memory left.
+    """
+    no_room = set(full)
+    load: dict[str, int] = {}
+    result: dict[str, tuple[str, ...]] = {}
+    count = len(placement)
+    for index, node in enumerate(placement):
+        away = [placement[(index + count // 2 + k) % count] for k in range(count)]
+        chosen: list[str] = []
+        candidates = [s for s in spares if load.get(s, 0) < NODES_PER_SPARE]
+        candidates += sorted(away, key=lambda n: _together(domains, n, node))
+        candidates = [n for n in dict.fromkeys(candidates) if n != node and n not in no_room]
+        spares_first = [n for n in candidates if n in spares]
+        spares_first.sort(key=lambda n: (_together(domains, n, node), load.get(n, 0)))
+        for name in [*spares_first, *(n for n in candidates if n not in spares)][:copies]:
+            chosen.append(name)
+            load[name] = load.get(name, 0) + 1
+        result[node] = tuple(chosen)
+    return result
+
+
+def _together(domains: Mapping[str, str], one: str, other: str) -> bool:
+    return one in domains and domains.get(one) == domains.get(other)
+
+
+def missing_replicas(
+    copies: Copies,
+    key: Key,
+    placement: Sequence[str],
+    ranks_per_node: int,
+    holding: Mapping[str, tuple[str, ...]],
+) -> list[Replication]:
+    """What must be copied so that every part lives on one node more for each holder.
+
+    A common part that as many other nodes have, as data-parallel ranks do, needs no replica.
+    """
+    commons = copies.commons(key)
+    orders = []
+    for index, node in enumerate(placement):
+        wanted = holding.get(node, ())
+        for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
+            enough_common = len(copies.nodes_with(key, rank, COMMON, commons)) > len(wanted)
+            part = OWN if enough_common else ALL
+            have_own = copies.nodes_with(key, rank, OWN, commons)
+            for holder in wanted:
+                lacks_common = part == ALL and holder not in copies.nodes_with(key, rank, COMMON, commons)
+                if holder in have_own and not lacks_common:
+                    continue
+                if len(have_own) > len(wanted) and not lacks_common:
+                    continue
+                sources = copies.sources(key, rank, holder, commons)
+                orders.append(Replication(holder, rank, part, sources))
+    return orders
+
+
+# ---- the restore plan
+
+
+def plan_restore(
+    copies: Copies,
+    shared: Mapping[int, int],
+    placement: Sequence[str],
+    ranks_per_node: int,
+    *,
+    lost_from: int,
+    step_s: float,
+    rates: Mapping[str, float] | None = None,
+) -> RestorePlan:
+    """The set of images, or the shared checkpoint, that brings the training back to `lost_from` soonest.
+
+    `shared` maps steps that are complete in the shared tier to their size. Time = restoring it + doing the
+    steps after it again, at `step_s` seconds a step. Images serve the same number of ranks only.
+    """
+    speed = {**RATES, **(rates or {})}
+    options = [
+        _from_images(copies, key, placement, ranks_per_node, speed)
+        for key in copies.newest_first()
+        if copies.world(key) == len(placement) * ranks_per_node and copies.restorable(key)
+    ]
+    if shared:
+        step = max(shared)
+        seconds = shared[step] / (speed[SHARED] * max(1, len(placement)))
+        options.append(RestorePlan(step, 0, SHARED, "", seconds, {SHARED: shared[step]}))
+    if not options:
+        return RestorePlan(0, 0, "", "nothing was saved yet")
+
+    def cost_s(plan: RestorePlan) -> float:
+        return plan.expected_s + max(0, lost_from - plan.step) * step_s
+
+    newest = max(options, key=lambda plan: (plan.step, plan.tier == MEMORY, plan.attempt))
+    best = min(options, key=lambda plan: (cost_s(plan), -plan.step, plan.tier != MEMORY))
+    if best.step == newest.step or cost_s(best) >= cost_s(newest):
+        best = newest
+    return _with_reason(best, newest, cost_s(newest) - cost_s(best))
+
+
+def _from_images(
+    copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, speed: Mapping[str, float]
+) -> RestorePlan:
+    commons = copies.commons(key)
+    sources: dict[int, tuple[Source, ...]] = {}
+    tiers: dict[str, int] = {}
+    slowest_s = 0.0
+    for index, node in enumerate(placement):
+        node_s = 0.0
+        for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
+            sources[rank] = copies.sources(key, rank, node, commons)
+            image = copies.of(key, rank)[0]
+            sizes = {COMMON: image.common_bytes, OWN: image.size_bytes - image.common_bytes}
+            for part, size in sizes.items():
+                if size:
+                    tier = next(source.tier for source in sources[rank] if source.has(part))
+                    tiers[tier] = tiers.get(tier, 0) + size
+                    node_s += size / speed[tier]
+        slowest_s = max(slowest_s, node_s)
+    return RestorePlan(key[0], key[1], MEMORY, "", slowest_s, tiers, sources)
+
+
+def _with_reason(plan: RestorePlan, newest: RestorePlan, saves_s: float) -> RestorePlan:
+    reason = f"step {plan.step} is the newest that is complete, {plan.expected_s:.2f} s expected"
+    if plan.step < newest.step:
+        reason = (
+            f"step {newest.step} is newer than step {plan.step}, but needs {newest.expected_s:.0f} s to "
+            f"restore: {saves_s:.0f} s more than doing the steps between again"
+        )
+    return RestorePlan(plan.step, plan.attempt, plan.tier, reason, plan.expected_s, plan.tiers, plan.sources)

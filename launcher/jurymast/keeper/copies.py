@@ -1,0 +1,210 @@
+"""What a node holds: whole images or parts of one, in memory or on its own disk, and who is reading them."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jurymast.keeper.buffers import Buffer
+from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
+
+MEMORY, PEER, LOCAL = "memory", "peer", "local"
+ALL = "all"
+# The order in which a reader is served.
+_TIERS = (MEMORY, PEER, LOCAL)
+_STEP_NAME = re.compile(r"step-(\d+)\.a(\d+)")
+_RANK_NAME = re.compile(r"rank-(\d+)\.manifest")
+
+# (step, attempt, rank): the same step of another attempt is another state.
+Key = tuple[int, int, int]
+
+
+def parts_of(part: str) -> tuple[str, ...]:
+    return PARTS if part == ALL else (part,)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The unit in which images are verified and travel: bytes [at, at + length) of the image."""
+
+    part: str
+    at: int
+    length: int
+    hash: str
+
+
+def blocks_of(manifest: Manifest, part: str = ALL) -> list[Block]:
+    """Raises BadImage when the manifest's hashes do not fit its sizes."""
+    blocks = []
+    for one in parts_of(part):
+        start, end = manifest.extent(one)
+        hashes = manifest.blocks.get(one, ())
+        if len(hashes) != -(-(end - start) // BLOCK_BYTES):
+            raise BadImage(f"its manifest has {len(hashes)} hashes for {end - start} bytes of the {one} part")
+        for number, value in enumerate(hashes):
+            at = start + number * BLOCK_BYTES
+            blocks.append(Block(one, at, min(BLOCK_BYTES, end - at), value))
+    return blocks
+
+
+def is_intact(view: memoryview, block: Block) -> bool:
+    """Whether the image that `view` begins with has this block whole; releases the GIL meanwhile."""
+    return hash_block(view[block.at : block.at + block.length]) == block.hash
+
+
+def trusted(data: bytes, key: Key) -> Manifest:
+    """The manifest of exactly this image, with hashes for all of it. Raises BadImage."""
+    manifest = Manifest.from_bytes(data)
+    if (manifest.step, manifest.attempt, manifest.rank) != key:
+        raise BadImage(
+            f"its manifest is of step {manifest.step}, attempt {manifest.attempt}, rank {manifest.rank}"
+        )
+    if not 0 <= manifest.common_bytes <= manifest.size_bytes:
+        raise BadImage("its manifest is damaged: a part is larger than the whole")
+    blocks_of(manifest)
+    return manifest
+
+
+@dataclass(eq=False)
+class Copy:
+    """One image or part of one. Its bytes lie where the manifest says, in a buffer as in a file."""
+
+    manifest: Manifest
+    tier: str
+    part: str
+    place: Buffer | Path
+    stall_s: float = 0.0
+    manifest_bytes: bytes = b""
+    verified_at: float = 0.0  # time.monotonic()
+
+    def __post_init__(self) -> None:
+        self.manifest_bytes = self.manifest_bytes or self.manifest.to_bytes()
+
+    @property
+    def key(self) -> Key:
+        return self.manifest.step, self.manifest.attempt, self.manifest.rank
+
+    @property
+    def path(self) -> str:
+        """A file that begins with the image; only a copy of all of it has every byte of that."""
+        return self.place.path if isinstance(self.place, Buffer) else str(self.place)
+
+    @property
+    def capacity(self) -> int:
+        return self.place.capacity if isinstance(self.place, Buffer) else 0
+
+    def has(self, at: int, length: int) -> bool:
+        start, end = 0, self.manifest.size_bytes
+        if self.part != ALL:
+            start, end = self.manifest.extent(self.part)
+        return start <= at and length >= 0 and at + length <= end
+
+    def said(self) -> dict[str, Any]:
+        """As the supervisor is told."""
+        start, end = (0, self.manifest.size_bytes) if self.part == ALL else self.manifest.extent(self.part)
+        values: dict[str, Any] = {
+            "step": self.manifest.step, "attempt": self.manifest.attempt, "rank": self.manifest.rank,
+            "world": self.manifest.world, "tier": self.tier, "part": self.part, "bytes": end - start,
+            "size_bytes": self.manifest.size_bytes,
+            "common_id": self.manifest.common_id, "common_bytes": self.manifest.common_bytes,
+        }  # fmt: skip
+        if self.tier == MEMORY:
+            values["stall_s"] = self.stall_s
+        return values
+
+
+@dataclass
+class Copies:
+    """The table of copies, and the readers of each buffer. Every method may be called from any thread.
+
+    A buffer that is read stays as it is: who drops its copy asks with `when_idle` to be told when the last
+    reader is gone. `idle` is called for that, in the thread of that reader.
+    """
+
+    idle: Callable[[Callable[[], None]], None] = lambda then: then()
+    _copies: dict[tuple[Key, str, str], Copy] = field(default_factory=dict)
+    _waiting: dict[Buffer, Callable[[], None]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __iter__(self) -> Iterator[Copy]:
+        with self._lock:
+            return iter(list(self._copies.values()))
+
+    def __contains__(self, copy: object) -> bool:
+        with self._lock:
+            return isinstance(copy, Copy) and self._copies.get((copy.key, copy.tier, copy.part)) is copy
+
+    def add(self, copy: Copy) -> None:
+        with self._lock:
+            self._copies[copy.key, copy.tier, copy.part] = copy
+
+    def remove(self, copy: Copy) -> None:
+        """Nobody finds it any more; who reads it goes on."""
+        with self._lock:
+            if self._copies.get((copy.key, copy.tier, copy.part)) is copy:
+                del self._copies[copy.key, copy.tier, copy.part]
+
+    def find(self, key: Key, tiers: tuple[str, ...] = _TIERS) -> list[Copy]:
+        """Copies of this image or parts of it, best first."""
+        with self._lock:
+            found = [copy for copy in self._copies.values() if copy.key == key and copy.tier in tiers]
+        return sorted(found, key=lambda copy: (copy.part != ALL, _TIERS.index(copy.tier)))
+
+    def acquire(self, key: Key, at: int = 0, length: int | None = None) -> Copy | None:
+        """A copy that has these bytes (by default all), which stay as they are until `release`."""
+        for copy in self.find(key):
+            if copy.has(at, copy.manifest.size_bytes - at if length is None else length) and self.read(copy):
+                return copy
+        return None
+
+    def read(self, copy: Copy) -> bool:
+        """Become a reader of this very copy; False when it was dropped. Ends with `release`."""
+        with self._lock:
+            if self._copies.get((copy.key, copy.tier, copy.part)) is not copy:
+                return False
+            if isinstance(copy.place, Buffer):
+                copy.place.readers += 1
+            return True
+
+    def release(self, copy: Copy) -> None:
+        buffer = copy.place
+        if isinstance(buffer, Buffer):
+            with self._lock:
+                buffer.readers -= 1
+                then = self._waiting.pop(buffer, None) if not buffer.readers else None
+            if then is not None:
+                self.idle(then)
+
+    def when_idle(self, buffer: Buffer, then: Callable[[], None]) -> None:
+        """Call `then` when no reader is left: at once, or through `idle`."""
+        with self._lock:
+            if buffer.readers:
+                self._waiting[buffer] = then
+                return
+        then()
+
+
+def local_copies(root: Path) -> list[Copy]:
+    """The complete images under a local directory; their contents are verified only when used.
+
+    The manifest is written last: an image without one is none, and neither is one of another size.
+    """
+    found = []
+    for path in sorted(root.glob("step-*.a*/rank-*.manifest")):
+        step, rank = _STEP_NAME.fullmatch(path.parent.name), _RANK_NAME.fullmatch(path.name)
+        if step is None or rank is None:
+            continue
+        image = path.with_suffix(".image")
+        try:
+            data = path.read_bytes()
+            manifest = trusted(data, (int(step[1]), int(step[2]), int(rank[1])))
+            if os.stat(image, follow_symlinks=False).st_size == manifest.size_bytes:
+                found.append(Copy(manifest, LOCAL, ALL, image, manifest_bytes=data))
+        except (OSError, BadImage):
+            continue
+    return found

@@ -1,0 +1,253 @@
+"""Bringing an image, or a part of one, together in a buffer, block by block, from wherever it can be had.
+
+A block counts when its hash is right, whoever sent it. So a source that dies or lies costs only the blocks
+that are missing then, and the next source brings them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.keeper.buffers import Buffer
+from jurymast.keeper.copies import ALL, Block, Key, blocks_of, is_intact, parts_of, trusted
+from jurymast.keeper.manifest import BadImage, Manifest
+from jurymast.wire import stream
+from jurymast.wire.channel import Message
+from jurymast.wire.stream import Stream
+
+STREAMS = 2
+# Requests under way on one connection: the other side sends the next block while this one is hashed.
+AHEAD = 2
+PIECE_BYTES = 1 << 20
+MANIFEST_BYTES_MAX = 1 << 30
+_BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another node's data server; `hosts` are tried in this order."""
+
+    node: str
+    hosts: tuple[str, ...]
+    port: int
+
+    def connect(self, secret: bytes) -> Stream:
+        """Raises OSError, AuthenticationError, ProtocolError."""
+        failure: Exception = ConnectionError("it has no address")
+        for host in self.hosts:
+            try:
+                return stream.connect(host, self.port, secret)
+            except (OSError, AuthenticationError, ProtocolError) as error:
+                failure = error
+        raise failure
+
+    def manifest(self, secret: bytes, key: Key) -> tuple[Manifest, int]:
+        """(the image's manifest, capacity of the buffer it lies in there or 0). Raises what `connect` does,
+        and BadImage."""
+        connection = self.connect(secret)
+        try:
+            connection.send({"get": "manifest", **_named(key)})
+            answer = _answer(connection)
+            length, digest = answer.get("length"), answer.get("sha256")
+            if not isinstance(length, int) or not 0 < length <= MANIFEST_BYTES_MAX:
+                raise ProtocolError(f"a manifest of {length} bytes")
+            data = bytearray(length)
+            connection.receive_into(memoryview(data))
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise BadImage("its manifest was damaged on the way")
+            return trusted(bytes(data), key), int(answer.get("capacity", 0))
+        finally:
+            connection.close()
+
+
+@dataclass
+class Filling:
+    """An image on its way into `buffer`. For one thread at a time; `stop` makes it give up soon.
+
+    `got`: bytes by tier, `passed_over`: why sources did not serve, a line each.
+    """
+
+    manifest: Manifest
+    buffer: Buffer
+    part: str = ALL
+    missing: list[Block] = field(default_factory=list)
+    got: dict[str, int] = field(default_factory=dict)
+    passed_over: list[str] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.missing = blocks_of(self.manifest, self.part)
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """[start, end) of the image that this is about."""
+        return (0, self.manifest.size_bytes) if self.part == ALL else self.manifest.extent(self.part)
+
+    def keep(self, part: str, tier: str) -> bool:
+        """What the buffer holds of `part` already; False when a block of that is corrupt."""
+        view = self.buffer.view(0, self.manifest.size_bytes)
+        wanted = self._wanted(part)
+        return self._take([block for block in wanted if is_intact(view, block)], tier) == len(wanted)
+
+    def wants(self, part: str) -> bool:
+        return bool(self._wanted(part))
+
+    def from_file(self, name: str, path: Path | str, part: str, tier: str) -> str:
+        """Why the file did not serve, or ""; `name` is how to call it then."""
+        wanted = self._wanted(part)
+        good: list[Block] = []
+        why = ""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for block in wanted:
+                    if self.stop.is_set():
+                        break
+                    view = self.buffer.view(0, self.manifest.size_bytes)
+                    _read(descriptor, block, view)
+                    if is_intact(view, block):
+                        good.append(block)
+            finally:
+                os.close(descriptor)
+        except (OSError, EOFError) as error:
+            why = _text(error)
+        if self._take(good, tier) == len(wanted) or self.stop.is_set():
+            return ""
+        why = why or f"{len(wanted) - len(good)} of {len(wanted)} blocks are corrupt"
+        self.passed_over.append(f"{name}: {why}")
+        return why
+
+    def from_peer(self, peer: Peer, secret: bytes, key: Key, part: str, tier: str) -> None:
+        """`key`: the image there whose part this is; a common part may be another rank's."""
+        wanted = self._wanted(part)
+        good, why = pull(peer, secret, key, wanted, self.buffer.view(0, self.manifest.size_bytes), self.stop)
+        if self._take(good, tier) < len(wanted):
+            self.passed_over.append(f"{peer.node}: {why}")
+
+    def _wanted(self, part: str) -> list[Block]:
+        return [block for block in self.missing if block.part in parts_of(part)]
+
+    def _take(self, good: Sequence[Block], tier: str) -> int:
+        taken = set(good)
+        self.missing = [block for block in self.missing if block not in taken]
+        if good:
+            self.got[tier] = self.got.get(tier, 0) + sum(block.length for block in good)
+        return len(good)
+
+
+def pull(
+    peer: Peer,
+    secret: bytes,
+    key: Key,
+    wanted: Sequence[Block],
+    target: memoryview,
+    stop: threading.Event,
+    streams: int = STREAMS,
+) -> tuple[list[Block], str]:
+    """(blocks that lie in `target` now, verified; why not the others). Blocks until done or broken."""
+    queue = deque(wanted)
+    good: list[Block] = []
+    reasons: list[str] = []
+
+    def work() -> None:
+        try:
+            connection = peer.connect(secret)
+            try:
+                reasons.extend(_pull(connection, key, queue, target, good, stop))
+            finally:
+                connection.close()
+        except _BROKEN as error:
+            reasons.append(_text(error))
+
+    threads = [
+        threading.Thread(target=work, name="keeper-pull", daemon=True)
+        for _ in range(min(streams, len(wanted)) - 1)
+    ]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    return good, reasons[0] if reasons else "interrupted"
+
+
+def _pull(
+    connection: Stream,
+    key: Key,
+    queue: deque[Block],
+    target: memoryview,
+    good: list[Block],
+    stop: threading.Event,
+) -> list[str]:
+    """Take blocks from the queue until it is empty; the reasons why some are corrupt."""
+    asked: deque[Block] = deque()
+    reasons = []
+    while not stop.is_set():
+        while len(asked) < AHEAD and queue:
+            try:
+                block = queue.popleft()
+            except IndexError:
+                break  # the other stream was faster
+            connection.send({"get": "bytes", **_named(key), "at": block.at, "length": block.length})
+            asked.append(block)
+        if not asked:
+            break
+        block = asked.popleft()
+        if _answer(connection).get("length") != block.length:
+            raise ProtocolError("an answer of another length than asked for")
+        if _receive(connection, target[block.at : block.at + block.length]) == block.hash:
+            good.append(block)
+        else:
+            reasons.append(f"the block at {block.at} of the {block.part} part is corrupt")
+    if reasons and not asked:
+        connection.send({"get": "check", **_named(key)})  # there, or only on its way?
+        _answer(connection)
+    return reasons
+
+
+def _receive(connection: Stream, target: memoryview) -> str:
+    """Fill `target`; its hash, made piece by piece while the processor's cache has the bytes."""
+    hasher = xxhash.xxh3_64()
+    for at in range(0, len(target), PIECE_BYTES):
+        piece = target[at : at + PIECE_BYTES]
+        connection.receive_into(piece)
+        hasher.update(piece)
+    return str(hasher.hexdigest())
+
+
+def _answer(connection: Stream) -> Message:
+    answer = connection.receive()
+    if "error" in answer:
+        raise ProtocolError(str(answer["error"]))
+    return answer
+
+
+def _named(key: Key) -> dict[str, int]:
+    step, attempt, rank = key
+    return {"step": step, "attempt": attempt, "rank": rank}
+
+
+def _read(descriptor: int, block: Block, view: memoryview) -> None:
+    done = 0
+    while done < block.length:
+        got = os.preadv(descriptor, [view[block.at + done : block.at + block.length]], block.at + done)
+        if not got:
+            raise EOFError("the file is shorter than its image")
+        done += got
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,87 @@
+"""Where an image's bytes can be had, and fetching them from there: this node's copies, or other nodes'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.keeper.copies import ALL, LOCAL, MEMORY, PEER, Copies, Copy, Key
+from jurymast.keeper.fetch import Filling, Peer
+from jurymast.keeper.manifest import BadImage, Manifest
+from jurymast.keeper.threads import in_thread
+
+
+@dataclass(frozen=True)
+class Source:
+    """`part` of an image can be had from `rank`'s image at `peer`."""
+
+    peer: Peer
+    part: str
+    rank: int
+
+    @classmethod
+    def of(cls, values: dict[str, Any], rank: int) -> Source:
+        """As the supervisor spells it; `rank`: whose image is wanted."""
+        hosts = tuple(str(host) for host in values.get("hosts", ()))
+        peer = Peer(str(values["node"]), hosts, int(values.get("port", 0)))
+        return cls(peer, str(values.get("part", ALL)), int(values.get("rank", rank)))
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """For the agent's loop; the work is done in threads. `distrust` is told of copies here that are bad."""
+
+    copies: Copies
+    secret: bytes
+    node: str
+    distrust: Callable[[Copy, str], None]
+
+    async def manifest(
+        self, key: Key, sources: Sequence[Source], passed_over: list[str]
+    ) -> tuple[Manifest, int] | None:
+        """(the image's manifest, capacity of the buffer it has somewhere, or 0), from whoever has it."""
+        here = self.copies.find(key)
+        if here:
+            return here[0].manifest, max(copy.capacity for copy in here)
+        tried = set()
+        for source in sources:
+            if source.rank == key[2] and source.peer.node != self.node and source.peer not in tried:
+                tried.add(source.peer)
+                try:
+                    return await in_thread(source.peer.manifest, self.secret, key)
+                except (OSError, AuthenticationError, ProtocolError, BadImage) as error:
+                    passed_over.append(f"{source.peer.node}: {error or type(error).__name__}")
+        return None
+
+    async def fill(self, filling: Filling, key: Key, sources: Sequence[Source]) -> None:
+        """Until nothing is missing or nobody is left to ask. A common part may be of another rank's image:
+        whether it is the same shows in its hashes."""
+        for source in sources:
+            if filling.complete or filling.stop.is_set():
+                return
+            theirs = (key[0], key[1], source.rank)
+            part = source.part
+            if not filling.wants(part):
+                continue
+            if source.peer.node == self.node:
+                await self._from_here(filling, theirs, part)
+            else:
+                await in_thread(filling.from_peer, source.peer, self.secret, theirs, part, PEER)
+
+    async def _from_here(self, filling: Filling, key: Key, part: str) -> None:
+        found = [copy for copy in self.copies.find(key) if copy.part in (ALL, part)]
+        if not found:
+            filling.passed_over.append(f"{self.node}: not held here (any more)")
+        for copy in found:
+            if copy.place is filling.buffer or not self.copies.read(copy):
+                continue
+            tier = LOCAL if copy.tier == LOCAL else MEMORY
+            name = f"{self.node}, {tier}"
+            try:
+                why = await in_thread(filling.from_file, name, copy.path, part, tier)
+            finally:
+                self.copies.release(copy)
+            if why:
+                self.distrust(copy, why)

@@ -1,0 +1,116 @@
+"""The words that a rank and its agent exchange about memory: one record a local rank, in shared memory.
+
+Every word has one writer. A slot is a buffer of the agent (a memfd, opened through /proc/<agent>/fd/N) that
+holds one image with its manifest right behind it. The rank may write into a slot only while
+`freed == seq`; it makes `seq` odd when it begins and even when the image and manifest are whole, so the slot
+is the agent's from then on, until the agent says `freed = seq` again. A rank that dies in between leaves
+`seq` odd, and what it wrote is never looked at.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from enum import IntEnum
+
+SLOTS = 2
+PAGE_VARIABLE = "JURYMAST_KEEPER"
+
+
+class Word(IntEnum):
+    """Of a rank's record. Sizes in bytes."""
+
+    # the agent's
+    REFUSED = 0  # 1: this node cannot give the memory that the rank asked for
+    RESTORE = 1  # a value of `Restore`
+    RESTORE_SLOT = 2
+    RESTORE_STEP = 3
+    RESTORE_ATTEMPT = 4  # the attempt that saved it
+    RESTORE_IMAGE = 5  # size of the image in that slot
+    RESTORE_MANIFEST = 6  # size of the manifest behind it
+    # the rank's
+    WANT = 8  # how large an image with its manifest may become; asks the agent for slots of that size
+    SKIPPED = 9  # saves skipped because no slot was free
+    SKIPPED_STEP = 10
+
+
+class SlotWord(IntEnum):
+    """Of one slot, of which a record has `SLOTS`."""
+
+    # the agent's
+    FD = 0  # the agent's descriptor; 0: there is no buffer yet
+    GENERATION = 1  # changes with the buffer
+    CAPACITY = 2
+    FREED = 3
+    # the rank's
+    SEQ = 4
+    STEP = 5
+    IMAGE = 6  # size of the image
+    MANIFEST = 7  # size of the manifest behind it
+
+
+class Restore(IntEnum):
+    PENDING = 0  # the agent is still fetching
+    READY = 1  # the image is in the slot, verified
+    ELSEWHERE = 2  # nothing in memory: the ranks look in the shared tier
+
+
+_SLOT_WORDS = len(SlotWord)
+_FIRST_SLOT = 16
+RANK_WORDS = 64
+RANK_BYTES = 8 * RANK_WORDS
+
+
+class RankRecord:
+    """One rank's words. Reads and writes are single aligned 8-byte stores."""
+
+    def __init__(self, page: mmap.mmap, local_rank: int) -> None:
+        start = local_rank * RANK_BYTES
+        self._words = memoryview(page)[start : start + RANK_BYTES].cast("q")
+
+    def __getitem__(self, word: Word) -> int:
+        return self._words[word]
+
+    def __setitem__(self, word: Word, value: int) -> None:
+        self._words[word] = value
+
+    def slot(self, number: int) -> SlotRecord:
+        start = _FIRST_SLOT + number * _SLOT_WORDS
+        return SlotRecord(self._words[start : start + _SLOT_WORDS])
+
+
+class SlotRecord:
+    """One slot's words."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def __getitem__(self, word: SlotWord) -> int:
+        return int(self._words[word])
+
+    def __setitem__(self, word: SlotWord, value: int) -> None:
+        self._words[word] = value
+
+    @property
+    def writable(self) -> bool:
+        """True while the rank may write into it."""
+        return self[SlotWord.FD] != 0 and self[SlotWord.FREED] == self[SlotWord.SEQ]
+
+
+def create_page(ranks: int) -> tuple[int, mmap.mmap]:
+    """The agent's side: (descriptor of a memfd, its mapping) with a record for each local rank."""
+    descriptor = os.memfd_create("jurymast-keeper", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, max(1, ranks) * RANK_BYTES)
+    return descriptor, mmap.mmap(descriptor, 0)
+
+
+def open_page(path: str) -> mmap.mmap | None:
+    """The rank's side; None when no agent is there."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,129 @@
+"""The agent's data server: manifests and byte ranges of the images that this node holds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.keeper.buffers import Buffer
+from jurymast.keeper.copies import Copies, Copy, Key
+from jurymast.wire import stream
+from jurymast.wire.stream import Stream
+
+BACKLOG = 128
+
+
+class Server:
+    """Listens on all addresses from the start; a thread a connection, which mostly waits in sendfile.
+
+    `doubt` is called, in such a thread, with a copy from which somebody got wrong bytes.
+    """
+
+    def __init__(self, copies: Copies, secret: bytes, doubt: Callable[[Copy], None]) -> None:
+        self._copies = copies
+        self._doubt = doubt
+        self._secret = secret
+        self._listener = socket.create_server(("0.0.0.0", 0), backlog=BACKLOG)
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        threading.Thread(target=self._accept, name="keeper-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop at once; transfers under way fail at the other end."""
+        with self._lock:
+            self._closed = True
+            for connection in [self._listener, *self._connections]:
+                _shut(connection)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue  # that connection is gone already, or there is no descriptor for it
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._connections.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="keeper-serve", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            peer = stream.accept(connection, self._secret)
+            while True:
+                self._answer(peer, peer.receive())
+        except (OSError, EOFError, AuthenticationError, ProtocolError):
+            pass  # the other side is done, or it notices: what it has not got in full and verified is nothing
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _answer(self, peer: Stream, request: dict[str, Any]) -> None:
+        try:
+            key: Key = (int(request["step"]), int(request["attempt"]), int(request["rank"]))
+            what, at, length = str(request["get"]), int(request.get("at", 0)), int(request.get("length", 0))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError("a request that is none") from error
+        if what == "manifest":
+            self._send_manifest(peer, key)
+            return
+        if what == "check":
+            for copy in self._copies.find(key):
+                self._doubt(copy)
+            peer.send({})
+            return
+        held = self._copies.acquire(key, at, length)
+        if held is None:
+            peer.send({"error": "not held (any more)"})
+            return
+        try:
+            _send_bytes(peer, held, at, length)
+        finally:
+            self._copies.release(held)
+
+    def _send_manifest(self, peer: Stream, key: Key) -> None:
+        found = self._copies.find(key)
+        if not found:
+            peer.send({"error": "not held (any more)"})
+            return
+        data = found[0].manifest_bytes
+        # It may be larger than a message; its hash in the message vouches for it.
+        digest = hashlib.sha256(data).hexdigest()
+        peer.send({"length": len(data), "sha256": digest, "capacity": found[0].capacity})
+        peer.send_bytes(data)
+
+
+def _send_bytes(peer: Stream, copy: Copy, at: int, length: int) -> None:
+    if isinstance(copy.place, Buffer):
+        peer.send({"length": length})
+        peer.send_file(copy.place.descriptor, at, length)
+        return
+    try:
+        descriptor = os.open(copy.place, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        peer.send({"error": f"{copy.place}: {error.strerror}"})
+        return
+    try:
+        peer.send({"length": length})
+        peer.send_file(descriptor, at, length)
+    finally:
+        os.close(descriptor)
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+    except OSError:
+        pass  # not connected any more

@@ -1,0 +1,152 @@
+"""The agent's side of the storage processes: start them, give them orders, and kill them when they hang."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jurymast.storage.job import LIMIT_S, Message
+
+# Beyond its limit an order gets this long to give up by itself, and a killed process to be gone.
+GRACE_S = 10.0
+GONE_S = 2.0
+LINE_BYTES_MAX = 1 << 20
+
+
+class Drainer:
+    """Carries out orders, at most one a tier at a time. One process a tier, started with its first order:
+    storage that hangs keeps nothing else waiting. All methods are called in the event loop.
+    """
+
+    def __init__(
+        self, on_progress: Callable[[Message], None] | None = None, *, grace_s: float = GRACE_S
+    ) -> None:
+        self._on_progress = on_progress
+        self._grace_s = grace_s
+        self._tiers: dict[str, _Tier] = {}
+        self._next_id = 0
+
+    async def drain(self, order: Message) -> Message:
+        """Carry out `order` ("tier", "do" unless it is "drain", and what the tier needs; no "id").
+
+        Returns the answer: "said" is "done", or "failed" with "why". Never raises for the storage's sake.
+        Cancelling the task that awaits this cancels the order, and waits until nothing is written any more.
+        """
+        tier = self._tiers.setdefault(order["tier"], _Tier(order["tier"]))
+        self._next_id += 1
+        whole = {"do": "drain", "limit_s": LIMIT_S, **order, "id": self._next_id}
+        async with tier.lock:
+            return await tier.carry_out(whole, self._on_progress, self._grace_s)
+
+    async def close(self) -> None:
+        """End all processes."""
+        for tier in self._tiers.values():
+            await tier.kill()
+
+
+class _Tier:
+    def __init__(self, name: str) -> None:
+        self.lock = asyncio.Lock()
+        self._name = name
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def carry_out(
+        self, order: Message, on_progress: Callable[[Message], None] | None, grace_s: float
+    ) -> Message:
+        """Under the lock. Leaves a process only if it is idle."""
+        try:
+            process = await self._ready()
+        except OSError as error:
+            return _failed(order, f"the storage process cannot be started: {error}")
+        if process is None:
+            return _failed(order, f"{self._name} storage still hangs: a killed process waits for it")
+        work = asyncio.ensure_future(self._talk(process, order, on_progress))
+        try:
+            done, _ = await asyncio.wait([work], timeout=order["limit_s"] + grace_s)
+            if not done:
+                await self.kill()
+                return _failed(
+                    order,
+                    f"{self._name} storage hangs at {order.get('root') or order.get('url')}: no end of it "
+                    f"within {order['limit_s']:.0f} s; its process was killed",
+                )
+            return work.result() or _failed(order, await self._why_ended())
+        except asyncio.CancelledError:
+            self._tell(process, {"do": "cancel", "id": order["id"]})
+            done, _ = await asyncio.wait([work], timeout=grace_s)
+            if not done:
+                await self.kill()
+            raise
+        finally:
+            work.cancel()
+
+    async def _ready(self) -> asyncio.subprocess.Process | None:
+        """A process that takes orders; None while one that was killed has not ended."""
+        if self._process is not None and self._process.returncode is None:
+            return None if self._process.stdin is None or self._process.stdin.is_closing() else self._process
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "jurymast.storage", limit=LINE_BYTES_MAX,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        return self._process
+
+    async def _talk(
+        self,
+        process: asyncio.subprocess.Process,
+        order: Message,
+        on_progress: Callable[[Message], None] | None,
+    ) -> Message | None:
+        """The order's answer; None when the process ended before."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            self._tell(process, order)
+            await process.stdin.drain()
+            while line := await process.stdout.readline():
+                answer: dict[str, Any] = json.loads(line)
+                if answer["id"] != order["id"]:
+                    continue
+                if answer["said"] != "progress":
+                    return answer
+                if on_progress is not None:
+                    on_progress(answer)
+        except (ConnectionError, ValueError):
+            pass
+        return None
+
+    @staticmethod
+    def _tell(process: asyncio.subprocess.Process, message: Message) -> None:
+        if process.stdin is not None and not process.stdin.is_closing():
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _why_ended(self) -> str:
+        await self.kill()
+        code = self._process.returncode if self._process else None
+        if code is not None and code < 0:
+            return f"the storage process was killed by {signal.Signals(-code).name}"
+        return f"the storage process ended with {code}"
+
+    async def kill(self) -> None:
+        """SIGKILL, and wait a moment: a process that waits for hanging storage ends only when that does."""
+        process = self._process
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        if process.returncode is None:
+            try:
+                process.kill()
+            except ProcessLookupError:
+                pass
+        try:
+            await asyncio.wait_for(process.wait(), GONE_S)
+        except asyncio.TimeoutError:
+            pass
+
+
+def _failed(order: Message, why: str) -> Message:
+    return {"id": order["id"], "said": "failed", "why": why}

@@ -1,0 +1,135 @@
+"""One order to the storage process while it is carried out: its limits, and what is said of it meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+Message = dict[str, Any]
+Result = TypeVar("Result")
+
+PROGRESS_EVERY_S = 1.0
+LIMIT_S = 1800.0
+POLL_S = 0.05
+POLL_S_MAX = 0.5
+# Network file systems serve directories from a cache for up to a minute; a change made here renews it.
+RENEW_EVERY_S = 2.0
+
+
+class StorageFailure(Exception):
+    """An order that cannot be carried out; one line that names the path and what to do."""
+
+
+class Job:
+    """An order, being carried out by one thread (and helpers that it waits for)."""
+
+    def __init__(self, order: Message, say: Callable[[Message], None]) -> None:
+        self.order = order
+        self.cancelled = threading.Event()
+        self.bytes = 0
+        self.notes: list[str] = []
+        self._stopped = False
+        self._say = say
+        self._limit_s = float(order.get("limit_s", LIMIT_S))
+        self._started = time.monotonic()
+        self._told_at = self._started
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Its time counts from here: not while it waits for its turn."""
+        self._started = self._told_at = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def check(self) -> None:
+        """Raises StorageFailure when it was cancelled or takes too long."""
+        if self.cancelled.is_set():
+            raise StorageFailure("it was cancelled")
+        if self._stopped:
+            raise StorageFailure("another part of it failed")
+        if self.seconds > self._limit_s:
+            raise StorageFailure(f"it took longer than its limit of {self._limit_s:.0f} s")
+
+    def stop(self) -> None:
+        """Have helper threads give up."""
+        self._stopped = True
+
+    def note(self, text: str) -> None:
+        """Something to be said with the answer that does not make it a failure."""
+        self.notes.append(text)
+
+    def wrote(self, count: int) -> None:
+        """Count bytes, and say so now and then. Raises as `check` does."""
+        self.check()
+        with self._lock:
+            self.bytes += count
+            now = time.monotonic()
+            if now - self._told_at < PROGRESS_EVERY_S:
+                return
+            self._told_at = now
+        self._say({"id": self.order.get("id"), "said": "progress", "bytes": self.bytes})
+
+    def wait(self, what: str, look: Callable[[], Result | None], renew: Path | None = None) -> Result:
+        """The first result of `look` that is not None. StorageFailure: `what` did not happen in time."""
+        pause = POLL_S
+        renewed = time.monotonic()
+        while (result := look()) is None:
+            if self.seconds > self._limit_s:
+                raise StorageFailure(f"{what} did not come within {self._limit_s:.0f} s")
+            self.check()
+            self.cancelled.wait(pause)
+            pause = min(POLL_S_MAX, pause * 1.2)
+            if renew is not None and time.monotonic() - renewed > RENEW_EVERY_S:
+                renewed = time.monotonic()
+                try:
+                    os.utime(renew)
+                except OSError:
+                    continue  # `look` will see what became of it
+        return result
+
+
+def explain(error: OSError, path: Path | str) -> str:
+    """What went wrong at `path` and what to do about it, on one line."""
+    place = error.filename if isinstance(error.filename, str) else str(path)
+    if error.errno == errno.ENOSPC:
+        return f"no space left at {place} ({_free(place)} free): make room there, or keep fewer checkpoints"
+    if error.errno == errno.EDQUOT:
+        return f"the disk quota is used up at {place}: make room there, or keep fewer checkpoints"
+    if error.errno == errno.EROFS:
+        return f"{place} is on a read-only file system: remount it, or choose another path"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"no permission for {place}: check its owner and mode, or choose another path"
+    if error.errno in (errno.EIO, errno.ESTALE):
+        return f"{error.strerror} at {place}: the storage is failing, see the node's kernel log"
+    return f"{error.strerror or error} at {place}"
+
+
+def size_text(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def free_bytes(path: Path | str) -> int | None:
+    """What a user may still write at `path`, or at its nearest parent that exists; None: unknown."""
+    for place in (Path(path), *Path(path).parents):
+        try:
+            found = os.statvfs(place)
+        except OSError:
+            continue
+        return found.f_bavail * found.f_frsize
+    return None
+
+
+def _free(path: str) -> str:
+    free = free_bytes(path)
+    return "?" if free is None else size_text(free)

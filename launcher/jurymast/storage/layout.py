@@ -1,0 +1,171 @@
+"""Which rank writes which items of its image, so that the files of all together are one DCP checkpoint."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jurymast.keeper.manifest import Item, Manifest
+from jurymast.storage.job import StorageFailure
+from jurymast.storage.source import Range, merged
+
+Holder = tuple[int, int]  # a rank, and the number of the item among its manifest's
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One item as the checkpoint has it: under this name and path, at [offset, offset + length) of `file`."""
+
+    item: Item
+    name: str
+    path: tuple[str | int, ...]
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`writes`: for each rank the numbers of the items that it writes, in the order of its image."""
+
+    manifests: dict[int, Manifest]
+    writes: dict[int, list[int]]
+    entries: dict[str, dict[str, Any]]
+
+    def stored(self) -> Iterator[Stored]:
+        for rank, numbers in self.writes.items():
+            offset = 0
+            extents = _extents(self.manifests[rank])
+            for number in numbers:
+                item = self.manifests[rank].items[number]
+                path = item.path
+                if self.entries.get(str(path[0]), {}).get("per_rank"):
+                    path = (path[0], f"rank-{rank:05d}", *path[1:])
+                name = item.name if path == item.path else ".".join(map(str, path))
+                yield Stored(item, name, path, file_name(rank), offset)
+                offset += extents[number][1] - extents[number][0]
+
+
+def file_name(rank: int) -> str:
+    """As torch's own writer names a rank's first file."""
+    return f"__{rank}_0.distcp"
+
+
+def ranges(manifest: Manifest, numbers: Sequence[int]) -> list[Range]:
+    """Where in its image the items are that a rank writes, ascending."""
+    extents = _extents(manifest)
+    return merged(sorted(extents[number] for number in numbers))
+
+
+def _extents(manifest: Manifest) -> list[Range]:
+    """(start, end) of each item with the padding behind it, so that what is aligned in the image stays so."""
+    order = sorted(range(len(manifest.items)), key=lambda number: manifest.items[number].at)
+    ends = [manifest.items[number].at for number in order[1:]] + [manifest.size_bytes]
+    found: list[Range] = [(0, 0)] * len(order)
+    for number, end in zip(order, ends, strict=True):
+        found[number] = (manifest.items[number].at, end)
+    return found
+
+
+def decide(manifests: dict[int, Manifest]) -> Layout:
+    """All ranks' manifests -> who writes what. Raises StorageFailure when they do not fit together.
+
+    Entries that differ between ranks are written by each, all else once: what several ranks have alike in
+    their common parts is spread over them, of other copies the lowest rank's is taken.
+    """
+    entries = _entries(manifests)
+    writes: dict[int, list[int]] = {rank: [] for rank in sorted(manifests)}
+    holders: dict[tuple[str, tuple[int, ...]], list[Holder]] = defaultdict(list)
+    for rank in sorted(manifests):
+        for number, item in enumerate(manifests[rank].items):
+            if entries.get(str(item.path[0]), {}).get("per_rank"):
+                if item.sizes != item.shape:
+                    raise StorageFailure(
+                        f"the entry {item.path[0]!r} differs between ranks, and has sharded tensors: "
+                        "give what differs an entry of its own"
+                    )
+                writes[rank].append(number)
+            elif not item.is_tensor or 0 not in item.sizes or 0 in item.shape:
+                holders[item.name, item.offsets].append((rank, number))
+    _check(manifests, holders)
+    _assign(manifests, holders, writes)
+    ordered = {
+        rank: sorted(numbers, key=lambda number, rank=rank: manifests[rank].items[number].at)  # type: ignore[misc]
+        for rank, numbers in writes.items()
+    }
+    return Layout(manifests, ordered, entries)
+
+
+def _entries(manifests: dict[int, Manifest]) -> dict[str, dict[str, Any]]:
+    """How each entry is saved: once a rank when digests differ, or some ranks have none of it."""
+    keys = {key: None for rank in sorted(manifests) for key in manifests[rank].entries}
+    found = {}
+    for key in keys:
+        theirs = [manifest.entries.get(key, {}) for manifest in manifests.values()]
+        first = next(entry for entry in theirs if entry)
+        plain = {name: value for name, value in first.items() if name != "digest"}
+        found[key] = {**plain, "per_rank": len({entry.get("digest") for entry in theirs}) > 1}
+    return found
+
+
+def _assign(
+    manifests: dict[int, Manifest],
+    holders: dict[tuple[str, tuple[int, ...]], list[Holder]],
+    writes: dict[int, list[int]],
+) -> None:
+    # Byte for byte the same common part: every rank of a group has every item of it, at the same place.
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(manifests):
+        groups[manifests[rank].common_id].append(rank)
+    common: list[Holder] = []
+    load: Counter[int] = Counter()
+    for theirs in holders.values():
+        rank, number = theirs[0]
+        item = manifests[rank].items[number]
+        if item.at + item.length <= manifests[rank].common_bytes:
+            common.append((rank, number))
+        else:
+            writes[rank].append(number)
+            load[rank] += item.length
+    queues = {name: [(load[rank], rank) for rank in ranks] for name, ranks in groups.items()}
+    for queue in queues.values():
+        heapq.heapify(queue)
+    for first, number in sorted(common, key=lambda one: -manifests[one[0]].items[one[1]].length):
+        queue = queues[manifests[first].common_id]
+        size, rank = queue[0]
+        heapq.heapreplace(queue, (size + manifests[first].items[number].length, rank))
+        writes[rank].append(number)
+
+
+def _check(manifests: dict[int, Manifest], holders: dict[tuple[str, tuple[int, ...]], list[Holder]]) -> None:
+    """Every name is one thing on all ranks, and the chunks of each tensor are all of it."""
+    kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    covered: Counter[str] = Counter()
+    for (name, _), theirs in holders.items():
+        sizes = manifests[theirs[0][0]].items[theirs[0][1]].sizes
+        for rank, number in theirs:
+            item = manifests[rank].items[number]
+            dtype, shape, other = kinds.setdefault(name, (item.dtype, item.shape, rank))
+            if (dtype, shape) != (item.dtype, item.shape) or sizes != item.sizes:
+                raise StorageFailure(
+                    f"ranks {other} and {rank} do not agree on {name}: it is {_kind(dtype, shape)} "
+                    f"and {_kind(item.dtype, item.shape)}"
+                )
+        if any(
+            at + size > whole for at, size, whole in zip(item.offsets, item.sizes, item.shape, strict=True)
+        ):
+            raise StorageFailure(f"rank {theirs[0][0]} has a part of {name} that is outside of it")
+        covered[name] += math.prod(sizes)
+    for name, (dtype, shape, rank) in kinds.items():
+        if dtype and covered[name] != math.prod(shape):
+            raise StorageFailure(
+                f"of {name}, which rank {rank} has a part of, {covered[name]} of {math.prod(shape)} elements "
+                "are there: its parts overlap, or some are missing"
+            )
+
+
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}" if dtype else "no tensor"

@@ -1,0 +1,190 @@
+"""Images on a node's own disk: they survive the agent and, after a reboot, the node.
+
+ROOT/step-00000100.a0003/rank-00007.image       the image's bytes
+ROOT/step-00000100.a0003/rank-00007.manifest    written last: without it the image does not count
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from jurymast.keeper.manifest import BadImage, Manifest
+from jurymast.rundir import sync_directory, write_atomically
+from jurymast.storage.job import Job, Message, StorageFailure, explain, free_bytes, size_text
+from jurymast.storage.source import NewFile, Source
+
+KEEP = 2
+
+_STATE = re.compile(r"step-(\d{8,})\.a(\d{4,})")
+_IMAGE = re.compile(r"rank-(\d{5,})\.manifest")
+
+State = tuple[int, int]  # step, attempt
+
+
+@dataclass(frozen=True)
+class LocalImage:
+    """A rank's image on this node's disk; its content is not yet verified."""
+
+    step: int
+    attempt: int
+    rank: int
+    image: Path
+    manifest: Path
+
+    def read_manifest(self) -> Manifest:
+        """Raises BadImage when it is damaged, of something else, or the image is not there in full length."""
+        try:
+            found = Manifest.from_bytes(self.manifest.read_bytes())
+            size = self.image.stat().st_size
+        except OSError as error:
+            raise BadImage(f"{error.filename}: {error.strerror}") from error
+        if (found.step, found.attempt, found.rank) != (self.step, self.attempt, self.rank):
+            raise BadImage(f"{self.manifest} is of step {found.step}, rank {found.rank}")
+        if size != found.size_bytes:
+            raise BadImage(f"{self.image} has {size} bytes, written were {found.size_bytes}")
+        return found
+
+
+class LocalDirectory:
+    """One run's images on one node. Reading needs no storage process; `held` is for the agent's start."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    def path(self, step: int, attempt: int) -> Path:
+        return self.root / f"step-{step:08d}.a{attempt:04d}"
+
+    def states(self) -> list[State]:
+        """(step, attempt) of what is here, whole or not, the newest attempt's newest step first."""
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        found = [(int(match[1]), int(match[2])) for name in names if (match := _STATE.fullmatch(name))]
+        return sorted(found, key=lambda state: (state[1], state[0]), reverse=True)
+
+    def held(self) -> list[LocalImage]:
+        """All images that were written to their end. Raises OSError."""
+        return [image for step, attempt in self.states() for image in self._images(step, attempt)]
+
+    def _images(self, step: int, attempt: int) -> Iterator[LocalImage]:
+        place = self.path(step, attempt)
+        for name in sorted(os.listdir(place)):
+            if match := _IMAGE.fullmatch(name):
+                manifest = place / name
+                yield LocalImage(step, attempt, int(match[1]), manifest.with_suffix(".image"), manifest)
+
+    # ---- writing (the storage process)
+
+    def prune(self, keep: int, protect: Collection[State] = ()) -> list[State]:
+        """Remove all but the newest `keep` states and those in `protect`; returns what went."""
+        gone = [state for state in self.states()[max(0, keep) :] if state not in protect]
+        for step, attempt in gone:
+            self._remove(self.path(step, attempt))
+        return gone
+
+    def sweep(self) -> None:
+        """Remove what a drainer that was killed left: images without a manifest, temporary files."""
+        for step, attempt in self.states():
+            place = self.path(step, attempt)
+            whole = {
+                path.name for image in self._images(step, attempt) for path in (image.image, image.manifest)
+            }
+            for name in set(os.listdir(place)) - whole:
+                (place / name).unlink(missing_ok=True)
+            if not whole:
+                place.rmdir()
+
+    def _remove(self, place: Path) -> None:
+        # Manifests first: images that lose theirs do not count, whatever happens next.
+        for manifest in place.glob("*.manifest"):
+            manifest.unlink(missing_ok=True)
+        shutil.rmtree(place)
+
+
+def drain(order: Message, job: Job) -> Message:
+    """Write an order's images to local disk. Raises StorageFailure."""
+    directory = LocalDirectory(order["root"])
+    step, attempt = int(order["step"]), int(order["attempt"])
+    try:
+        return _drain(directory, order, job, (step, attempt))
+    except OSError as error:
+        raise StorageFailure(f"local disk: {explain(error, directory.root)}") from error
+
+
+def prune(order: Message, job: Job) -> Message:
+    """Remove all but the newest `keep` states, those in `protect`, and leftovers."""
+    directory = LocalDirectory(order["root"])
+    try:
+        directory.sweep()
+        pruned = directory.prune(int(order.get("keep", KEEP)), _states(order.get("protect", ())))
+    except OSError as error:
+        raise StorageFailure(f"local disk: {explain(error, directory.root)}") from error
+    return {"pruned": pruned}
+
+
+def _states(pairs: Iterable[Sequence[int]]) -> set[State]:
+    return {(int(step), int(attempt)) for step, attempt in pairs}
+
+
+def _drain(directory: LocalDirectory, order: Message, job: Job, state: State) -> Message:
+    keep = int(order.get("keep", KEEP))
+    protect = _states(order.get("protect", ()))
+    place = directory.path(*state)
+    with ExitStack() as stack:
+        sources = [stack.enter_context(Source.of_order(image, *state)) for image in order["images"]]
+        directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.sweep()
+        held = {image.rank for image in directory.held() if (image.step, image.attempt) == state}
+        missing = [source for source in sources if source.manifest.rank not in held]
+        _make_room(directory, sum(source.manifest.size_bytes for source in missing), keep, {*protect, state})
+        place.mkdir(mode=0o700, exist_ok=True)
+        written: list[Path] = []
+        try:
+            for source in missing:
+                _write(place, source, job, written)
+            sync_directory(directory.root)
+        except BaseException:
+            for path in reversed(written):  # manifests before images
+                path.unlink(missing_ok=True)
+            if not os.listdir(place):
+                place.rmdir()
+            raise
+    pruned = directory.prune(keep, {*protect, state})
+    return {"bytes": job.bytes, "pruned": pruned}
+
+
+def _make_room(directory: LocalDirectory, needed: int, keep: int, protect: set[State]) -> None:
+    """When the new images do not fit beside the old ones, the oldest must go first; the newest stays."""
+    for fewer in range(max(1, keep) - 1, 0, -1):
+        free = free_bytes(directory.root)
+        if free is None or free > needed:
+            return
+        directory.prune(fewer, protect)
+    free = free_bytes(directory.root)
+    if free is not None and free < needed:
+        raise StorageFailure(
+            f"no space left at {directory.root}: {size_text(needed)} are needed, {size_text(free)} are free; "
+            "make room there, or choose another path"
+        )
+
+
+def _write(place: Path, source: Source, job: Job, written: list[Path]) -> None:
+    manifest = source.manifest
+    image = place / f"rank-{manifest.rank:05d}.image"
+    temporary = image.with_suffix(".writing")
+    written.append(temporary)
+    with NewFile(temporary) as file:
+        for piece in source.read([(0, manifest.size_bytes)]):
+            file.write(piece)
+            job.wrote(len(piece))
+    written.append(image)
+    os.rename(temporary, image)
+    written.append(image.with_suffix(".manifest"))
+    write_atomically(image.with_suffix(".manifest"), manifest.to_bytes())

@@ -1,0 +1,269 @@
+"""Complete checkpoints in an object store, through fsspec: S3 and what speaks it, or any store fsspec knows.
+
+URL/RUN/step-00000100/...             the files of the shared directory
+URL/RUN/step-00000100/jurymast.json   uploaded last, removed first: without it a checkpoint does not count
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from jurymast.checkpoint.directory import (
+    MANIFEST,
+    BadCheckpoint,
+    CheckpointDirectory,
+    FileRecord,
+    Manifest,
+    final_name,
+    one_line,
+    remove_trees,
+    step_of,
+)
+from jurymast.storage.job import Job, Message, StorageFailure, explain
+from jurymast.storage.source import NewFile
+
+log = logging.getLogger("jurymast.storage")
+
+STREAMS = 4
+PART_BYTES = 32 << 20
+PARTS_MAX = 9000  # S3 allows 10,000 parts a file
+# A store that is away for a moment costs a moment; pauses before further tries.
+PAUSES_S = (0.5, 2.0, 8.0)
+TIMEOUTS_S = {"connect_timeout": 10, "read_timeout": 60}
+INSTALL = "pip install 'jurymast[object]'"
+
+
+class ObjectStore:
+    """The checkpoints of one run. `options` go to fsspec. Methods raise StorageFailure, with the url."""
+
+    def __init__(self, url: str, run: str, options: dict[str, Any] | None = None) -> None:
+        self.url = f"{url.rstrip('/')}/{run}"
+        try:
+            core = importlib.import_module("fsspec.core")
+            known: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+            if url.startswith(("s3:", "s3a:")):
+                known["config_kwargs"] = TIMEOUTS_S
+            self._files, self._base = core.url_to_fs(self.url, **{**known, **(options or {})})
+        except ImportError as error:
+            raise StorageFailure(f"{url} needs a package that is not installed: {INSTALL}") from error
+        except Exception as error:  # fsspec and its file systems each raise what they like
+            raise StorageFailure(f"{url} cannot be used: {one_line(error)}") from error
+
+    # ---- what is there
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, newest first."""
+        names = self._tried("", lambda: self._listed(self._base))
+        found = [step for name in names if (step := step_of(name)) is not None]
+        return [step for step in sorted(found, reverse=True) if self._is_complete(step)]
+
+    def manifest(self, step: int) -> Manifest:
+        path = self._path(step, MANIFEST)
+        data = self._tried(path, lambda: self._files.cat_file(path))
+        try:
+            return Manifest.from_bytes(data)
+        except BadCheckpoint as error:
+            raise StorageFailure(f"step {step} in {self.url}: {error}") from error
+
+    def _is_complete(self, step: int) -> bool:
+        path = self._path(step, MANIFEST)
+        return bool(self._tried(path, lambda: self._files.exists(path)))
+
+    # ---- to the store
+
+    def upload(self, directory: CheckpointDirectory, step: int, job: Job) -> Message:
+        """Upload a complete checkpoint, each file checked against its hash on the way."""
+        try:
+            manifest = directory.manifest(step)
+            directory.check_sizes(step, manifest)
+        except BadCheckpoint as error:
+            raise StorageFailure(f"step {step} in {directory.root} cannot be uploaded: {error}") from error
+        if self._is_complete(step):
+            if self.manifest(step) == manifest:
+                return {"bytes": 0, "existing": True}
+            self.remove(step)  # of another attempt: never a mixture of the two
+        place = directory.path(step)
+        # `.metadata` last but for the manifest: stock readers take a directory without it for none
+        first = [record for record in manifest.files if record.name != ".metadata"]
+        last = [record for record in manifest.files if record.name == ".metadata"]
+        for records in (first, last):
+            self._each(records, lambda record: self._upload(place / record.name, step, record, job), job)
+        path = self._path(step, MANIFEST)
+        data = manifest.to_bytes()
+        self._tried(path, lambda: self._files.pipe_file(path, data), job)
+        if self._size(path) != len(data):
+            raise StorageFailure(f"{path} is not what was uploaded: upload the step again")
+        return {"bytes": job.bytes, "existing": False}
+
+    def _upload(self, source: Path, step: int, record: FileRecord, job: Job) -> None:
+        path = self._path(step, record.name)
+        self._tried(path, lambda: self._send(source, path, record, job), job)
+        size = self._size(path)
+        if size != record.size_bytes:
+            raise StorageFailure(f"{path} has {size} bytes, uploaded were {record.size_bytes}")
+
+    def _send(self, source: Path, path: str, record: FileRecord, job: Job) -> None:
+        digest = xxhash.xxh3_64()
+        part_bytes = max(PART_BYTES, record.size_bytes // PARTS_MAX)
+        buffer = memoryview(bytearray(min(4 << 20, max(1, record.size_bytes))))
+        # without autocommit an unfinished upload never becomes an object
+        target = self._files.open(path, "wb", block_size=part_bytes, autocommit=False)
+        try:
+            with open(source, "rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(buffer[:count])
+                    target.write(buffer[:count])
+                    job.wrote(count)
+            if digest.hexdigest() != record.xxh3_64:
+                raise StorageFailure(f"{source} is corrupt: its hash does not match; it is not uploaded")
+            target.close()
+            target.commit()
+        except BaseException:
+            _discard(target)
+            raise
+
+    def remove(self, step: int) -> None:
+        """The manifest first: from then on the checkpoint does not count."""
+        place = self._path(step, "").rstrip("/")
+        if self._is_complete(step):
+            manifest = self._path(step, MANIFEST)
+            self._tried(manifest, lambda: self._files.rm_file(manifest))
+        self._tried(place, lambda: self._files.rm(place, recursive=True))
+
+    # ---- from the store
+
+    def fetch(self, step: int, directory: CheckpointDirectory, job: Job) -> Message:
+        """Download a checkpoint, verify it, and publish it in `directory`."""
+        manifest = self.manifest(step)
+        if manifest.step != step:
+            raise StorageFailure(f"step {step} in {self.url} is of step {manifest.step}")
+        place = directory.draining(step, manifest.attempt, secrets.token_hex(4))
+        try:
+            directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            place.mkdir(mode=0o700)
+            try:
+                self._each(manifest.files, lambda one: self._download(place / one.name, step, one, job), job)
+                directory.seal(place, manifest)
+                directory.publish(place, step)
+            except BaseException:
+                remove_trees([place])
+                raise
+        except OSError as error:
+            raise StorageFailure(explain(error, place)) from error
+        return {"bytes": job.bytes, "size_bytes": manifest.size_bytes}
+
+    def _download(self, target: Path, step: int, record: FileRecord, job: Job) -> None:
+        path = self._path(step, record.name)
+
+        def receive() -> str:
+            target.unlink(missing_ok=True)
+            with self._files.open(path, "rb", block_size=PART_BYTES, cache_type="readahead") as source:
+                with NewFile(target, hashing=True) as file:
+                    while data := source.read(PART_BYTES):
+                        file.write(memoryview(data))
+                        job.wrote(len(data))
+                return file.hexdigest
+
+        if self._tried(path, receive, job) != record.xxh3_64:
+            raise StorageFailure(f"{path} is corrupt: its hash does not match; restore another step")
+
+    # ---- helpers
+
+    def _path(self, step: int, name: str) -> str:
+        return f"{self._base.rstrip('/')}/{final_name(step)}/{name}"
+
+    def _listed(self, path: str) -> list[str]:
+        try:
+            return [name.rstrip("/").rpartition("/")[2] for name in self._files.ls(path, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _size(self, path: str) -> int:
+        return int(self._tried(path, lambda: self._files.info(path))["size"])
+
+    def _each(self, records: Iterable[FileRecord], work: Callable[[FileRecord], None], job: Job) -> None:
+        """Do `work` for all, a few at a time. The first failure ends the others."""
+        with ThreadPoolExecutor(STREAMS) as pool:
+            tasks = [pool.submit(work, record) for record in records]
+            done, waiting = wait(tasks, return_when=FIRST_EXCEPTION)
+            if failures := [error for task in done if (error := task.exception())]:
+                job.stop()
+                for task in waiting:
+                    task.cancel()
+                raise failures[0]
+
+    def _tried(self, path: str, work: Callable[[], Any], job: Job | None = None) -> Any:
+        """The result of `work`, tried again when the store fails; what local disks say is final."""
+        for pause in (*PAUSES_S, None):
+            if job is not None:
+                job.check()
+            try:
+                self._files.invalidate_cache()
+                return work()
+            except StorageFailure:
+                raise
+            except FileNotFoundError as error:
+                raise StorageFailure(f"{path or self.url}: there is no such object or bucket") from error
+            except PermissionError as error:
+                raise StorageFailure(
+                    f"{path or self.url}: the object store refuses: {one_line(error)}; check the credentials"
+                ) from error
+            except Exception as error:  # fsspec and its file systems each raise what they like
+                if isinstance(error, OSError) and error.filename:
+                    raise StorageFailure(explain(error, str(error.filename))) from error
+                if pause is None:
+                    raise StorageFailure(
+                        f"the object store does not do it: {path or self.url}: {one_line(error)}; is it up?"
+                    ) from error
+                (job.cancelled if job is not None else threading.Event()).wait(pause)
+        raise AssertionError("unreachable")
+
+
+def _discard(target: Any) -> None:
+    """Have the store forget an unfinished upload; if it cannot, its rule for such uploads must."""
+    try:
+        target.discard()
+    except Exception as error:
+        log.warning("an unfinished upload is left: %s", one_line(error))
+    try:
+        target.closed = True  # or its finalizer would try to finish it
+    except AttributeError:
+        target.close()
+
+
+# ---- orders
+
+
+def drain(order: Message, job: Job) -> Message:
+    """Upload one complete step of the directory `root` to `url`/`run`; then keep `keep` there, if given."""
+    store = _store(order)
+    done = store.upload(CheckpointDirectory(order["root"]), int(order["step"]), job)
+    return {**done, **_pruned(store, order)}
+
+
+def prune(order: Message, job: Job) -> Message:
+    """Remove all but the newest `keep` checkpoints in the store."""
+    return _pruned(_store(order), order)
+
+
+def _store(order: Message) -> ObjectStore:
+    return ObjectStore(order["url"], order["run"], order.get("options"))
+
+
+def _pruned(store: ObjectStore, order: Message) -> Message:
+    if not order.get("keep"):
+        return {}
+    pinned = CheckpointDirectory(order["root"]).pinned() if order.get("root") else set()
+    doomed = [step for step in store.steps()[max(1, int(order["keep"])) :] if step not in pinned]
+    for step in doomed:
+        store.remove(step)
+    return {"pruned": doomed}

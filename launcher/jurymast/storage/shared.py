@@ -1,0 +1,288 @@
+"""Images to shared storage, as a stock DCP directory, by all nodes together.
+
+The nodes do not talk: they meet in the directory that they write, `.draining-STEP.aATTEMPT.NONCE`.
+
+    layout-r00007.json   rank 7's manifest, from the node that has its image
+    writes.json          from the lead (rank 0's node) once all layouts are there: who writes which items
+    __7_0.distcp         what rank 7 writes, byte ranges of its image, each block checked against its hash
+    done-r00007.json     ... and that it is on disk: name, size, hash
+    failed-r00007.txt    why it is not
+
+Then the lead has torch write `.metadata`, removes the messages, writes our manifest and renames all of it. A
+lead that dies leaves a name that nobody reads, and the next lead sweeps it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from jurymast.checkpoint.directory import (
+    BadCheckpoint,
+    CheckpointDirectory,
+    FileRecord,
+    Manifest,
+    one_line,
+    remove_trees,
+)
+from jurymast.keeper import manifest as keeper
+from jurymast.rundir import write_atomically
+from jurymast.storage.job import Job, Message, StorageFailure, explain
+from jurymast.storage.layout import Layout, decide, file_name, ranges
+from jurymast.storage.source import NewFile, Source
+
+STREAMS = 4
+WRITES = "writes.json"
+
+
+def drain(order: Message, job: Job) -> Message:
+    """Take part in writing one step. Raises StorageFailure.
+
+    The answer's `published` is True from the lead once the checkpoint is there under its final name; only
+    then the images may go. `existing`: the step was there already, and was left as it is.
+    """
+    directory = CheckpointDirectory(order["root"])
+    step, attempt = int(order["step"]), int(order["attempt"])
+    try:
+        if directory.void(step, attempt):
+            raise StorageFailure(
+                f"step {step} of attempt {attempt} was rolled back: it is not stored any more"
+            )
+        if existing := _existing(directory, step):
+            return existing
+        with ExitStack() as stack:
+            sources = [
+                stack.enter_context(Source.of_order(image, step, attempt)) for image in order["images"]
+            ]
+            meeting = _Meeting(directory, order, job, sources)
+            return meeting.lead() if order.get("lead") else meeting.follow()
+    except BadCheckpoint as error:
+        raise StorageFailure(f"shared storage: {error}") from error
+    except OSError as error:
+        raise StorageFailure(f"shared storage: {explain(error, directory.root)}") from error
+
+
+def prune(order: Message, job: Job) -> Message:
+    """Remove what drainers that are no more left half-done, and all but the newest `keep` checkpoints."""
+    directory = CheckpointDirectory(order["root"])
+    try:
+        swept = directory.sweep_drains()
+        doomed = directory.retire(int(order["keep"])) if order.get("keep") else []
+        remove_trees(doomed)
+    except OSError as error:
+        raise StorageFailure(f"shared storage: {explain(error, directory.root)}") from error
+    return {"swept": swept, "retired": len(doomed)}
+
+
+def _existing(directory: CheckpointDirectory, step: int) -> Message | None:
+    """The answer when a complete checkpoint of the step is there already."""
+    try:
+        found = directory.manifest(step)
+        directory.check_sizes(step, found)
+    except BadCheckpoint:
+        return None
+    return {"bytes": 0, "existing": True, "published": True, "attempt": found.attempt}
+
+
+class _Meeting:
+    """One node's part in a drain. `sources`: the images it has."""
+
+    def __init__(
+        self, directory: CheckpointDirectory, order: Message, job: Job, sources: list[Source]
+    ) -> None:
+        self._directory = directory
+        self._order = order
+        self._job = job
+        self._sources = sources
+        self._step, self._attempt = int(order["step"]), int(order["attempt"])
+        self._world = int(order["world"])
+        self._place = directory.draining(self._step, self._attempt, str(order["nonce"]))
+
+    # ---- the two roles
+
+    def follow(self) -> Message:
+        """Write this node's part, as the lead decides."""
+        existing = self._job.wait("the lead's directory", self._arrived, renew=self._directory.root)
+        if existing:
+            return existing
+        try:
+            self._announce()
+            text = self._job.wait("the lead's plan", self._plan, renew=self._place)
+            self._write({int(rank): numbers for rank, numbers in json.loads(text).items()})
+        except (OSError, StorageFailure) as error:
+            raise self._told(error) from error
+        return {"bytes": self._job.bytes, "published": False}
+
+    def lead(self) -> Message:
+        """Bring all nodes' parts together, and publish."""
+        self._directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory.sweep_drains()
+        if os.path.lexists(self._directory.path(self._step)):
+            # No complete checkpoint, or `drain` would not be here; but maybe all that is left of something.
+            self._directory.set_aside(self._step)
+        self._place.mkdir(mode=0o700)
+        try:
+            self._announce()
+            layout = self._decide()
+            self._write(layout.writes)
+            records = self._job.wait(
+                "the part of some rank", lambda: self._gathered(layout), renew=self._place
+            )
+            self._seal(layout, records)
+            self._directory.publish(self._place, self._step)
+        except BaseException as error:
+            told = self._told(error) if isinstance(error, OSError | StorageFailure) else error
+            remove_trees([self._place])
+            raise told from error
+        manifest = self._directory.manifest(self._step)
+        self._directory.check_sizes(self._step, manifest)
+        self._retire()
+        return {"bytes": self._job.bytes, "published": True, "size_bytes": manifest.size_bytes}
+
+    def _told(self, error: BaseException) -> BaseException:
+        """`error` as a StorageFailure, and the others told of it unless one of them had told us."""
+        if isinstance(error, _OthersFailure):
+            return error
+        if isinstance(error, FileNotFoundError) and not self._place.exists():
+            return StorageFailure("rank 0's node gave up: its directory is gone")
+        if isinstance(error, OSError):
+            error = StorageFailure(f"shared storage: {explain(error, self._place)}")
+        rank = self._sources[0].manifest.rank if self._sources else 0
+        path = self._message("failed", rank, "txt")
+        try:
+            for source in self._sources:  # a full disk needs room for the message
+                (self._place / file_name(source.manifest.rank)).unlink(missing_ok=True)
+            path.touch(mode=0o600)
+            write_atomically(path, str(error).encode(), durable=False)
+        except OSError:
+            return error  # they see an empty message, or run into their limit
+        return error
+
+    # ---- steps
+
+    def _arrived(self) -> Message | None:
+        """Empty when the lead's directory is there, or the answer when it is not needed any more."""
+        return {} if self._place.is_dir() else _existing(self._directory, self._step)
+
+    def _announce(self) -> None:
+        for source in self._sources:
+            path = self._message("layout", source.manifest.rank)
+            write_atomically(path, source.manifest.to_bytes(), durable=False)
+
+    def _decide(self) -> Layout:
+        names = [self._message("layout", rank).name for rank in range(self._world)]
+        self._job.wait("the image of some rank", lambda: self._present(names), renew=self._place)
+        manifests = {}
+        own = {source.manifest.rank: source.manifest for source in self._sources}
+        for rank in range(self._world):
+            try:
+                found = own.get(rank) or keeper.Manifest.from_bytes(
+                    self._message("layout", rank).read_bytes()
+                )
+            except keeper.BadImage as error:
+                raise StorageFailure(f"the layout of rank {rank} is damaged on the way: {error}") from error
+            if (found.step, found.attempt, found.rank, found.world) != (
+                self._step,
+                self._attempt,
+                rank,
+                self._world,
+            ):
+                raise StorageFailure(f"rank {rank} has an image of another state, step {found.step}")
+            manifests[rank] = found
+        layout = decide(manifests)
+        write_atomically(self._place / WRITES, json.dumps(layout.writes).encode(), durable=False)
+        return layout
+
+    def _plan(self) -> str | None:
+        """The lead's plan, once it is there. Raises FileNotFoundError when the lead gave up."""
+        if WRITES not in self._listed():
+            return None
+        return (self._place / WRITES).read_text()
+
+    def _write(self, writes: dict[int, list[int]]) -> None:
+        """Write this node's files, a few at a time. The first failure ends the others."""
+        with ThreadPoolExecutor(max(1, min(STREAMS, len(self._sources)))) as pool:
+            tasks = [pool.submit(self._write_rank, one, writes[one.manifest.rank]) for one in self._sources]
+            done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+            if failures := [error for task in done if (error := task.exception())]:
+                self._job.stop()
+                raise failures[0]
+
+    def _write_rank(self, source: Source, numbers: list[int]) -> None:
+        rank = source.manifest.rank
+        records = []
+        if numbers:
+            with NewFile(self._place / file_name(rank), hashing=True) as file:
+                for piece in source.read(ranges(source.manifest, numbers)):
+                    file.write(piece)
+                    self._job.wrote(len(piece))
+            records.append(asdict(FileRecord(file_name(rank), file.size, file.hexdigest, rank)))
+        write_atomically(self._message("done", rank), json.dumps(records).encode(), durable=False)
+
+    def _gathered(self, layout: Layout) -> list[FileRecord] | None:
+        names = [self._message("done", rank).name for rank in layout.writes]
+        if self._present(names) is None:
+            return None
+        texts = ((self._place / name).read_bytes() for name in names)
+        return [FileRecord(**record) for text in texts for record in json.loads(text)]
+
+    def _seal(self, layout: Layout, records: list[FileRecord]) -> None:
+        from jurymast.storage.seal import write_metadata
+
+        records = [*records, write_metadata(self._place, layout.stored())]
+        self._job.check()
+        kept = {record.name for record in records}
+        for name in self._listed():
+            if name not in kept:
+                (self._place / name).unlink()
+        manifest = Manifest(
+            step=self._step,
+            attempt=self._attempt,
+            world_size=self._world,
+            torch=layout.manifests[0].torch,
+            files=tuple(sorted(records, key=lambda record: record.name)),
+            entries=layout.entries,
+        )
+        self._directory.seal(self._place, manifest)
+        self._job.check()
+        if self._directory.void(self._step, self._attempt):
+            raise StorageFailure(f"step {self._step} was rolled back meanwhile")
+
+    def _retire(self) -> None:
+        if keep := self._order.get("keep"):
+            try:
+                doomed = self._directory.retire(int(keep))
+            except OSError as error:
+                self._job.note(f"old checkpoints cannot be removed: {one_line(error)}")
+                return
+            # Gone for every reader; giving their space back may take long, and nobody waits for it.
+            threading.Thread(target=remove_trees, args=(doomed,), name="retire").start()
+
+    # ---- messages
+
+    def _message(self, kind: str, rank: int, ending: str = "json") -> Path:
+        return self._place / f"{kind}-r{rank:05d}.{ending}"
+
+    def _listed(self) -> set[str]:
+        """What is in the directory. Raises StorageFailure when a node says that it failed."""
+        names = set(os.listdir(self._place))
+        for name in sorted(names):
+            if name.startswith("failed-r"):
+                rank = name[len("failed-r") :].partition(".")[0]
+                why = (self._place / name).read_text() or "its node has failed"
+                raise _OthersFailure(f"rank {int(rank)}: {why}")
+        return names
+
+    def _present(self, wanted: Iterable[str]) -> bool | None:
+        """True once all of `wanted` are there, else None."""
+        return True if self._listed().issuperset(wanted) else None
+
+
+class _OthersFailure(StorageFailure):
+    """Another node's failure, which it has told to all."""

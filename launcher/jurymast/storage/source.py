@@ -1,0 +1,151 @@
+"""Images to be stored, read block by block, each checked against its hash before any of it is written."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+
+from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
+from jurymast.storage.job import StorageFailure, explain
+
+Range = tuple[int, int]
+
+
+class Source:
+    """One rank's image: in the agent's memory (`/proc/PID/fd/N`) or in a file.
+
+    Nothing is copied: pieces are views of it. A block is checked after its pieces were taken, so that what was
+    written is what was hashed even if the memory was given to something else meanwhile.
+    """
+
+    def __init__(self, path: str, manifest: Manifest) -> None:
+        """Raises StorageFailure when it is not there in full length, or was never hashed."""
+        self.path = path
+        self.manifest = manifest
+        if not manifest.hashed:
+            raise StorageFailure(f"the image of rank {manifest.rank} has no hashes: it must not be stored")
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageFailure(
+                f"the image of rank {manifest.rank} is gone: {explain(error, path)}"
+            ) from error
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < manifest.size_bytes:
+                raise StorageFailure(f"{path} has {size} bytes, the image of rank {manifest.rank} has more")
+            self._image = memoryview(b"")
+            if manifest.size_bytes:
+                self._image = memoryview(mmap.mmap(descriptor, manifest.size_bytes, prot=mmap.PROT_READ))
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def of_order(cls, image: dict[str, Any], step: int, attempt: int) -> Source:
+        """From an order's {"rank", "path", "manifest": a path, or its content}. Raises StorageFailure."""
+        text: str = image["manifest"]
+        try:
+            data = text.encode() if text.startswith("{") else Path(text).read_bytes()
+            manifest = Manifest.from_bytes(data)
+        except OSError as error:
+            raise StorageFailure(explain(error, text)) from error
+        except BadImage as error:
+            raise StorageFailure(f"the image of rank {image['rank']} is refused: {error}") from error
+        found = (manifest.step, manifest.attempt, manifest.rank)
+        if found != (step, attempt, image["rank"]):
+            raise StorageFailure(
+                f"{image['path']} is of step {found[0]}, attempt {found[1]}, rank {found[2]}, "
+                f"not of step {step}, attempt {attempt}, rank {image['rank']}"
+            )
+        return cls(image["path"], manifest)
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._image = memoryview(b"")  # and the mapping goes with its last view
+
+    def read(self, wanted: list[Range]) -> Iterator[memoryview]:
+        """The bytes of `wanted` (start, end), ascending and not overlapping, in pieces of at most a block.
+
+        Raises StorageFailure when a block is not what was hashed: then what was taken from it counts nothing.
+        """
+        at = 0
+        for number, part, block_start, block_end in self._blocks():
+            pieces = []
+            while at < len(wanted) and wanted[at][0] < block_end:
+                pieces.append((max(wanted[at][0], block_start), min(wanted[at][1], block_end)))
+                if wanted[at][1] > block_end:
+                    break  # it goes on in the next block
+                at += 1
+            for start, end in pieces:
+                yield self._image[start:end]
+            if (
+                pieces
+                and hash_block(self._image[block_start:block_end]) != self.manifest.blocks[part][number]
+            ):
+                raise StorageFailure(
+                    f"the image of rank {self.manifest.rank} in {self.path} is corrupt: block {number} of its "
+                    f"{part} part is not what was hashed. It was not stored; look at that node's memory"
+                )
+
+    def _blocks(self) -> Iterator[tuple[int, str, int, int]]:
+        for part in PARTS:
+            start, end = self.manifest.extent(part)
+            for number, at in enumerate(range(start, end, BLOCK_BYTES)):
+                yield number, part, at, min(at + BLOCK_BYTES, end)
+
+
+def merged(ranges: list[Range]) -> list[Range]:
+    """Ascending `ranges` with those that touch joined."""
+    found: list[Range] = []
+    for start, end in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+class NewFile:
+    """A file, 0600, that must not exist yet; hashed as it is written when `hashing`."""
+
+    def __init__(self, path: Path, *, hashing: bool = False) -> None:
+        self.path = path
+        self.size = 0
+        self._digest = xxhash.xxh3_64() if hashing else None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def write(self, data: memoryview) -> None:
+        if self._digest is not None:
+            self._digest.update(data)
+        done = 0
+        while done < len(data):
+            done += os.write(self._descriptor, data[done:])
+        self.size += done
+
+    @property
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest() if self._digest else ""
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+                # Nobody will read it soon: the memory is the training's.
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(self._descriptor)

@@ -1,0 +1,443 @@
+"""The supervisor's hand in checkpoints: commits, replicas, drains, and what an attempt restores.
+
+Agents say which images they hold (`core.copies` keeps the count); this orders what follows from it. Nothing
+here is journalled but its outcomes: a supervisor that takes over hears the agents' holdings again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jurymast.core import copies as cp
+from jurymast.core import events as ev
+from jurymast.core.copies import Copies, Key, RestorePlan, Source
+from jurymast.core.instructions import Launch
+from jurymast.core.state import Phase, Role, RunState
+from jurymast.wire.channel import Message
+
+# With `every: auto` the shared storage is left idle nine tenths of the time.
+IDLE_SHARE = 9.0
+SHARED_PAUSE_MIN_S = 1.0
+# A drain that failed is tried again, with the newest step then, after this long.
+RETRY_S = 5.0
+# Agents that are silent about a drain for this long have lost it; a hung storage is theirs to notice earlier.
+DRAIN_LIMIT_S = 3600.0
+
+
+@dataclass
+class Drain:
+    """One set of images on its way to a tier. `waiting`: nodes that have not said how it ended."""
+
+    id: str
+    tier: str
+    key: Key
+    started_at: float
+    waiting: set[str]
+    size_bytes: int = 0
+    why: str = ""
+
+
+@dataclass
+class _Node:
+    """How other agents reach this one's data."""
+
+    address: str
+    port: int
+    full: bool = False
+
+
+@dataclass
+class Tiers:
+    """`tell` sends a message to a node's agent, `feed` journals an event, `now` is the supervisor's clock.
+
+    `shared` maps the steps that are complete in the shared tier to their size in bytes.
+    """
+
+    state: RunState
+    tell: Callable[[str, Message], None]
+    feed: Callable[[ev.Event], None]
+    now: Callable[[], float]
+    domains: Mapping[str, str] = field(default_factory=dict)
+    copies: Copies = field(default_factory=Copies)
+    shared: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+        self._stalls: dict[Key, float] = {}
+        self._committed: Key | None = None
+        self._committed_at = 0.0
+        self._safe: Key | None = None
+        self._ordered: set[tuple[Key, str, int, str]] = set()
+        self._drains: dict[str, Drain] = {}
+        self._next_at: dict[str, float] = {}
+        self._failed_at: dict[str, float] = {}
+        self._tried: dict[str, Key] = {}
+        self._numbers = itertools.count(1)
+        self._newest_object = -1
+        self._void: Key | None = None
+        self._dirty = False
+        self._retry_at = math.inf
+
+    # ---- what agents say
+
+    def joined(self, node: str, hello: Mapping[str, Any]) -> None:
+        """An agent is here, for the first time or again: what it holds counts anew."""
+        self.copies.drop_where(node=node)
+        self._nodes[node] = _Node(hello["address"], int(hello.get("data_port", 0)))
+        self._ordered = {order for order in self._ordered if order[3] != node}
+        self._held(node, hello.get("copies", ()))
+
+    def lost(self, node: str) -> None:
+        self.copies.drop_where(node=node)
+        self._nodes.pop(node, None)
+        self._ordered.clear()
+        self._dirty = True
+        for drain in list(self._drains.values()):
+            if node in drain.waiting:
+                self._drained(drain, node, f"node {node} was lost")
+
+    def hear(self, node: str, message: Mapping[str, Any]) -> bool:
+        """True when the message was about checkpoints. KeyError, TypeError, ValueError: malformed."""
+        said = message["say"]
+        if said == "held":
+            self._held(node, message["copies"])
+        elif said == "dropped":
+            self.copies.drop(cp.from_report(node, message["copy"]))
+            self._ordered.clear()
+            self._dirty = True
+            if message["why"]:
+                self._note(node, f"a copy is no copy any more: {message['why']}")
+        elif said == "refused":
+            if node in self._nodes:
+                self._nodes[node].full = True
+                self._dirty = True
+            self._note(node, f"no memory for checkpoints: {message['why']}")
+        elif said == "prefetched":
+            self._prefetched(node, message)
+        elif said == "unreplicated":
+            key = (int(message["step"]), int(message["attempt"]))
+            self._ordered.discard((key, message["part"], int(message["rank"]), node))
+            self._retry_at = self.now() + RETRY_S
+            self._note(node, f"rank {message['rank']} has no replica of step {key[0]}: {message['why']}")
+        elif said == "bad image":
+            self.skipped(int(message["step"]), int(message["rank"]), message["why"])
+        elif said == "unrestorable":
+            self._note(node, f"rank {message['rank']} cannot be restored from memory: {message['why']}")
+        elif said == "drained":
+            self._hear_drained(node, message)
+        else:
+            return False
+        return True
+
+    def skipped(self, step: int, rank: int, why: str) -> None:
+        """A rank could not save: then the step will never be complete."""
+        if self._void == (step, self.state.attempt):
+            return
+        self._void = (step, self.state.attempt)
+        for node in self.state.placement:
+            self.tell(node, {"do": "void", "step": step, "attempt": self.state.attempt})
+        self.feed(
+            ev.Saved(
+                t=self.now(), attempt=self.state.attempt, step=step, tier=cp.MEMORY, ok=False, stall_s=0.0,
+                error=f"rank {rank}: {why}",
+            )
+        )  # fmt: skip
+
+    def _held(self, node: str, reports: Any) -> None:
+        for report in reports:
+            copy = cp.from_report(node, report)
+            self.copies.hold(copy)
+            stall_s = float(report.get("stall_s") or 0.0)
+            self._stalls[copy.key] = max(self._stalls.get(copy.key, 0.0), stall_s)
+        self._dirty = True
+        if self._commit():
+            self.look()  # until it is replicated, a lost node costs the step
+
+    def _note(self, node: str, text: str) -> None:
+        self.feed(ev.Noted(t=self.now(), node=node, message=text))
+
+    def _prefetched(self, node: str, message: Mapping[str, Any]) -> None:
+        """Only what did not go as planned is worth a line."""
+        if message.get("passed_over"):
+            self.feed(
+                ev.Fetched(
+                    t=self.now(), attempt=self.state.attempt, node=node, rank=int(message["rank"]),
+                    tiers=dict(message["tiers"]), why=tuple(message["passed_over"]),
+                )
+            )  # fmt: skip
+
+    # ---- commit, replicas, drains
+
+    def look(self) -> None:
+        """Order whatever is due. Cheap when nothing is."""
+        if self._committed is not None:
+            if self._dirty or self.now() > self._retry_at:
+                self._dirty, self._retry_at = False, math.inf
+                self._replicate(self._committed)
+            self._drain_committed(self._committed)
+        now = self.now()
+        for drain in list(self._drains.values()):
+            if now > drain.started_at + DRAIN_LIMIT_S:
+                for node in list(drain.waiting):
+                    self._drained(drain, node, f"{node} said nothing for {DRAIN_LIMIT_S:.0f} s")
+
+    def _commit(self) -> bool:
+        """True when a step has just become complete in memory."""
+        for key in self.copies.newest_first():
+            if key == self._committed:
+                return False
+            abandoned = self._committed is not None and key[1] < self._committed[1]
+            if self.copies.in_memory(key) and not abandoned:
+                self._committed, self._committed_at = key, self.now()
+                self.feed(
+                    ev.Saved(
+                        t=self.now(), attempt=key[1], step=key[0], tier=cp.MEMORY, ok=True,
+                        stall_s=self._stalls.pop(key, 0.0), size_bytes=self.copies.size_bytes(key),
+                    )
+                )  # fmt: skip
+                return True
+        return False
+
+    def _spares(self) -> list[str]:
+        if not self.state.settings.prefer_spares:
+            return []
+        return [node.name for node in self.state.nodes.values() if node.role is Role.SPARE]
+
+    def _replicate(self, key: Key) -> None:
+        """Order what is missing; once nothing is, older images may go."""
+        if key == self._safe:
+            return
+        if self.state.phase is not Phase.RUNNING:
+            self._dirty = True
+            return
+        full = [name for name, node in self._nodes.items() if node.full]
+        reachable = [name for name in self._spares() if name in self._nodes]
+        holding = cp.holders(
+            self.state.placement, reachable, self.domains, self.state.settings.replicas, full
+        )
+        missing = cp.missing_replicas(
+            self.copies, key, self.state.placement, self.state.ranks_per_node, holding
+        )
+        for order in missing:
+            name = (key, order.part, order.rank, order.holder)
+            if name not in self._ordered:
+                self._ordered.add(name)
+                self.tell(order.holder, self._replication(key, order))
+        if not missing:
+            self._settle(key)
+
+    def _replication(self, key: Key, order: cp.Replication) -> Message:
+        return {
+            "do": "replicate", "step": key[0], "attempt": key[1], "rank": order.rank, "part": order.part,
+            "sources": self._spelled(order.sources, order.holder),
+        }  # fmt: skip
+
+    def _settle(self, key: Key) -> None:
+        """Every part is on as many nodes as wanted: agents may give older images up."""
+        self._safe = key
+        if self.state.settings.replicas and len(self._nodes) > 1:
+            replicas = [copy for copy in self.copies.every() if copy.key == key and copy.tier == cp.PEER]
+            took_s = self.now() - self._committed_at
+            self._told(cp.PEER, key, sum(copy.part_bytes for copy in replicas), seconds=took_s)
+        for node in self._nodes:
+            self.tell(node, {"do": "committed", "step": key[0], "attempt": key[1]})
+        for older in self.copies.newest_first():
+            if older != key:
+                self.copies.drop_where(older, tiers=(cp.MEMORY, cp.PEER))
+        self._ordered = {order for order in self._ordered if order[0] == key}
+
+    def _told(self, tier: str, key: Key, size_bytes: int, why: str = "", seconds: float = 0.0) -> None:
+        self.feed(
+            ev.Saved(
+                t=self.now(), attempt=key[1], step=key[0], tier=tier, ok=not why, stall_s=0.0,
+                size_bytes=size_bytes, error=why, copied=True, seconds=seconds,
+            )
+        )  # fmt: skip
+
+    def _drain_committed(self, key: Key) -> None:
+        settings, now = self.state.settings, self.now()
+        if settings.local_path and self._due(cp.LOCAL, key, now):
+            self.drain(cp.LOCAL, key)
+        if self._due(cp.SHARED, key, now) and key[0] not in self.shared:
+            self.drain(cp.SHARED, key)
+        if settings.object_url and self.shared and now >= self._next_at.get(cp.OBJECT, 0.0):
+            newest = max(self.shared)
+            if newest > self._newest_object and self._free(cp.OBJECT):
+                self._next_at[cp.OBJECT] = now + settings.object_every_s
+                self.drain(cp.OBJECT, (newest, 0))
+
+    def _due(self, tier: str, key: Key, now: float) -> bool:
+        idle = self._free(tier) and now >= self._next_at.get(tier, 0.0)
+        return idle and self._tried.get(tier) != key and self.copies.in_memory(key)
+
+    def _free(self, tier: str) -> bool:
+        """True when nothing is on its way there, and the last failure is a while ago."""
+        return tier not in self._drains and self.now() >= self._failed_at.get(tier, -math.inf) + RETRY_S
+
+    def _shared_pause_s(self, took_s: float) -> float:
+        settings = self.state.settings
+        if settings.shared_every_s is not None:
+            return max(0.0, settings.shared_every_s - took_s)
+        if settings.cadence_steps is not None or settings.cadence_s is not None:
+            return 0.0
+        return max(SHARED_PAUSE_MIN_S, IDLE_SHARE * took_s)
+
+    def drain(self, tier: str, key: Key) -> bool:
+        """Have the agents copy a set of images to a tier; False when no agent has some image whole."""
+        writers: dict[str, list[int]] = {}
+        if tier == cp.OBJECT:
+            writers = {self._lead(): []} if self._lead() else {}
+        for rank in range(self.copies.world(key) if tier != cp.OBJECT else 0):
+            node = self._writer(key, rank)
+            if not node:
+                return False
+            writers.setdefault(node, []).append(rank)
+        if not writers:
+            return False
+        name = f"{self.state.epoch}.{next(self._numbers)}"
+        self._tried[tier] = key
+        self._drains[tier] = Drain(name, tier, key, self.now(), set(writers))
+        for node, ranks in writers.items():
+            lead = 0 in ranks or tier == cp.OBJECT
+            self.tell(
+                node,
+                {
+                    "do": "drain", "id": name, "tier": tier, "step": key[0], "attempt": key[1],
+                    "ranks": ranks, "world": self.copies.world(key), "lead": lead,
+                },
+            )  # fmt: skip
+        return True
+
+    def _lead(self) -> str:
+        return self.state.placement[0] if self.state.placement else next(iter(self._nodes), "")
+
+    def _writer(self, key: Key, rank: int) -> str:
+        whole = [c for c in self.copies.of(key, rank) if c.part == cp.ALL and c.node in self._nodes]
+        whole.sort(key=lambda copy: (copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
+        return whole[0].node if whole else ""
+
+    def _hear_drained(self, node: str, message: Mapping[str, Any]) -> None:
+        drain = self._drains.get(message["tier"])
+        if drain is None or drain.id != message["id"]:
+            return
+        drain.size_bytes += int(message.get("size_bytes") or 0)
+        self._drained(drain, node, "" if message["ok"] else f"{node}: {message['why']}")
+
+    def _drained(self, drain: Drain, node: str, why: str) -> None:
+        """A node is done with a drain, or will never be."""
+        drain.waiting.discard(node)
+        drain.why = drain.why or why
+        if drain.why:
+            for other in drain.waiting:
+                self.tell(other, {"do": "cancel drain", "id": drain.id, "tier": drain.tier})
+            drain.waiting.clear()
+        if drain.waiting:
+            return
+        self._drains.pop(drain.tier, None)
+        now = self.now()
+        took_s = now - drain.started_at
+        if drain.why:
+            self._tried.pop(drain.tier, None)
+            self._failed_at[drain.tier] = now
+        elif drain.tier == cp.SHARED:
+            self.shared[drain.key[0]] = drain.size_bytes
+            self._next_at[cp.SHARED] = now + self._shared_pause_s(took_s)
+        elif drain.tier == cp.OBJECT:
+            self._newest_object = drain.key[0]
+        self._told(drain.tier, drain.key, drain.size_bytes, drain.why, took_s)
+
+    # ---- restoring
+
+    def plan(self, launch: Launch) -> RestorePlan:
+        """What this attempt restores; journals it."""
+        incident = self.state.incident
+        plan = cp.plan_restore(
+            self.copies, self.shared, launch.placement, self.state.ranks_per_node,
+            lost_from=incident.step_lost_from if incident is not None else self.state.best_step,
+            step_s=self.state.step_s,
+        )  # fmt: skip
+        self.feed(
+            ev.RestorePlanned(
+                t=self.now(), attempt=launch.attempt, step=plan.step, tier=plan.tier,
+                expected_s=round(plan.expected_s, 6), tiers=dict(plan.tiers), reason=plan.reason,
+            )
+        )  # fmt: skip
+        if plan.tier == cp.MEMORY:
+            self._committed = (plan.step, plan.attempt)
+        else:  # agents free what they hold in memory: the ranks will save other states under these steps
+            self._committed = None
+            self.copies.drop_where(tiers=(cp.MEMORY, cp.PEER))
+        self._safe = None
+        self._ordered.clear()
+        return plan
+
+    def restore_message(self, plan: RestorePlan, node: str, ranks: range) -> Message | None:
+        """The part of the plan for one node; None: its ranks look in the shared tier themselves."""
+        if plan.tier != cp.MEMORY:
+            return None
+        return {
+            "step": plan.step, "attempt": plan.attempt,
+            "ranks": {str(rank): self._spelled(plan.sources[rank], node) for rank in ranks},
+        }  # fmt: skip
+
+    def _spelled(self, sources: tuple[Source, ...], node: str) -> list[dict[str, Any]]:
+        """With addresses, for the agent of `node`. A node that has left is no source."""
+        spelled = []
+        for source in sources:
+            known = self._nodes.get(source.node)
+            if known is not None:
+                spelled.append(
+                    {
+                        "tier": source.tier, "node": source.node, "hosts": [known.address],
+                        "port": known.port, "part": source.part, "rank": source.rank,
+                    }
+                )  # fmt: skip
+        return spelled
+
+    # ---- before the nodes go
+
+    def unsaved(self) -> Key | None:
+        """The newest set of images that would be lost with these nodes."""
+        newest = max(self.shared, default=-1)
+        for key in self.copies.newest_first():
+            if key[0] <= newest:
+                return None
+            if self.copies.restorable(key):
+                return key
+        return None
+
+    def unsaved_text(self) -> str:
+        key = self.unsaved()
+        return f"the checkpoint of step {key[0]}" if key else "nothing"
+
+    def secure(self) -> bool:
+        """Get the newest set of images to the shared tier; True when it is there or cannot be got there.
+
+        To be called again and again until then.
+        """
+        key = self.unsaved()
+        if key is None:
+            return True
+        if not self._free(cp.SHARED):
+            return False
+        return not self.drain(cp.SHARED, key) and not self._gather(key)
+
+    def _gather(self, key: Key) -> bool:
+        """Have the images that only exist in parts put together on some node; False when nobody can."""
+        commons = self.copies.commons(key)
+        nodes = [name for name, node in self._nodes.items() if not node.full]
+        for number, rank in enumerate(range(self.copies.world(key))):
+            if self._writer(key, rank):
+                continue
+            if not nodes:
+                return False
+            holder = nodes[number % len(nodes)]
+            if (key, cp.ALL, rank, holder) not in self._ordered:
+                self._ordered.add((key, cp.ALL, rank, holder))
+                sources = self.copies.sources(key, rank, holder, commons)
+                self.tell(holder, self._replication(key, cp.Replication(holder, rank, cp.ALL, sources)))
+        return True

@@ -1,0 +1,169 @@
+"""Bulk bytes between agents: blocking sockets, the handshake and sealed messages of `wire.channel`.
+
+    client -> server   a message
+    server -> client   a message, then as many plain bytes as it announced
+
+The plain bytes are neither sealed nor hidden: whoever receives them checks them against hashes that came
+in a sealed message, or that such a message vouches for.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+
+from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.wire.channel import (
+    FRAME_BYTES_MAX,
+    HANDSHAKE_LIMIT_S,
+    MAGIC,
+    NONCE_BYTES,
+    TAG_BYTES,
+    Message,
+    _digest,
+)
+
+SILENT_LIMIT_S = 10.0
+CONNECT_LIMIT_S = 3.0
+
+
+class Stream:
+    """One authenticated connection. Every call raises OSError at its end, TimeoutError when the other side
+    neither sends nor takes a byte for `SILENT_LIMIT_S`."""
+
+    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+        self._connection = connection
+        self._send_key = send_key
+        self._receive_key = receive_key
+        self._sent = 0
+        self._received = 0
+
+    def send(self, message: Message) -> None:
+        payload = json.dumps(message, separators=(",", ":")).encode()
+        tag = hmac.digest(self._send_key, struct.pack(">Q", self._sent) + payload, "sha256")[:TAG_BYTES]
+        self._sent += 1
+        _send(self._connection, struct.pack(">I", len(payload)) + tag + payload)
+
+    def receive(self) -> Message:
+        """Raises AuthenticationError, ProtocolError."""
+        head = _receive(self._connection, 4 + TAG_BYTES)
+        (length,) = struct.unpack(">I", head[:4])
+        if length > FRAME_BYTES_MAX:
+            raise ProtocolError(f"frame of {length} bytes")
+        payload = _receive(self._connection, length)
+        expected = hmac.digest(self._receive_key, struct.pack(">Q", self._received) + payload, "sha256")
+        if not hmac.compare_digest(expected[:TAG_BYTES], head[4:]):
+            raise AuthenticationError("a frame is not sealed with this run's key")
+        self._received += 1
+        try:
+            message = json.loads(payload)
+        except ValueError as error:
+            raise ProtocolError("a message is not JSON") from error
+        if not isinstance(message, dict):
+            raise ProtocolError("a message is not an object")
+        return message
+
+    def send_bytes(self, data: bytes) -> None:
+        _send(self._connection, data)
+
+    def send_file(self, descriptor: int, at: int, length: int) -> None:
+        """Straight from the file's pages. Raises EOFError when the file is shorter."""
+        end = at + length
+        while at < end:
+            try:
+                sent = os.sendfile(self._connection.fileno(), descriptor, at, end - at)
+            except BlockingIOError as error:
+                raise _silent() from error
+            if not sent:
+                raise EOFError("the file is shorter than announced")
+            at += sent
+
+    def receive_into(self, target: memoryview) -> None:
+        _receive_into(self._connection, target)
+
+    def close(self) -> None:
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in it
+        except OSError:
+            pass  # the other side has gone already
+        self._connection.close()
+
+
+def accept(connection: socket.socket, secret: bytes) -> Stream:
+    """Server side of the handshake. Raises AuthenticationError or OSError; `connection` stays the caller's
+    then."""
+    _tune(connection, HANDSHAKE_LIMIT_S)
+    ours = secrets.token_bytes(NONCE_BYTES)
+    _send(connection, MAGIC + ours)
+    answer = _receive(connection, 2 * NONCE_BYTES)
+    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _digest(secret, b"client", ours, theirs)):
+        raise AuthenticationError("a connection did not prove that it knows the run's secret")
+    _send(connection, _digest(secret, b"server", ours, theirs))
+    to_server, to_client = (_digest(secret, way, ours, theirs) for way in (b"to-server", b"to-client"))
+    _tune(connection, SILENT_LIMIT_S)
+    return Stream(connection, to_client, to_server)
+
+
+def connect(host: str, port: int, secret: bytes, limit_s: float = CONNECT_LIMIT_S) -> Stream:
+    """Connect and authenticate. Raises OSError, AuthenticationError or ProtocolError."""
+    connection = socket.create_connection((host, port), limit_s)
+    try:
+        _tune(connection, limit_s)
+        hello = _receive(connection, len(MAGIC) + NONCE_BYTES)
+        if not hello.startswith(MAGIC):
+            raise ProtocolError(f"{host}:{port} does not speak {MAGIC.decode().strip()}")
+        theirs, ours = hello[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
+        _send(connection, ours + _digest(secret, b"client", theirs, ours))
+        proof = _receive(connection, NONCE_BYTES)
+        if not hmac.compare_digest(proof, _digest(secret, b"server", theirs, ours)):
+            raise AuthenticationError(f"{host}:{port} does not know the run's secret")
+        _tune(connection, SILENT_LIMIT_S)
+    except BaseException:
+        connection.close()
+        raise
+    to_server, to_client = (_digest(secret, way, theirs, ours) for way in (b"to-server", b"to-client"))
+    return Stream(connection, to_server, to_client)
+
+
+def _tune(connection: socket.socket, silent_s: float) -> None:
+    """Blocking calls that the kernel itself ends: Python's own time limits would make every read two calls,
+    and sendfile knows nothing of them."""
+    connection.settimeout(None)
+    limit = struct.pack("ll", int(silent_s), int(silent_s % 1 * 1_000_000))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    try:
+        connection.sendall(data)
+    except BlockingIOError as error:
+        raise _silent() from error
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = bytearray(count)
+    _receive_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def _receive_into(connection: socket.socket, target: memoryview) -> None:
+    done = 0
+    while done < len(target):
+        try:
+            got = connection.recv_into(target[done:], len(target) - done, socket.MSG_WAITALL)
+        except BlockingIOError as error:
+            raise _silent() from error
+        if not got:
+            raise ConnectionResetError("the other side closed the connection")
+        done += got
+
+
+def _silent() -> TimeoutError:
+    return TimeoutError(f"not a byte for {SILENT_LIMIT_S:g} s")

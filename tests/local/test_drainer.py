@@ -1,0 +1,416 @@
+"""The storage process: what it stores can be read by anybody, whole or not at all, whatever ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jurymast.checkpoint.directory import CheckpointDirectory
+from jurymast.keeper.manifest import Manifest
+from jurymast.storage.drainer import Drainer
+from jurymast.storage.local import LocalDirectory
+from support.checkpoints import flip
+from support.images import StorageProcess, drain_order, make_image, put_image, simple_images
+from support.ranks import run_ranks, stop_server
+from support.waiting import wait_until
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_run")]
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+Order = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_rank_server() -> Iterator[None]:
+    yield
+    stop_server()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[StorageProcess]]:
+    """Two nodes' storage processes; the first leads, and imports torch but once."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(StorageProcess()) for _ in range(2)]
+
+
+def shared_orders(root: Path, images: list[Order], nonce: str = "00ab", **more: Any) -> list[Order]:
+    """One order for each of two nodes, with half of the images each."""
+    half = (len(images) + 1) // 2
+    step = json.loads(images[0]["manifest"].partition("\n")[2])["step"]
+    common = {"step": step, "nonce": nonce, **more}
+    orders = [drain_order("shared", root, part, **common) for part in (images[:half], images[half:])]
+    return [{**order, "world": len(images), "lead": number == 0} for number, order in enumerate(orders)]
+
+
+def together(processes: list[StorageProcess], orders: list[Order]) -> list[Order]:
+    for process, order in zip(processes, orders, strict=True):
+        process.give(order)
+    return [process.answer() for process in processes]
+
+
+def names(root: Path) -> set[str]:
+    return set(os.listdir(root)) if root.exists() else set()
+
+
+# ---- what others read
+
+
+def load_stock(directory: Path, size: int) -> list[dict[str, Any]]:
+    ranks = (
+        [[str(rank), str(size), f"file://{directory}.store"] for rank in range(size)] if size > 1 else [[]]
+    )
+    command = [sys.executable, str(SCRIPTS / "load_stock.py"), str(directory)]
+    running = [subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True) for words in ranks]
+    outputs = [process.communicate(timeout=100)[0] for process in running]
+    assert [process.returncode for process in running] == [0] * len(running)
+    return [json.loads(output) for output in outputs]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_stock_torch_reads_what_two_nodes_stored(
+    tmp_path: Path, processes: list[StorageProcess], size: int
+) -> None:
+    root = tmp_path / "checkpoints"
+    follower, lead = reversed(
+        together(processes, shared_orders(root, simple_images(tmp_path / "i", world=2)))
+    )
+    assert (lead["said"], lead["published"], follower["said"], follower["published"]) == (
+        "done",
+        True,
+        "done",
+        False,
+    ), (lead, follower)
+    assert names(root) == {"step-00000010"}
+    assert names(root / "step-00000010") == {".metadata", "jurymast.json", "__0_0.distcp", "__1_0.distcp"}
+    modes = {oct(path.stat().st_mode & 0o777) for path in (root / "step-00000010").iterdir()}
+    assert (modes, oct(root.stat().st_mode & 0o777)) == ({"0o600"}, "0o700")
+    for loaded in load_stock(root / "step-00000010", size):
+        assert loaded == {
+            "weight": [10.0, 10.0],
+            "bias": [11.0] * 7,
+            "table": [[10.0] * 3, [10.0] * 3, [11.0] * 3, [11.0] * 3],
+            "data": {"rank-00000": {"position": 10}, "rank-00001": {"position": 110}},
+            "epoch": 10,
+            "jurymast": False,
+        }
+    directory = CheckpointDirectory(root)
+    assert directory.check_files(10, directory.manifest(10).files) == []
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpointer_restores_what_was_drained(
+    tmp_path: Path, processes: list[StorageProcess], sharded: bool
+) -> None:
+    saved = run_ranks(
+        SCRIPTS / "image_ranks.py",
+        "train_and_leave",
+        2,
+        tmp_path,
+        place=str(tmp_path),
+        steps=3,
+        sharded=sharded,
+    )
+    root = tmp_path / "checkpoints"
+    answers = together(processes, shared_orders(root, [one["image"] for one in saved]))
+    assert [answer["said"] for answer in answers] == ["done", "done"], answers
+    for size in (2, 1, 3):
+        restored = run_ranks(
+            SCRIPTS / "checkpoint_ranks.py", "restore", size, tmp_path, directory=str(root), sharded=sharded
+        )
+        for rank, values in enumerate(restored):
+            assert values["step"] == 3
+            assert (values["weights"], values["moments"]) == (saved[0]["weights"], saved[0]["moments"])
+            assert values["counter"] == saved[rank % 2]["counter"]
+            assert values["buffers"] == saved[0]["buffers"]
+
+
+def test_replicated_tensors_are_written_once_and_spread(
+    tmp_path: Path, processes: list[StorageProcess]
+) -> None:
+    root = tmp_path / "checkpoints"
+    together(processes, shared_orders(root, simple_images(tmp_path / "i", world=2, size=100_000)))
+    files = {file.name: file.size_bytes for file in CheckpointDirectory(root).manifest(10).files}
+    assert 400_000 < files["__0_0.distcp"] + files["__1_0.distcp"] < 440_000
+
+
+def test_a_step_that_is_there_stays_as_it_is(tmp_path: Path, processes: list[StorageProcess]) -> None:
+    root = tmp_path / "checkpoints"
+    images = simple_images(tmp_path / "i", world=2)
+    together(processes, shared_orders(root, images))
+    inode = (root / "step-00000010").stat().st_ino
+    answers = together(processes, shared_orders(root, images, nonce="00ac"))
+    assert [(answer["said"], answer["existing"], answer["attempt"]) for answer in answers] == [
+        ("done", True, 1)
+    ] * 2
+    assert (root / "step-00000010").stat().st_ino == inode
+    # a damaged one is set aside, and replaced
+    (root / "step-00000010" / "__1_0.distcp").unlink()
+    answers = together(processes, shared_orders(root, images, nonce="00ad"))
+    assert [answer["said"] for answer in answers] == ["done"] * 2
+    assert CheckpointDirectory(root).complete() == [10]
+    assert len(list(root.glob("step-00000010.damaged-*"))) == 1
+
+
+def test_old_steps_go_and_pinned_ones_stay(tmp_path: Path, processes: list[StorageProcess]) -> None:
+    root = tmp_path / "checkpoints"
+    directory = CheckpointDirectory(root)
+    for step in (10, 20, 30, 40):
+        images = simple_images(tmp_path / "i", step=step, world=2)
+        answers = together(processes, shared_orders(root, images, keep=2))
+        assert [answer["said"] for answer in answers] == ["done"] * 2
+        if step == 10:
+            directory.pin(10)
+    assert directory.steps() == [40, 30, 10]
+    directory.unpin(10)
+    answer = processes[0].carry_out({"do": "prune", "tier": "shared", "root": str(root), "keep": 1})
+    assert (answer["said"], answer["retired"], directory.steps()) == ("done", 2, [40])
+
+
+# ---- refused
+
+
+def test_corrupt_memory_is_never_stored(tmp_path: Path, processes: list[StorageProcess]) -> None:
+    images = simple_images(tmp_path / "i", world=2)
+    flip(Path(images[1]["path"]))
+    root = tmp_path / "checkpoints"
+    for answer in together(processes, shared_orders(root, images)):
+        assert answer["said"] == "failed"
+        assert "image of rank 1 in " in answer["why"]
+        assert "is corrupt: block 0 of its " in answer["why"]
+    assert names(root) == set()
+    answer = processes[0].carry_out(drain_order("local", tmp_path / "local", images))
+    assert "is corrupt" in answer["why"]
+    assert names(tmp_path / "local") == set()
+
+
+def test_states_are_never_mixed(tmp_path: Path, processes: list[StorageProcess]) -> None:
+    first = simple_images(tmp_path / "i", world=2)
+    other = simple_images(tmp_path / "i", world=2, attempt=2)
+    orders = shared_orders(tmp_path / "checkpoints", [first[0], other[1]])
+    orders[0]["limit_s"] = 1.0
+    lead, follower = together(processes, orders)
+    assert "attempt 2, rank 1, not of step 10, attempt 1" in follower["why"]
+    assert lead["why"] == "the image of some rank did not come within 1 s"
+    assert names(tmp_path / "checkpoints") == set()
+
+
+def test_ranks_that_do_not_fit_together(tmp_path: Path, processes: list[StorageProcess]) -> None:
+    images = simple_images(tmp_path / "i", world=2)
+    import torch
+
+    data, manifest = make_image({("model", "weight"): torch.zeros(5)}, {}, {"model": {}}, rank=1, world=2)
+    images[1] = put_image(tmp_path / "i", data, manifest)
+    lead, follower = together(processes, shared_orders(tmp_path / "checkpoints", images))
+    assert "ranks 0 and 1 do not agree on model.weight: it is float32[1000] and float32[5]" in lead["why"]
+    assert follower["said"] == "failed"
+
+
+def test_a_rolled_back_state_is_not_stored_again(tmp_path: Path, processes: list[StorageProcess]) -> None:
+    root = tmp_path / "checkpoints"
+    together(processes, shared_orders(root, simple_images(tmp_path / "i", step=10, world=2)))
+    CheckpointDirectory(root).rollback(10, 1)
+    for answer in together(processes, shared_orders(root, simple_images(tmp_path / "i", step=20, world=2))):
+        assert answer["why"] == "step 20 of attempt 1 was rolled back: it is not stored any more"
+
+
+# ---- local disk
+
+
+def test_local_images_are_the_images(tmp_path: Path, processes: list[StorageProcess]) -> None:
+    root = tmp_path / "run"
+    images = simple_images(tmp_path / "i", world=2)
+    assert processes[0].carry_out(drain_order("local", root, images))["said"] == "done"
+    held = LocalDirectory(root).held()
+    assert [(image.step, image.attempt, image.rank) for image in held] == [(10, 1, 0), (10, 1, 1)]
+    for image, given in zip(held, images, strict=True):
+        manifest = image.read_manifest()
+        assert manifest == Manifest.from_bytes(given["manifest"].encode())
+        manifest.check(memoryview(image.image.read_bytes()))
+        assert oct(image.image.stat().st_mode & 0o777) == "0o600"
+    # once more: nothing to do
+    assert processes[0].carry_out(drain_order("local", root, images))["bytes"] == 0
+
+
+def test_local_disk_keeps_the_newest_attempts_steps(tmp_path: Path, processes: list[StorageProcess]) -> None:
+    root = tmp_path / "run"
+    directory = LocalDirectory(root)
+    for step, attempt in ((40, 1), (50, 1), (20, 2), (30, 2)):
+        images = simple_images(tmp_path / "i", step=step, attempt=attempt)
+        processes[0].carry_out(
+            drain_order("local", root, images, step=step, attempt=attempt, protect=[[40, 1]])
+        )
+    assert directory.states() == [(30, 2), (20, 2), (40, 1)]
+    # what a process that was killed leaves is swept
+    (directory.path(30, 2) / "rank-00001.image").write_bytes(b"x")
+    (directory.path(30, 2) / "rank-00002.writing").write_bytes(b"x")
+    directory.path(99, 2).mkdir()
+    answer = processes[0].carry_out({"do": "prune", "tier": "local", "root": str(root), "keep": 1})
+    assert answer["pruned"] == [[20, 2], [40, 1]]
+    assert names(root) == {"step-00000030.a0002"}
+    assert names(directory.path(30, 2)) == {"rank-00000.image", "rank-00000.manifest"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk(tmp_path: Path, small_disk: Path, processes: list[StorageProcess]) -> None:
+    images = simple_images(tmp_path / "i", world=2, size=60_000)
+    root = small_disk / "checkpoints"
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(900_000))
+    lead, follower = together(processes, shared_orders(root, images))
+    assert f"no space left at {root}" in lead["why"]
+    assert "make room there" in follower["why"]
+    assert names(root) == set()
+    answer = processes[0].carry_out(drain_order("local", small_disk / "local", images))
+    assert f"no space left at {small_disk / 'local'}: " in answer["why"]
+    assert names(small_disk / "local") == set()
+    filler.unlink()
+    answers = together(processes, shared_orders(root, images, nonce="00ac"))
+    assert [answer["said"] for answer in answers] == ["done", "done"]
+
+
+def test_old_local_images_make_room_for_new_ones(
+    tmp_path: Path, small_disk: Path, processes: list[StorageProcess]
+) -> None:
+    for step in (10, 20, 30):
+        images = simple_images(tmp_path / "i", step=step, size=100_000)
+        answer = processes[0].carry_out(drain_order("local", small_disk / "run", images, step=step))
+        assert answer["said"] == "done", answer
+    assert LocalDirectory(small_disk / "run").states() == [(30, 1), (20, 1)]
+
+
+def test_a_read_only_disk(tmp_path: Path, small_disk: Path, processes: list[StorageProcess]) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    images = simple_images(tmp_path / "i")
+    order = shared_orders(small_disk / "checkpoints", images)[0]
+    assert "read-only file system: remount it" in processes[0].carry_out(order)["why"]
+    answer = processes[0].carry_out(drain_order("local", small_disk / "run", images))
+    assert f"{small_disk / 'run'} is on a read-only file system" in answer["why"]
+
+
+# ---- killed
+
+
+@pytest.mark.parametrize("point", ["layout", "writing", "sealing"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
+    tmp_path: Path, point: str, victim: int
+) -> None:
+    root = tmp_path / "checkpoints"
+    images = simple_images(tmp_path / "i", world=2, size=2_000_000)
+    orders = shared_orders(root, images, limit_s=4.0)
+    place = root / ".draining-00000010.a0001.00ab"
+    seen = {
+        "layout": {f"layout-r0000{victim}.json"},
+        "writing": {f"__{victim}_0.distcp"},
+        "sealing": {"done-r00000.json", "done-r00001.json"},  # and the lead goes on to import torch
+    }
+    if point == "layout":
+        orders = [{**order, "world": 3} for order in orders]  # a third one is waited for
+
+    def reached() -> bool:
+        return seen[point] <= names(place)
+
+    with StorageProcess() as lead, StorageProcess() as follower:
+        both = [lead, follower]
+        for process, order in zip(both, orders, strict=True):
+            process.give(order)
+        wait_until(f"{point} of the drain", lambda: reached() or "step-00000010" in names(root))
+        both[victim].kill()
+        survivor = both[1 - victim].answer()
+    if CheckpointDirectory(root).complete():
+        assert (point, victim) in (("writing", 0), ("writing", 1), ("sealing", 1))
+        assert CheckpointDirectory(root).check_files(10, CheckpointDirectory(root).manifest(10).files) == []
+        return
+    assert not any(name.startswith("step-") for name in names(root))
+    if victim == 1:
+        assert survivor["said"] == "failed"
+        assert names(root) == set()
+    with StorageProcess() as lead, StorageProcess() as follower:
+        answers = together([lead, follower], shared_orders(root, images, nonce="00ac"))
+    assert [answer["said"] for answer in answers] == ["done", "done"]
+    assert names(root) == {"step-00000010"}
+
+
+def test_a_cancelled_drain_leaves_nothing(tmp_path: Path, processes: list[StorageProcess]) -> None:
+    root = tmp_path / "checkpoints"
+    order = shared_orders(root, simple_images(tmp_path / "i", world=2))[0]
+    number = processes[0].give(order)
+    wait_until("directory", lambda: any(names(path) for path in root.glob(".draining-*")))
+    processes[0].tell({"do": "cancel", "id": number})
+    assert processes[0].answer()["why"] == "it was cancelled"
+    assert names(root) == set()
+
+
+def test_it_ends_with_its_stdin() -> None:
+    with StorageProcess() as process:
+        assert process.process.stdin is not None
+        process.process.stdin.close()
+        assert process.process.wait(timeout=20) == 0
+
+
+# ---- the agent's side
+
+
+def test_the_agents_side(tmp_path: Path) -> None:
+    images = simple_images(tmp_path / "i")
+    hang = tmp_path / "hang"
+    os.mkfifo(hang)
+
+    async def work() -> None:
+        drainer = Drainer(grace_s=0.5)
+        try:
+            done = await drainer.drain(drain_order("local", tmp_path / "run", images))
+            assert (done["said"], done["bytes"] > 0) == ("done", True)
+            # storage that hangs: reading this manifest never ends
+            stuck = drain_order(
+                "local", tmp_path / "run", [{**images[0], "manifest": str(hang)}], limit_s=0.5
+            )
+            failed = await drainer.drain(stuck)
+            assert failed["said"] == "failed"
+            assert f"local storage hangs at {tmp_path / 'run'}" in failed["why"]
+            done = await drainer.drain(drain_order("local", tmp_path / "again", images))
+            assert done["said"] == "done"
+            # cancelled, and the process is there for the next order
+            waiting = drain_order("shared", tmp_path / "c", images, nonce="ab", world=2, lead=True)
+            task = asyncio.ensure_future(drainer.drain(waiting))
+            while not list((tmp_path / "c").glob(".draining-*")):
+                await asyncio.wait([task], timeout=0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert names(tmp_path / "c") == set()
+            # killed by somebody
+            task = asyncio.ensure_future(drainer.drain(waiting))
+            while not list((tmp_path / "c").glob(".draining-*")):
+                await asyncio.wait([task], timeout=0.05)
+            process = drainer._tiers["shared"]._process
+            assert process is not None
+            process.kill()
+            assert (await task)["why"] == "the storage process was killed by SIGKILL"
+            done = await drainer.drain({**waiting, "world": 1, "images": simple_images(tmp_path / "i")})
+            assert done["said"] == "done", done
+        finally:
+            await drainer.close()
+
+    asyncio.run(work())

@@ -1,0 +1,48 @@
+"""An agent's data server in a process of its own: holds one image, and stops after some blocks if told so.
+
+    keeper_serving.py STEP RANK WORLD BLOCK_BYTES STOP_AFTER
+
+Prints its port, then "stopped" when it has sent STOP_AFTER blocks (0: it never stops).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from jurymast.keeper.buffers import Buffer
+from jurymast.keeper.copies import ALL, MEMORY, Copies, Copy
+from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.serve import Server
+from jurymast.wire.stream import Stream
+from tests.support.keepers import COMMON_BYTES, SECRET, SIZE, image_bytes, use_small_blocks
+
+step, rank, world, block_bytes, stop_after = map(int, sys.argv[1:])
+use_small_blocks(pytest.MonkeyPatch(), block_bytes)
+buffer = Buffer(SIZE)
+buffer.map[:SIZE] = image_bytes(step, rank)
+manifest = Manifest(step, 1, rank, world, "2.13", SIZE, COMMON_BYTES).with_blocks(buffer.view(0, SIZE))
+copies = Copies()
+copies.add(Copy(manifest, MEMORY, ALL, buffer))
+
+sent = 0
+send_file = Stream.send_file
+
+
+def send_until_stopped(self: Stream, descriptor: int, at: int, length: int) -> None:
+    global sent
+    if stop_after and sent >= stop_after:
+        send_file(self, descriptor, at, length // 2)
+        sys.stdout.write("stopped\n")
+        sys.stdout.flush()
+        threading.Event().wait()
+    send_file(self, descriptor, at, length)
+    sent += 1
+
+
+Stream.send_file = send_until_stopped  # type: ignore[method-assign]
+sys.stdout.write(f"{Server(copies, SECRET, lambda copy: None).port}\n")
+sys.stdout.flush()
+threading.Event().wait()

@@ -1,0 +1,169 @@
+"""Images made by hand, as `keeper.manifest` defines them, and the storage process that they are given to."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from jurymast.keeper.manifest import Item, Manifest
+
+Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """This rank's part of a larger tensor of `shape`."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+def make_image(
+    common: Mapping[Key, Any],
+    own: Mapping[Key, Any],
+    entries: dict[str, dict[str, Any]],
+    *,
+    step: int = 10,
+    attempt: int = 1,
+    rank: int = 0,
+    world: int = 1,
+) -> tuple[bytes, Manifest]:
+    """Items back to back: `common` and `own` map paths to tensors, chunks or values."""
+    data = bytearray()
+    items = []
+    common_bytes = 0
+    for number, (path, value) in enumerate([*common.items(), *own.items()]):
+        if number == len(common):
+            common_bytes = len(data)
+        items.append(_add(data, path, value))
+    if not own:
+        common_bytes = len(data)
+    manifest = Manifest(
+        step, attempt, rank, world, torch.__version__, len(data), common_bytes, tuple(items), entries
+    )
+    return bytes(data), manifest.with_blocks(memoryview(data))
+
+
+def _add(data: bytearray, path: Key, value: Any) -> Item:
+    file = io.BytesIO()
+    torch.save(value.tensor.clone() if isinstance(value, Chunk) else value, file)
+    saved = file.getvalue()
+    item = Item(".".join(map(str, path)), path, len(data), len(saved))
+    data += saved
+    if isinstance(value, torch.Tensor):
+        value = Chunk(value, tuple(value.shape), (0,) * value.dim())
+    if isinstance(value, Chunk):
+        dtype = str(value.tensor.dtype).removeprefix("torch.")
+        sizes = tuple(value.tensor.shape)
+        return replace(item, dtype=dtype, shape=value.shape, offsets=value.offsets, sizes=sizes, raw=item.at)
+    return item
+
+
+def put_image(folder: Path, data: bytes, manifest: Manifest) -> dict[str, Any]:
+    """What an order says of an image in a file."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"image-{manifest.step}-{manifest.attempt}-{manifest.rank}"
+    path.write_bytes(data)
+    return {"rank": manifest.rank, "path": str(path), "manifest": manifest.to_bytes().decode()}
+
+
+def simple_images(
+    folder: Path,
+    *,
+    step: int = 10,
+    attempt: int = 1,
+    world: int = 1,
+    size: int = 1000,
+    fill: float | None = None,
+) -> list[dict[str, Any]]:
+    """Data-parallel ranks: a replicated weight, a sharded one, and a value of each rank's own."""
+    images = []
+    value = float(step) if fill is None else fill
+    for rank in range(world):
+        data, manifest = make_image(
+            {("model", "weight"): torch.full((size,), value), ("model", "bias"): torch.full((7,), value + 1)},
+            {
+                ("model", "table"): Chunk(torch.full((2, 3), value + rank), (2 * world, 3), (2 * rank, 0)),
+                ("data", "position"): 100 * rank + step,
+                ("epoch",): step,
+            },
+            {
+                "model": {"kind": "module"},
+                "data": {"kind": "stateful", "digest": str(rank)},
+                "epoch": {"kind": "value", "digest": "same"},
+            },
+            step=step,
+            attempt=attempt,
+            rank=rank,
+            world=world,
+        )
+        images.append(put_image(folder, data, manifest))
+    return images
+
+
+def drain_order(
+    tier: str, root: Path, images: Sequence[dict[str, Any]], *, step: int = 10, attempt: int = 1, **more: Any
+) -> dict[str, Any]:
+    order = {"do": "drain", "tier": tier, "root": str(root), "images": list(images), "limit_s": 30.0}
+    return {**order, "step": step, "attempt": attempt, "world": len(images), **more}
+
+
+class StorageProcess:
+    """`python -m jurymast.storage`, spoken to line by line."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jurymast.storage"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._next_id = 0
+
+    def __enter__(self) -> StorageProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def give(self, order: dict[str, Any]) -> int:
+        self._next_id += 1
+        self.tell({"id": self._next_id, **order})
+        return self._next_id
+
+    def tell(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """The next answer that ends an order; empty when the process has ended."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            found: dict[str, Any] = json.loads(line)
+            if found["said"] != "progress":
+                return found
+        return {}
+
+    def carry_out(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.give(order)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue

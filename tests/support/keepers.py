@@ -1,0 +1,203 @@
+"""Keepers for tests, and ranks that speak to them as `keeper.page` says, without torch."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from jurymast.keeper import copies, manifest
+from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.limits import Room
+from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.page import SLOTS, RankRecord, Restore, SlotWord, Word, open_page
+
+SECRET = b"k" * 32
+LIMIT_S = 60.0
+BLOCK = 64 << 10
+SIZE = 10 * BLOCK + 123
+COMMON_BYTES = 4 * BLOCK + 45
+
+Result = TypeVar("Result")
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    async def limited() -> Result:
+        return await asyncio.wait_for(work, LIMIT_S)
+
+    return asyncio.run(limited())
+
+
+async def until(what: str, condition: Callable[[], Result], limit_s: float = 20.0) -> Result:
+    """The first true value of `condition`; the loop goes on meanwhile."""
+    end = asyncio.get_running_loop().time() + limit_s
+    while not (value := condition()):
+        assert asyncio.get_running_loop().time() < end, f"within {limit_s} s: no {what}"
+        await asyncio.sleep(0.005)
+    return value
+
+
+async def settled(one: Keeper) -> None:
+    """All that the keeper began has ended, but for the reading again that never does."""
+    await until("end of what was begun", lambda: len(one._tasks) <= 1)
+    await asyncio.sleep(0)
+
+
+def use_small_blocks(patch: pytest.MonkeyPatch, size: int = BLOCK) -> None:
+    """Several blocks in small images."""
+    patch.setattr(manifest, "BLOCK_BYTES", size)
+    patch.setattr(copies, "BLOCK_BYTES", size)
+
+
+def image_bytes(step: int, rank: int, size: int = SIZE, common: int = COMMON_BYTES) -> bytes:
+    """The common part depends on the step, the own part on the rank as well."""
+    return random.Random(step).randbytes(common) + random.Random(f"{step} {rank}").randbytes(size - common)
+
+
+class Told(list[dict[str, Any]]):
+    """What a keeper told the supervisor."""
+
+    def of(self, what: str) -> list[dict[str, Any]]:
+        return [message for message in self if message["say"] == what]
+
+    def held(self) -> list[tuple[int, int, int, str, str]]:
+        return [
+            (copy["step"], copy["attempt"], copy["rank"], copy["tier"], copy["part"])
+            for message in self.of("held")
+            for copy in message["copies"]
+        ]
+
+
+class FakeRank:
+    """The rank's side of its words."""
+
+    def __init__(self, keeper: Keeper, local_rank: int = 0) -> None:
+        page = open_page(keeper.page_path)
+        assert page is not None
+        self.folder = os.path.dirname(keeper.page_path)
+        self.record = RankRecord(page, local_rank)
+        self.slots = [self.record.slot(number) for number in range(SLOTS)]
+
+    def want(self, size: int) -> None:
+        self.record[Word.WANT] = size
+
+    def writable(self) -> list[int]:
+        return [number for number, slot in enumerate(self.slots) if slot.writable]
+
+    def map(self, number: int) -> mmap.mmap:
+        slot = self.slots[number]
+        descriptor = os.open(f"{self.folder}/{slot[SlotWord.FD]}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(descriptor, slot[SlotWord.CAPACITY])
+        finally:
+            os.close(descriptor)
+
+    def begin(self, number: int) -> None:
+        self.slots[number][SlotWord.SEQ] = self.slots[number][SlotWord.FREED] + 1
+
+    def save(
+        self,
+        step: int,
+        rank: int = 0,
+        *,
+        attempt: int = 1,
+        world: int = 1,
+        size: int = SIZE,
+        common: int = COMMON_BYTES,
+        data: bytes | None = None,
+    ) -> int:
+        """Write and publish into a writable slot; its number."""
+        number = self.writable()[0]
+        slot, image = self.slots[number], data or image_bytes(step, rank, size, common)
+        behind = Manifest(step, attempt, rank, world, "2.13", size, common).to_bytes()
+        self.begin(number)
+        with self.map(number) as place:
+            place[:size] = image
+            place[size : size + len(behind)] = behind
+        slot[SlotWord.STEP], slot[SlotWord.IMAGE], slot[SlotWord.MANIFEST] = step, size, len(behind)
+        slot[SlotWord.SEQ] = slot[SlotWord.FREED] + 2
+        return number
+
+    @property
+    def answer(self) -> Restore:
+        return Restore(self.record[Word.RESTORE])
+
+    def restored(self) -> tuple[bytes, Manifest]:
+        """What it finds in the slot that the keeper names."""
+        assert self.answer is Restore.READY
+        size, behind = self.record[Word.RESTORE_IMAGE], self.record[Word.RESTORE_MANIFEST]
+        number = self.record[Word.RESTORE_SLOT]
+        assert number not in self.writable()
+        with self.map(number) as place:
+            found = Manifest.from_bytes(place[size : size + behind])
+            assert (found.step, found.attempt) == (
+                self.record[Word.RESTORE_STEP],
+                self.record[Word.RESTORE_ATTEMPT],
+            )
+            return place[:size], found
+
+
+def plenty() -> Room:
+    return Room(1 << 40, "/nowhere/memory.max")
+
+
+@asynccontextmanager
+async def keeper(
+    node: str = "a",
+    ranks: int = 1,
+    *,
+    secret: bytes = SECRET,
+    room: Callable[[], Room] = plenty,
+    local_root: Path | None = None,
+) -> AsyncIterator[tuple[Keeper, Told]]:
+    told = Told()
+    one = Keeper(secret, node, ranks, told.append, local_root=local_root, room=room)
+    await one.start()
+    try:
+        yield one, told
+    finally:
+        await one.close()
+
+
+async def ready_rank(one: Keeper, local_rank: int = 0, size: int = SIZE) -> FakeRank:
+    """A rank with two slots that it may write into."""
+    rank = FakeRank(one, local_rank)
+    rank.want(size + 4096)
+    one.look()
+    await until("two slots", lambda: len(rank.writable()) == SLOTS)
+    return rank
+
+
+async def saved(one: Keeper, rank: FakeRank, step: int, number: int = 0, **more: Any) -> int:
+    """Save, and wait until the keeper holds it; the slot."""
+    slot = rank.save(step, number, **more)
+    one.look()
+    key = (step, more.get("attempt", 1), number)
+    await until(f"image of step {step}", lambda: one.copies.find(key, ("memory",)))
+    return slot
+
+
+def source(one: Keeper, rank: int, part: str = "all", tier: str = "peer", **more: Any) -> dict[str, Any]:
+    """As the supervisor spells it."""
+    return {
+        "tier": tier, "node": one.node, "hosts": ["127.0.0.1"], "port": one.port, "part": part, "rank": rank,
+        **more,
+    }  # fmt: skip
+
+
+def plan(step: int, attempt: int, sources: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
+    return {"step": step, "attempt": attempt, "ranks": {str(rank): found for rank, found in sources.items()}}
+
+
+def flip(one: Keeper, key: tuple[int, int, int], at: int, tier: str = "memory") -> None:
+    """A bit of a held image turns."""
+    place = one.copies.find(key, (tier,))[0].place
+    assert not isinstance(place, Path)
+    place.map[at] ^= 1

@@ -1,0 +1,155 @@
+"""Which copies there are decides what is committed, what is copied, and what is restored from where."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jurymast.core import copies as cp
+from jurymast.core.copies import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, SHARED, Copies, Copy, Source
+
+NODES = ("n1", "n2", "n3")
+
+
+def copy_of(
+    rank: int, node: str, *, step: int = 10, attempt: int = 1, tier: str = MEMORY, part: str = ALL,
+    world: int = 3, common: str = "", size: int = 1000,
+) -> Copy:  # fmt: skip
+    return Copy(node, tier, step, attempt, rank, world, part, size, 600 if common else 0, common)
+
+
+def all_of(step: int = 10, attempt: int = 1, common: str = "", held: Copies | None = None) -> Copies:
+    """One rank a node, every image in its own node's memory."""
+    held = held or Copies()
+    for rank, node in enumerate(NODES):
+        held.hold(copy_of(rank, node, step=step, attempt=attempt, common=common))
+    return held
+
+
+def test_a_step_is_in_memory_once_every_rank_of_one_attempt_has_it() -> None:
+    held = Copies()
+    held.hold(copy_of(0, "n1"))
+    held.hold(copy_of(1, "n2"))
+    held.hold(copy_of(2, "n3", attempt=2))
+    assert not held.in_memory((10, 1))
+    assert not held.in_memory((10, 2))
+    held.hold(copy_of(2, "n3"))
+    assert held.in_memory((10, 1))
+    held.drop(copy_of(1, "n2"))
+    assert not held.in_memory((10, 1))
+
+
+def test_a_lost_node_takes_its_memory_and_its_disk_along() -> None:
+    held = all_of()
+    held.hold(copy_of(0, "n2", tier=PEER))
+    held.hold(copy_of(1, "n2", tier=LOCAL))
+    held.drop_where(node="n1")
+    assert held.restorable((10, 1))
+    held.drop_where(node="n2")
+    assert not held.restorable((10, 1))
+
+
+def test_sources_come_in_the_order_of_their_speed() -> None:
+    held = all_of()
+    held.hold(copy_of(0, "n2", tier=PEER))
+    held.hold(copy_of(0, "n1", tier=LOCAL))
+    held.hold(copy_of(0, "n3", tier=LOCAL))
+    assert held.sources((10, 1), 0, "n1", {}) == (
+        Source(MEMORY, "n1", ALL, 0), Source(PEER, "n2", ALL, 0), Source(LOCAL, "n1", ALL, 0),
+        Source(LOCAL, "n3", ALL, 0),
+    )  # fmt: skip
+
+
+def test_another_rank_s_common_part_counts_when_its_hash_is_the_same() -> None:
+    held = all_of(common="same")
+    held.hold(copy_of(2, "n2", tier=PEER, part=OWN, common="same"))
+    held.drop_where(node="n3")
+    assert held.restorable((10, 1))
+    plan = cp.plan_restore(held, {}, ("n1", "n2", "n4"), 1, lost_from=12, step_s=1.0)
+    assert (plan.step, plan.attempt, plan.tier) == (10, 1, MEMORY)
+    assert plan.tiers == {MEMORY: 2000, PEER: 1000}
+    assert Source(PEER, "n2", OWN, 2) in plan.sources[2]
+    assert {s.node for s in plan.sources[2] if s.part == ALL or s.part == COMMON} == {"n1", "n2"}
+
+
+def test_a_common_part_with_another_hash_is_no_source() -> None:
+    held = Copies()
+    for rank, node in enumerate(NODES):
+        held.hold(copy_of(rank, node, common=f"of rank {rank}"))
+    held.hold(copy_of(2, "n2", tier=PEER, part=OWN, common="of rank 2"))
+    held.drop_where(node="n3")
+    assert not held.restorable((10, 1))
+
+
+def test_replicas_go_to_spares_first_and_skip_what_data_parallel_ranks_have() -> None:
+    holding = cp.holders(NODES, ["s1"], {}, 1, ())
+    assert holding == {"n1": ("s1",), "n2": ("s1",), "n3": ("s1",)}
+    alone = cp.missing_replicas(all_of(), (10, 1), NODES, 1, holding)
+    assert [(o.holder, o.rank, o.part) for o in alone] == [("s1", rank, ALL) for rank in range(3)]
+    alike = cp.missing_replicas(all_of(common="same"), (10, 1), NODES, 1, holding)
+    assert [(o.holder, o.rank, o.part) for o in alike] == [("s1", rank, OWN) for rank in range(3)]
+    held = all_of(common="same")
+    for rank in range(3):
+        held.hold(copy_of(rank, "s1", tier=PEER, part=OWN, common="same"))
+    assert cp.missing_replicas(held, (10, 1), NODES, 1, holding) == []
+
+
+def test_partners_are_in_another_failure_domain_where_there_is_one() -> None:
+    domains = {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}
+    holding = cp.holders(("n1", "n2", "n3", "n4"), [], domains, 1, ())
+    assert all(domains[node] != domains[held[0]] for node, held in holding.items())
+    assert cp.holders(("n1", "n2"), [], {}, 1, ()) == {"n1": ("n2",), "n2": ("n1",)}
+    assert cp.holders(("n1",), [], {}, 1, ()) == {"n1": ()}
+    assert cp.holders(("n1", "n2", "n3"), ["s1"], {}, 1, {"s1"})["n1"] in (("n2",), ("n3",))
+
+
+def test_the_newest_step_wins_unless_restoring_it_takes_longer_than_its_steps() -> None:
+    held = all_of(step=20)
+    held.drop_where(node="n1")
+    held.hold(copy_of(0, "n2", step=20, tier=LOCAL, size=10**12))
+    slow = {LOCAL: 1e9, SHARED: 1e9}
+    later = cp.plan_restore(held, {10: 3 * 10**9}, NODES, 1, lost_from=21, step_s=1.0, rates=slow)
+    assert (later.step, later.tier) == (10, SHARED)
+    assert "step 20 is newer" in later.reason
+    worth = cp.plan_restore(held, {10: 3 * 10**9}, NODES, 1, lost_from=21, step_s=1000.0, rates=slow)
+    assert (worth.step, worth.tier) == (20, MEMORY)
+
+
+def test_nothing_saved_is_a_fresh_start_and_another_world_uses_the_shared_tier() -> None:
+    assert cp.plan_restore(Copies(), {}, NODES, 1, lost_from=0, step_s=0.0).tier == ""
+    plan = cp.plan_restore(all_of(), {5: 100}, ("n1", "n2"), 1, lost_from=10, step_s=1.0)
+    assert (plan.step, plan.tier) == (5, SHARED)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2), st.sampled_from(["n1", "n2", "n3", "s1"]), st.sampled_from([10, 20]),
+            st.sampled_from([1, 2]), st.sampled_from([MEMORY, PEER, LOCAL]),
+            st.sampled_from([ALL, COMMON, OWN]), st.booleans(),
+        )
+    )
+)  # fmt: skip
+def test_a_plan_never_mixes_sets_and_covers_every_part(
+    drawn: list[tuple[int, str, int, int, str, str, bool]],
+) -> None:
+    held = Copies()
+    for rank, node, step, attempt, tier, part, dropped in drawn:
+        copy = copy_of(
+            rank, node, step=step, attempt=attempt, tier=tier, part=part, common=f"{step}.{attempt}"
+        )
+        held.hold(copy)
+        if dropped:
+            held.drop(copy)
+    plan = cp.plan_restore(held, {}, NODES, 1, lost_from=30, step_s=1.0)
+    if plan.tier == "":
+        assert not any(held.restorable(key) for key in held.newest_first())
+        return
+    everything = {(c.node, c.part, c.rank) for c in held.every() if c.key == (plan.step, plan.attempt)}
+    for rank in range(3):
+        for part in (COMMON, OWN):
+            assert any(source.has(part) for source in plan.sources[rank])
+        for source in plan.sources[rank]:
+            held_there = {(source.node, part, source.rank) for part in (source.part, ALL)}
+            assert held_there & everything
+            assert source.rank == rank or source.part == COMMON

@@ -1,0 +1,414 @@
+"""The keeper and its own ranks: slots, what is held and what is not, and restores from this node's memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jurymast.keeper import scrub
+from jurymast.keeper.buffers import ROUND_BYTES, Buffer
+from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.page import SLOTS, Restore, SlotWord, Word
+from tests.support.keepers import (
+    BLOCK,
+    COMMON_BYTES,
+    SIZE,
+    FakeRank,
+    flip,
+    image_bytes,
+    keeper,
+    plan,
+    ready_rank,
+    run,
+    saved,
+    settled,
+    source,
+    until,
+    use_small_blocks,
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_blocks(monkeypatch)
+
+
+def test_a_buffer_is_sealed_touched_and_leaves_nothing() -> None:
+    buffer = Buffer(3 << 20)
+    assert buffer.capacity == 2 * ROUND_BYTES
+    assert buffer.allocated == 0
+    buffer.map[5] = 7
+    buffer.prefault()
+    assert buffer.allocated == buffer.capacity
+    assert buffer.map[5] == 7
+    for size in (0, 2 * buffer.capacity):
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(buffer.descriptor, size)
+    descriptor = buffer.descriptor
+    buffer.close()
+    buffer.close()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+
+
+def test_an_image_is_hashed_held_and_told() -> None:
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            assert rank.answer is Restore.ELSEWHERE
+            slot = rank.save(10)
+            one.image_published(0, slot, 0.25)
+            (message,) = await until("word of it", lambda: told.of("held"))
+            (copy,) = message["copies"]
+            assert (copy["step"], copy["attempt"], copy["rank"], copy["world"]) == (10, 1, 0, 1)
+            assert (copy["tier"], copy["part"], copy["bytes"], copy["stall_s"]) == ("memory", "all", SIZE, 0.25)
+            assert copy["common_bytes"] == COMMON_BYTES
+            assert len(copy["common_id"]) == 32
+            assert one.inventory() == [copy]
+            one.look()
+            assert len(told.of("held")) == 1
+
+    run(work())
+
+
+def test_a_held_slot_is_never_written_and_the_committed_one_stays() -> None:
+    async def work() -> None:
+        async with keeper() as (one, _):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            first = await saved(one, rank, 10)
+            one.committed(10, 1)
+            second = await saved(one, rank, 20)
+            assert {first, second} == {0, 1}
+            assert rank.writable() == []
+            one.committed(10, 1)  # again: nothing newer is safe
+            assert rank.writable() == []
+            one.committed(20, 1)
+            assert rank.writable() == [first]
+            one.committed(10, 1)  # late: the newest stays
+            assert [copy["step"] for copy in one.inventory()] == [20]
+
+    run(work())
+
+
+def test_a_freed_slot_waits_for_its_readers() -> None:
+    async def work() -> None:
+        async with keeper() as (one, _):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            first = await saved(one, rank, 10)
+            lent = one.acquire(10, 1, 0)
+            assert lent is not None
+            path, manifest = lent
+            assert one.acquire(10, 1, 0) is not None
+            assert one.acquire(10, 2, 0) is None
+            await saved(one, rank, 20)
+            one.committed(20, 1)
+            assert one.acquire(10, 1, 0) is None  # nobody new
+            one.release(10, 1, 0)
+            await settled(one)
+            assert rank.writable() == []
+            assert Path(path).read_bytes()[:SIZE] == image_bytes(10, 0)
+            manifest.check(memoryview(Path(path).read_bytes()))
+            one.release(10, 1, 0)
+            await until("slot", lambda: rank.writable() == [first])
+
+    run(work())
+
+
+def test_images_of_dead_ranks_void_steps_and_other_ranks_are_not_held() -> None:
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(2, [0], 1, None)
+            rank = await ready_rank(one)
+            rank.save(10, attempt=1)
+            one.look()
+            await until("free slots", lambda: len(rank.writable()) == SLOTS)
+            rank.save(10, 3, attempt=2)  # not this slot's rank
+            one.look()
+            await until("free slots", lambda: len(rank.writable()) == SLOTS)
+            assert "another image's" in told.of("dropped")[0]["why"]
+            one.void(20, 2)
+            rank.save(20, attempt=2)
+            one.look()
+            await until("free slots", lambda: len(rank.writable()) == SLOTS)
+            await saved(one, rank, 30, attempt=2)
+            one.void(30, 2)
+            assert len(rank.writable()) == SLOTS
+            assert one.inventory() == []
+            assert [held[0] for held in told.held()] == [30]
+
+    run(work())
+
+
+def test_what_a_killed_rank_left_is_mended() -> None:
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            await saved(one, rank, 10)
+            rank.begin(rank.writable()[0])  # and dies in it
+            one.look()
+            one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
+            await until("restore", lambda: rank.answer is Restore.READY)
+            assert rank.restored()[0] == image_bytes(10, 0)
+            assert len(rank.writable()) == 1
+            assert all(slot[SlotWord.SEQ] % 2 == 0 for slot in rank.slots)
+            (word,) = told.of("prefetched")
+            assert word["tiers"] == {"memory": SIZE}
+            assert word["passed_over"] == []
+            await saved(one, rank, 20, attempt=2)
+            one.committed(20, 2)
+            assert len(rank.writable()) == 1
+            assert [copy["step"] for copy in one.inventory()] == [20]
+
+    run(work())
+
+
+def test_the_same_step_of_two_attempts_is_not_mixed() -> None:
+    async def work() -> None:
+        async with keeper() as (one, _):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            await saved(one, rank, 10, data=b"1" * SIZE)
+            one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
+            await until("restore", lambda: rank.answer is Restore.READY)
+            await saved(one, rank, 10, attempt=2, data=b"2" * SIZE)
+            assert {(copy["step"], copy["attempt"]) for copy in one.inventory()} == {(10, 1), (10, 2)}
+            one.committed(10, 2)
+            one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
+            await until("answer", lambda: rank.answer is not Restore.PENDING)
+            assert rank.answer is Restore.ELSEWHERE
+
+    run(work())
+
+
+def test_without_a_plan_nothing_in_memory_is_kept() -> None:
+    async def work() -> None:
+        async with keeper() as (one, _):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            await saved(one, rank, 10)
+            one.committed(10, 1)
+            one.launch(2, [0], 1, None)
+            assert one.inventory() == []
+            assert len(rank.writable()) == SLOTS
+
+    run(work())
+
+
+def test_an_image_that_does_not_hold_what_it_says_is_dropped() -> None:
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            for word, value in ((SlotWord.MANIFEST, 5), (SlotWord.IMAGE, 1 << 40), (SlotWord.MANIFEST, -1)):
+                number = rank.writable()[0]
+                before = rank.slots[number][SlotWord.SEQ]
+                rank.save(10)
+                rank.slots[number][word] = value
+                one.look()
+                await until("free", lambda number=number: number in rank.writable())  # type: ignore[misc]
+                assert rank.slots[number][SlotWord.SEQ] == before + 2
+            assert one.inventory() == []
+            assert len(told.of("dropped")) == 3
+
+    run(work())
+
+
+async def _small_then_large(one: Keeper) -> tuple[FakeRank, int]:
+    one.launch(1, [0], 1, None)
+    rank = await ready_rank(one)
+    held = await saved(one, rank, 10)
+    rank.want(8 << 20)
+    one.look()
+    await until("larger slot", lambda: any(slot[SlotWord.CAPACITY] >= 8 << 20 for slot in rank.slots))
+    return rank, held
+
+
+def test_a_rank_that_grows_gets_larger_slots_but_not_in_place_of_what_is_held() -> None:
+    async def work() -> None:
+        async with keeper() as (one, _):
+            rank, held = await _small_then_large(one)
+            assert rank.slots[held][SlotWord.CAPACITY] == ROUND_BYTES
+            with rank.map(held) as place:
+                assert place[:SIZE] == image_bytes(10, 0)
+            generation = rank.slots[held][SlotWord.GENERATION]
+            await saved(one, rank, 20)
+            one.committed(20, 1)
+            assert rank.writable() == [held]
+            assert rank.slots[held][SlotWord.CAPACITY] == 8 << 20
+            assert rank.slots[held][SlotWord.GENERATION] != generation
+
+    run(work())
+
+
+def test_a_slot_that_is_being_written_is_not_replaced() -> None:
+    async def work() -> None:
+        async with keeper() as (one, _):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            rank.begin(0)
+            descriptor = rank.slots[0][SlotWord.FD]
+            rank.want(8 << 20)
+            one.look()
+            await until("larger slot", lambda: rank.slots[1][SlotWord.CAPACITY] == 8 << 20)
+            assert rank.slots[0][SlotWord.FD] == descriptor
+            assert rank.slots[0][SlotWord.CAPACITY] == ROUND_BYTES
+
+    run(work())
+
+
+def test_ranks_that_change_nodes_leave_their_images_for_others() -> None:
+    """The node gets other ranks: what it holds is still served, and its slots are the new ranks'."""
+
+    async def work() -> None:
+        async with keeper("a", 2) as (one, _):
+            one.launch(1, [0, 1], 2, None)
+            ranks = [await ready_rank(one, local) for local in (0, 1)]
+            for local, rank in enumerate(ranks):
+                await saved(one, rank, 10, local, world=2)
+            one.committed(10, 1)
+            one.launch(2, [1, 0], 2, plan(10, 1, {0: [source(one, 0)], 1: [source(one, 1)]}))
+            for local, rank in enumerate(ranks):
+                await until("restore", lambda rank=rank: rank.answer is Restore.READY)  # type: ignore[misc]
+                assert rank.restored()[0] == image_bytes(10, 1 - local)
+            for local, rank in enumerate(ranks):
+                again = await ready_other_slot(one, rank)
+                await saved(one, again, 20, 1 - local, attempt=2, world=2)
+            one.committed(20, 2)
+            assert {copy["step"] for copy in one.inventory()} == {20}
+
+    run(work())
+
+
+async def ready_other_slot(one: Keeper, rank: FakeRank) -> FakeRank:
+    rank.want(SIZE + 4096)
+    one.look()
+    await until("a slot", rank.writable)
+    return rank
+
+
+def test_a_flipped_bit_in_memory_is_found_at_restore() -> None:
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            await saved(one, rank, 10)
+            flip(one, (10, 1, 0), 3 * BLOCK + 5)
+            one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
+            await until("answer", lambda: rank.answer is not Restore.PENDING)
+            assert rank.answer is Restore.ELSEWHERE
+            assert "corrupt" in told.of("dropped")[0]["why"]
+            assert "corrupt" in told.of("unrestorable")[0]["why"]
+            assert one.inventory() == []
+            await ready_rank(one)  # the memory is not lost
+
+    run(work())
+
+
+def test_a_flipped_bit_in_memory_is_found_by_reading_again() -> None:
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            await saved(one, rank, 10)
+            (copy,) = one.copies
+            await scrub.read_again(one.copies, copy, one.distrust)
+            assert told.of("dropped") == []
+            flip(one, (10, 1, 0), SIZE - 1)
+            one.spawn(scrub.forever(one.copies, one.distrust, every_s=0.0))
+            (word,) = await until("word of it", lambda: told.of("dropped"))
+            assert "own part is corrupt in memory" in word["why"]
+            assert word["copy"]["step"] == 10
+            await until("free slots", lambda: len(rank.writable()) == SLOTS)
+
+    run(work())
+
+
+def put_local(root: Path, data: bytes, one: Keeper, key: tuple[int, int, int]) -> Path:
+    """As the drainer lays it out."""
+    step, attempt, rank = key
+    folder = root / f"step-{step:08d}.a{attempt:04d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder / f"rank-{rank:05d}.image"
+    image.write_bytes(data)
+    image.with_suffix(".manifest").write_bytes(one.copies.find(key)[0].manifest_bytes)
+    return image
+
+
+def test_images_on_the_local_disk(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            await saved(one, rank, 10)
+            image = put_local(tmp_path, image_bytes(10, 0), one, (10, 1, 0))
+            half = put_local(tmp_path, image_bytes(10, 0)[:-1], one, (10, 1, 0)).parent / "rank-00001.image"
+            half.write_bytes(b"an image without a manifest")
+            one.scan_local(tmp_path)
+            await settled(one)
+            assert [held[3] for held in told.held()] == ["memory"]  # truncated: refused
+            image.write_bytes(image_bytes(10, 0))
+            one.scan_local(tmp_path)
+            await until("word of it", lambda: (10, 1, 0, "local", "all") in told.held())
+
+        async with keeper(local_root=tmp_path) as (one, told):  # the agent of the next allocation
+            assert [copy["tier"] for copy in one.inventory()] == ["local"]
+            one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
+            rank = FakeRank(one)
+            await until("restore", lambda: rank.answer is Restore.READY)
+            assert rank.restored()[0] == image_bytes(10, 0)
+            assert told.of("prefetched")[0]["tiers"] == {"local": SIZE}
+
+            bad = bytearray(image_bytes(10, 0))
+            bad[7] ^= 1
+            image.write_bytes(bad)
+            one.launch(3, [1], 2, None)
+            one.launch(4, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
+            await until("answer", lambda: rank.answer is not Restore.PENDING)
+            assert rank.answer is Restore.ELSEWHERE
+            assert "corrupt" in told.of("dropped")[-1]["why"]
+            image.unlink()
+            one.scan_local(tmp_path)
+
+    run(work())
+
+
+def test_going_back_forgets_what_is_newer(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with keeper() as (one, _):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            await saved(one, rank, 10)
+            one.committed(10, 1)
+            await saved(one, rank, 20)
+            one.committed(20, 1)
+            put_local(tmp_path, image_bytes(20, 0), one, (20, 1, 0))
+            one.scan_local(tmp_path)
+            await until("two copies", lambda: len(one.inventory()) == 2)
+            one.forget_newer(10)
+            assert one.inventory() == []
+            one.scan_local(tmp_path)
+            await settled(one)
+            assert one.inventory() == []
+
+    run(work())
+
+
+def test_a_restore_of_another_world_is_refused() -> None:
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(1, [0], 2, None)
+            rank = await ready_rank(one)
+            await saved(one, rank, 10, world=2)
+            one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
+            await until("answer", lambda: rank.answer is not Restore.PENDING)
+            assert rank.answer is Restore.ELSEWHERE
+            assert "2 ranks, these are 1" in told.of("unrestorable")[0]["why"]
+            assert rank.record[Word.RESTORE_IMAGE] == 0
+
+    run(work())

@@ -1,0 +1,225 @@
+"""How much memory checkpoints may take, from recorded trees of /proc and /sys; and what a refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jurymast.keeper import limits
+from jurymast.keeper.buffers import ROUND_BYTES, Buffer
+from jurymast.keeper.limits import Refused, Room
+from jurymast.keeper.memory import Memory
+from jurymast.keeper.page import SLOTS, Restore, Word
+from tests.support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
+
+GIB = 1 << 30
+MEMINFO = """MemTotal:       263998464 kB
+MemFree:        18874368 kB
+MemAvailable:   209715200 kB
+Buffers:         1043208 kB
+HugePages_Total:       0
+"""
+# slurmstepd's tree, as `job.memory` makes it
+STEP = "system.slice/slurmstepd.scope/job_4711/step_0/user/task_0"
+
+
+def tree(root: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    """(/proc, /sys/fs/cgroup) with these files, by path from the root."""
+    for name, text in {"proc/meminfo": MEMINFO, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root / "proc", root / "cgroup"
+
+
+def test_the_tightest_limit_above_the_agent_counts(tmp_path: Path) -> None:
+    """Version 2, as Slurm sets it up: the job is limited, its step and tasks are not."""
+    proc, mount = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": f"0::/{STEP}\n",
+            f"cgroup/{STEP}/memory.max": "max\n",
+            f"cgroup/{STEP}/memory.current": "12345\n",
+            "cgroup/system.slice/slurmstepd.scope/job_4711/memory.max": f"{100 * GIB}\n",
+            "cgroup/system.slice/slurmstepd.scope/job_4711/memory.high": "max\n",
+            "cgroup/system.slice/slurmstepd.scope/job_4711/memory.current": f"{40 * GIB}\n",
+            "cgroup/system.slice/slurmstepd.scope/job_4711/memory.stat": (
+                f"anon {20 * GIB}\nfile {30 * GIB}\ninactive_file {8 * GIB}\nactive_file {2 * GIB}\n"
+            ),
+        },
+    )
+    room = limits.room(proc, mount)
+    # 60 GiB, the half of the page cache that the kernel would give up, less 5 %
+    assert room.free == (60 + 5 - 5) * GIB
+    assert room.limit == str(mount / "system.slice/slurmstepd.scope/job_4711/memory.max")
+
+
+def test_memory_high_is_a_limit_as_well(tmp_path: Path) -> None:
+    proc, mount = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job\n",
+            "cgroup/job/memory.max": f"{100 * GIB}",
+            "cgroup/job/memory.high": f"{20 * GIB}",
+            "cgroup/job/memory.current": f"{4 * GIB}",
+        },
+    )
+    assert limits.room(proc, mount) == Room(15 * GIB, str(mount / "job/memory.high"))
+
+
+def test_version_1(tmp_path: Path) -> None:
+    path = "slurm/uid_1000/job_4711/step_0/task_0"
+    proc, mount = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": f"9:cpuset:/\n4:cpu,memory:/{path}\n1:name=systemd:/\n",
+            f"cgroup/memory/{path}/memory.limit_in_bytes": f"{8 * GIB}\n",
+            f"cgroup/memory/{path}/memory.usage_in_bytes": f"{3 * GIB}\n",
+            f"cgroup/memory/{path}/memory.stat": f"total_inactive_file {GIB}\ntotal_active_file {GIB}\n",
+            "cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "cgroup/memory/memory.usage_in_bytes": "0\n",
+        },
+    )
+    room = limits.room(proc, mount)
+    assert room.free == 6 * GIB - limits.RESERVE_BYTES
+    assert room.limit.endswith("task_0/memory.limit_in_bytes")
+
+
+def test_both_versions_at_once_and_a_container(tmp_path: Path) -> None:
+    """The path may be the host's, which is not mounted here: the mount itself is what limits us."""
+    proc, mount = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/../../kubepods/pod7/abc\n",
+            "cgroup/unified/memory.max": f"{4 * GIB}",
+            "cgroup/unified/memory.current": f"{GIB}",
+        },
+    )
+    assert limits.room(proc, mount) == Room(3 * GIB - limits.RESERVE_BYTES, str(mount / "unified/memory.max"))
+
+
+def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    proc, mount = tree(tmp_path, {})
+    total, available = 263998464 * 1024, 209715200 * 1024
+    assert limits.room(proc, mount) == Room(available - int(total * 0.05), str(proc / "meminfo"))
+
+
+def test_what_cannot_be_read_is_not_trusted(tmp_path: Path) -> None:
+    proc, mount = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "nonsense\n0::/job\n",
+            "proc/meminfo": "",
+            "cgroup/job/memory.max": "many",
+            "cgroup/job/memory.current": "",
+        },
+    )
+    assert limits.room(proc, mount).free == 0
+
+
+def test_this_machine_has_some() -> None:
+    room = limits.room()
+    assert room.free > 0
+    assert Path(room.limit).is_file()
+
+
+def test_a_rank_that_asks_for_too_much_is_refused_on_one_clear_line(tmp_path: Path) -> None:
+    """Before anything is taken for any rank of the node."""
+    proc, mount = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job_7\n",
+            "cgroup/job_7/memory.max": f"{100 * GIB}",
+            "cgroup/job_7/memory.current": f"{10 * GIB}",
+        },
+    )
+
+    async def work() -> None:
+        async with keeper("a", 2, room=lambda: limits.room(proc, mount)) as (one, told):
+            one.launch(1, [0, 1], 2, None)
+            ranks = [FakeRank(one, local) for local in (0, 1)]
+            ranks[0].want(22 * GIB)
+            one.look()
+            await until("answer", lambda: ranks[0].record[Word.REFUSED])
+            (message,) = told.of("refused")
+            assert message["why"] == (
+                "no memory for two slots of 22.0 GiB for each of 2 ranks: 85.0 GiB can be had "
+                f"(limit: {mount}/job_7/memory.max); set checkpoint.tiers.memory: off, or ask Slurm for more --mem"
+            )
+            one.look()  # not again and again
+            await settled(one)
+            assert len(told.of("refused")) == 1
+            assert ranks[0].writable() == []
+
+            one.launch(2, [0, 1], 2, None)  # the next attempt may ask for less
+            assert not ranks[0].record[Word.REFUSED]
+            for rank in ranks:
+                rank.want(SIZE)
+            one.look()
+            for rank in ranks:
+                await until("slots", lambda rank=rank: len(rank.writable()) == SLOTS)  # type: ignore[misc]
+
+    run(work())
+
+
+def test_a_replica_and_a_restore_that_do_not_fit_are_refused() -> None:
+    async def work() -> None:
+        async with keeper("a") as (a, _), keeper("b", room=lambda: Room(0, "/x/memory.max")) as (b, told):
+            a.launch(1, [0], 1, None)
+            await saved(a, await ready_rank(a), 10)
+            order = {"step": 10, "attempt": 1, "rank": 0, "part": "all", "sources": [source(a, 0)]}
+            b.replicate(order)
+            await until("answer", lambda: told.of("unreplicated"))
+            assert "no memory for a replica of rank 0" in told.of("refused")[0]["why"]
+            b.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
+            rank = FakeRank(b)
+            await until("answer", lambda: rank.answer is not Restore.PENDING)
+            assert rank.answer is Restore.ELSEWHERE
+            assert "no memory for what rank 0 restores" in told.of("unrestorable")[0]["why"]
+            assert b.inventory() == []
+
+    run(work())
+
+
+def test_memory_granted_but_not_yet_taken_is_not_granted_twice() -> None:
+    async def work() -> None:
+        left = Room(5 * ROUND_BYTES, "here")
+        memory = Memory(lambda: left)
+        first = await memory.take(2, ROUND_BYTES, "one")
+        with pytest.raises(Refused, match=r"6 MiB can be had"):
+            await memory.take(2, 2 * ROUND_BYTES, "two")
+        second = await memory.take(1, 2 * ROUND_BYTES, "three")
+        for buffer in (*first, *second):
+            memory.give_back(buffer, keep=10)
+        # What waits unused is used before anything new, and goes before anybody is refused.
+        (again,) = await memory.take(1, ROUND_BYTES, "four")
+        assert again in first
+        await memory.reserve(again)
+        with pytest.raises(Refused):
+            await memory.take(1, 6 * ROUND_BYTES, "five")
+        (fresh,) = await memory.take(1, 2 * ROUND_BYTES, "six")
+        assert fresh not in second
+        again.close()
+        fresh.close()
+
+    run(work())
+
+
+def test_the_kernel_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(self: Buffer, start: int, end: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Buffer, "reserve", no_memory)
+
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(1, [0], 1, None)
+            rank = FakeRank(one)
+            rank.want(SIZE)
+            one.look()
+            await until("answer", lambda: rank.record[Word.REFUSED])
+            assert "No space left on device" in told.of("refused")[0]["why"]
+            assert rank.writable() == []
+
+    run(work())

@@ -1,0 +1,437 @@
+"""Images between nodes, over real sockets: what dies, lies or does not know the secret costs no bit of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.keeper.fetch import Filling, Peer
+from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.page import Restore
+from jurymast.wire import stream
+from tests.support.keepers import (
+    BLOCK,
+    COMMON_BYTES,
+    SECRET,
+    SIZE,
+    FakeRank,
+    Told,
+    flip,
+    image_bytes,
+    keeper,
+    plan,
+    ready_rank,
+    run,
+    saved,
+    settled,
+    source,
+    until,
+    use_small_blocks,
+)
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = (10, 1, 0)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_blocks(monkeypatch)
+
+
+@asynccontextmanager
+async def holding(node: str, rank: int = 0, world: int = 1, **more: Any) -> AsyncIterator[tuple[Keeper, Told]]:
+    """A node whose own rank has saved step 10."""
+    async with keeper(node, **more) as (one, told):
+        one.launch(1, [rank], world, None)
+        await saved(one, await ready_rank(one), 10, rank, world=world)
+        yield one, told
+
+
+async def restored(one: Keeper, sources: list[dict[str, Any]], rank: int = 0, world: int = 1) -> FakeRank:
+    """Launch attempt 2 from step 10, and wait for the answer."""
+    one.launch(2, [rank], world, plan(10, 1, {rank: sources}))
+    local = FakeRank(one)
+    await until("answer", lambda: local.answer is not Restore.PENDING)
+    return local
+
+
+def test_a_new_node_restores_from_a_peer() -> None:
+    async def work() -> None:
+        async with holding("a") as (old, _), keeper("b") as (new, told):
+            rank = await restored(new, [source(old, 0)])
+            data, manifest = rank.restored()
+            assert data == image_bytes(10, 0)
+            manifest.check(memoryview(data))
+            assert told.held() == [(10, 1, 0, "memory", "all")]
+            (word,) = told.of("prefetched")
+            assert word["tiers"] == {"peer": SIZE}
+            assert word["passed_over"] == []
+            capacity = old.copies.find(KEY)[0].capacity
+            assert new.copies.find(KEY)[0].capacity == capacity  # so it need not be replaced for a save
+
+    run(work())
+
+
+def test_the_common_part_may_come_from_another_rank() -> None:
+    async def work() -> None:
+        async with holding("a", 0, 2) as (a, _), holding("b", 1, 2) as (b, _), keeper("c") as (c, told):
+            sources = [source(b, 1, "common"), source(a, 0, "own"), source(a, 0)]
+            rank = await restored(c, sources, world=2)
+            assert rank.restored()[0] == image_bytes(10, 0)
+            assert told.of("prefetched")[0]["passed_over"] == []
+
+    run(work())
+
+
+def test_another_common_part_is_not_taken_for_ours() -> None:
+    async def work() -> None:
+        async with holding("a", 0, 2) as (a, _), keeper("b") as (b, _), keeper("c") as (c, told):
+            b.launch(1, [1], 2, None)
+            await saved(b, await ready_rank(b), 10, 1, world=2, data=b"x" * SIZE)
+            sources = [source(b, 1, "common"), source(a, 0)]
+            rank = await restored(c, sources, world=2)
+            assert rank.restored()[0] == image_bytes(10, 0)
+            assert "corrupt" in told.of("prefetched")[0]["passed_over"][0]
+
+    run(work())
+
+
+@contextmanager
+def serving_process(stop_after: int, block: int = BLOCK) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process that serves the image of step 10, rank 0; with its port."""
+    command = [sys.executable, str(ROOT / "tests/scripts/keeper_serving.py"), "10", "0", "1"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
+    process = subprocess.Popen(
+        [*command, str(block), str(stop_after)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_between_two_processes() -> None:
+    async def work(port: int) -> None:
+        async with keeper("b") as (new, _):
+            rank = await restored(new, [source(new, 0, node="a", port=port)])
+            assert rank.restored()[0] == image_bytes(10, 0)
+
+    with serving_process(0) as (_, port):
+        run(work(port))
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_a_source_that_is_killed_half_way(other: bool) -> None:
+    """What it has sent whole counts, the rest comes from the next; without a next there is nothing."""
+
+    async def work(process: subprocess.Popen[bytes], port: int) -> None:
+        async with holding("a") as (a, _), keeper("b") as (new, told):
+            sources = [source(new, 0, node="dying", port=port)]
+            if other:
+                sources.append(source(a, 0))
+            new.launch(2, [0], 1, plan(10, 1, {0: sources}))
+            rank = FakeRank(new)
+            assert process.stdout is not None
+            assert await asyncio.to_thread(process.stdout.readline) == b"stopped\n"
+            assert rank.answer is Restore.PENDING
+            process.send_signal(signal.SIGKILL)
+            await until("answer", lambda: rank.answer is not Restore.PENDING, 9.0)
+            if other:
+                assert rank.restored()[0] == image_bytes(10, 0)
+                (word,) = told.of("prefetched")
+                assert word["tiers"] == {"peer": SIZE}
+                assert word["passed_over"][0].startswith("dying: ")
+            else:
+                assert rank.answer is Restore.ELSEWHERE
+                assert rank.writable() == []
+                assert new.inventory() == []
+                assert told.of("unrestorable")[0]["why"].startswith("dying: ")
+
+    with serving_process(3) as (process, port):
+        run(work(process, port))
+
+
+def test_a_source_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a power loss: no reset comes."""
+    monkeypatch.setattr(stream, "SILENT_LIMIT_S", 0.3)
+
+    async def work(port: int) -> None:
+        async with holding("a") as (a, _), keeper("b") as (new, told):
+            rank = await restored(new, [source(new, 0, node="silent", port=port), source(a, 0)])
+            assert rank.restored()[0] == image_bytes(10, 0)
+            assert "not a byte" in told.of("prefetched")[0]["passed_over"][0]
+
+    with serving_process(3) as (_, port):
+        run(work(port))
+
+
+def test_a_bit_that_flips_in_a_peer_is_found_there_as_well() -> None:
+    async def work() -> None:
+        async with holding("a") as (a, told_a), holding("c") as (c, _), keeper("b") as (new, told):
+            flip(a, KEY, SIZE - 5)
+            rank = await restored(new, [source(a, 0), source(c, 0)])
+            assert rank.restored()[0] == image_bytes(10, 0)
+            assert "own part is corrupt" in told.of("prefetched")[0]["passed_over"][0]
+            (word,) = await until("word of the bad copy", lambda: told_a.of("dropped"))
+            assert "corrupt in memory" in word["why"]
+            assert a.inventory() == []
+
+    run(work())
+
+
+def test_own_memory_with_a_flipped_bit_is_made_whole_by_a_peer() -> None:
+    async def work() -> None:
+        async with holding("a") as (a, told), holding("c") as (c, _):
+            flip(a, KEY, 2 * BLOCK)
+            rank = await restored(a, [source(a, 0, tier="memory"), source(c, 0)])
+            assert rank.restored()[0] == image_bytes(10, 0)
+            (word,) = told.of("prefetched")
+            assert word["tiers"] == {"memory": SIZE - BLOCK, "peer": BLOCK}
+            assert word["passed_over"][0] == "a, memory: blocks are corrupt"
+            assert len(told.of("dropped")) == 1
+            assert told.held()[-1] == (10, 1, 0, "memory", "all")
+            assert len(a.inventory()) == 1
+
+    run(work())
+
+
+def test_who_does_not_know_the_secret_gets_nothing() -> None:
+    async def work() -> None:
+        async with holding("a") as (a, _), keeper("b", secret=b"x" * 32) as (stranger, told):
+            rank = await restored(stranger, [source(a, 0)])
+            assert rank.answer is Restore.ELSEWHERE
+            assert len(told.of("unrestorable")) == 1
+
+    run(work())
+
+
+def test_what_is_no_request_ends_the_connection() -> None:
+    async def work() -> None:
+        async with holding("a") as (a, _):
+            await asyncio.to_thread(ask_nonsense, a.port)
+
+    run(work())
+
+
+def ask_nonsense(port: int) -> None:
+    for request in ({}, {"get": "bytes", "step": "x"}):
+        connection = stream.connect("127.0.0.1", port, SECRET)
+        connection.send(request)
+        with pytest.raises(OSError, match="closed"):
+            connection.receive()
+        connection.close()
+    connection = stream.connect("127.0.0.1", port, SECRET)
+    for at, length in ((0, SIZE + 1), (SIZE, 1), (-1, 5), (3, -1)):
+        connection.send({"get": "bytes", "step": 10, "attempt": 1, "rank": 0, "at": at, "length": length})
+        assert "error" in connection.receive()
+    connection.send({"get": "manifest", "step": 10, "attempt": 2, "rank": 0})
+    assert "error" in connection.receive()
+    connection.close()
+
+
+def test_a_frame_that_was_touched_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = stream.Stream(ours, b"a", b"b")
+        sender.send({"get": "manifest"})
+        data = bytearray(theirs.recv(1000))
+        data[-3] ^= 1
+        ours.sendall(data)
+        with pytest.raises(AuthenticationError):
+            stream.Stream(theirs, b"b", b"a").receive()
+        ours.sendall(b"\xff" * 20)
+        with pytest.raises(ProtocolError):
+            stream.Stream(theirs, b"b", b"a").receive()
+
+
+def order(part: str, *sources: dict[str, Any], rank: int = 0) -> dict[str, Any]:
+    return {"step": 10, "attempt": 1, "rank": rank, "part": part, "sources": list(sources)}
+
+
+def test_replicas_of_parts_and_a_spare_that_becomes_the_node() -> None:
+    """The spare holds the own part only, in place: to restore, just the common part travels."""
+
+    async def work() -> None:
+        async with holding("a", 0, 2) as (a, _), holding("b", 1, 2) as (b, _), keeper("s") as (spare, told):
+            spare.replicate(order("own", source(a, 0)))
+            spare.replicate(order("own", source(a, 0)))  # said twice
+            await until("replica", lambda: told.held() == [(10, 1, 0, "peer", "own")])
+            (copy,) = spare.inventory()
+            assert copy["bytes"] == SIZE - COMMON_BYTES
+            assert copy["common_id"] == a.inventory()[0]["common_id"] == b.inventory()[0]["common_id"]
+            buffer = spare.copies.find(KEY)[0].place
+            await a.close()  # the node is lost
+            rank = await restored(spare, [source(spare, 0, "own"), source(b, 1, "common")], world=2)
+            assert rank.restored()[0] == image_bytes(10, 0)
+            assert told.of("prefetched")[0]["tiers"] == {"memory": SIZE - COMMON_BYTES, "peer": COMMON_BYTES}
+            (copy,) = spare.inventory()
+            assert (copy["tier"], copy["part"]) == ("memory", "all")
+            assert spare.copies.find(KEY)[0].place is buffer
+            assert told.of("dropped")[0]["why"] == ""
+
+    run(work())
+
+
+def test_a_whole_replica_becomes_a_slot_without_a_copy() -> None:
+    async def work() -> None:
+        async with holding("a") as (a, _), keeper("s") as (spare, told):
+            spare.replicate(order("all", source(a, 0)))
+            await until("replica", lambda: told.held() == [(10, 1, 0, "peer", "all")])
+            buffer = spare.copies.find(KEY)[0].place
+            await a.close()
+            rank = await restored(spare, [source(spare, 0)])
+            assert rank.restored()[0] == image_bytes(10, 0)
+            assert spare.copies.find(KEY)[0].place is buffer
+            assert told.of("prefetched")[0]["tiers"] == {"memory": SIZE}
+            again = await ready_rank_again(spare)
+            await saved(spare, again, 20, attempt=2)
+
+    run(work())
+
+
+async def ready_rank_again(one: Keeper) -> FakeRank:
+    rank = FakeRank(one)
+    rank.want(SIZE + 4096)
+    one.look()
+    await until("a slot", rank.writable)
+    return rank
+
+
+def test_an_older_replica_stays_until_the_newer_is_whole_and_safe() -> None:
+    async def work() -> None:
+        async with holding("a") as (a, _), keeper("s") as (spare, told):
+            spare.replicate(order("all", source(a, 0)))
+            await until("replica", told.held)
+            first = spare.copies.find(KEY)[0].place
+            bad = {**order("all", source(a, 0, port=1)), "step": 20}
+            spare.replicate(bad)
+            await until("word", lambda: told.of("unreplicated"))
+            assert "a: " in told.of("unreplicated")[0]["why"]
+            assert [copy["step"] for copy in spare.inventory()] == [10]
+            rank = await ready_rank_again(a)
+            await saved(a, rank, 20)
+            spare.replicate({**order("all", source(a, 0)), "step": 20})
+            await until("two", lambda: len(spare.inventory()) == 2)
+            spare.committed(20, 1)
+            assert [copy["step"] for copy in spare.inventory()] == [20]
+            await saved(a, await freed(a, rank), 30)
+            spare.replicate({**order("all", source(a, 0)), "step": 30})
+            await until("third", lambda: spare.copies.find((30, 1, 0)))
+            assert spare.copies.find((30, 1, 0))[0].place is first  # its memory is used again
+            spare.forget([{"step": 30, "attempt": 1, "rank": 0}])
+            assert [copy["step"] for copy in spare.inventory()] == [20]
+
+    run(work())
+
+
+async def freed(one: Keeper, rank: FakeRank) -> FakeRank:
+    one.committed(20, 1)
+    await until("a slot", rank.writable)
+    return rank
+
+
+def test_a_replica_that_nobody_wants_any_more_is_given_up() -> None:
+    async def work(process: subprocess.Popen[bytes], port: int) -> None:
+        async with keeper("s") as (spare, told):
+            spare.replicate(order("all", source(spare, 0, node="a", port=port)))
+            assert process.stdout is not None
+            await asyncio.to_thread(process.stdout.readline)
+            spare.forget([{"step": 10, "attempt": 1, "rank": 0}])
+            process.kill()
+            await settled(spare)
+            assert told == []
+            assert spare.inventory() == []
+
+    with serving_process(3) as (process, port):
+        run(work(process, port))
+
+
+def test_a_newer_attempt_takes_over_from_a_restore_under_way() -> None:
+    async def work(process: subprocess.Popen[bytes], port: int) -> None:
+        async with holding("a") as (a, _), keeper("b") as (new, told):
+            new.launch(2, [0], 1, plan(10, 1, {0: [source(new, 0, node="slow", port=port)]}))
+            assert process.stdout is not None
+            await asyncio.to_thread(process.stdout.readline)
+            new.launch(3, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
+            rank = FakeRank(new)
+            await until("answer", lambda: rank.answer is not Restore.PENDING)
+            assert rank.restored()[0] == image_bytes(10, 0)
+            process.kill()
+            await settled(new)
+            assert rank.restored()[0] == image_bytes(10, 0)
+            assert len(told.of("prefetched")) == 1
+            assert told.of("unrestorable") == []
+
+    with serving_process(3) as (process, port):
+        run(work(process, port))
+
+
+def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot is given up while somebody reads it: the rank gets it back only afterwards."""
+    gate, begun = threading.Event(), threading.Event()
+    send_file = stream.Stream.send_file
+
+    def wait_and_send(self: stream.Stream, descriptor: int, at: int, length: int) -> None:
+        begun.set()
+        assert gate.wait(20.0)
+        send_file(self, descriptor, at, length)
+
+    monkeypatch.setattr(stream.Stream, "send_file", wait_and_send)
+
+    async def work() -> None:
+        async with keeper("a") as (a, _), keeper("s") as (spare, told):
+            a.launch(1, [0], 1, None)
+            rank = await ready_rank(a)
+            first = await saved(a, rank, 10)
+            spare.replicate(order("all", source(a, 0)))
+            await asyncio.to_thread(begun.wait, 20.0)
+            await saved(a, rank, 20)
+            a.committed(20, 1)
+            assert rank.writable() == []
+            gate.set()
+            await until("slot", lambda: rank.writable() == [first])
+            # Only what was being sent was sent: the rest is not held any more.
+            await until("word", lambda: told.of("unreplicated"))
+            assert "not held" in told.of("unreplicated")[0]["why"]
+            assert spare.inventory() == []
+
+    run(work())
+
+
+def test_a_block_counts_only_when_it_is_whole() -> None:
+    """Whoever sends it."""
+
+    async def work() -> None:
+        async with holding("a") as (a, _):
+            manifest = a.copies.find(KEY)[0].manifest
+            (buffer,) = await a.memory.take(1, SIZE, "a test")
+            filling = Filling(manifest, buffer)
+            await asyncio.to_thread(
+                filling.from_peer, Peer("a", ("127.0.0.1",), a.port), SECRET, (10, 1, 1), "all", "peer"
+            )
+            assert not filling.complete
+            assert filling.got == {}
+            assert "not held" in filling.passed_over[0]
+            hosts = ("127.0.0.2:0", "127.0.0.1")  # the first is no address
+            await asyncio.to_thread(filling.from_peer, Peer("a", hosts, a.port), SECRET, KEY, "all", "peer")
+            assert filling.complete
+            a.recycle(buffer)
+
+    run(work())
