@@ -173,6 +173,7 @@ def test_killed_while_copying_leaves_the_other_image(keeper: Keeper, tmp_path: P
         slots = [keeper.slot(0, number) for number in (0, 1)]
         wait_until("an image in each slot", lambda: all(slot[SlotWord.SEQ] == 2 for slot in slots), 60.0)
         while slots[0][SlotWord.SEQ] % 2 == 0:
+            assert process.poll() is None
             keeper.free(0)
             for _ in range(100_000):
                 if slots[0][SlotWord.SEQ] % 2:
@@ -293,7 +294,7 @@ def test_what_was_restored_keeps_its_slot_until_it_is_freed(
     assert checkpoint.restore() == 6
     holder.value = torch.zeros(1 << 19)
     assert checkpoint.save(7)
-    assert same(read(keeper, 0, "it.value"), torch.ones(3))
+    assert keeper.buffer(0, 0)[: len(image)] == image
     assert same(read(keeper, 1, "it.value"), holder.value)
     assert not checkpoint.save(8)
     keeper.growing = {(0, 0), (0, 1)}

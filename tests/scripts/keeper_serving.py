@@ -17,7 +17,7 @@ from jurymast.keeper.copies import ALL, MEMORY, Copies, Copy
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.serve import Server
 from jurymast.wire.stream import Stream
-from tests.support.keepers import COMMON_BYTES, SECRET, SIZE, image_bytes, use_small_blocks
+from support.keepers import COMMON_BYTES, SECRET, SIZE, image_bytes, use_small_blocks
 
 step, rank, world, block_bytes, stop_after = map(int, sys.argv[1:])
 use_small_blocks(pytest.MonkeyPatch(), block_bytes)

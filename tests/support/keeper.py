@@ -72,12 +72,10 @@ class Keeper:
 
     def _serve(self) -> None:
         while not self._stop.wait(0.002):
-            for rank, record in enumerate(self.records):
-                for number in range(SLOTS):
-                    if (rank, number) in self.growing and record[Word.WANT] > record.slot(number)[
-                        SlotWord.CAPACITY
-                    ]:
-                        self.give(rank, number, record[Word.WANT])
+            for rank, number in list(self.growing):
+                wanted = self.records[rank][Word.WANT]
+                if wanted > self.slot(rank, number)[SlotWord.CAPACITY]:
+                    self.give(rank, number, wanted)
 
     def give(self, rank: int, number: int, capacity: int) -> mmap.mmap:
         """Put a new buffer into a slot; an older one lives on where it is mapped."""

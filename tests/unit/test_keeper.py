@@ -11,7 +11,7 @@ from jurymast.keeper import scrub
 from jurymast.keeper.buffers import ROUND_BYTES, Buffer
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import SLOTS, Restore, SlotWord, Word
-from tests.support.keepers import (
+from support.keepers import (
     BLOCK,
     COMMON_BYTES,
     SIZE,
@@ -64,7 +64,12 @@ def test_an_image_is_hashed_held_and_told() -> None:
             (message,) = await until("word of it", lambda: told.of("held"))
             (copy,) = message["copies"]
             assert (copy["step"], copy["attempt"], copy["rank"], copy["world"]) == (10, 1, 0, 1)
-            assert (copy["tier"], copy["part"], copy["bytes"], copy["stall_s"]) == ("memory", "all", SIZE, 0.25)
+            assert (copy["tier"], copy["part"], copy["bytes"], copy["stall_s"]) == (
+                "memory",
+                "all",
+                SIZE,
+                0.25,
+            )
             assert copy["common_bytes"] == COMMON_BYTES
             assert len(copy["common_id"]) == 32
             assert one.inventory() == [copy]

@@ -11,7 +11,7 @@ from jurymast.keeper.buffers import ROUND_BYTES, Buffer
 from jurymast.keeper.limits import Refused, Room
 from jurymast.keeper.memory import Memory
 from jurymast.keeper.page import SLOTS, Restore, Word
-from tests.support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
+from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
 
 GIB = 1 << 30
 MEMINFO = """MemTotal:       263998464 kB
@@ -145,7 +145,8 @@ def test_a_rank_that_asks_for_too_much_is_refused_on_one_clear_line(tmp_path: Pa
             (message,) = told.of("refused")
             assert message["why"] == (
                 "no memory for two slots of 22.0 GiB for each of 2 ranks: 85.0 GiB can be had "
-                f"(limit: {mount}/job_7/memory.max); set checkpoint.tiers.memory: off, or ask Slurm for more --mem"
+                f"(limit: {mount}/job_7/memory.max); "
+                "set checkpoint.tiers.memory: off, or ask Slurm for more --mem"
             )
             one.look()  # not again and again
             await settled(one)

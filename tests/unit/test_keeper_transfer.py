@@ -19,9 +19,9 @@ import pytest
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.page import Restore
+from jurymast.keeper.page import Restore, Word
 from jurymast.wire import stream
-from tests.support.keepers import (
+from support.keepers import (
     BLOCK,
     COMMON_BYTES,
     SECRET,
@@ -40,7 +40,6 @@ from tests.support.keepers import (
     until,
     use_small_blocks,
 )
-from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = (10, 1, 0)
@@ -52,7 +51,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def holding(node: str, rank: int = 0, world: int = 1, **more: Any) -> AsyncIterator[tuple[Keeper, Told]]:
+async def holding(
+    node: str, rank: int = 0, world: int = 1, **more: Any
+) -> AsyncIterator[tuple[Keeper, Told]]:
     """A node whose own rank has saved step 10."""
     async with keeper(node, **more) as (one, told):
         one.launch(1, [rank], world, None)
@@ -113,9 +114,11 @@ def test_another_common_part_is_not_taken_for_ours() -> None:
 def serving_process(stop_after: int, block: int = BLOCK) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A process that serves the image of step 10, rank 0; with its port."""
     command = [sys.executable, str(ROOT / "tests/scripts/keeper_serving.py"), "10", "0", "1"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "launcher")])
     process = subprocess.Popen(
-        [*command, str(block), str(stop_after)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+        [*command, str(block), str(stop_after)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
     )
     try:
         assert process.stdout is not None
@@ -150,7 +153,7 @@ def test_a_source_that_is_killed_half_way(other: bool) -> None:
             rank = FakeRank(new)
             assert process.stdout is not None
             assert await asyncio.to_thread(process.stdout.readline) == b"stopped\n"
-            assert rank.answer is Restore.PENDING
+            assert rank.record[Word.RESTORE] == Restore.PENDING
             process.send_signal(signal.SIGKILL)
             await until("answer", lambda: rank.answer is not Restore.PENDING, 9.0)
             if other:

@@ -207,6 +207,7 @@ class Agent:
         elif order == "dismiss":
             self._stop(self.attempt)
         elif order == "leave":
+            self._keeping.run_is_over = bool(message.get("over"))
             self._over.set()
         else:
             self._keeping.obey(message)

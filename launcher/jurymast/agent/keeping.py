@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Keeping:
         self._keeper = Keeper(directory.secret(), node, plan.ranks_per_node, tell, local_root=self._local)
         self._drainer = Drainer()
         self._drains: dict[str, asyncio.Task[None]] = {}
+        self.run_is_over = False  # nobody will restore from this node's disk any more
 
     async def start(self) -> None:
         """Serve other agents, and see what earlier allocations left on this node's disk."""
@@ -139,6 +141,8 @@ class Keeping:
         await asyncio.gather(*running, return_exceptions=True)
         await self._drainer.close()
         await self._keeper.close()
+        if self.run_is_over and self._local is not None:
+            await asyncio.to_thread(shutil.rmtree, self._local, ignore_errors=True)
 
 
 def local_root(path: str, run: str) -> Path:

@@ -146,7 +146,8 @@ class Checkpointer:
                     self._saved_step = step
                     self._stall_s = time.monotonic() - started
                 else:
-                    log.warning("step %d was not saved (memory tier): %s", step, outcome.error)
+                    level = logging.INFO if self._open().rank else logging.WARNING
+                    log.log(level, "step %d was not saved (memory tier): %s", step, outcome.error)
                 self._link.resume_at(step)
                 return outcome.ok
             started = time.monotonic()

@@ -6,6 +6,7 @@
     checkpoints/.draining-00000200.a0003.<nonce>/ being written by the nodes' storage processes
     checkpoints/.deleting-00000050.<nonce>/       on its way out
     checkpoints/pinned/00000100                   this step is never removed
+    checkpoints/verified/00000100                 hash of the manifest whose files were all checked
     checkpoints/rollback.json                     what was rolled back: none of it is restored any more
     checkpoints/step-00000150.rolled-back-<nonce>/   kept until somebody deletes it
 
@@ -22,7 +23,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ _DRAINING = re.compile(r"\.draining-(\d+)\.a(\d+)\.[0-9a-f]+")
 _DELETING = re.compile(r"\.deleting-\d+\.[0-9a-f]+")
 _ROLLED_BACK = re.compile(r"step-(\d{8,})\.rolled-back-[0-9a-f]+")
 PINNED = "pinned"
+VERIFIED = "verified"
 ROLLBACK = "rollback.json"
 
 
@@ -121,8 +123,8 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def hash_file(path: Path) -> tuple[int, str]:
-    """Size and xxh3_64 of a file. Raises OSError."""
+def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> tuple[int, str]:
+    """Size and xxh3_64 of a file; `advance` is told of bytes as they are read. Raises OSError."""
     digest = xxhash.xxh3_64()
     size = 0
     buffer = memoryview(bytearray(READ_BYTES))
@@ -130,6 +132,8 @@ def hash_file(path: Path) -> tuple[int, str]:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
+            if advance is not None:
+                advance(count)
     return size, digest.hexdigest()
 
 
@@ -180,12 +184,14 @@ class CheckpointDirectory:
             if size != record.size_bytes:
                 raise BadCheckpoint(f"{record.name} has {size} bytes, written were {record.size_bytes}")
 
-    def check_files(self, step: int, files: Iterable[FileRecord]) -> list[str]:
+    def check_files(
+        self, step: int, files: Iterable[FileRecord], advance: Callable[[int], None] | None = None
+    ) -> list[str]:
         """The full check: read and hash `files`; returns what is wrong with them, a line each."""
         problems = []
         for record in files:
             try:
-                size, digest = hash_file(self.path(step) / record.name)
+                size, digest = hash_file(self.path(step) / record.name, advance)
             except OSError as error:
                 problems.append(f"{record.name}: {error.strerror or error}")
                 continue
@@ -205,6 +211,26 @@ class CheckpointDirectory:
                 continue
             found.append(step)
         return found
+
+    def mark_verified(self, step: int) -> None:
+        """Remember that all files of the step were checked just now; best effort, for people to see."""
+        place = self.root / VERIFIED
+        try:
+            place.mkdir(mode=0o700, exist_ok=True)
+            _, digest = hash_file(self.path(step) / MANIFEST)
+            write_atomically(place / f"{step:08d}", digest.encode(), durable=False)
+        except OSError:
+            return
+
+    def verified_at(self, step: int) -> float | None:
+        """When `mark_verified` was last called for what is there now, Unix time; None: never."""
+        mark = self.root / VERIFIED / f"{step:08d}"
+        try:
+            if mark.read_text() == hash_file(self.path(step) / MANIFEST)[1]:
+                return mark.stat().st_mtime
+        except (OSError, ValueError):
+            pass
+        return None
 
     # ---- writing (rank 0)
 

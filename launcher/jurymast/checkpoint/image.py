@@ -257,6 +257,7 @@ class Drafter:
         self._lengths: list[int] | None = None
         self._json = ""
 
+    @torch.no_grad()
     def draft(self, trees: dict[str, Any]) -> Draft:
         """Raises whatever DCP's planner, or pickling a value, raises."""
         flat, paths = flatten_state_dict(trees)

@@ -25,6 +25,7 @@ from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.page import (
     PAGE_VARIABLE,
+    REFUSED,
     SLOTS,
     RankRecord,
     Restore,
@@ -91,10 +92,14 @@ class MemoryTier:
 
     @classmethod
     def open(cls, state: State, group: Group, attempt: int) -> MemoryTier | None:
-        """None when there is no agent that keeps memory."""
+        """Collective when this is a rank of an agent that keeps memory; None when some rank has none."""
         path = os.environ.get(PAGE_VARIABLE)
-        page = open_page(path) if path else None
-        if path is None or page is None:
+        if not path:
+            return None
+        page = open_page(path)
+        without = [rank for rank, has in enumerate(group.gather(page is not None)) if not has]
+        if page is None or without:
+            log.warning("no memory for checkpoints: ranks %s cannot reach their agent", without)
             return None
         return cls(page, os.path.dirname(path), state, group, attempt)
 
@@ -208,11 +213,16 @@ class MemoryTier:
             self._mapper.start()
 
     def wait_ready(self, limit_s: float) -> bool:
-        """Wait until saves can succeed; False when the time is up or memory is refused."""
+        """Wait until saves can succeed, one after another; False when the time is up or memory is refused."""
         end = time.monotonic() + limit_s
-        while not self.ready and not self.refused and time.monotonic() < end:
+        while not self._all_there() and not self.refused and time.monotonic() < end:
             time.sleep(POLL_S)
         return self.ready
+
+    def _all_there(self) -> bool:
+        """True when no more slots can be hoped for until the agent frees one."""
+        held = [slot[SlotWord.FD] != 0 and not slot.writable for slot in self._slots]
+        return self.ready and all(a or b for a, b in zip(self._fitting(), held, strict=True))
 
     def _map_all(self) -> None:
         """Map each slot when it is there: entering all its pages takes a while, and training goes on."""
@@ -293,7 +303,7 @@ class MemoryTier:
 
     def _begin(self, size: int) -> tuple[int, str]:
         """Begin to write `size` bytes into a slot: its number, or -1 and why there is none."""
-        why = "this node refused the memory" if self.refused else "memory is not ready yet"
+        why = REFUSED if self.refused else "memory is not ready yet"
         for number, slot in enumerate(self._slots):
             if not self._is_mapped(number, size):
                 continue

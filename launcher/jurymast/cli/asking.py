@@ -1,4 +1,4 @@
-"""Asking the supervisor from a command: what cancel, restart and drain have in common."""
+"""Asking the supervisor from a command: what cancel, restart, drain and rollback have in common."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def refuse_ended(directory: RunDirectory, what: str) -> None:
         raise UsageError(f"the run has ended ({word}: {why}): there is nothing to {what}")
 
 
-def ask_supervisor(directory: RunDirectory, what: str, node: str = "") -> None:
+def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
     """Raises UsageError when the supervisor refuses, RunFailedError when none answers."""
     from jurymast.wire.ask import ask
 
     refuse_ended(directory, what)
-    answer = ask(directory, what, by=user(), node=node)
+    answer = ask(directory, what, by=user(), node=node, step=step)
     if answer is None:
         raise RunFailedError(
             "no supervisor answers for this run", hint=f"jurymast status {directory.root} says how it is"

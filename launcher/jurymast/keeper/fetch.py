@@ -27,7 +27,7 @@ from jurymast.wire.stream import Stream
 STREAMS = 2
 # Requests under way on one connection: the other side sends the next block while this one is hashed.
 AHEAD = 2
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 512 << 10
 MANIFEST_BYTES_MAX = 1 << 30
 _BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
 

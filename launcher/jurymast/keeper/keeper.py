@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from jurymast.keeper import limits, scrub
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import ALL, LOCAL, MEMORY, PEER, Copies, Copy, Key, local_copies
-from jurymast.keeper.gathering import Gathering
+from jurymast.keeper.fetch import Filling
+from jurymast.keeper.gathering import Gathering, Source
 from jurymast.keeper.limits import Refused, Room
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.memory import Memory
@@ -182,20 +183,20 @@ class Keeper:
 
     def _take(self, mine: RankSlots, slot: Slot, stall_s: float) -> None:
         slot.state, slot.stall_s = State.TAKING, stall_s
-        self.spawn(self._hash(mine.rank, slot))
+        assert slot.buffer is not None
+        self.spawn(self._hash(mine.rank, slot, slot.buffer))
 
-    async def _hash(self, rank: int, slot: Slot) -> None:
-        buffer, words = slot.buffer, slot.record
-        assert buffer is not None
+    async def _hash(self, rank: int, slot: Slot, buffer: Buffer) -> None:
+        words = slot.record
         size, step = words[SlotWord.IMAGE], words[SlotWord.STEP]
-        manifest, why = None, ""
+        copy, why = None, ""
         try:
-            manifest = await in_thread(_read_image, buffer, size, words[SlotWord.MANIFEST], step, rank)
+            copy = await in_thread(_read_image, buffer, size, words[SlotWord.MANIFEST], step, rank)
         except BadImage as error:
             why = str(error)
         if slot.buffer is not buffer:  # the slot was needed for a restore meanwhile
             self.recycle(buffer)
-        elif manifest is None or not self._counts(manifest):
+        elif copy is None or not self._counts(copy.manifest):
             slot.free()
             self._settle(slot)
             if why:
@@ -203,7 +204,8 @@ class Keeper:
                 self.tell({"say": "dropped", "copy": Copy(bad, MEMORY, ALL, buffer).said(), "why": why})
         else:
             slot.state = State.HELD
-            slot.copy = self.hold(Copy(manifest, MEMORY, ALL, buffer, slot.stall_s))
+            slot.copy, copy.stall_s = copy, slot.stall_s
+            self.hold(copy)
 
     def _counts(self, manifest: Manifest) -> bool:
         """False for an image of ranks that are dead, of a step that cannot be complete, or of one passed."""
@@ -379,6 +381,19 @@ class Keeper:
 
     # ---- helpers
 
+    async def fill(
+        self, filling: Filling, extent: tuple[int, int], key: Key, sources: Sequence[Source]
+    ) -> None:
+        """Take the memory for `extent` of the buffer, and at the same time fetch into it. Raises Refused,
+        when nobody writes into the buffer any more."""
+        reserving = asyncio.ensure_future(self.memory.reserve(filling.buffer, extent))
+        try:
+            await self.gathering.fill(filling, key, sources)
+        except BaseException:
+            reserving.cancel()
+            raise
+        await reserving
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -400,15 +415,15 @@ class Keeper:
                 pass  # the loop is closed, and the agent with it
 
     def _buffers(self) -> set[Buffer]:
-        found = {copy.place for copy in self.copies if isinstance(copy.place, Buffer)}
+        found = {copy.place for copy in self.copies if isinstance(copy.place, Buffer)} | self.filling
         for mine in self.ranks:
             for slot in mine.slots:
                 found |= {one for one in (slot.buffer, slot.following) if one is not None}
         return found
 
 
-def _read_image(buffer: Buffer, size: int, manifest_size: int, step: int, rank: int) -> Manifest:
-    """The manifest that lies behind an image, with hashes made now. Raises BadImage."""
+def _read_image(buffer: Buffer, size: int, manifest_size: int, step: int, rank: int) -> Copy:
+    """An image and the manifest that lies behind it, with hashes made now. Raises BadImage."""
     if size < 0 or manifest_size < 0 or size + manifest_size > buffer.capacity:
         raise BadImage("it does not fit into its slot")
     manifest = Manifest.from_bytes(bytes(buffer.view(size, size + manifest_size)))
@@ -416,4 +431,4 @@ def _read_image(buffer: Buffer, size: int, manifest_size: int, step: int, rank: 
         raise BadImage("its manifest is another image's")
     if not 0 <= manifest.common_bytes <= size:
         raise BadImage("its manifest is damaged: a part is larger than the whole")
-    return manifest.with_blocks(buffer.view(0, size))
+    return Copy(manifest.with_blocks(buffer.view(0, size)), MEMORY, ALL, buffer)

@@ -13,6 +13,7 @@ from jurymast.keeper.fetch import Filling
 from jurymast.keeper.gathering import Source
 from jurymast.keeper.limits import Refused
 from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.threads import in_thread
 
 if TYPE_CHECKING:
     from jurymast.keeper.keeper import Keeper
@@ -90,13 +91,13 @@ class Replicas:
         held = False
         try:
             filling = Filling(manifest, buffer, part, stop=stop)
-            reserving = asyncio.ensure_future(keeper.memory.reserve(buffer, (start, end)))
-            await keeper.gathering.fill(filling, key, sources)
-            await reserving
+            await keeper.fill(filling, (start, end), key, sources)
             why += filling.passed_over
-            if filling.complete and not stop.is_set():
-                keeper.hold(Copy(manifest, PEER, part, buffer))
-                held = True
+            if filling.complete:
+                copy = await in_thread(Copy, manifest, PEER, part, buffer)
+                held = not stop.is_set()
+                if held:
+                    keeper.hold(copy)
         finally:
             keeper.filling.discard(buffer)
             if not held:
@@ -106,5 +107,7 @@ class Replicas:
 def slot_bytes(manifest: Manifest, capacity: int) -> int:
     """How large a buffer should be that is to become a slot: as large as the one the image has elsewhere
     (`capacity`), else with some room for the next image to grow. The manifest goes behind the image."""
-    room = 2 * len(manifest.to_bytes()) + (4 << 20)
-    return max(manifest.size_bytes, capacity or manifest.size_bytes + room)
+    if capacity:
+        return max(manifest.size_bytes, capacity)
+    values = sum(item.length for item in manifest.items if not item.is_tensor)
+    return manifest.size_bytes + values + 2 * len(manifest.to_bytes()) + (4 << 20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -51,6 +50,8 @@ class _Job:
     sources: list[Source]
     why: list[str] = field(default_factory=list)
     filling: Filling | None = None
+    copy: Copy | None = None  # what comes of it, once it is whole
+    behind: int = 0  # size of the manifest behind it
 
 
 class Restoring:
@@ -97,10 +98,12 @@ class Restoring:
         if filling is not None:
             job.why += filling.passed_over
             self._keeper.filling.discard(filling.buffer)
+            if job.copy is not None and not self._is_ours(job.slot, filling.buffer):
+                job.copy, job.why = None, [*job.why, "it was dropped meanwhile"]
         if self.stop.is_set():
             self._abandon(filling)
-        elif filling is not None and filling.complete and (behind := self._add_manifest(filling, job.why)):
-            self._ready(job, filling, behind)
+        elif filling is not None and job.copy is not None and job.behind:
+            self._ready(job, filling, job.copy)
             seconds = round(time.monotonic() - started, 6)
             self._say("prefetched", job.key, tiers=filling.got, seconds=seconds, passed_over=job.why)
         else:
@@ -119,16 +122,16 @@ class Restoring:
             return False
         try:
             filling = Filling(base.manifest, buffer, stop=self.stop)
-            if base.part != ALL:
+            if base.part != ALL:  # a newer attempt must not write into it at the same time
                 keeper.filling.add(buffer)
             intact = await in_thread(filling.keep, base.part, MEMORY)
             if base not in keeper.copies or self.stop.is_set():
                 keeper.filling.discard(buffer)
                 return self.stop.is_set()
             job.filling = filling
+            keeper.filling.add(buffer)
             if not intact:
                 # What is good of it serves, but it is no copy, and nobody's slot until it is whole.
-                keeper.filling.add(buffer)
                 holder = keeper.slot_of(base)
                 if holder is not None:
                     holder.detach()
@@ -158,33 +161,23 @@ class Restoring:
     async def _fill(self, filling: Filling, job: _Job) -> None:
         """Raises Refused."""
         start = filling.manifest.size_bytes if filling.complete else 0
-        extent = (start, filling.buffer.capacity)
-        reserving = asyncio.ensure_future(self._keeper.memory.reserve(filling.buffer, extent))
-        try:
-            await self._keeper.gathering.fill(filling, job.key, job.sources)
-        finally:
-            await reserving
+        await self._keeper.fill(filling, (start, filling.buffer.capacity), job.key, job.sources)
+        if filling.complete and filling.manifest.world != self._world:
+            job.why.append(f"it is of {filling.manifest.world} ranks, these are {self._world}")
+        elif filling.complete:
+            job.copy = await in_thread(Copy, filling.manifest, MEMORY, ALL, filling.buffer)
+            job.behind = await in_thread(_add_manifest, job.copy, filling.buffer)
+            if not job.behind:
+                job.why.append("there is no room behind it for its manifest")
 
-    def _add_manifest(self, filling: Filling, why: list[str]) -> int:
-        """The manifest goes behind the image, without the hashes if those have no room there; its size, or 0
-        when the image is of no use after all."""
-        manifest, buffer = filling.manifest, filling.buffer
-        if manifest.world != self._world:
-            why.append(f"it is of {manifest.world} ranks, these are {self._world}")
-            return 0
-        for one in (manifest, replace(manifest, blocks={})):
-            data = one.to_bytes()
-            end = manifest.size_bytes + len(data)
-            if end <= buffer.capacity:
-                buffer.map[manifest.size_bytes : end] = data
-                return len(data)
-        why.append("there is no room behind it for its manifest")
-        return 0
+    def _is_ours(self, slot: Slot, buffer: Buffer) -> bool:
+        """False when the copy that the restore began with has been given up, and with it maybe its buffer."""
+        slots = [one for mine in self._keeper.ranks for one in mine.slots if one.buffer is buffer]
+        return slot.state in (State.FILLING, State.HELD) and all(one.copy is not None for one in slots)
 
-    def _ready(self, job: _Job, filling: Filling, behind: int) -> None:
+    def _ready(self, job: _Job, filling: Filling, copy: Copy) -> None:
         keeper, manifest, slot = self._keeper, filling.manifest, job.slot
         if slot.copy is None or slot.copy.place is not filling.buffer:
-            copy = Copy(manifest, MEMORY, ALL, filling.buffer)
             base = next((one for one in keeper.copies if one.place is filling.buffer), None)
             if base is not None:  # it moves: a replica, or what another local rank's slot had
                 holder = keeper.slot_of(base)
@@ -199,7 +192,7 @@ class Restoring:
         for other in job.mine.slots:
             if other.copy is not None and other is not slot:
                 keeper.drop(other.copy)  # the run goes on from here
-        job.mine.restored(slot, manifest.step, manifest.attempt, manifest.size_bytes, behind)
+        job.mine.restored(slot, manifest.step, manifest.attempt, manifest.size_bytes, job.behind)
 
     def _abandon(self, filling: Filling | None) -> None:
         """The buffer goes back, unless it is a copy's all the same."""
@@ -210,3 +203,13 @@ class Restoring:
     def _say(self, what: str, key: Key, **more: Any) -> None:
         step, attempt, rank = key
         self._keeper.tell({"say": what, "step": step, "attempt": attempt, "rank": rank, **more})
+
+
+def _add_manifest(copy: Copy, buffer: Buffer) -> int:
+    """The manifest goes behind the image, without hashes if those have no room. Its size; 0: no room at all."""
+    start = copy.manifest.size_bytes
+    for data in (copy.manifest_bytes, replace(copy.manifest, blocks={}).to_bytes()):
+        if start + len(data) <= buffer.capacity:
+            buffer.map[start : start + len(data)] = data
+            return len(data)
+    return 0

@@ -16,6 +16,8 @@ from jurymast.wire import stream
 from jurymast.wire.stream import Stream
 
 BACKLOG = 128
+# After a connection could not be accepted.
+REST_S = 0.05
 
 
 class Server:
@@ -32,13 +34,13 @@ class Server:
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._closed = False
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name="keeper-accept", daemon=True).start()
 
     def close(self) -> None:
         """Stop at once; transfers under way fail at the other end."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             for connection in [self._listener, *self._connections]:
                 _shut(connection)
         self._listener.close()
@@ -48,11 +50,11 @@ class Server:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if self._closed:
+                if self._closed.wait(REST_S):
                     return
                 continue  # that connection is gone already, or there is no descriptor for it
             with self._lock:
-                if self._closed:
+                if self._closed.is_set():
                     connection.close()
                     return
                 self._connections.add(connection)

@@ -124,6 +124,7 @@ class _Tier:
             process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _why_ended(self) -> str:
+        await self._gone()  # not killed at once: asyncio would lose how it ended
         await self.kill()
         code = self._process.returncode if self._process else None
         if code is not None and code < 0:
@@ -142,10 +143,15 @@ class _Tier:
                 process.kill()
             except ProcessLookupError:
                 pass
-        try:
-            await asyncio.wait_for(process.wait(), GONE_S)
-        except asyncio.TimeoutError:
-            pass
+        await self._gone()
+
+    async def _gone(self) -> None:
+        """Wait a moment for the process to be gone."""
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(self._process.wait(), GONE_S)
+            except asyncio.TimeoutError:
+                pass
 
 
 def _failed(order: Message, why: str) -> Message:

@@ -104,10 +104,10 @@ def _entries(manifests: dict[int, Manifest]) -> dict[str, dict[str, Any]]:
     keys = {key: None for rank in sorted(manifests) for key in manifests[rank].entries}
     found = {}
     for key in keys:
-        theirs = [manifest.entries.get(key, {}) for manifest in manifests.values()]
-        first = next(entry for entry in theirs if entry)
+        first = next(manifest.entries[key] for manifest in manifests.values() if key in manifest.entries)
+        digests = {manifest.entries.get(key, {}).get("digest") for manifest in manifests.values()}
         plain = {name: value for name, value in first.items() if name != "digest"}
-        found[key] = {**plain, "per_rank": len({entry.get("digest") for entry in theirs}) > 1}
+        found[key] = {**plain, "per_rank": len(digests) > 1}
     return found
 
 

@@ -50,6 +50,8 @@ class ObjectStore:
         try:
             core = importlib.import_module("fsspec.core")
             known: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+            if url.startswith("file:"):
+                known["auto_mkdir"] = True
             if url.startswith(("s3:", "s3a:")):
                 known["config_kwargs"] = TIMEOUTS_S
             self._files, self._base = core.url_to_fs(self.url, **{**known, **(options or {})})

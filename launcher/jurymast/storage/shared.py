@@ -137,6 +137,9 @@ class _Meeting:
             self._seal(layout, records)
             self._directory.publish(self._place, self._step)
         except BaseException as error:
+            if isinstance(error, OSError) and (existing := _existing(self._directory, self._step)):
+                remove_trees([self._place])
+                return existing  # the ranks have saved this step themselves meanwhile
             told = self._told(error) if isinstance(error, OSError | StorageFailure) else error
             remove_trees([self._place])
             raise told from error

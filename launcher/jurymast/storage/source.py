@@ -20,8 +20,8 @@ Range = tuple[int, int]
 class Source:
     """One rank's image: in the agent's memory (`/proc/PID/fd/N`) or in a file.
 
-    Nothing is copied: pieces are views of it. A block is checked after its pieces were taken, so that what was
-    written is what was hashed even if the memory was given to something else meanwhile.
+    Nothing is copied: pieces are views of it. A block is checked after its pieces were taken, so that what
+    was written is what was hashed, even if the memory was given to something else meanwhile.
     """
 
     def __init__(self, path: str, manifest: Manifest) -> None:
@@ -93,8 +93,8 @@ class Source:
                 and hash_block(self._image[block_start:block_end]) != self.manifest.blocks[part][number]
             ):
                 raise StorageFailure(
-                    f"the image of rank {self.manifest.rank} in {self.path} is corrupt: block {number} of its "
-                    f"{part} part is not what was hashed. It was not stored; look at that node's memory"
+                    f"the image of rank {self.manifest.rank} in {self.path} is corrupt: block {number} of "
+                    f"its {part} part is not what was hashed. It was not stored; look at that node's memory"
                 )
 
     def _blocks(self) -> Iterator[tuple[int, str, int, int]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jurymast import __version__
+from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, Rollback
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
 from jurymast.core.copies import RestorePlan
@@ -194,6 +195,7 @@ class Supervisor:
             self._carry_out(instruction)
         self._spawn(self._watch_all())
         self._spawn(self._hold_epoch())
+        self._spawn(self._look_at_storage())
         if self.state.ended:  # the last supervisor died between the decision and its outcome
             self._spawn(self._leave())
         try:
@@ -237,6 +239,14 @@ class Supervisor:
             if self.state.phase is Phase.RUNNING:
                 self._judge_hang()
             self.feed(ev.Tick(t=self.now()))
+
+    async def _look_at_storage(self) -> None:
+        try:
+            found = await asyncio.to_thread(on_storage, self._directory)
+        except (OSError, BadCheckpoint) as error:
+            self.feed(ev.Noted(t=self.now(), message=f"checkpoints on shared storage: {error}"))
+            return
+        self._tiers.found_on_storage(*found)
 
     def _cut_off(self) -> bool:
         """Nobody is heard: this node is more likely cut off than all others dead. Another may then take over,
@@ -350,8 +360,8 @@ class Supervisor:
         connection.close()
 
     async def _answer(self, connection: Channel, asked: Message) -> None:
-        known = {"cancel", "restart", "drain"}
-        node = str(asked.get("node") or "")
+        known = {"cancel", "restart", "drain", "rollback"}
+        node, back_to = str(asked.get("node") or ""), asked.get("step")
         if asked.get("what") not in known:
             answer = {"ok": False, "why": f"unknown request {asked.get('what')!r}"}
         elif asked["what"] == "drain" and node not in self.state.nodes:
@@ -359,8 +369,12 @@ class Supervisor:
                 "ok": False,
                 "why": f"no node {node!r} in this run; it has {', '.join(self.state.nodes)}",
             }
+        elif asked["what"] == "rollback" and not isinstance(back_to, int):
+            answer = {"ok": False, "why": "a rollback needs the step to go back to"}
         else:
             answer = {"ok": True}
+            if isinstance(back_to, int) and asked["what"] == "rollback":
+                self._tiers.go_back(back_to)
             self.feed(ev.Asked(t=self.now(), what=asked["what"], by=str(asked.get("by", "")), node=node))
         connection.send(answer)
         await connection.drain()
@@ -545,7 +559,7 @@ class Supervisor:
         self._leaving = True
         await self._secure()
         for connection in self._channels.values():
-            connection.send({"do": "leave"})
+            connection.send({"do": "leave", "over": self.state.ended})
         end = time.monotonic() + LEAVE_LIMIT_S
         while self._channels and time.monotonic() < end:
             await asyncio.sleep(0.01)
@@ -557,6 +571,16 @@ class Supervisor:
         job = self._allocation.rpartition(".")[0]
         self.feed(ev.AllocationEnded(t=self.now(), slurm_job=job, why=why))
         self._over.set()
+
+
+def on_storage(directory: RunDirectory) -> tuple[dict[int, int], list[Rollback]]:
+    """Size in bytes by step of the complete shared checkpoints, and the rollbacks there were.
+
+    Raises OSError or BadCheckpoint.
+    """
+    checkpoints = CheckpointDirectory(directory.checkpoints)
+    sizes = {step: checkpoints.manifest(step).size_bytes for step in checkpoints.complete()}
+    return sizes, checkpoints.rollbacks()
 
 
 def first_events(directory: RunDirectory, t: float) -> list[ev.Event]:

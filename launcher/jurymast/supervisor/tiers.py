@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jurymast.checkpoint.directory import Rollback
 from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core.copies import Copies, Key, RestorePlan, Source
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, Role, RunState
+from jurymast.keeper.page import REFUSED
 from jurymast.wire.channel import Message
 
 # With `every: auto` the shared storage is left idle nine tenths of the time.
@@ -64,6 +66,7 @@ class Tiers:
     domains: Mapping[str, str] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)
     shared: dict[int, int] = field(default_factory=dict)
+    rollbacks: list[Rollback] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -146,10 +149,14 @@ class Tiers:
                 error=f"rank {rank}: {why}",
             )
         )  # fmt: skip
+        if why == REFUSED:  # its state outgrew the node: started again, all ranks save to storage
+            self.feed(ev.Asked(t=self.now(), what="restart", by=f"jurymast, because rank {rank}: {why}"))
 
     def _held(self, node: str, reports: Any) -> None:
         for report in reports:
             copy = cp.from_report(node, report)
+            if any(back.voids(copy.step, copy.attempt) for back in self.rollbacks):
+                continue
             self.copies.hold(copy)
             stall_s = float(report.get("stall_s") or 0.0)
             self._stalls[copy.key] = max(self._stalls.get(copy.key, 0.0), stall_s)
@@ -298,7 +305,7 @@ class Tiers:
             writers.setdefault(node, []).append(rank)
         if not writers:
             return False
-        name = f"{self.state.epoch}.{next(self._numbers)}"
+        name = f"{self.state.epoch:04x}{next(self._numbers):06x}"
         self._tried[tier] = key
         self._drains[tier] = Drain(name, tier, key, self.now(), set(writers))
         for node, ranks in writers.items():
@@ -329,6 +336,8 @@ class Tiers:
 
     def _drained(self, drain: Drain, node: str, why: str) -> None:
         """A node is done with a drain, or will never be."""
+        if self._drains.get(drain.tier) is not drain:
+            return
         drain.waiting.discard(node)
         drain.why = drain.why or why
         if drain.why:
@@ -351,6 +360,21 @@ class Tiers:
         self._told(drain.tier, drain.key, drain.size_bytes, drain.why, took_s)
 
     # ---- restoring
+
+    def go_back(self, step: int) -> None:
+        """Nothing newer than `step` is to be restored any more, nor what ranks save before they stop."""
+        self.rollbacks.append(Rollback(step, self.state.attempt, self.now()))
+        for node in self._nodes:
+            self.tell(node, {"do": "forget newer", "step": step})
+        for key in self.copies.newest_first():
+            if key[0] > step:
+                self.copies.drop_where(key)
+        for drain in list(self._drains.values()):
+            if drain.key[0] > step:
+                for node in list(drain.waiting):
+                    self._drained(drain, node, f"the run goes back to step {step}")
+        self.shared = {one: size for one, size in self.shared.items() if one <= step}
+        self._committed = self._safe = None
 
     def plan(self, launch: Launch) -> RestorePlan:
         """What this attempt restores; journals it."""
@@ -409,6 +433,14 @@ class Tiers:
             if self.copies.restorable(key):
                 return key
         return None
+
+    def found_on_storage(self, shared: Mapping[int, int], rollbacks: list[Rollback]) -> None:
+        """What earlier supervisors, attempts and runs left there."""
+        self.shared = {**shared, **self.shared}
+        self.rollbacks += [back for back in rollbacks if back not in self.rollbacks]
+        for copy in list(self.copies.every()):
+            if any(back.voids(copy.step, copy.attempt) for back in self.rollbacks):
+                self.copies.drop(copy)
 
     def unsaved_text(self) -> str:
         key = self.unsaved()

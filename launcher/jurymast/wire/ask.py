@@ -1,4 +1,4 @@
-"""Asking a run's supervisor by hand: cancel, restart, drain."""
+"""Asking a run's supervisor by hand: cancel, restart, drain, rollback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ ASK_LIMIT_S = 5.0
 _UNREACHED = (OSError, asyncio.TimeoutError, JurymastError, ValueError)
 
 
-def ask(directory: RunDirectory, what: str, *, by: str, node: str = "") -> Message | None:
+def ask(
+    directory: RunDirectory, what: str, *, by: str, node: str = "", step: int | None = None
+) -> Message | None:
     """The supervisor's answer, {"ok": bool, "why": text when refused}; None when no supervisor answers.
 
     Raises RunDirectoryError when the run's secret cannot be read.
@@ -24,7 +26,9 @@ def ask(directory: RunDirectory, what: str, *, by: str, node: str = "") -> Messa
     secret = directory.secret()
     if place is None:
         return None
-    return asyncio.run(_ask(place, secret, {"say": "ask", "what": what, "by": by, "node": node}))
+    return asyncio.run(
+        _ask(place, secret, {"say": "ask", "what": what, "by": by, "node": node, "step": step})
+    )
 
 
 async def _ask(place: Endpoint, secret: bytes, request: Message) -> Message | None:

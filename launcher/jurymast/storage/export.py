@@ -1,0 +1,95 @@
+"""`python -m jurymast.storage.export SOURCE TARGET torch|safetensors`: one checkpoint as one file.
+
+A process of its own, for it needs torch, which commands start without. What went wrong is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+INSTALL = "pip install safetensors"
+
+
+def export(source: Path, target: Path, form: str) -> int:
+    """Write what the DCP directory `source` has to the new file `target`; returns how many of its values the
+    form has no place for. Raises OSError, and whatever torch raises.
+    """
+    save = _saver(form)
+    state = _load(source)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        left_out = save(state, temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.link(temporary, target)  # unlike a rename it never replaces a file
+    finally:
+        temporary.unlink(missing_ok=True)
+    return left_out
+
+
+def _load(source: Path) -> dict[str, Any]:
+    """All of it in CPU memory, nested as it was saved."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    from jurymast.checkpoint.tree import decode
+
+    state: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=FileSystemReader(source), planner=planner, no_dist=True)
+    return {key: decode(value) for key, value in state.items()}
+
+
+def _saver(form: str) -> Callable[[dict[str, Any], Path], int]:
+    """How to save a state, to a path; returns how many values were left out."""
+    if form == "torch":
+        import torch
+
+        def save_torch(state: dict[str, Any], path: Path) -> int:
+            torch.save(state, path)
+            return 0
+
+        return save_torch
+    try:
+        safetensors = importlib.import_module("safetensors.torch")
+    except ImportError as error:
+        raise ModuleNotFoundError(f"the form safetensors needs a package: {INSTALL}") from error
+
+    def save_tensors(state: dict[str, Any], path: Path) -> int:
+        leaves = dict(_leaves(state))
+        tensors = {name: value.contiguous() for name, value in leaves.items() if hasattr(value, "contiguous")}
+        safetensors.save_file(tensors, path)
+        return len(leaves) - len(tensors)
+
+    return save_tensors
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything that is no dict or list."""
+    if isinstance(tree, dict | list):
+        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in pairs:
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
+
+
+def main() -> None:
+    source, target, form = sys.argv[1:]
+    os.umask(0o077)
+    try:
+        left_out = export(Path(source), Path(target), form)
+    except Exception as error:
+        sys.exit(" ".join(str(error).split()) or type(error).__name__)
+    if left_out:
+        sys.stderr.write(f"{left_out} values that are no tensors have no place in this form\n")
+
+
+if __name__ == "__main__":
+    main()

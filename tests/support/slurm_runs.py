@@ -1,0 +1,65 @@
+"""Runs on the test cluster, submitted by its unprivileged user, and the faults that they meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.runs import SCRIPTS, RunUnderTest, result
+from testcluster import Cluster
+
+STEPS = 260
+TRAIN = ("--steps", str(STEPS), "--step-time", "0.02", "--save-every", "20 steps")
+
+
+class SlurmRun(RunUnderTest):
+    """A run on the test cluster, submitted by the unprivileged user."""
+
+    def __init__(self, cluster: Cluster, directory: Path, job: int) -> None:
+        super().__init__(directory)
+        self.cluster = cluster
+        self.job = job
+
+    def job_state(self) -> str:
+        return self.cluster.job(self.job).get("JobState", "")
+
+
+def jurymast(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
+    command = [str(cluster.python.parent / "jurymast"), *arguments]
+    done = cluster.login(command, env={"OMP_NUM_THREADS": "1"}, timeout_s=60, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def submit(cluster: Cluster, folder: Path, *options: str, arguments: tuple[str, ...] = TRAIN) -> SlurmRun:
+    runs = cluster.shared / folder.name
+    out = ("--out", str(cluster.shared / f"{folder.name}.json"))
+    code, told, error = jurymast(
+        cluster, "submit", "--runs", str(runs), "--parsable", *options, "--",
+        str(SCRIPTS / "train_tiny.py"), *arguments, *out,
+    )  # fmt: skip
+    assert code == 0, error
+    run_id, job = told.strip().split(";")
+    return SlurmRun(cluster, runs / run_id, int(job))
+
+
+def weights(cluster: Cluster, folder: Path) -> str:
+    return str(result(cluster.shared / f"{folder.name}.json")["sha256"])
+
+
+def power_loss(run: SlurmRun, node: str) -> None:
+    run.cluster.fault("power-loss", node)
+
+
+def crash(run: SlurmRun, node: str) -> None:
+    run.cluster.fault("crash", node)
+
+
+def freeze(run: SlurmRun, node: str) -> None:
+    run.cluster.fault("freeze", node)
+
+
+def kill_rank(run: SlurmRun, node: str) -> None:
+    run.cluster.fault("kill", node, pid=run.pids(node)[0], signal="KILL")
+
+
+def stop_rank(run: SlurmRun, node: str) -> None:
+    run.cluster.fault("kill", node, pid=run.pids(node)[0], signal="STOP")

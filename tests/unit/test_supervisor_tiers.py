@@ -1,0 +1,264 @@
+"""What the supervisor orders when agents tell what they hold: commits, replicas, drains, restores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jurymast.core import events as ev
+from jurymast.core.instructions import Launch
+from jurymast.core.run import step
+from jurymast.core.settings import Settings
+from jurymast.core.state import Node, Phase, Role, RunState
+from jurymast.keeper.page import REFUSED
+from jurymast.supervisor.tiers import DRAIN_LIMIT_S, RETRY_S, Tiers
+
+ACTIVE = ("n1", "n2", "n3")
+
+
+class Site:
+    """Three active nodes of one rank each and a spare; keeps what is ordered and journalled."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.time = 100.0
+        self.orders: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[ev.Event] = []
+        self.state = RunState(Settings(cadence_steps=10, **settings), active=3, spares=1)
+        self.state.nodes = {name: Node(name, i) for i, name in enumerate([*ACTIVE, "s1"])}
+        self.state.placement, self.state.phase, self.state.attempt = ACTIVE, Phase.RUNNING, 1
+        for name, node in self.state.nodes.items():
+            node.role = Role.ACTIVE if name in ACTIVE else Role.SPARE
+        self.tiers = Tiers(
+            self.state,
+            lambda node, message: self.orders.append((node, message)),
+            self.feed,
+            lambda: self.time,
+        )
+        for name in self.state.nodes:
+            self.tiers.joined(name, {"address": f"at-{name}", "data_port": 7, "copies": []})
+
+    def feed(self, event: ev.Event) -> None:
+        self.events.append(event)
+        step(self.state, event)
+
+    def hold(self, rank: int, node: str = "", at: int = 10, tier: str = "memory", part: str = "all") -> None:
+        copy = {
+            "step": at, "attempt": self.state.attempt, "rank": rank, "world": 3, "tier": tier, "part": part,
+            "size_bytes": 100, "common_bytes": 60, "common_id": f"same at {at}", "stall_s": 0.01 * rank,
+        }  # fmt: skip
+        self.tiers.hear(node or ACTIVE[rank], {"say": "held", "copies": [copy]})
+
+    def save(self, at: int = 10) -> None:
+        for rank in range(3):
+            self.hold(rank, at=at)
+        self.tiers.look()
+
+    def replicate(self, at: int = 10) -> None:
+        """The spare does as it was told."""
+        for rank in range(3):
+            self.hold(rank, "s1", at=at, tier="peer", part="own")
+        self.tiers.look()
+
+    def ordered(self, what: str) -> list[tuple[str, dict[str, Any]]]:
+        found = [(node, message) for node, message in self.orders if message["do"] == what]
+        self.orders = [order for order in self.orders if order not in found]
+        return found
+
+    def answer(self, drains: list[tuple[str, dict[str, Any]]], why: str = "") -> None:
+        for node, order in drains:
+            self.tiers.hear(node, {"say": "drained", "id": order["id"], "tier": order["tier"], "ok": not why,
+                                   "why": why, "size_bytes": 50})  # fmt: skip
+
+    def saved(self, tier: str) -> list[tuple[int, bool]]:
+        return [(e.step, e.ok) for e in self.events if isinstance(e, ev.Saved) and e.tier == tier]
+
+
+def test_a_step_is_committed_with_the_last_rank_s_image_and_told_once() -> None:
+    site = Site()
+    site.hold(0)
+    site.hold(1)
+    assert site.saved("memory") == []
+    site.hold(2)
+    site.hold(2)
+    assert site.saved("memory") == [(10, True)]
+    told = next(e for e in site.events if isinstance(e, ev.Saved))
+    assert (told.stall_s, told.size_bytes, told.copied) == (0.02, 300, False)
+
+
+def test_only_own_parts_are_replicated_and_older_images_go_when_all_are() -> None:
+    site = Site()
+    site.save()
+    orders = site.ordered("replicate")
+    assert [(node, order["rank"], order["part"]) for node, order in orders] == [
+        ("s1", rank, "own") for rank in range(3)
+    ]
+    assert orders[0][1]["sources"][0]["hosts"] == ["at-n1"]
+    site.tiers.look()
+    assert site.ordered("replicate") == []  # ordered already
+    assert site.ordered("committed") == []
+    site.replicate()
+    assert sorted(node for node, _ in site.ordered("committed")) == ["n1", "n2", "n3", "s1"]
+    assert site.saved("peer") == [(10, True)]
+
+
+def test_older_images_stay_while_the_newer_ones_live_on_one_node_only() -> None:
+    site = Site()
+    site.save()
+    site.replicate()
+    site.save(20)
+    site.tiers.lost("n2")
+    assert not site.tiers.copies.restorable((20, 1))
+    assert site.tiers.copies.restorable((10, 1))
+
+
+def test_a_replica_that_could_not_be_made_is_ordered_again_later() -> None:
+    site = Site()
+    site.save()
+    site.ordered("replicate")
+    site.tiers.hear(
+        "s1", {"say": "unreplicated", "rank": 1, "step": 10, "attempt": 1, "part": "own", "why": "x"}
+    )
+    site.tiers.look()
+    assert site.ordered("replicate") == []
+    site.time += RETRY_S + 0.1
+    site.tiers.look()
+    assert [order["rank"] for _, order in site.ordered("replicate")] == [1]
+
+
+def test_a_full_spare_is_replaced_by_partners() -> None:
+    site = Site()
+    site.tiers.hear("s1", {"say": "refused", "why": "no room"})
+    site.save()
+    assert {node for node, _ in site.ordered("replicate")} <= set(ACTIVE)
+
+
+def test_a_committed_step_is_drained_by_the_nodes_that_have_it_one_at_a_time() -> None:
+    site = Site()
+    site.save()
+    drains = site.ordered("drain")
+    assert [(node, order["ranks"], order["lead"]) for node, order in drains] == [
+        ("n1", [0], True), ("n2", [1], False), ("n3", [2], False),
+    ]  # fmt: skip
+    site.save(20)
+    assert site.ordered("drain") == []
+    site.answer(drains)
+    assert site.saved("shared") == [(10, True)]
+    assert site.tiers.shared == {10: 150}
+    site.tiers.look()
+    assert {order["step"] for _, order in site.ordered("drain")} == {20}
+
+
+def test_a_failed_drain_is_told_cancelled_everywhere_and_tried_again() -> None:
+    site = Site()
+    site.save()
+    drains = site.ordered("drain")
+    site.answer(drains[1:2], why="no space left")
+    assert site.saved("shared") == [(10, False)]
+    assert site.state.saved["shared"].error == "n2: no space left"
+    assert [node for node, _ in site.ordered("cancel drain")] == ["n1", "n3"]
+    assert site.ordered("drain") == []
+    site.answer(drains[:1])  # too late
+    assert site.saved("shared") == [(10, False)]
+    site.time += RETRY_S + 0.1
+    site.tiers.look()
+    assert site.ordered("drain")[0][1]["step"] == 10
+
+
+def test_a_lost_writer_and_an_endless_silence_end_a_drain() -> None:
+    site = Site()
+    site.save()
+    site.tiers.lost("n3")
+    assert site.saved("shared") == [(10, False)]
+    site = Site()
+    site.save()
+    site.time += DRAIN_LIMIT_S + 1
+    site.tiers.look()
+    assert site.saved("shared") == [(10, False)]
+
+
+def test_before_the_nodes_go_the_newest_step_gets_to_storage_put_together_where_needed() -> None:
+    site = Site(shared_every_s=3600.0)
+    site.save()
+    site.answer(site.ordered("drain"))
+    site.save(20)
+    site.replicate(20)
+    assert site.ordered("drain") == []  # not due
+    site.ordered("replicate")
+    site.tiers.lost("n2")
+    assert not site.tiers.secure()
+    (holder, order), *rest = site.ordered("replicate")
+    assert (order["rank"], order["part"], rest) == (1, "all", [])
+    site.hold(1, holder, at=20, tier="peer")
+    assert not site.tiers.secure()
+    site.answer(site.ordered("drain"))
+    assert site.tiers.secure()
+    assert 20 in site.tiers.shared
+
+
+def test_nothing_is_waited_for_when_nothing_would_be_lost() -> None:
+    assert Site().tiers.secure()
+
+
+def test_a_rank_that_skips_makes_the_step_void_and_is_told_once() -> None:
+    site = Site()
+    site.tiers.skipped(20, 1, "both memory slots are busy")
+    site.tiers.skipped(20, 2, "both memory slots are busy")
+    assert site.saved("memory") == [(20, False)]
+    assert [node for node, _ in site.ordered("void")] == list(ACTIVE)
+
+
+def test_a_state_that_outgrew_its_node_starts_the_ranks_again() -> None:
+    site = Site()
+    site.tiers.skipped(20, 1, REFUSED)
+    assert [e.what for e in site.events if isinstance(e, ev.Asked)] == ["restart"]
+
+
+def launch(*placement: str) -> Launch:
+    return Launch(attempt=2, placement=placement, master_address="", master_port=0, reason="")
+
+
+def test_the_plan_names_sources_with_addresses_and_is_journalled() -> None:
+    site = Site()
+    site.save()
+    site.replicate()
+    site.tiers.lost("n2")
+    site.state.attempt = 2
+    plan = site.tiers.plan(launch("n1", "s1", "n3"))
+    planned = site.events[-1]
+    assert isinstance(planned, ev.RestorePlanned)
+    assert (planned.step, planned.tier, planned.tiers) == (10, "memory", {"memory": 200, "peer": 100})
+    message = site.tiers.restore_message(plan, "s1", range(1, 2))
+    assert message is not None
+    assert (message["step"], message["attempt"]) == (10, 1)
+    first = message["ranks"]["1"][0]
+    assert (first["tier"], first["node"], first["part"], first["port"]) == ("peer", "s1", "own", 7)
+
+
+def test_without_images_for_all_the_ranks_look_in_shared_storage() -> None:
+    site = Site(replicas=0)
+    site.save()
+    site.tiers.lost("n2")
+    plan = site.tiers.plan(launch("n1", "s1", "n3"))
+    assert plan.tier == ""
+    assert site.tiers.restore_message(plan, "n1", range(1)) is None
+    # what agents still hold of the old step is not what the ranks will save under it
+    assert not site.tiers.copies.in_memory((10, 1))
+
+
+def test_going_back_drops_what_is_newer_wherever_it_comes_from() -> None:
+    site = Site()
+    site.save()
+    site.answer(site.ordered("drain"))
+    site.save(20)
+    site.tiers.go_back(10)
+    assert {node for node, _ in site.ordered("forget newer")} == {"n1", "n2", "n3", "s1"}
+    site.save(30)  # ranks that have not stopped yet
+    assert site.tiers.copies.newest_first() == [(10, 1)]
+    assert site.tiers.plan(launch(*ACTIVE)).step == 10
+
+
+@pytest.mark.parametrize("message", [{"say": "held", "copies": [{}]}, {"say": "drained"}])
+def test_malformed_words_raise_what_the_supervisor_catches(message: dict[str, Any]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Site().tiers.hear("n1", message)
