@@ -19,6 +19,7 @@ COMMANDS = {
     "status": ("jurymast.cli.status", "Show how a run is doing."),
     "events": ("jurymast.cli.events", "Tell what happened in a run, and why."),
     "logs": ("jurymast.cli.logs", "Print what the ranks wrote."),
+    "checkpoints": ("jurymast.cli.checkpoints", "List, verify, pin or roll back a run's checkpoints."),
     "report": ("jurymast.cli.report", "Show where a run's time went."),
     "cancel": ("jurymast.cli.cancel", "End a run."),
     "restart": ("jurymast.cli.restart", "Restart a run's ranks."),

@@ -341,7 +341,7 @@ class Tiers:
         drain.waiting.discard(node)
         drain.why = drain.why or why
         if drain.why:
-            for other in drain.waiting:
+            for other in sorted(drain.waiting):
                 self.tell(other, {"do": "cancel drain", "id": drain.id, "tier": drain.tier})
             drain.waiting.clear()
         if drain.waiting:
