@@ -1,0 +1,110 @@
+"""Saves every few steps, and faults at random moments: nothing torn, mixed or stale is ever restored.
+
+The state is large enough that copying, hashing, replicating and draining are under way most of the time. A
+failure prints its seed: `JURYMAST_TEST_SEED=<seed>` runs that one again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jurymast.core import events as ev
+from jurymast.core.state import RunState
+from support.runs import RunUnderTest, local_run, result, wait_gone
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+SEEDS = [int(os.environ["JURYMAST_TEST_SEED"])] if "JURYMAST_TEST_SEED" in os.environ else [1, 2]
+TRAIN = (
+    "--steps",
+    "160",
+    "--width",
+    "384",
+    "--layers",
+    "3",
+    "--step-time",
+    "0.03",
+    "--save-every",
+    "3 steps",
+)
+FAULTS = 3
+
+
+def kill_rank(run: RunUnderTest, state: RunState, chance: random.Random) -> None:
+    psutil.Process(chance.choice(run.pids(chance.choice(state.placement)))).kill()
+
+
+def kill_agent(run: RunUnderTest, state: RunState, chance: random.Random) -> None:
+    """And with it, like a node that crashes, everything that runs there."""
+    psutil.Process(run.agent_pid(chance.choice(state.placement[1:]))).kill()
+
+
+def kill_host(run: RunUnderTest, state: RunState, chance: random.Random) -> None:
+    kill_children(run, chance.choice(state.placement), "jurymast.worker.host")
+
+
+def kill_drainers(run: RunUnderTest, state: RunState, chance: random.Random) -> None:
+    for node in state.placement:
+        kill_children(run, node, "jurymast.storage")
+
+
+def kill_children(run: RunUnderTest, node: str, name: str) -> None:
+    """Of the node's agent."""
+    for child in psutil.Process(run.agent_pid(node)).children():
+        try:
+            if name in child.cmdline():
+                child.kill()
+        except psutil.NoSuchProcess:  # also of a zombie
+            continue
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with local_run(folder / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(folder / "out.json"))) as run:  # fmt: skip
+        assert run.wait_end().exit_code == 0
+    return str(result(folder / "out.json")["sha256"])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_faults_at_random_moments_of_saves_cost_no_bit(tmp_path: Path, undisturbed: str, seed: int) -> None:
+    print(f"JURYMAST_TEST_SEED={seed}")
+    chance = random.Random(seed)
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "2", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
+        goal = 0
+        for _ in range(FAULTS):
+            goal += chance.randint(15, 40)
+            state = run.wait_step(goal, limit_s=120)
+            fault = chance.choice([kill_rank, kill_agent, kill_host, kill_drainers])
+            before = len(state.incidents)
+            fault(run, state, chance)
+            if fault is not kill_drainers:
+                run.wait(fault.__name__, lambda s, n=before: len(s.incidents) > n and s.incident is None)
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    assert result(out)["sha256"] == undisturbed, run.story()
+    check_restores(run)
+
+
+def check_restores(run: RunUnderTest) -> None:
+    """Every attempt restored what it was told to, and never less than what was safe on two nodes."""
+    safe = 0
+    planned: ev.RestorePlanned | None = None
+    for event in run.events():
+        if isinstance(event, ev.Saved) and event.ok and event.tier in ("peer", "shared"):
+            safe = max(safe, event.step)
+        elif isinstance(event, ev.RestorePlanned):
+            planned = event
+            assert event.step >= safe, run.story()
+        elif isinstance(event, ev.Restored):
+            assert planned is not None
+            assert event.step == planned.step, run.story()
