@@ -99,13 +99,14 @@ def test_what_is_incomplete_or_damaged_does_not_count(tmp_path: Path, store: Obj
     shutil.rmtree(root)
     make_checkpoint(root, 1)
     store.upload(CheckpointDirectory(root), 1, job())
+    store._files.rm_file(store._path(1, "__1_0.distcp"))
+    with pytest.raises(StorageFailure, match="there is no such object or bucket"):
+        store.fetch(1, CheckpointDirectory(tmp_path / "back"), job())
+    assert not store.upload(CheckpointDirectory(root), 1, job())["existing"]
     store._files.pipe_file(store._path(1, "__0_0.distcp"), b"x" * 300_000)
     with pytest.raises(StorageFailure, match="__0_0.distcp is corrupt: its hash does not match; restore"):
         store.fetch(1, CheckpointDirectory(tmp_path / "back"), job())
     assert os.listdir(tmp_path / "back") == []
-    store._files.rm_file(store._path(1, "__1_0.distcp"))
-    with pytest.raises(StorageFailure, match="there is no such object or bucket"):
-        store.fetch(1, CheckpointDirectory(tmp_path / "back"), job())
 
 
 def test_another_attempts_checkpoint_is_replaced(tmp_path: Path, store: ObjectStore) -> None:

@@ -6,6 +6,7 @@ load_stock.py DIRECTORY [RANK SIZE STORE]: with these, as one of SIZE ranks with
 import json
 import sys
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ if ranks:
     rank, size, store = int(ranks[0]), int(ranks[1]), ranks[2]
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     table = distribute_tensor(table, init_device_mesh("cpu", (size,)), [Shard(0)])
-state = {
+state: dict[str, Any] = {
     "model": {"weight": torch.zeros(1000), "bias": torch.zeros(7), "table": table},
     "data": {"rank-00000": {"position": 0}, "rank-00001": {"position": 0}},
     "epoch": 0,

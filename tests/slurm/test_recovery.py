@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core.state import RunState
+from support.runs import SCRIPTS
 from support.slurm_runs import (
     TRAIN,
     SlurmRun,
@@ -25,6 +26,7 @@ from support.slurm_runs import (
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -203,6 +203,7 @@ def test_memory_granted_but_not_yet_taken_is_not_granted_twice() -> None:
         assert fresh not in second
         again.close()
         fresh.close()
+        memory.close()
 
     run(work())
 

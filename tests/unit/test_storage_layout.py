@@ -265,5 +265,7 @@ def test_sweeping_drains_leaves_everything_else(tmp_path: Path) -> None:
     kept = {"step-00000005", ".saving-00000006.a0009.0a", ".draining-notes"}
     for name in (*kept, directory.draining(6, 9, "0b").name):
         (tmp_path / name).mkdir(exist_ok=True)
+    # ranks that start sweep too, while the nodes drain what an earlier attempt saved
+    assert directory.sweep(attempt=8) == []
     assert directory.sweep_drains() == [".draining-00000006.a0009.0b"]
     assert set(os.listdir(tmp_path)) == kept

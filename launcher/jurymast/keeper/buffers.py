@@ -89,4 +89,4 @@ class Buffer:
         try:
             self.map.close()
         except BufferError:
-            pass  # a view of it lives: the mapping goes with the last one
+            del self.map  # a view of it lives: the mapping goes with the last one

@@ -42,13 +42,14 @@ class Peer:
 
     def connect(self, secret: bytes) -> Stream:
         """Raises OSError, AuthenticationError, ProtocolError."""
-        failure: Exception = ConnectionError("it has no address")
-        for host in self.hosts:
+        for host in self.hosts[:-1]:
             try:
                 return stream.connect(host, self.port, secret)
-            except (OSError, AuthenticationError, ProtocolError) as error:
-                failure = error
-        raise failure
+            except (OSError, AuthenticationError, ProtocolError):
+                continue
+        if not self.hosts:
+            raise ConnectionError("it has no address")
+        return stream.connect(self.hosts[-1], self.port, secret)
 
     def manifest(self, secret: bytes, key: Key) -> tuple[Manifest, int]:
         """(the image's manifest, capacity of the buffer it lies in there or 0). Raises what `connect` does,

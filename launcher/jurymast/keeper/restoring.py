@@ -206,7 +206,7 @@ class Restoring:
 
 
 def _add_manifest(copy: Copy, buffer: Buffer) -> int:
-    """The manifest goes behind the image, without hashes if those have no room. Its size; 0: no room at all."""
+    """The manifest goes behind the image, without hashes if those have no room. Its size; 0: no room."""
     start = copy.manifest.size_bytes
     for data in (copy.manifest_bytes, replace(copy.manifest, blocks={}).to_bytes()):
         if start + len(data) <= buffer.capacity:

@@ -35,6 +35,9 @@ async def in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
             loop.call_soon_threadsafe(deliver, result, failure)
         except RuntimeError:
             pass  # the loop is closed: nobody waits
+        finally:
+            # A failure knows this frame: without this they would hold each other, and the buffers they name.
+            result = failure = None
 
     threading.Thread(target=work, name=getattr(function, "__name__", "keeper"), daemon=True).start()
     return await future

@@ -80,6 +80,13 @@ class ObjectStore:
         path = self._path(step, MANIFEST)
         return bool(self._tried(path, lambda: self._files.exists(path)))
 
+    def _is_whole(self, step: int, manifest: Manifest) -> bool:
+        """True when all files are there in full length."""
+        place = self._path(step, "").rstrip("/")
+        found = self._tried(place, lambda: self._files.ls(place, detail=True))
+        sizes = {one["name"].rpartition("/")[2]: one["size"] for one in found}
+        return all(sizes.get(record.name) == record.size_bytes for record in manifest.files)
+
     # ---- to the store
 
     def upload(self, directory: CheckpointDirectory, step: int, job: Job) -> Message:
@@ -90,9 +97,9 @@ class ObjectStore:
         except BadCheckpoint as error:
             raise StorageFailure(f"step {step} in {directory.root} cannot be uploaded: {error}") from error
         if self._is_complete(step):
-            if self.manifest(step) == manifest:
+            if self.manifest(step) == manifest and self._is_whole(step, manifest):
                 return {"bytes": 0, "existing": True}
-            self.remove(step)  # of another attempt: never a mixture of the two
+            self.remove(step)  # damaged, or of another attempt: never a mixture of the two
         place = directory.path(step)
         # `.metadata` last but for the manifest: stock readers take a directory without it for none
         first = [record for record in manifest.files if record.name != ".metadata"]

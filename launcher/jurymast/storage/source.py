@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,11 +19,21 @@ from jurymast.storage.job import StorageFailure, explain
 Range = tuple[int, int]
 
 
+@dataclass(frozen=True)
+class _Block:
+    """A hashed block: the `number`-th of `part`, at [start, end) of the image."""
+
+    part: str
+    number: int
+    start: int
+    end: int
+
+
 class Source:
     """One rank's image: in the agent's memory (`/proc/PID/fd/N`) or in a file.
 
-    Nothing is copied: pieces are views of it. A block is checked after its pieces were taken, so that what
-    was written is what was hashed, even if the memory was given to something else meanwhile.
+    Nothing is copied: pieces are views of it. A block is checked before its pieces are taken, and once more
+    after that: what was written is what was hashed, even if the memory was given to something else meanwhile.
     """
 
     def __init__(self, path: str, manifest: Manifest) -> None:
@@ -78,30 +90,47 @@ class Source:
 
         Raises StorageFailure when a block is not what was hashed: then what was taken from it counts nothing.
         """
+        work = list(self._needed(wanted))
+        after: Future[None] | None = None
+        # In another thread: the check before writing maps the next block's pages while this one is written.
+        with ThreadPoolExecutor(1) as pool:
+            before = [pool.submit(self._check, block) for block, _ in work[:1]]
+            for place, (block, pieces) in enumerate(work):
+                before.pop().result()
+                before = [pool.submit(self._check, following) for following, _ in work[place + 1 : place + 2]]
+                for start, end in pieces:
+                    yield self._image[start:end]
+                if after is not None:
+                    after.result()
+                after = pool.submit(self._check, block)
+            if after is not None:
+                after.result()
+
+    def _needed(self, wanted: list[Range]) -> Iterator[tuple[_Block, list[Range]]]:
+        """The blocks that have something of `wanted`, each with what that is."""
         at = 0
-        for number, part, block_start, block_end in self._blocks():
+        for block in self._blocks():
             pieces = []
-            while at < len(wanted) and wanted[at][0] < block_end:
-                pieces.append((max(wanted[at][0], block_start), min(wanted[at][1], block_end)))
-                if wanted[at][1] > block_end:
+            while at < len(wanted) and wanted[at][0] < block.end:
+                pieces.append((max(wanted[at][0], block.start), min(wanted[at][1], block.end)))
+                if wanted[at][1] > block.end:
                     break  # it goes on in the next block
                 at += 1
-            for start, end in pieces:
-                yield self._image[start:end]
-            if (
-                pieces
-                and hash_block(self._image[block_start:block_end]) != self.manifest.blocks[part][number]
-            ):
-                raise StorageFailure(
-                    f"the image of rank {self.manifest.rank} in {self.path} is corrupt: block {number} of "
-                    f"its {part} part is not what was hashed. It was not stored; look at that node's memory"
-                )
+            if pieces:
+                yield block, pieces
 
-    def _blocks(self) -> Iterator[tuple[int, str, int, int]]:
+    def _check(self, block: _Block) -> None:
+        if hash_block(self._image[block.start : block.end]) != self.manifest.blocks[block.part][block.number]:
+            raise StorageFailure(
+                f"the image of rank {self.manifest.rank} in {self.path} is corrupt: block {block.number} of "
+                f"its {block.part} part is not what was hashed. It was not stored; look at that node's memory"
+            )
+
+    def _blocks(self) -> Iterator[_Block]:
         for part in PARTS:
             start, end = self.manifest.extent(part)
             for number, at in enumerate(range(start, end, BLOCK_BYTES)):
-                yield number, part, at, min(at + BLOCK_BYTES, end)
+                yield _Block(part, number, at, min(at + BLOCK_BYTES, end))
 
 
 def merged(ranges: list[Range]) -> list[Range]:
@@ -145,7 +174,5 @@ class NewFile:
         try:
             if kind is None:
                 os.fsync(self._descriptor)
-                # Nobody will read it soon: the memory is the training's.
-                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(self._descriptor)

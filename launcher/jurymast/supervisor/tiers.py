@@ -252,9 +252,9 @@ class Tiers:
             self._told(cp.PEER, key, sum(copy.part_bytes for copy in replicas), seconds=took_s)
         for node in self._nodes:
             self.tell(node, {"do": "committed", "step": key[0], "attempt": key[1]})
-        for older in self.copies.newest_first():
-            if older != key:
-                self.copies.drop_where(older, tiers=(cp.MEMORY, cp.PEER))
+        for other in self.copies.newest_first():
+            if _age(other) < _age(key):
+                self.copies.drop_where(other, tiers=(cp.MEMORY, cp.PEER))
         self._ordered = {order for order in self._ordered if order[0] == key}
 
     def _told(self, tier: str, key: Key, size_bytes: int, why: str = "", seconds: float = 0.0) -> None:
@@ -473,3 +473,8 @@ class Tiers:
                 sources = self.copies.sources(key, rank, holder, commons)
                 self.tell(holder, self._replication(key, cp.Replication(holder, rank, cp.ALL, sources)))
         return True
+
+
+def _age(key: Key) -> tuple[int, int]:
+    """Of two states of a run the one that was reached later compares greater: (attempt, step)."""
+    return key[1], key[0]

@@ -1,0 +1,237 @@
+"""A node's keeper in a process of its own, without torch, as in the agent; and what it is held against: a
+plain TCP transfer and a plain write of the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import mmap
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tiers.child import Message, first_line, say
+from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.page import PAGE_VARIABLE
+from jurymast.storage.drainer import Drainer
+from jurymast.worker import link
+
+LOOK_EVERY_S = 0.1
+RAW_BLOCK_BYTES = 16 << 20
+WRITE_BYTES = 16 << 20
+POPULATE_WRITE = 23
+
+
+class Node:
+    """Carries out the orders of the benchmark, which stands in for the supervisor."""
+
+    def __init__(self, config: Message) -> None:
+        self._name = str(config["name"])
+        self._local = Path(config["local"]) if config.get("local") else None
+        self._keeper = Keeper(
+            bytes.fromhex(config["secret"]), self._name, int(config["ranks"]), self._tell,
+            local_root=self._local,
+        )  # fmt: skip
+        self._drainer = Drainer()
+        self._events, self._events_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._window = memoryview(b"")
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        await self._keeper.start()
+        loop.add_reader(self._events, self._hear)
+        reader = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        looking = asyncio.ensure_future(self._look())
+        root = f"/proc/{os.getpid()}/fd"
+        environment = {
+            PAGE_VARIABLE: self._keeper.page_path,
+            link.EVENTS_VARIABLE: f"{root}/{self._events_in}",
+        }
+        say({"said": "started", "port": self._keeper.port, "environment": environment})
+        while line := await reader.readline():
+            order = json.loads(line)
+            try:
+                say({"said": "done", **(await self._obey(order) or {})})
+            except Exception as error:
+                say({"said": "failed", "why": f"{order['do']}: {type(error).__name__}: {error}"})
+        looking.cancel()
+        await self._drainer.close()
+
+    async def _look(self) -> None:
+        while True:
+            self._keeper.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _hear(self) -> None:
+        for line in os.read(self._events, 1 << 16).splitlines():
+            event = json.loads(line)
+            if event["event"] == "Image":
+                self._keeper.image_published(event["local_rank"], event["slot"], event["stall_s"])
+
+    def _tell(self, message: Message) -> None:
+        say({**message, "at": time.monotonic()})
+
+    async def _obey(self, order: Message) -> Message | None:
+        keeper, do = self._keeper, order["do"]
+        if do == "launch":
+            keeper.launch(order["attempt"], order["ranks"], len(order["ranks"]), order.get("restore"))
+        elif do == "committed":
+            keeper.committed(order["step"], order["attempt"])
+        elif do == "replicate":
+            keeper.replicate(order)
+        elif do == "forget":
+            keeper.forget(order["images"])
+        elif do == "drain":
+            return await self._drain(order)
+        elif do == "write":
+            return await asyncio.to_thread(self._write, order)
+        elif do == "raw serve":
+            return {"port": self._raw_serve(self._paths(order))}
+        elif do == "raw pull":
+            return await asyncio.to_thread(self._raw_pull, order)
+        else:
+            raise ValueError(f"no such order: {do}")
+        return None
+
+    # ---- disk
+
+    def _paths(self, order: Message) -> list[tuple[str, int]]:
+        """(path, size) of the images. They stay: whoever asks frees nothing meanwhile."""
+        found = []
+        for rank in order["ranks"]:
+            lent = self._keeper.acquire(order["step"], order["attempt"], rank)
+            if lent is None:
+                raise LookupError(f"the image of rank {rank} is not here")
+            self._keeper.release(order["step"], order["attempt"], rank)
+            found.append((lent[0], lent[1].size_bytes))
+        return found
+
+    async def _drain(self, order: Message) -> Message:
+        """As `agent.keeping` does it."""
+        step, attempt = order["step"], order["attempt"]
+        images = []
+        began = time.monotonic()
+        for rank in order["ranks"]:
+            lent = self._keeper.acquire(step, attempt, rank)
+            if lent is None:
+                raise LookupError(f"the image of rank {rank} is not here")
+            images.append({"rank": rank, "path": lent[0], "manifest": lent[1].to_bytes().decode()})
+        answer = await self._drainer.drain(
+            {
+                "do": "drain", "tier": "local", "step": step, "attempt": attempt, "world": len(images),
+                "images": images, "root": order["root"],
+            }
+        )  # fmt: skip
+        seconds = time.monotonic() - began
+        for rank in order["ranks"]:
+            self._keeper.release(step, attempt, rank)
+        if answer["said"] != "done":
+            raise OSError(first_line(str(answer.get("why"))))
+        return {"seconds": seconds, "bytes": answer["bytes"]}
+
+    def _write(self, order: Message) -> Message:
+        """The images' bytes to one file, large writes, fsync at the end."""
+        paths = self._paths(order)
+        began = time.monotonic()
+        descriptor = os.open(order["path"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        for path, size in paths:
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as image:
+                for at in range(0, size, WRITE_BYTES):
+                    data = memoryview(image)[at : at + WRITE_BYTES]
+                    while data:
+                        written = os.write(descriptor, data)
+                        following = data[written:]
+                        data.release()
+                        data = following
+                    data.release()
+        os.fsync(descriptor)
+        os.close(descriptor)
+        return {"seconds": time.monotonic() - began}
+
+    # ---- TCP
+
+    def _raw_serve(self, paths: list[tuple[str, int]]) -> int:
+        """Sends to whoever connects the stretch of an image that it asks for: "number at length\\n"."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path, _ in paths]
+
+        def send(connection: socket.socket) -> None:
+            with connection:
+                while request := _line(connection):
+                    number, at, length = map(int, request.split())
+                    end = at + length
+                    while at < end:
+                        at += os.sendfile(connection.fileno(), files[number], at, end - at)
+
+        def accept() -> None:
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=send, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    def _raw_pull(self, order: Message) -> Message:
+        """Each stream takes its share of each image, into memory that was touched before."""
+        if len(self._window) != order["window_bytes"]:
+            self._window = _touched(order["window_bytes"])
+        streams, sizes = order["streams"], order["sizes"]
+        threads = []
+        began = time.monotonic()
+        for number, size in enumerate(sizes):
+            for stream in range(streams):
+                start, end = size * stream // streams, size * (stream + 1) // streams
+                work = (order["port"], number, start, end - start, self._window)
+                threads.append(threading.Thread(target=_raw_receive, args=work))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"seconds": time.monotonic() - began}
+
+
+def _raw_receive(port: int, number: int, at: int, length: int, window: memoryview) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(f"{number} {at} {length}\n".encode())
+        place = at % len(window)
+        while length:
+            place = 0 if place >= len(window) else place
+            block = window[place : place + min(RAW_BLOCK_BYTES, length)]
+            got = connection.recv_into(block, len(block), socket.MSG_WAITALL)
+            if not got:
+                raise ConnectionError("the other side ended")
+            place, length = place + got, length - got
+
+
+def _line(connection: socket.socket) -> bytes:
+    data = b""
+    while not data.endswith(b"\n"):
+        piece = connection.recv(100)
+        if not piece:
+            return b""
+        data += piece
+    return data
+
+
+def _touched(size: int) -> memoryview:
+    buffer = mmap.mmap(-1, size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    populate: Callable[..., Any] = ctypes.CDLL(None).madvise
+    populate(ctypes.c_void_p(address), ctypes.c_size_t(size), POPULATE_WRITE)
+    return memoryview(buffer)
+
+
+def main() -> None:
+    config = json.loads(sys.stdin.buffer.raw.readline())  # nothing may be read ahead of the loop
+    asyncio.run(Node(config).serve())
+
+
+if __name__ == "__main__":
+    main()

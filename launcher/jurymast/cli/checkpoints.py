@@ -1,0 +1,336 @@
+"""`jurymast checkpoints`: what a run has saved, whether it is sound, and which of it is kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, the_run
+from jurymast.core.nearest import did_you_mean
+from jurymast.errors import CheckpointError, UsageError
+from jurymast.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from jurymast.checkpoint.directory import CheckpointDirectory
+    from jurymast.storage.object_store import ObjectStore
+
+# action: (how many words follow, what they are)
+ACTIONS = {
+    "ls": (0, ""),
+    "verify": (0, ""),
+    "pin": (1, "STEP"),
+    "unpin": (1, "STEP"),
+    "rollback": (1, "STEP"),
+    "export": (2, "STEP DIR"),
+    "fetch": (1, "STEP"),
+}
+ENDINGS = {"torch": ".pt", "safetensors": ".safetensors"}
+DAMAGED_EXIT_CODE = CheckpointError.exit_code
+
+
+@click.command()
+@run_argument
+@click.argument("action", default="ls", metavar="[ls|verify|pin|unpin|rollback|export|fetch]")
+@click.argument("words", nargs=-1, metavar="[STEP] [DIR]")
+@click.option("--step", type=click.IntRange(0), help="Verify only this step.")
+@click.option("--format", "form", type=click.Choice(["torch", "safetensors"]), default="torch",
+              show_default=True, help="What to export as.")  # fmt: skip
+@click.option("--object", "url", metavar="URL", help="Look into this object store too (s3://bucket/prefix).")
+@click.option("--delete", is_flag=True, help="After a rollback: delete what it set aside.")
+@json_option
+@runs_option
+def command(
+    run: str, action: str, words: tuple[str, ...], step: int | None, form: str, url: str | None, delete: bool,
+    as_json: bool, runs: Path | None,
+) -> int:  # fmt: skip
+    """List a run's checkpoints, or do something about them.
+
+    \b
+    ls            what there is, where, and whether it can be restored (the default)
+    verify        read and hash everything; fails when something is damaged
+    pin STEP      never remove it; unpin STEP takes that back
+    rollback STEP make it the newest: newer ones are set aside, and restored no more
+    export STEP DIR   write it to DIR as one file
+    fetch STEP    get it back from the object store
+    """
+    if action not in ACTIONS:
+        raise UsageError(f"there is no action {action}{did_you_mean(action, ACTIONS)}", hint=_HELP)
+    wanted, names = ACTIONS[action]
+    if len(words) != wanted:
+        raise UsageError(f"{action} takes {names or 'nothing more'}, not {' '.join(words) or 'nothing'}")
+    if step is not None and action != "verify":
+        raise UsageError(f"--step is for verify; {action} takes {names or 'no step'}")
+    if words:
+        step = _number(words[0])
+    asked = _Asked(the_run(run, runs), as_json, url)
+    with _findings():
+        if action == "ls":
+            return asked.ls()
+        if action == "verify":
+            return asked.verify(step)
+        assert step is not None
+        if action == "rollback":
+            return asked.rollback(step, delete)
+        if action == "export":
+            return asked.export(step, Path(words[1]).expanduser(), form)
+        return {"pin": asked.pin, "unpin": asked.unpin, "fetch": asked.fetch}[action](step)
+
+
+_HELP = "jurymast checkpoints --help"
+
+
+def _number(word: str) -> int:
+    if not word.isdecimal():
+        raise UsageError(f"a step is a number, not {word}")
+    return int(word)
+
+
+@contextmanager
+def _findings() -> Iterator[None]:
+    """What is found wrong, as an error of the command's."""
+    from jurymast.checkpoint.directory import BadCheckpoint
+    from jurymast.storage.job import StorageFailure
+
+    try:
+        yield
+    except (BadCheckpoint, StorageFailure) as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or 'the storage'}: {error.strerror or error}") from error
+
+
+class _Asked:
+    """One call of the command. Methods return the exit code."""
+
+    def __init__(self, run: RunDirectory, as_json: bool, url: str | None) -> None:
+        from jurymast.checkpoint.directory import CheckpointDirectory
+
+        self._run = run
+        self._directory: CheckpointDirectory = CheckpointDirectory(run.checkpoints)
+        self._as_json = as_json
+        self._url = url
+
+    def _say(self, text: str, **values: Any) -> int:
+        """One line for people, or an object."""
+        if self._as_json:
+            show_json(values)
+        else:
+            click.echo(text)
+        return 0
+
+    def _store(self) -> ObjectStore:
+        from jurymast.storage.object_store import ObjectStore
+
+        if self._url is None:
+            raise UsageError("which object store?", hint="--object URL")
+        return ObjectStore(self._url, self._run.root.name)
+
+    def _present(self, step: int) -> None:
+        """Raises CheckpointError, which says what there is."""
+        steps = self._directory.steps()
+        if step not in steps:
+            newest = ", ".join(map(str, steps[:3])) or "none"
+            raise CheckpointError(f"there is no checkpoint of step {step}", hint=f"the newest are: {newest}")
+
+    # ---- looking
+
+    def ls(self) -> int:
+        stored = self._store().steps() if self._url is not None else []
+        rows = self._rows(stored)
+        aside = [path.name for path in self._directory.rolled_back()]
+        if self._as_json:
+            show_json({"directory": str(self._directory.root), "checkpoints": rows, "set_aside": aside})
+            return 0
+        from jurymast.report.layout import Block, Line, Table
+        from jurymast.report.words import size
+
+        if not rows:
+            show([Line(f"no checkpoints in {self._directory.root}")])
+            return 0
+        cells = [
+            [
+                str(row["step"]),
+                datetime.fromtimestamp(row["saved_at"]).strftime("%Y-%m-%d %H:%M:%S")
+                if row["saved_at"]
+                else "-",
+                size(row["size_bytes"]) if row["size_bytes"] else "-",
+                str(row["world_size"] or "-"),
+                ", ".join(row["where"]),
+                _state_text(row),
+            ]
+            for row in rows
+        ]
+        headers = ["STEP", "SAVED", "SIZE", "RANKS", "WHERE", "STATE"]
+        blocks: list[Block] = [Table(headers, cells, frozenset({0, 2, 3}))]
+        blocks += [Line(f"set aside by a rollback: {name}") for name in aside]
+        show(blocks)
+        return 0
+
+    def _rows(self, stored: list[int]) -> list[dict[str, Any]]:
+        from jurymast.checkpoint.directory import BadCheckpoint
+
+        pinned = self._directory.pinned()
+        rows = []
+        local = set(self._directory.steps())
+        for step in sorted(local | set(stored), reverse=True):
+            row: dict[str, Any] = {
+                "step": step, "attempt": None, "saved_at": None, "size_bytes": 0, "world_size": 0,
+                "where": ["object"] if step in stored else [], "complete": step in stored,
+                "problem": "", "verified_at": None, "pinned": step in pinned,
+            }  # fmt: skip
+            rows.append(row)
+            if step not in local:
+                continue
+            row["where"].insert(0, "shared")
+            row["saved_at"] = self._directory.path(step).stat().st_mtime
+            try:
+                manifest = self._directory.manifest(step)
+                row.update(attempt=manifest.attempt, size_bytes=manifest.size_bytes)
+                row["world_size"] = manifest.world_size
+                self._directory.check_sizes(step, manifest)
+                row.update(complete=True, verified_at=self._directory.verified_at(step))
+            except BadCheckpoint as why:
+                row.update(problem=str(why), complete=False)
+        return rows
+
+    def verify(self, only: int | None) -> int:
+        if only is not None:
+            self._present(only)
+        steps = self._directory.steps() if only is None else [only]
+        found = dict(self._verified(steps))
+        damaged = {step: problems for step, problems in found.items() if problems}
+        if self._as_json:
+            show_json(
+                {"checkpoints": [{"step": step, "problems": problems} for step, problems in found.items()]}
+            )
+        else:
+            for step, problems in found.items():
+                click.echo(f"step {step}: {'; '.join(problems) if problems else 'good'}")
+            if not found:
+                click.echo(f"no checkpoints in {self._directory.root}")
+        return DAMAGED_EXIT_CODE if damaged else 0
+
+    def _verified(self, steps: list[int]) -> Iterator[tuple[int, list[str]]]:
+        """(step, what is wrong with it) of each, showing on a terminal how far it is."""
+        from jurymast.checkpoint.directory import BadCheckpoint
+
+        for step in steps:
+            try:
+                manifest = self._directory.manifest(step)
+            except BadCheckpoint as why:
+                yield step, [str(why)]
+                continue
+            with _progress(f"step {step}", manifest.size_bytes) as advance:
+                problems = []
+                for record in manifest.files:
+                    problems += self._directory.check_files(step, [record], advance)
+            if not problems:
+                self._directory.mark_verified(step)
+            yield step, problems
+
+    # ---- doing
+
+    def pin(self, step: int) -> int:
+        self._present(step)
+        self._directory.pin(step)
+        return self._say(f"step {step} is pinned: it stays until it is unpinned", step=step, pinned=True)
+
+    def unpin(self, step: int) -> int:
+        was = self._directory.unpin(step)
+        text = f"step {step} is no longer pinned" if was else f"step {step} was not pinned"
+        return self._say(text, step=step, pinned=False)
+
+    def rollback(self, step: int, delete: bool) -> int:
+        from jurymast.checkpoint.directory import remove_trees
+
+        self._present(step)
+        for _, problems in self._verified([step]):
+            if problems:
+                raise CheckpointError(f"step {step} is damaged, nothing was rolled back: {problems[0]}")
+        renamed = self._directory.rollback(step, self._run.newest_attempt())
+        if delete:
+            remove_trees(self._directory.rolled_back())
+        text = f"step {step} is the newest now; "
+        text += f"set aside: {', '.join(renamed)}" if renamed else "there was no newer one"
+        text += " (deleted)" if delete and renamed else ""
+        return self._say(
+            f"{text}\na run that is running goes back with: jurymast restart {self._run.root.name}",
+            step=step, set_aside=renamed, deleted=delete,
+        )  # fmt: skip
+
+    def export(self, step: int, place: Path, form: str) -> int:
+        from jurymast.checkpoint.directory import final_name
+
+        self._present(step)
+        target = place / f"{final_name(step)}{ENDINGS[form]}"
+        if target.exists():
+            raise CheckpointError(
+                f"{target} is there already", hint="move it away, or choose another directory"
+            )
+        for _, problems in self._verified([step]):
+            if problems:
+                raise CheckpointError(f"step {step} is damaged: {problems[0]}")
+        place.mkdir(parents=True, exist_ok=True)
+        source = str(self._directory.path(step))
+        words = [sys.executable, "-W", "ignore", "-m", "jurymast.storage.export", source, str(target), form]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        said = done.stderr.strip().splitlines()
+        if done.returncode != 0:
+            raise CheckpointError(f"step {step} cannot be exported: {said[-1] if said else done.returncode}")
+        note = f" ({said[-1]})" if said else ""
+        return self._say(f"{target}{note}", step=step, file=str(target), note=said[-1] if said else "")
+
+    def fetch(self, step: int) -> int:
+        from jurymast.storage.job import Job
+
+        store = self._store()
+        if step in self._directory.complete():
+            raise CheckpointError(f"step {step} is there already: {self._directory.path(step)}")
+        if step not in store.steps():
+            raise CheckpointError(f"there is no complete checkpoint of step {step} in {store.url}")
+        if step in self._directory.steps():
+            self._directory.set_aside(step)
+        size = store.manifest(step).size_bytes
+        with _progress(f"step {step}", size) as advance:
+            told = 0
+
+            def say(message: dict[str, Any]) -> None:
+                nonlocal told
+                advance(message["bytes"] - told)
+                told = message["bytes"]
+
+            store.fetch(step, self._directory, Job({"limit_s": float("inf")}, say))
+        return self._say(
+            f"{self._directory.path(step)}", step=step, directory=str(self._directory.path(step))
+        )
+
+
+@contextmanager
+def _progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal's stderr, to be told of bytes; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    with click.progressbar(length=max(1, total), label=label, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def _state_text(row: dict[str, Any]) -> str:
+    from jurymast.report.words import duration
+
+    words = [row["problem"] or ("complete" if row["complete"] else "incomplete")]
+    if row["verified_at"]:
+        words.append(f"verified {duration(max(0.0, time.time() - row['verified_at']))} ago")
+    elif row["complete"]:
+        words.append("not verified")
+    if row["pinned"]:
+        words.append("pinned")
+    return ", ".join(words)
