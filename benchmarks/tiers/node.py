@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.tiers.child import Message, first_line, say
 from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.storage.drainer import Drainer
 from jurymast.worker import link
@@ -91,9 +92,13 @@ class Node:
         elif do == "drain":
             return await self._drain(order)
         elif do == "write":
-            return await asyncio.to_thread(self._write, order)
+            return await self._plain_write(order)
         elif do == "raw serve":
-            return {"port": self._raw_serve(self._paths(order))}
+            loans = await self._lend(order)
+            port = self._raw_serve(loans)
+            for loan in loans:  # what it sends may change then, which matters to nobody
+                loan.give_back()
+            return {"port": port}
         elif do == "raw pull":
             return await asyncio.to_thread(self._raw_pull, order)
         else:
@@ -102,65 +107,50 @@ class Node:
 
     # ---- disk
 
-    def _paths(self, order: Message) -> list[tuple[str, int]]:
-        """(path, size) of the images. They stay: whoever asks frees nothing meanwhile."""
-        found = []
+    async def _lend(self, order: Message) -> list[Loan]:
+        loans = []
         for rank in order["ranks"]:
-            lent = self._keeper.acquire(order["step"], order["attempt"], rank)
-            if lent is None:
+            loan = await self._keeper.lend(order["step"], order["attempt"], rank)
+            if loan is None:
                 raise LookupError(f"the image of rank {rank} is not here")
-            self._keeper.release(order["step"], order["attempt"], rank)
-            found.append((lent[0], lent[1].size_bytes))
-        return found
+            loans.append(loan)
+        return loans
 
     async def _drain(self, order: Message) -> Message:
         """As `agent.keeping` does it."""
-        step, attempt = order["step"], order["attempt"]
-        images = []
         began = time.monotonic()
-        for rank in order["ranks"]:
-            lent = self._keeper.acquire(step, attempt, rank)
-            if lent is None:
-                raise LookupError(f"the image of rank {rank} is not here")
-            images.append({"rank": rank, "path": lent[0], "manifest": lent[1].to_bytes().decode()})
+        loans = await self._lend(order)
+        images = [
+            {"rank": loan.manifest.rank, "path": loan.path, "manifest": loan.manifest.to_bytes().decode()}
+            for loan in loans
+        ]
         answer = await self._drainer.drain(
             {
-                "do": "drain", "tier": "local", "step": step, "attempt": attempt, "world": len(images),
-                "images": images, "root": order["root"],
+                "do": "drain", "tier": "local", "step": order["step"], "attempt": order["attempt"],
+                "world": len(images), "images": images, "root": order["root"],
             }
         )  # fmt: skip
         seconds = time.monotonic() - began
-        for rank in order["ranks"]:
-            self._keeper.release(step, attempt, rank)
+        for loan in loans:
+            loan.give_back()
         if answer["said"] != "done":
             raise OSError(first_line(str(answer.get("why"))))
         return {"seconds": seconds, "bytes": answer["bytes"]}
 
-    def _write(self, order: Message) -> Message:
-        """The images' bytes to one file, large writes, fsync at the end."""
-        paths = self._paths(order)
-        began = time.monotonic()
-        descriptor = os.open(order["path"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        for path, size in paths:
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as image:
-                for at in range(0, size, WRITE_BYTES):
-                    data = memoryview(image)[at : at + WRITE_BYTES]
-                    while data:
-                        written = os.write(descriptor, data)
-                        following = data[written:]
-                        data.release()
-                        data = following
-                    data.release()
-        os.fsync(descriptor)
-        os.close(descriptor)
-        return {"seconds": time.monotonic() - began}
+    async def _plain_write(self, order: Message) -> Message:
+        loans = await self._lend(order)
+        try:
+            return {"seconds": await asyncio.to_thread(_write, loans, order["path"])}
+        finally:
+            for loan in loans:
+                loan.give_back()
 
     # ---- TCP
 
-    def _raw_serve(self, paths: list[tuple[str, int]]) -> int:
+    def _raw_serve(self, loans: list[Loan]) -> int:
         """Sends to whoever connects the stretch of an image that it asks for: "number at length\\n"."""
         listener = socket.create_server(("127.0.0.1", 0))
-        files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path, _ in paths]
+        files = [os.open(loan.path, os.O_RDONLY | os.O_CLOEXEC) for loan in loans]
 
         def send(connection: socket.socket) -> None:
             with connection:
@@ -197,6 +187,20 @@ class Node:
         return {"seconds": time.monotonic() - began}
 
 
+def _write(loans: list[Loan], target: str) -> float:
+    """Seconds for the images' bytes to one file, in large writes, with fsync at the end."""
+    began = time.monotonic()
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    for loan in loans:
+        with open(loan.path, "rb") as file:
+            image = memoryview(mmap.mmap(file.fileno(), loan.manifest.size_bytes, prot=mmap.PROT_READ))
+        while image:
+            image = image[os.write(descriptor, image[:WRITE_BYTES]) :]
+    os.fsync(descriptor)
+    os.close(descriptor)
+    return time.monotonic() - began
+
+
 def _raw_receive(port: int, number: int, at: int, length: int, window: memoryview) -> None:
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(f"{number} {at} {length}\n".encode())
@@ -229,7 +233,8 @@ def _touched(size: int) -> memoryview:
 
 
 def main() -> None:
-    config = json.loads(sys.stdin.buffer.raw.readline())  # nothing may be read ahead of the loop
+    with open(0, "rb", buffering=0, closefd=False) as orders:  # nothing may be read ahead of the loop
+        config = json.loads(orders.readline())
     asyncio.run(Node(config).serve())
 
 

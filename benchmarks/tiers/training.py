@@ -10,6 +10,7 @@ import xxhash
 
 PARAMETERS = 66  # with two moments each, and Adam's counters beside them
 ROW = 512
+ALIGNMENT = 64
 TILE_BYTES = (4 << 20) + 4099  # not a multiple of anything here: no two tensors are alike
 
 
@@ -39,18 +40,20 @@ class Training:
                 kind: torch.empty_like(parameter, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")
             }
             self.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-        self.look()
+            self.tensors[f"model.{name}"] = parameter.detach()
+            for kind, value in self.optimizer.state[parameter].items():
+                self.tensors[f"optimizer.{name}.{kind}"] = value
         for tensor, content in zip(self.tensors.values(), _contents(self.tensors), strict=True):
             _fill(tensor, content)
         self.size_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def look(self) -> None:
-        """Take `tensors` anew: a restore may have replaced the optimizer's."""
-        self.tensors = {}
-        for name, parameter in self.model.named_parameters():
-            self.tensors[f"model.{name}"] = parameter.detach()
-            for kind, value in self.optimizer.state[parameter].items():
-                self.tensors[f"optimizer.{name}.{kind}"] = value
+    def as_module(self) -> torch.nn.Module:
+        """The live tensors as parameters."""
+        module = torch.nn.Module()
+        for name, tensor in self.tensors.items():
+            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            module.register_parameter(name.replace(".", "_"), parameter)
+        return module
 
     def digests(self) -> list[str]:
         """Of every tensor's bytes."""
@@ -88,8 +91,11 @@ class Window:
 
     def __init__(self, training: Training, size_bytes: int) -> None:
         largest = max(tensor.nbytes for tensor in training.tensors.values())
-        size_bytes = max(min(size_bytes, training.size_bytes), largest)
-        buffer = torch.frombuffer(mmap.mmap(-1, size_bytes + 64), dtype=torch.uint8)
+        whole = training.size_bytes + ALIGNMENT * len(training.tensors)
+        buffer = torch.frombuffer(
+            mmap.mmap(-1, whole if size_bytes >= training.size_bytes else max(size_bytes, largest)),
+            dtype=torch.uint8,
+        )
         buffer.fill_(1)
         self._buffer, self._size_bytes = buffer, size_bytes
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

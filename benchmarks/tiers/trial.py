@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import socket
@@ -209,7 +210,7 @@ class Trial:
         self.add("stall", stall_s)
         self.add("stall over a copy", stall_s / copy_s)
         self.add("from the stall's end until whole", max(0.0, complete_at - stalled_until))
-        self.add("fresh pages of a save", max(int(answer["faults"]) for answer in finished))
+        self.add("fresh pages of a save", sum(int(answer["fresh"]) for answer in finished))
 
     def restore(self, ranks: Ranks, metric: str, began: Callable[[], float], **order: object) -> None:
         """Into overwritten tensors. `began`: starts what has to come first, and says when that was."""
@@ -308,10 +309,8 @@ class Node:
         return latest
 
     def prefetched(self) -> None:
-        for rank in self._ranks:
-            self.child.wait(
-                lambda word, rank=rank: word.get("say") == "prefetched" and word["rank"] == rank, "a restore"
-            )
+        for _ in self._ranks:
+            self.child.wait(lambda word: word.get("say") == "prefetched", "a restore")
 
     def replicate(self, step: int, source: Node) -> float:
         """Seconds from the order until all is here and verified."""
@@ -382,7 +381,11 @@ def _saves(trial: Trial, node: Node, peer: Node, place: Path) -> int:
                 trial.add("until the peer holds it", time.monotonic() - stalled_until)
             trial.figures["until the peer holds it"].pop(0)  # into memory that nobody had touched
 
-        trial.try_to(("from the stall's end until the peer holds it",), to_peer)
+        trial.try_to(("until the peer holds it",), to_peer)
+        step += 1
+        ranks.ask("flatten")
+        ranks.ask("warm", step=step)
+        whole(0.0)
     return step
 
 
@@ -407,16 +410,26 @@ def _transfers(trial: Trial, node: Node, peer: Node, step: int) -> None:
 
 
 def _drains(trial: Trial, node: Node, step: int, root: Path) -> None:
-    """To local disk, against a plain write of the same bytes; the last drain stays."""
-    root.mkdir()
+    """To local disk, against a plain write of the same bytes, in alternating order; the last drain stays."""
     plain = root.parent / "plain"
-    for _ in range(trial.saves):
-        shutil.rmtree(root)
-        write_s = float(node.about("write", step, path=str(plain))["seconds"])
+
+    def write() -> float:
+        return float(node.about("write", step, path=str(plain))["seconds"])
+
+    def drain() -> float:
+        return float(node.about("drain", step, root=str(root))["seconds"])
+
+    for number in range(trial.saves + 1):  # the first starts the storage process, and does not count
+        shutil.rmtree(root, ignore_errors=True)
+        if number % 2:
+            write_s, drain_s = write(), drain()
+        else:
+            drain_s, write_s = drain(), write()
         plain.unlink()
-        drain_s = float(node.about("drain", step, root=str(root))["seconds"])
-        trial.add("drain", trial.case.state_bytes * trial.case.ranks / drain_s / 1e9)
-        trial.add("drain over a write", write_s / drain_s)
+        os.sync()
+        if number:
+            trial.add("drain", trial.case.state_bytes * trial.case.ranks / drain_s / 1e9)
+            trial.add("drain over a write", write_s / drain_s)
 
 
 def _restore_from_peer(trial: Trial, peer: Node, secret: str, step: int, place: Path) -> None:
@@ -439,11 +452,13 @@ def _restore_here(trial: Trial, secret: str, step: int, root: Path, place: Path)
         trial.restore(ranks, "local disk", lambda: node.launch(2, step, node), attempt=2, step=step)
         for attempt in range(3, 3 + 2 * trial.saves, 2):
 
-            def prepare(attempt: int = attempt) -> float:
-                node.launch(attempt + 1, step, node)
+            def launched(attempt: int = attempt) -> float:
+                return node.launch(attempt, step, node)
+
+            def prepared(attempt: int = attempt + 1) -> float:
+                node.launch(attempt, step, node)
                 node.prefetched()
                 return time.monotonic()
 
-            began = lambda attempt=attempt: node.launch(attempt, step, node)  # noqa: E731
-            trial.restore(ranks, "own memory and its check", began, attempt=attempt, step=step)
-            trial.restore(ranks, "own memory", prepare, attempt=attempt + 1, step=step)
+            trial.restore(ranks, "own memory and its check", launched, attempt=attempt, step=step)
+            trial.restore(ranks, "own memory", prepared, attempt=attempt + 1, step=step)

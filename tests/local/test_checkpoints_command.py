@@ -17,6 +17,7 @@ from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.cli.main import main
 from jurymast.rundir import RunDirectory
 from support.checkpoints import flip, same, truncate
+from support.stories import Story
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_run")]
 
@@ -26,7 +27,7 @@ def run(tmp_path: Path) -> RunDirectory:
     """A run with three checkpoints."""
     run = RunDirectory(tmp_path / "run")
     run.create()
-    run.plan_file.write_text("{}")
+    run.save_plan(Story().plan)
     run.attempt_file.write_text("3\n")
     state: dict[str, Any] = {"model": {"weight": torch.zeros(5, 2)}, "plan": {1: "odd"}, "epoch": 0}
     checkpoint = jurymast.Checkpointer(state, directory=run.checkpoints, keep=9)

@@ -322,14 +322,16 @@ def on_storage(directory: Path, step: int, monkeypatch: pytest.MonkeyPatch, valu
         assert jurymast.Checkpointer({"n": value}, directory=directory).save(step)
 
 
-@pytest.mark.parametrize(("step", "expected"), [(5, (6, 3)), (6, (6, 3)), (7, (7, 70))])
-def test_the_newest_counts_then_the_fastest(
-    keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, expected: tuple[int, int]
+def test_what_the_agent_has_brought_is_restored_without_a_look_at_storage(
+    keeper: Keeper, tmp_path: Path
 ) -> None:
+    """Which may hang. The supervisor knew what is there when it chose."""
     keeper.offer(*saved(keeper, tmp_path, {"n": 3}, 6))
-    on_storage(tmp_path, step, monkeypatch, 70)
+    unusable = tmp_path / "file"
+    unusable.write_text("no directory")
     fresh = {"n": 0}
-    assert (jurymast.Checkpointer(fresh, directory=tmp_path).restore(), fresh["n"]) == expected
+    assert jurymast.Checkpointer(fresh, directory=unusable / "checkpoints").restore() == 6
+    assert fresh["n"] == 3
 
 
 def test_what_cannot_be_loaded_is_passed_over(

@@ -87,12 +87,16 @@ def test_faults_at_random_moments_of_saves_cost_no_bit(tmp_path: Path, undisturb
             before = len(state.incidents)
             fault(run, state, chance)
             if fault is not kill_drainers:
-                run.wait(fault.__name__, lambda s, n=before: len(s.incidents) > n and s.incident is None)
+                wait_recovered(run, before, fault.__name__)
         state = run.wait_end()
         wait_gone(run.directory.root)
     assert state.exit_code == 0, run.story()
     assert result(out)["sha256"] == undisturbed, run.story()
     check_restores(run)
+
+
+def wait_recovered(run: RunUnderTest, before: int, what: str) -> None:
+    run.wait(what, lambda state: len(state.incidents) > before and state.incident is None)
 
 
 def check_restores(run: RunUnderTest) -> None:

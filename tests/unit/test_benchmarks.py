@@ -13,13 +13,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import common
+from benchmarks.checkpoint import Bench, Entrant
 from benchmarks.common import Row, Target
 from benchmarks.side_by_side.steps import StepFiles, done_by_all, measure
+from benchmarks.tiers.child import Child, ChildError
+from benchmarks.tiers.trial import Case, Trial
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", ["recovery", "overhead"])
+@pytest.mark.parametrize("name", ["recovery", "overhead", "checkpoint"])
 def test_help(name: str) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -128,3 +131,90 @@ def test_half_written_lines_wait_for_their_end(tmp_path: Path) -> None:
 def test_nothing_was_done_before_the_fault(tmp_path: Path) -> None:
     write(tmp_path, 0, line(20.0, 1, "n1", 7))
     assert measure(StepFiles(tmp_path, 1).poll(), 1, fault_at=10.0) is None
+
+
+# ---- checkpoint.py
+
+
+def checkpoint_bench(cases: list[Case], tmp_path: Path) -> Bench:
+    systems = [Entrant("jurymast", "jurymast"), Entrant("peer", "peer 1.0")]
+    return Bench(cases, systems, 1, 3, tmp_path, tmp_path)
+
+
+def test_what_a_system_could_not_do_is_a_row_without_a_value(tmp_path: Path) -> None:
+    case = Case(2.0, 1)
+    bench = checkpoint_bench([case], tmp_path)
+    bench.figures[case, "jurymast"] = {"stall over a copy": [1.0, 1.3, 1.1]}
+    bench.notes[case, "jurymast"] = {"drain over a write": "the disk is full"}
+    bench.missing["peer"] = "could not be installed"
+    rows = {(row.system, row.metric): row for row in bench.rows()}
+    assert rows["jurymast", "stall over a copy"].median == 1.1
+    assert rows["jurymast", "stall over a copy"].samples == [1.0, 1.3, 1.1]
+    assert rows["jurymast", "drain over a write"].median is None
+    assert rows["jurymast", "drain over a write"].note == "the disk is full"
+    assert rows["peer 1.0", "stall over a copy"].median is None
+    assert rows["peer 1.0", "stall over a copy"].note == "could not be installed"
+
+
+def test_targets_are_those_of_one_rank_and_the_smallest_state(tmp_path: Path) -> None:
+    cases = [Case(6.0, 1), Case(2.0, 2), Case(2.0, 1)]
+    bench = checkpoint_bench(cases, tmp_path)
+    for number, case in enumerate(cases):
+        bench.figures[case, "jurymast"] = {"stall over a copy": [1.0 + number]}
+    bench.notes[cases[2], "jurymast"] = {"peer transfer over TCP": "no memory for a replica"}
+    targets = {target.name: target for target in bench.targets()}
+    assert (targets["stall_over_copy"].value, targets["stall_over_copy"].note) == (3.0, "2 GiB, 1 rank")
+    assert targets["peer_over_tcp"].value is None
+    assert targets["peer_over_tcp"].note == "no memory for a replica"
+
+
+def test_a_state_is_split_among_ranks_and_a_large_one_has_a_small_window() -> None:
+    assert (Case(2.0, 2).state_bytes, Case(2.0, 2).window_bytes) == (1 << 30, 1 << 30)
+    assert (Case(6.0, 2).state_bytes, Case(6.0, 2).window_bytes) == (3 << 30, 1 << 29)
+    assert (Case(0.25, 1).name, Case(6.0, 2).name) == ("0.25 GiB, 1 rank", "6 GiB, 2 ranks")
+
+
+def test_what_fails_costs_its_own_metrics_only(tmp_path: Path) -> None:
+    trial = Trial(Case(1.0, 1), 3, tmp_path)
+
+    def fail() -> None:
+        trial.add("drain", 1.0)
+        raise ChildError("the disk is full")
+
+    trial.try_to(("drain over a write",), fail)
+    trial.try_to(("peer",), lambda: trial.add("peer", 2.0))
+    assert trial.notes == {"drain over a write": "the disk is full"}
+    assert trial.figures == {"drain": [1.0], "peer": [2.0]}
+
+
+def test_a_process_of_a_trial_answers_or_says_why_it_ended() -> None:
+    with Child("benchmarks.tiers.node", {"name": "a", "ranks": 1, "secret": "00", "local": ""}) as child:
+        assert child.answer()["port"] > 0
+        assert child.ask({"do": "launch", "attempt": 1, "ranks": [0]})["said"] == "done"
+        with pytest.raises(ChildError, match="a: dance: .*no such order"):
+            child.ask({"do": "dance"})
+        with pytest.raises(ChildError, match=r"no word of a wonder"):
+            child.wait(lambda message: False, "a wonder", limit_s=0.01)
+    with (
+        Child("benchmarks.tiers.node", {"name": "b"}) as child,
+        pytest.raises(ChildError, match="b: ended with 1: KeyError"),
+    ):
+        child.answer()
+
+
+@pytest.mark.torch
+def test_every_byte_of_a_training_is_compared() -> None:
+    from benchmarks.tiers.training import Training, Window
+
+    training, again = Training(1 << 20, 3), Training(1 << 20, 3)
+    assert training.digests() == again.digests()
+    assert len(set(training.digests())) > 0.9 * len(training.tensors)
+    assert {str(tensor.dtype) for tensor in training.tensors.values()} == {"torch.bfloat16", "torch.float32"}
+    window = Window(training, 1 << 20)
+    window.copy()
+    training.wreck()
+    assert not set(training.digests()) & set(again.digests())
+    window.copy_back()
+    assert training.digests() == again.digests()
+    parameters = list(training.as_module().parameters())
+    assert sum(parameter.nbytes for parameter in parameters) == training.size_bytes

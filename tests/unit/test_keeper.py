@@ -10,6 +10,7 @@ import pytest
 from jurymast.keeper import scrub
 from jurymast.keeper.buffers import ROUND_BYTES, Buffer
 from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.limits import Room
 from jurymast.keeper.page import SLOTS, Restore, SlotWord, Word
 from support.keepers import (
     BLOCK,
@@ -105,20 +106,44 @@ def test_a_freed_slot_waits_for_its_readers() -> None:
             one.launch(1, [0], 1, None)
             rank = await ready_rank(one)
             first = await saved(one, rank, 10)
-            lent = one.acquire(10, 1, 0)
+            lent = one.copies.acquire((10, 1, 0))
             assert lent is not None
-            path, manifest = lent
-            assert one.acquire(10, 1, 0) is not None
-            assert one.acquire(10, 2, 0) is None
+            assert one.copies.acquire((10, 1, 0)) is lent
+            assert one.copies.acquire((10, 2, 0)) is None
             await saved(one, rank, 20)
             one.committed(20, 1)
-            assert one.acquire(10, 1, 0) is None  # nobody new
-            one.release(10, 1, 0)
+            assert one.copies.acquire((10, 1, 0)) is None  # nobody new
+            one.copies.release(lent)
             await settled(one)
             assert rank.writable() == []
-            assert Path(path).read_bytes()[:SIZE] == image_bytes(10, 0)
-            manifest.check(memoryview(Path(path).read_bytes()))
-            one.release(10, 1, 0)
+            assert Path(lent.path).read_bytes()[:SIZE] == image_bytes(10, 0)
+            lent.manifest.check(memoryview(Path(lent.path).read_bytes()))
+            one.copies.release(lent)
+            await until("slot", lambda: rank.writable() == [first])
+
+    run(work())
+
+
+@pytest.mark.parametrize("scarce", [False, True])
+def test_the_drainer_reads_a_copy_where_memory_allows_and_keeps_no_slot_busy(scarce: bool) -> None:
+    async def work() -> None:
+        limit = Room(1 << 40, "plenty")
+        async with keeper(room=lambda: limit) as (one, _):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            first = await saved(one, rank, 10)
+            if scarce:
+                limit = Room(0, "a small node")
+            loan = await one.lend(10, 1, 0)
+            assert loan is not None
+            assert await one.lend(10, 2, 0) is None
+            await saved(one, rank, 20)
+            one.committed(20, 1)
+            await settled(one)
+            assert rank.writable() == ([] if scarce else [first])
+            assert Path(loan.path).read_bytes()[:SIZE] == image_bytes(10, 0)
+            loan.manifest.check(memoryview(Path(loan.path).read_bytes()))
+            loan.give_back()
             await until("slot", lambda: rank.writable() == [first])
 
     run(work())

@@ -13,6 +13,7 @@ import pytest
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import ALL
 from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import Restore
 from support.keepers import (
     COMMON_BYTES,
@@ -56,7 +57,7 @@ class Cluster:
         self.step = 0
         self.order = list(range(NODES))
         self.saved: list[tuple[int, int]] = []
-        self.lent: list[tuple[Keeper, tuple[int, int, int], str]] = []
+        self.lent: list[tuple[tuple[int, int, int], Loan]] = []
 
     async def settled(self) -> None:
         for one, _ in self.keepers:
@@ -102,16 +103,16 @@ class Cluster:
     async def lend(self) -> None:
         one = self.dice.choice(self.keepers)[0]
         for copy in one.copies:
-            if copy.part == ALL and (lent := one.acquire(*copy.key)) is not None:
-                self.lent.append((one, copy.key, lent[0]))
+            if copy.part == ALL and (loan := await one.lend(*copy.key)) is not None:
+                self.lent.append((copy.key, loan))
                 return
 
     async def give_back(self) -> None:
         if self.lent:
-            one, key, path = self.lent.pop(self.dice.randrange(len(self.lent)))
-            with open(path, "rb") as file:
+            key, loan = self.lent.pop(self.dice.randrange(len(self.lent)))
+            with open(loan.path, "rb") as file:
                 assert file.read(SIZE) == content(*key)
-            one.release(*key)
+            loan.give_back()
 
     async def corrupt(self) -> None:
         one = self.dice.choice(self.keepers)[0]

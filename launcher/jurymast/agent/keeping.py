@@ -12,6 +12,7 @@ from typing import Any
 from jurymast.core import copies as cp
 from jurymast.core.settings import RunPlan
 from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.storage.drainer import Drainer
@@ -52,11 +53,11 @@ class Keeping:
 
     def heard(self, event: Message) -> bool:
         """A rank's word. True when it was about memory, and is not for the supervisor as it is."""
+        if event.get("event") == "Checkpoints":
+            self._shared, self._keep = Path(event["directory"]), int(event["keep"])
+            return True
         if event.get("event") != "Image":
             return False
-        if event.get("directory"):
-            self._shared = Path(event["directory"])
-        self._keep = int(event.get("keep") or self._keep)
         self._keeper.image_published(
             int(event["local_rank"]), int(event["slot"]), float(event.get("stall_s") or 0.0)
         )
@@ -96,21 +97,19 @@ class Keeping:
     async def _drain(self, message: Message) -> None:
         """Copy images of this node to a tier, and say how that went."""
         step, attempt, tier = int(message["step"]), int(message["attempt"]), message["tier"]
-        images: list[Message] = []
-        answer: Message = {}
+        loans: list[Loan] = []
         try:
             for rank in message["ranks"]:
-                found = self._keeper.acquire(step, attempt, int(rank))
-                if found is None:
+                loan = await self._keeper.lend(step, attempt, int(rank))
+                if loan is None:
                     answer = {"said": "failed", "why": f"the image of rank {rank} is not here any more"}
                     break
-                path, manifest = found
-                images.append({"rank": rank, "path": path, "manifest": manifest.to_bytes().decode()})
-            if not answer:
-                answer = await self._drainer.drain(self._order(message, images))
+                loans.append(loan)
+            else:
+                answer = await self._drainer.drain(self._order(message, loans))
         finally:
-            for image in images:
-                self._keeper.release(step, attempt, int(image["rank"]))
+            for loan in loans:
+                loan.give_back()
         ok = answer["said"] == "done"
         self._tell(
             {
@@ -121,8 +120,12 @@ class Keeping:
         if ok and tier == cp.LOCAL and self._local is not None:
             self._keeper.scan_local(self._local)
 
-    def _order(self, message: Message, images: list[Message]) -> Message:
+    def _order(self, message: Message, loans: list[Loan]) -> Message:
         tier = message["tier"]
+        images = [
+            {"rank": loan.manifest.rank, "path": loan.path, "manifest": loan.manifest.to_bytes().decode()}
+            for loan in loans
+        ]
         order: dict[str, Any] = {
             "do": "drain", "tier": tier, "step": message["step"], "attempt": message["attempt"],
             "world": message["world"], "images": images,

@@ -99,8 +99,6 @@ class Checkpointer:
         self._link.enter(link.RESTORING)
         started = time.monotonic()
         group = self._open()
-        for tier in self._tiers:
-            tier.open()
         restored, tier_name, skipped = self._restore_newest()
         step = restored.step if restored else 0
         self._saved_step = step if restored else -1
@@ -236,19 +234,16 @@ class Checkpointer:
     def _restore_newest(self) -> tuple[Candidate | None, str, dict[int, str]]:
         """Load the newest step that any tier has whole; says what was passed over, and why."""
         skipped: dict[int, str] = {}
-        found: list[tuple[Candidate, Source]] = []
+        # What the agent has brought is the newest there is: storage that hangs is not even looked at then.
         memory: list[Source] = [self._memory] if self._memory is not None else []
         for tier in [*memory, *self._tiers]:
             candidates, bad = tier.candidates()
             skipped.update(bad)
-            found += [(candidate, tier) for candidate in candidates]
-        # stable: of the same step, the tier that comes first is the faster one
-        found.sort(key=lambda pair: -pair[0].step)
-        for candidate, tier in found:
-            why = tier.load(candidate, self._state)
-            if not why:
-                return candidate, tier.name, skipped
-            skipped[candidate.step] = why
+            for candidate in candidates:
+                why = tier.load(candidate, self._state)
+                if not why:
+                    return candidate, tier.name, skipped
+                skipped[candidate.step] = why
         if skipped:
             reasons = "; ".join(f"step {step}: {why}" for step, why in sorted(skipped.items(), reverse=True))
             raise CheckpointError(
@@ -365,6 +360,8 @@ class Checkpointer:
             )
             self._tiers = [shared]
             self._memory = MemoryTier.open(self._state, self._group, self._attempt)
+            if self._memory is not None:  # the agent copies to storage what is in memory
+                self._link.emit("Checkpoints", directory=str(self._directory), keep=self._keep)
         return self._group
 
     def _stale(self) -> str:

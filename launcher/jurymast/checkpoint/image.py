@@ -15,7 +15,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -218,7 +218,7 @@ def _layout(flat: dict[str, Any], paths: dict[str, Path], common: set[str], sign
 
 
 def _line(item: Item) -> str:
-    return json.dumps(asdict(item), separators=(",", ":"))
+    return json.dumps(vars(item), separators=(",", ":"))
 
 
 # ---- saving

@@ -43,7 +43,7 @@ RESTORE_LIMIT_S = 600.0
 SAY_SO_S = 10.0
 # Beyond tensors: values grow a little from save to save, and the agent adds hashes to the manifest.
 HEADROOM_BYTES = 1 << 20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_POPULATE_READ = 22  # Linux 5.14
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ class MemoryTier:
         held = self._held
         if held is None or held.step != candidate.step:
             raise CheckpointError("it is no longer in memory")
-        window = self._map(held.slot, held.image_bytes + held.manifest_bytes).window
-        data, end = window.data, held.image_bytes + held.manifest_bytes
+        end = held.image_bytes + held.manifest_bytes
+        data = self._map(held.slot, end, wait=False).window.data
         manifest = Manifest.from_bytes(bytes(data[held.image_bytes : end]))
         found = (manifest.step, manifest.attempt, manifest.rank, manifest.world, manifest.size_bytes)
         expected = (held.step, held.attempt, self._group.rank, self._group.size, held.image_bytes)
@@ -245,8 +245,9 @@ class MemoryTier:
             and mapped.capacity >= size
         )
 
-    def _map(self, number: int, used: int) -> _Mapped:
-        """The slot's buffer, mapped now unless it was; of it `used` bytes will be used.
+    def _map(self, number: int, used: int, *, wait: bool = True) -> _Mapped:
+        """The slot's buffer, mapped now unless it was; of it `used` bytes will be used. Their pages are
+        entered before this returns, or with `wait=False` by a thread, while somebody reads them already.
 
         Raises OSError or ValueError.
         """
@@ -269,7 +270,12 @@ class MemoryTier:
             finally:
                 os.close(descriptor)
             fresh = _Mapped(generation, image.Window(buffer))
-            _enter_pages(fresh.window, min(used, capacity))
+            entering = threading.Thread(
+                target=_enter_pages, args=(fresh.window, min(used, capacity)), daemon=True
+            )
+            entering.start()
+            if wait:
+                entering.join()
             if self._copies is not None:
                 self._copies.register(fresh.window.bytes)
             self._mapped[number] = fresh
@@ -357,9 +363,10 @@ def _seconds_since(started: float) -> float:
 def _enter_pages(window: image.Window, size: int) -> None:
     """Have the first `size` bytes in this process's page table, so that no save takes a fault a page.
 
-    The memory itself is the agent's and there already. Best effort: older kernels cannot do it.
+    The memory itself is the agent's and there already, so entering it for reading, several pages at a time,
+    is enough: what is mapped shared can be written then too. Best effort: older kernels cannot do it.
     """
     # not mmap.madvise, which would hold the GIL
     ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(window.bytes.data_ptr()), ctypes.c_size_t(size), _MADV_POPULATE_WRITE
+        ctypes.c_void_p(window.bytes.data_ptr()), ctypes.c_size_t(size), _MADV_POPULATE_READ
     )

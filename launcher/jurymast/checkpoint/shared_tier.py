@@ -141,8 +141,13 @@ class SharedTier:
         self._stale = stale
         # Seen to be damaged by this process; only rank 0's matters.
         self._damaged: set[int] = set()
+        self._cleared = False
 
-    def open(self) -> None:
+    def _clear_away(self) -> None:
+        """What earlier attempts left half-done; once."""
+        if self._cleared:
+            return
+        self._cleared = True
         swept = self._group.on_first(lambda: self._directory.sweep(self._attempt))
         if swept and self._group.rank == 0:
             log.info("removed what earlier attempts left half-done: %s", ", ".join(swept))
@@ -151,6 +156,7 @@ class SharedTier:
 
     def save(self, step: int, captured: Captured) -> Saved:
         group = self._group
+        self._clear_away()
         try:
             present = group.on_first(lambda: self._present(step))
             if isinstance(present, Manifest):
@@ -247,6 +253,7 @@ class SharedTier:
     # ---- restoring
 
     def candidates(self) -> tuple[list[Candidate], dict[int, str]]:
+        self._clear_away()
         return self._group.on_first(self._candidates)
 
     def _candidates(self) -> tuple[list[Candidate], dict[int, str]]:

@@ -48,8 +48,5 @@ class Source(Protocol):
 class Tier(Source, Protocol):
     """Where all ranks save together. Methods are collective."""
 
-    def open(self) -> None:
-        """Make ready before the first restore: clear away what earlier attempts left half-done."""
-
     def save(self, step: int, captured: Captured) -> Saved:
         """Make `step` durable here. Failing storage is an answer; CheckpointError: cannot ever be saved."""

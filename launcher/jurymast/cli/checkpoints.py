@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, the_run
+from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, the_run, user
 from jurymast.core.nearest import did_you_mean
 from jurymast.errors import CheckpointError, UsageError
 from jurymast.rundir import RunDirectory
@@ -146,14 +146,17 @@ class _Asked:
         stored = self._store().steps() if self._url is not None else []
         rows = self._rows(stored)
         aside = [path.name for path in self._directory.rolled_back()]
+        nodes = self._on_nodes()
         if self._as_json:
-            show_json({"directory": str(self._directory.root), "checkpoints": rows, "set_aside": aside})
+            where = str(self._directory.root)
+            show_json({"directory": where, "checkpoints": rows, "set_aside": aside, "on_nodes": nodes})
             return 0
         from jurymast.report.layout import Block, Line, Table
         from jurymast.report.words import size
 
+        held = [Line(f"on the nodes: step {step} ({', '.join(tiers)})") for step, tiers in nodes.items()]
         if not rows:
-            show([Line(f"no checkpoints in {self._directory.root}")])
+            show([*held, Line(f"no checkpoints in {self._directory.root}")])
             return 0
         cells = [
             [
@@ -169,10 +172,23 @@ class _Asked:
             for row in rows
         ]
         headers = ["STEP", "SAVED", "SIZE", "RANKS", "WHERE", "STATE"]
-        blocks: list[Block] = [Table(headers, cells, frozenset({0, 2, 3}))]
+        blocks: list[Block] = [*held, Table(headers, cells, frozenset({0, 2, 3}))]
         blocks += [Line(f"set aside by a rollback: {name}") for name in aside]
         show(blocks)
         return 0
+
+    def _on_nodes(self) -> dict[int, list[str]]:
+        """Steps that the run's nodes hold, newest first: those are gone with the run."""
+        from jurymast.core.copies import LOCAL, MEMORY, PEER
+        from jurymast.report.view import read_status
+
+        state = read_status(self._run).state
+        steps: dict[int, list[str]] = {}
+        for tier in (MEMORY, PEER, LOCAL):
+            known = state.saved.get(tier)
+            if known is not None and known.step is not None and not state.ended:
+                steps.setdefault(known.step, []).append(tier)
+        return dict(sorted(steps.items(), reverse=True))
 
     def _rows(self, stored: list[int]) -> list[dict[str, Any]]:
         from jurymast.checkpoint.directory import BadCheckpoint
@@ -261,10 +277,16 @@ class _Asked:
         text = f"step {step} is the newest now; "
         text += f"set aside: {', '.join(renamed)}" if renamed else "there was no newer one"
         text += " (deleted)" if delete and renamed else ""
-        return self._say(
-            f"{text}\na run that is running goes back with: jurymast restart {self._run.root.name}",
-            step=step, set_aside=renamed, deleted=delete,
-        )  # fmt: skip
+        restarted = self._go_back(step)
+        text += "; its ranks are being restarted from there" if restarted else ""
+        return self._say(text, step=step, set_aside=renamed, deleted=delete, restarted=restarted)
+
+    def _go_back(self, step: int) -> bool:
+        """Have a run that is running do so at once: nodes hold newer steps in memory. False: it is not."""
+        from jurymast.wire.ask import ask
+
+        answer = ask(self._run, "rollback", by=user(), step=step)
+        return answer is not None and bool(answer.get("ok"))
 
     def export(self, step: int, place: Path, form: str) -> int:
         from jurymast.checkpoint.directory import final_name

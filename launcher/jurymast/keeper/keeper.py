@@ -21,6 +21,7 @@ from jurymast.keeper.copies import ALL, LOCAL, MEMORY, PEER, Copies, Copy, Key, 
 from jurymast.keeper.fetch import Filling
 from jurymast.keeper.gathering import Gathering, Source
 from jurymast.keeper.limits import Refused, Room
+from jurymast.keeper.loans import Loan, lend
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.memory import Memory
 from jurymast.keeper.page import RankRecord, Restore, SlotWord, Word, create_page
@@ -79,7 +80,6 @@ class Keeper:
         self._committed = (0, -1)  # (attempt, step): of two states the newer one compares greater
         self._void: set[tuple[int, int]] = set()  # (step, attempt)
         self._unwanted: set[Key] = set()  # rolled back: what the disk has of them is not looked at
-        self._lent: dict[Key, list[Copy]] = {}
 
     async def start(self) -> None:
         """Serve other agents, look at the local disk, and re-read what is held from now on."""
@@ -346,20 +346,9 @@ class Keeper:
 
     # ---- the drainer
 
-    def acquire(self, step: int, attempt: int, rank: int) -> tuple[str, Manifest] | None:
-        """(path of a file that begins with the whole image, its manifest); it stays so until `release`."""
-        copy = self.copies.acquire((step, attempt, rank))
-        if copy is None:
-            return None
-        self._lent.setdefault(copy.key, []).append(copy)
-        return copy.path, copy.manifest
-
-    def release(self, step: int, attempt: int, rank: int) -> None:
-        lent = self._lent.get((step, attempt, rank), [])
-        if lent:
-            self.copies.release(lent.pop())
-        if not lent:
-            self._lent.pop((step, attempt, rank), None)
+    async def lend(self, step: int, attempt: int, rank: int) -> Loan | None:
+        """The whole image for the drainer; None when it is not here."""
+        return await lend(self, (step, attempt, rank))
 
     def scan_local(self, root: Path) -> None:
         """See what has come to the local disk, or gone from it, and tell."""

@@ -103,8 +103,8 @@ class Manifest:
             bad = [i for i, (a, b) in enumerate(zip(found, self.blocks[one], strict=True)) if a != b]
             if bad:
                 raise BadImage(
-                    f"step {self.step}, rank {self.rank}: {len(bad)} of {len(found)} blocks of the {one} part "
-                    f"are corrupt, the first is block {bad[0]}"
+                    f"step {self.step}, rank {self.rank}: {len(bad)} of {len(found)} blocks of the {one} "
+                    f"part are corrupt, the first is block {bad[0]}"
                 )
 
     def to_bytes(self) -> bytes:

@@ -15,6 +15,11 @@ from jurymast.storage.layout import Stored
 METADATA = ".metadata"
 
 
+def preload() -> None:
+    """Import torch; seconds, once in a process."""
+    import torch.distributed.checkpoint  # noqa: F401
+
+
 def write_metadata(directory: Path, stored: Iterable[Stored]) -> FileRecord:
     """Write DCP's metadata of what `stored` says is in the files of `directory`. Raises OSError.
 

@@ -33,6 +33,7 @@ from jurymast.checkpoint.directory import (
 )
 from jurymast.keeper import manifest as keeper
 from jurymast.rundir import write_atomically
+from jurymast.storage import seal
 from jurymast.storage.job import Job, Message, StorageFailure, explain
 from jurymast.storage.layout import Layout, decide, file_name, ranges
 from jurymast.storage.source import NewFile, Source
@@ -121,6 +122,7 @@ class _Meeting:
 
     def lead(self) -> Message:
         """Bring all nodes' parts together, and publish."""
+        threading.Thread(target=seal.preload, name="preload", daemon=True).start()  # needed in the end
         self._directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.sweep_drains()
         if os.path.lexists(self._directory.path(self._step)):
@@ -236,9 +238,8 @@ class _Meeting:
         return [FileRecord(**record) for text in texts for record in json.loads(text)]
 
     def _seal(self, layout: Layout, records: list[FileRecord]) -> None:
-        from jurymast.storage.seal import write_metadata
 
-        records = [*records, write_metadata(self._place, layout.stored())]
+        records = [*records, seal.write_metadata(self._place, layout.stored())]
         self._job.check()
         kept = {record.name for record in records}
         for name in self._listed():

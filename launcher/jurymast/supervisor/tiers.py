@@ -81,6 +81,7 @@ class Tiers:
         self._tried: dict[str, Key] = {}
         self._numbers = itertools.count(1)
         self._newest_object = -1
+        self._drained_before = False
         self._void: Key | None = None
         self._dirty = False
         self._retry_at = math.inf
@@ -286,12 +287,14 @@ class Tiers:
         return tier not in self._drains and self.now() >= self._failed_at.get(tier, -math.inf) + RETRY_S
 
     def _shared_pause_s(self, took_s: float) -> float:
+        """The first drain took longer than any other will: its process had to start."""
         settings = self.state.settings
         if settings.shared_every_s is not None:
             return max(0.0, settings.shared_every_s - took_s)
         if settings.cadence_steps is not None or settings.cadence_s is not None:
             return 0.0
-        return max(SHARED_PAUSE_MIN_S, IDLE_SHARE * took_s)
+        first, self._drained_before = not self._drained_before, True
+        return SHARED_PAUSE_MIN_S if first else max(SHARED_PAUSE_MIN_S, IDLE_SHARE * took_s)
 
     def drain(self, tier: str, key: Key) -> bool:
         """Have the agents copy a set of images to a tier; False when no agent has some image whole."""

@@ -1,0 +1,65 @@
+"""Images lent to the drainer, which may take minutes: from a copy where memory allows, so that the slot is
+the rank's again as soon as a newer step is safe."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jurymast.keeper import limits
+from jurymast.keeper.buffers import Buffer
+from jurymast.keeper.copies import Key
+from jurymast.keeper.limits import Refused
+from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.threads import in_thread
+
+if TYPE_CHECKING:
+    from jurymast.keeper.keeper import Keeper
+
+
+@dataclass(frozen=True)
+class Loan:
+    """A file that begins with the whole image, which stays so until `give_back`."""
+
+    path: str
+    manifest: Manifest
+    give_back: Callable[[], None]
+
+
+async def lend(keeper: Keeper, key: Key) -> Loan | None:
+    """None when this node has not the whole image."""
+    copy = keeper.copies.acquire(key)
+    if copy is None:
+        return None
+    slot, place, size = keeper.slot_of(copy), copy.place, copy.manifest.size_bytes
+
+    def release() -> None:
+        keeper.copies.release(copy)
+
+    if slot is None or not isinstance(place, Buffer):
+        return Loan(copy.path, copy.manifest, release)
+    try:
+        asked = f"a copy for storage of rank {key[2]}, {limits.size(size)}"
+        (buffer,) = await keeper.memory.take(1, size, asked, extent=(0, size))
+    except Refused:
+        return Loan(copy.path, copy.manifest, release)
+    try:
+        await keeper.memory.reserve(buffer, (0, size))
+        await in_thread(_copy, place, buffer, size)
+    except BaseException as error:
+        keeper.recycle(buffer)
+        if not isinstance(error, Refused):
+            release()
+            raise
+        return Loan(copy.path, copy.manifest, release)
+    release()
+    return Loan(buffer.path, copy.manifest, lambda: keeper.recycle(buffer))
+
+
+def _copy(source: Buffer, target: Buffer, size: int) -> None:
+    """Not by slices: those hold the GIL, and with it the agent's heartbeats."""
+    if size:
+        first, last = (ctypes.c_char.from_buffer(buffer.map) for buffer in (source, target))
+        ctypes.memmove(ctypes.addressof(last), ctypes.addressof(first), size)

@@ -1,0 +1,125 @@
+"""Checkpoints of a live run: damaged in memory, rolled back, refused by storage or by a small node."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jurymast.core import events as ev
+from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+
+TRAIN = ("--steps", "240", "--step-time", "0.02", "--save-every", "20 steps")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with local_run(folder / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(folder / "out.json"))) as run:  # fmt: skip
+        assert run.wait_end().exit_code == 0
+    return str(result(folder / "out.json")["sha256"])
+
+
+def status(run: RunUnderTest) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(jurymast("status", str(run.directory.root), "--json").stdout)
+    return found
+
+
+def images_of(run: RunUnderTest, node: str) -> list[Path]:
+    """The buffers of the node's agent, each once: a mapping has a descriptor of its own."""
+    descriptors = Path(f"/proc/{run.agent_pid(node)}/fd").iterdir()
+    return list(
+        {path.stat().st_ino: path for path in descriptors if "jurymast-image" in os.readlink(path)}.values()
+    )
+
+
+def flip_bits(path: Path) -> None:
+    """In many places of what is in use."""
+    with open(path, "r+b", buffering=0) as memory:
+        for at in range(4096, 200_000, 16_384):
+            memory.seek(at)
+            byte = memory.read(1)
+            memory.seek(at)
+            memory.write(bytes([byte[0] ^ 0xFF]))
+
+
+def test_flipped_bits_in_memory_are_found_and_the_next_copy_is_used(tmp_path: Path, undisturbed: str) -> None:
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
+        state = run.wait_safe(60)
+        victim = state.placement[1]
+        ranks = [psutil.Process(pid) for node in state.placement for pid in run.pids(node)]
+        for rank in ranks:  # nothing is saved while the memory is being damaged
+            rank.suspend()
+        for path in images_of(run, victim):
+            flip_bits(path)
+        for rank in ranks:
+            rank.kill()
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    assert result(out)["sha256"] == undisturbed, run.story()
+    fetched = [e for e in run.events() if isinstance(e, ev.Fetched)]
+    assert [e.node for e in fetched] == [victim], run.story()
+    assert "corrupt" in " ".join(fetched[0].why)
+    assert fetched[0].tiers.get("peer", 0) > 0
+
+
+def test_a_rollback_takes_a_live_run_back_and_nothing_newer_returns(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+                   arguments=(*TRAIN, "--steps", "600", "--out", str(out))) as run:  # fmt: skip
+        run.wait("a shared checkpoint", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
+        oldest = min(int(p.name[5:]) for p in run.directory.checkpoints.glob("step-????????"))
+        done = jurymast("checkpoints", str(run.directory.root), "rollback", str(oldest), "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["restarted"] is True
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    assert [(i.cause, i.action, i.step_restored) for i in state.incidents] == [
+        ("rollback_asked", "restart", oldest)
+    ], run.story()
+
+
+def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+                   arguments=(*TRAIN, "--steps", "600", "--out", str(out))) as run:  # fmt: skip
+        run.wait_safe(20)  # before that they look there for what to restore
+        blocked = run.directory.checkpoints
+        blocked.rename(blocked.with_name("elsewhere"))
+        blocked.write_text("not a directory")
+        run.wait("the failure", lambda s: "shared" in s.saved and s.saved["shared"].failures > 0)
+        warned = [text for text in status(run)["warnings"] if "shared tier" in text]
+        assert warned, status(run)
+        assert str(blocked) in warned[0]
+        before = run.state().step
+        blocked.unlink()
+        state = run.wait("catching up", lambda s: (s.saved["shared"].step or 0) > 0)
+        assert state.saved["shared"].failures == 0
+        assert run.wait_step(before + 20).incidents == []
+        run.wait_end()
+        wait_gone(run.directory.root)
+    steps = {int(path.name[5:]) for path in blocked.glob("step-????????")}
+    assert 600 in steps  # the last one got there before the nodes were given back
+
+
+def test_a_node_without_memory_saves_to_storage_and_says_so(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("checkpoint: {tiers: {memory: off}}\n")
+    train = ("--steps", "60", "--save-every", "20 steps")
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", "--policy", str(policy),
+                   script="train_tiny.py", arguments=train) as run:  # fmt: skip
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert {(e.tier, e.copied) for e in run.events() if isinstance(e, ev.Saved)} == {("shared", False)}
+    assert state.saved["shared"].step == 60
