@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jurymast.agent.keeping import failure_domain
 from jurymast.core import events as ev
 from jurymast.core.instructions import Launch
 from jurymast.core.run import step
@@ -262,3 +263,28 @@ def test_going_back_drops_what_is_newer_wherever_it_comes_from() -> None:
 def test_malformed_words_raise_what_the_supervisor_catches(message: dict[str, Any]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         Site().tiers.hear("n1", message)
+
+
+def test_partners_are_chosen_by_the_switches_that_agents_tell() -> None:
+    site = Site()
+    for name, domain in {"n1": "spine.a", "n2": "spine.a", "n3": "spine.b", "s1": ""}.items():
+        hello = {"address": f"at-{name}", "data_port": 7, "copies": [], "domain": domain}
+        site.tiers.joined(name, hello)
+    site.tiers.hear("s1", {"say": "refused", "why": "no room"})
+    site.save()
+    holders = {order["rank"]: node for node, order in site.ordered("replicate")}
+    assert holders[0] == holders[1] == "n3"
+
+
+@pytest.mark.parametrize(
+    ("address", "pattern", "domain"),
+    [
+        ("spine.leaf1.n1", "switch.switch.node", "spine.leaf1"),
+        ("n1.site", "node", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_node_s_failure_domain_is_what_slurm_tells_of_its_switches(
+    address: str, pattern: str, domain: str
+) -> None:
+    assert failure_domain(address, pattern) == domain

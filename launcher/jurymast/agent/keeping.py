@@ -45,7 +45,12 @@ class Keeping:
         return {PAGE_VARIABLE: self._keeper.page_path} if self._plan.settings.memory else {}
 
     def hello(self) -> Message:
-        return {"data_port": self._keeper.port, "copies": self._keeper.inventory()}
+        return {
+            "data_port": self._keeper.port, "copies": self._keeper.inventory(),
+            "domain": failure_domain(
+                os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
+            ),
+        }  # fmt: skip
 
     def look(self) -> None:
         """What ranks have published or asked for since; at every heartbeat."""
@@ -151,3 +156,10 @@ class Keeping:
 def local_root(path: str, run: str) -> Path:
     """Where this run keeps images on a node's own disk. Other users' names are not in the way."""
     return Path(os.path.expandvars(path)) / f"jurymast-{os.getuid()}" / run
+
+
+def failure_domain(address: str, pattern: str) -> str:
+    """The switches above this node, from Slurm's SLURM_TOPOLOGY_ADDR (`spine.leaf.node`) and its pattern
+    (`switch.switch.node`); "" when the site has told Slurm of none."""
+    switches = pattern.count(".")
+    return ".".join(address.split(".")[:switches])

@@ -43,7 +43,12 @@ DAMAGED_EXIT_CODE = CheckpointError.exit_code
 @click.option("--step", type=click.IntRange(0), help="Verify only this step.")
 @click.option("--format", "form", type=click.Choice(["torch", "safetensors"]), default="torch",
               show_default=True, help="What to export as.")  # fmt: skip
-@click.option("--object", "url", metavar="URL", help="Look into this object store too (s3://bucket/prefix).")
+@click.option(
+    "--object",
+    "url",
+    metavar="URL",
+    help="Look into this object store too (s3://bucket/prefix); default: the policy's.",
+)
 @click.option("--delete", is_flag=True, help="After a rollback: delete what it set aside.")
 @json_option
 @runs_option
@@ -116,7 +121,8 @@ class _Asked:
         self._run = run
         self._directory: CheckpointDirectory = CheckpointDirectory(run.checkpoints)
         self._as_json = as_json
-        self._url = url
+        self._insists = url is not None
+        self._url = url or run.plan().settings.object_url or None
 
     def _say(self, text: str, **values: Any) -> int:
         """One line for people, or an object."""
@@ -143,18 +149,25 @@ class _Asked:
     # ---- looking
 
     def ls(self) -> int:
-        stored = self._store().steps() if self._url is not None else []
+        stored, unseen = self._stored()
         rows = self._rows(stored)
         aside = [path.name for path in self._directory.rolled_back()]
         nodes = self._on_nodes()
         if self._as_json:
             where = str(self._directory.root)
-            show_json({"directory": where, "checkpoints": rows, "set_aside": aside, "on_nodes": nodes})
+            values = {
+                "checkpoints": rows,
+                "set_aside": aside,
+                "on_nodes": nodes,
+                "object_store": unseen or None,
+            }
+            show_json({"directory": where, **values})
             return 0
         from jurymast.report.layout import Block, Line, Table
         from jurymast.report.words import size
 
-        held = [Line(f"on the nodes: step {step} ({', '.join(tiers)})") for step, tiers in nodes.items()]
+        held = [Line(f"the object store cannot be looked at: {unseen}", "bold yellow")] if unseen else []
+        held += [Line(f"on the nodes: step {step} ({', '.join(tiers)})") for step, tiers in nodes.items()]
         if not rows:
             show([*held, Line(f"no checkpoints in {self._directory.root}")])
             return 0
@@ -176,6 +189,17 @@ class _Asked:
         blocks += [Line(f"set aside by a rollback: {name}") for name in aside]
         show(blocks)
         return 0
+
+    def _stored(self) -> tuple[list[int], str]:
+        """Steps in the object store, and why they are not known; raises that when the store was asked for."""
+        from jurymast.storage.job import StorageFailure
+
+        try:
+            return (self._store().steps() if self._url is not None else []), ""
+        except (StorageFailure, OSError) as error:
+            if self._insists:
+                raise
+            return [], str(error)
 
     def _on_nodes(self) -> dict[int, list[str]]:
         """Steps that the run's nodes hold, newest first: those are gone with the run."""

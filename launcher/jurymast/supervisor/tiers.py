@@ -56,14 +56,15 @@ class _Node:
 class Tiers:
     """`tell` sends a message to a node's agent, `feed` journals an event, `now` is the supervisor's clock.
 
-    `shared` maps the steps that are complete in the shared tier to their size in bytes.
+    `shared` maps the steps that are complete in the shared tier to their size in bytes, `domains` nodes to
+    what they share with others that may fail at once, like a switch.
     """
 
     state: RunState
     tell: Callable[[str, Message], None]
     feed: Callable[[ev.Event], None]
     now: Callable[[], float]
-    domains: Mapping[str, str] = field(default_factory=dict)
+    domains: dict[str, str] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)
     shared: dict[int, int] = field(default_factory=dict)
     rollbacks: list[Rollback] = field(default_factory=list)
@@ -92,6 +93,8 @@ class Tiers:
         """An agent is here, for the first time or again: what it holds counts anew."""
         self.copies.drop_where(node=node)
         self._nodes[node] = _Node(hello["address"], int(hello.get("data_port", 0)))
+        if hello.get("domain"):
+            self.domains[node] = str(hello["domain"])
         self._ordered = {order for order in self._ordered if order[3] != node}
         self._held(node, hello.get("copies", ()))
 
