@@ -9,7 +9,8 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.state import RunState
-from support.slurm_runs import SlurmRun, power_loss, submit, weights
+from support.slurm_runs import SlurmRun, jurymast, power_loss, submit, weights
+from support.waiting import wait_until
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -110,3 +111,41 @@ def test_a_requeue_restores_from_what_outlived_the_job(
     assert incident.action == "requeue"
     assert (incident.step_restored or 0) >= before, run.story()
     assert set(incident.tiers) <= {"local", "peer", "shared"}
+
+
+def test_before_a_job_is_ended_its_newest_checkpoint_gets_to_shared_storage(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The policy copies there once an hour; scancel gives 30 s (KillWait)."""
+    rarely = policy(cluster, tmp_path, {"shared": {"every": "1h"}})
+    run = submit(
+        cluster, tmp_path, "--nodes", "3", "--spares", "1", *rarely,
+        arguments=("--steps", "100000", "--step-time", "0.02", "--save-every", "20 steps"),
+    )  # fmt: skip
+    run.wait("the hourly copy", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
+    hourly = run.state().saved["shared"].step or 0
+    newest = run.wait_safe(hourly + 60).saved["peer"].step or 0
+    cluster.login(["scancel", str(run.job)])
+    state = run.wait_end()
+    assert state.phase.value == "cancelled"
+    wait_until("last copy", lambda: (run.state().saved["shared"].step or 0) >= newest)
+
+
+def test_storage_that_turns_read_only_costs_no_training_and_is_caught_up_with(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run = submit(
+        cluster, tmp_path, "--nodes", "2", "--spares", "0",
+        arguments=("--steps", "1200", "--step-time", "0.02", "--save-every", "20 steps"),
+    )  # fmt: skip
+    run.wait("the first copy", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
+    run.directory.checkpoints.chmod(0o500)
+    state = run.wait("the gap", lambda s: s.saved["shared"].failures > 0)
+    assert "permission" in state.saved["shared"].error
+    code, told, _ = jurymast(cluster, "status", str(run.directory.root))
+    assert (code, "copying to the shared tier failed" in told) == (0, True), told
+    run.directory.checkpoints.chmod(0o700)
+    state = run.wait("catching up", lambda s: s.saved["shared"].failures == 0)
+    assert state.incidents == []
+    assert run.wait_end().exit_code == 0
+    wait_until("last copy", lambda: run.state().saved["shared"].step == 1200)

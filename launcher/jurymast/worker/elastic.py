@@ -24,6 +24,7 @@ MONITOR_INTERVAL_S = 0.05
 # torch counts its own restarts; ours are decided and counted by the supervisor.
 UNLIMITED = 2**31
 KILL_LIMIT_S = 2.0
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RankLogs(LogsSpecs):
@@ -70,6 +71,9 @@ class ImpatientAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._reported = set()
         started: dict[int, Any] = super()._start_workers(worker_group)
+        # torch has just taken these. Slurm sends them to everything there is, and the agent decides.
+        for number in ENDINGS:
+            signal.signal(number, signal.SIG_IGN)
         pids = [started[local_rank] for local_rank in sorted(started)]
         self._rendezvous_handler.pipe.tell("started", attempt=self._rendezvous_handler.attempt, pids=pids)
         return started
