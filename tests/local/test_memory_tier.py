@@ -35,6 +35,12 @@ RANKS = SCRIPTS / "memory_ranks.py"
 NEVER = 10**6
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that finds no room gives up at once."""
+    monkeypatch.setattr(checkpointer, "FREE_MEMORY_S", 0.0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _end_rank_server() -> Iterator[None]:
     yield
@@ -320,6 +326,21 @@ def on_storage(directory: Path, step: int, monkeypatch: pytest.MonkeyPatch, valu
     with monkeypatch.context() as patched:
         patched.delenv("JURYMAST_KEEPER")
         assert jurymast.Checkpointer({"n": value}, directory=directory).save(step)
+
+
+def test_a_save_that_the_script_asks_for_waits_for_room(
+    keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer, "FREE_MEMORY_S", 20.0)
+    checkpoint = jurymast.Checkpointer({"n": 1}, directory=tmp_path, every=NEVER)
+    checkpoint.restore()
+    assert checkpoint.save(1)
+    assert checkpoint.save(2)
+    timer = threading.Timer(0.1, keeper.free, args=(0,))
+    timer.start()
+    assert checkpoint.save(3)
+    timer.join()
+    assert events(keeper, "Skipped") == []
 
 
 def test_what_the_agent_has_brought_is_restored_without_a_look_at_storage(

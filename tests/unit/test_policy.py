@@ -51,7 +51,7 @@ checkpoint:
   cadence: 200 steps
   tiers:
     memory: {}
-    peer: {copies: 2, prefer: any}
+    peer: {copies: 2, prefer: any, parity: 8}
     local: {path: /scratch}
     shared: {keep: 5, every: 1m}
     object: {url: "s3://bucket/prefix", every: 2h}
@@ -72,6 +72,7 @@ failures: {requeues: 4, restarts: {infrastructure: 20 per 1d, application: 0 per
         cadence_steps=200,
         memory=True,
         replicas=2,
+        parity=8,
         prefer_spares=False,
         local_path="/scratch",
         shared_every_s=60.0,
@@ -127,7 +128,7 @@ extend: other.yaml
     assert lines[1].endswith("unknown key (did you mean heartbeat?)")
     assert "write a number with a unit" in lines[2]
     assert lines[3].endswith("(did you mean shared?)")
-    assert lines[4].endswith("needs keys below it: copies, prefer")
+    assert lines[4].endswith("needs keys below it: copies, prefer, parity")
     assert lines[7].endswith("(did you mean extends?)")
 
 

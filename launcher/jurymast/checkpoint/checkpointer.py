@@ -33,6 +33,8 @@ log = logging.getLogger("jurymast.checkpoint")
 ERROR_CHARACTERS = 300
 # How long the first save waits for the agent to have memory; later ones do not wait.
 FIRST_MEMORY_S = 30.0
+# How long a save that the script asked for waits for earlier ones to be safe.
+FREE_MEMORY_S = 30.0
 
 
 class Checkpointer:
@@ -122,11 +124,16 @@ class Checkpointer:
             self._meet(step)
 
     def save(self, step: int) -> bool:
-        """Save `step` now, unless it is saved; False when the storage failed. Raises as `step` does."""
+        """Save `step` now, unless it is saved; False when it failed. Raises as `step` does.
+
+        Unlike `step` this waits (for up to 30 s) until the node has room for one more image in memory.
+        """
         if self._meet_at < 0:
             self._begin_cadence(step)
         if self._saved_step == step:
             return True
+        if self._memory is not None and self._in_memory:
+            self._memory.wait_free(FREE_MEMORY_S)
         ok = self._save(step)
         self._schedule(step)
         return ok

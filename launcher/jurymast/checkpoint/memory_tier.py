@@ -219,6 +219,15 @@ class MemoryTier:
             time.sleep(POLL_S)
         return self.ready
 
+    def wait_free(self, limit_s: float) -> bool:
+        """Wait until some slot can be written into; False when the time is up or memory is refused."""
+        end = time.monotonic() + limit_s
+        while not any(slot.writable for slot in self._slots):
+            if self.refused or time.monotonic() > end:
+                return False
+            time.sleep(POLL_S)
+        return True
+
     def _all_there(self) -> bool:
         """True when no more slots can be hoped for until the agent frees one."""
         held = [slot[SlotWord.FD] != 0 and not slot.writable for slot in self._slots]
