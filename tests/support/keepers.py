@@ -17,7 +17,8 @@ from jurymast.keeper import copies, manifest
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.limits import Room
 from jurymast.keeper.manifest import Manifest
-from jurymast.keeper.page import SLOTS, RankRecord, Restore, SlotWord, Word, open_page
+from jurymast.keeper.page import SLOTS, RankRecord, Restore, SlotWord, Word
+from jurymast.worker import link
 
 SECRET = b"k" * 32
 LIMIT_S = 60.0
@@ -79,7 +80,7 @@ class FakeRank:
     """The rank's side of its words."""
 
     def __init__(self, keeper: Keeper, local_rank: int = 0) -> None:
-        page = open_page(keeper.page_path)
+        page = link.open_page(keeper.page_path)
         assert page is not None
         self.folder = os.path.dirname(keeper.page_path)
         self.record = RankRecord(page, local_rank)

@@ -31,7 +31,6 @@ from jurymast.keeper.page import (
     Restore,
     SlotWord,
     Word,
-    open_page,
 )
 from jurymast.worker import link
 
@@ -96,7 +95,7 @@ class MemoryTier:
         path = os.environ.get(PAGE_VARIABLE)
         if not path:
             return None
-        page = open_page(path)
+        page = link.open_page(path)
         without = [rank for rank, has in enumerate(group.gather(page is not None)) if not has]
         if page is None or without:
             log.warning("no memory for checkpoints: ranks %s cannot reach their agent", without)

@@ -22,6 +22,8 @@ _RANK_NAME = re.compile(r"rank-(\d+)\.manifest")
 
 # (step, attempt, rank): the same step of another attempt is another state.
 Key = tuple[int, int, int]
+# Ranks whose parts are XORed; the lowest is the rank of that XOR's key and manifest.
+Group = tuple[int, ...]
 
 
 def parts_of(part: str) -> tuple[str, ...]:
@@ -72,7 +74,11 @@ def trusted(data: bytes, key: Key) -> Manifest:
 
 @dataclass(eq=False)
 class Copy:
-    """One image or part of one. Its bytes lie where the manifest says, in a buffer as in a file."""
+    """One image or part of one. Its bytes lie where the manifest says, in a buffer as in a file.
+
+    With `members` it is the XOR of that part of their images, block by block, and `manifest` is its own: it
+    is served and read again like any, and found by its group only.
+    """
 
     manifest: Manifest
     tier: str
@@ -81,6 +87,7 @@ class Copy:
     stall_s: float = 0.0
     manifest_bytes: bytes = b""
     verified_at: float = 0.0  # time.monotonic()
+    members: tuple[Manifest, ...] = ()
 
     def __post_init__(self) -> None:
         self.manifest_bytes = self.manifest_bytes or self.manifest.to_bytes()
@@ -88,6 +95,14 @@ class Copy:
     @property
     def key(self) -> Key:
         return self.manifest.step, self.manifest.attempt, self.manifest.rank
+
+    @property
+    def group(self) -> Group:
+        return tuple(member.rank for member in self.members)
+
+    @property
+    def place_in_table(self) -> tuple[Key, str, str, Group]:
+        return self.key, self.tier, self.part, self.group
 
     @property
     def path(self) -> str:
@@ -113,6 +128,14 @@ class Copy:
             "size_bytes": self.manifest.size_bytes,
             "common_id": self.manifest.common_id, "common_bytes": self.manifest.common_bytes,
         }  # fmt: skip
+        if self.members:
+            values["members"] = [
+                {
+                    "rank": one.rank, "size_bytes": one.size_bytes,
+                    "common_id": one.common_id, "common_bytes": one.common_bytes,
+                }
+                for one in self.members
+            ]  # fmt: skip
         if self.tier == MEMORY:
             values["stall_s"] = self.stall_s
         return values
@@ -127,7 +150,7 @@ class Copies:
     """
 
     idle: Callable[[Callable[[], None]], None] = lambda then: then()
-    _copies: dict[tuple[Key, str, str], Copy] = field(default_factory=dict)
+    _copies: dict[tuple[Key, str, str, Group], Copy] = field(default_factory=dict)
     _waiting: dict[Buffer, Callable[[], None]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -137,27 +160,40 @@ class Copies:
 
     def __contains__(self, copy: object) -> bool:
         with self._lock:
-            return isinstance(copy, Copy) and self._copies.get((copy.key, copy.tier, copy.part)) is copy
+            return isinstance(copy, Copy) and self._copies.get(copy.place_in_table) is copy
 
     def add(self, copy: Copy) -> None:
         with self._lock:
-            self._copies[copy.key, copy.tier, copy.part] = copy
+            self._copies[copy.place_in_table] = copy
 
     def remove(self, copy: Copy) -> None:
         """Nobody finds it any more; who reads it goes on."""
         with self._lock:
-            if self._copies.get((copy.key, copy.tier, copy.part)) is copy:
-                del self._copies[copy.key, copy.tier, copy.part]
+            if self._copies.get(copy.place_in_table) is copy:
+                del self._copies[copy.place_in_table]
 
-    def find(self, key: Key, tiers: tuple[str, ...] = _TIERS) -> list[Copy]:
-        """Copies of this image or parts of it, best first."""
+    def find(self, key: Key, tiers: tuple[str, ...] = _TIERS, group: Group = ()) -> list[Copy]:
+        """Copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
         with self._lock:
-            found = [copy for copy in self._copies.values() if copy.key == key and copy.tier in tiers]
+            found = [
+                copy
+                for copy in self._copies.values()
+                if copy.key == key and copy.tier in tiers and copy.group == group
+            ]
         return sorted(found, key=lambda copy: (copy.part != ALL, _TIERS.index(copy.tier)))
 
-    def acquire(self, key: Key, at: int = 0, length: int | None = None) -> Copy | None:
+    def manifest(self, key: Key, group: Group = ()) -> tuple[Manifest, int] | None:
+        """(the image's manifest, capacity of the largest buffer it has here or 0); also that of an image
+        which is only part of an XOR."""
+        found = self.find(key, group=group)
+        if found:
+            return found[0].manifest, max(copy.capacity for copy in found)
+        members = [one for copy in self if copy.key[:2] == key[:2] for one in copy.members]
+        return next(((one, 0) for one in members if one.rank == key[2]), None) if not group else None
+
+    def acquire(self, key: Key, at: int = 0, length: int | None = None, group: Group = ()) -> Copy | None:
         """A copy that has these bytes (by default all), which stay as they are until `release`."""
-        for copy in self.find(key):
+        for copy in self.find(key, group=group):
             if copy.has(at, copy.manifest.size_bytes - at if length is None else length) and self.read(copy):
                 return copy
         return None
@@ -165,7 +201,7 @@ class Copies:
     def read(self, copy: Copy) -> bool:
         """Become a reader of this very copy; False when it was dropped. Ends with `release`."""
         with self._lock:
-            if self._copies.get((copy.key, copy.tier, copy.part)) is not copy:
+            if self._copies.get(copy.place_in_table) is not copy:
                 return False
             if isinstance(copy.place, Buffer):
                 copy.place.readers += 1

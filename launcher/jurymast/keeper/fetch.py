@@ -10,7 +10,7 @@ import hashlib
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,8 @@ import xxhash
 
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import ALL, Block, Key, blocks_of, is_intact, parts_of, trusted
-from jurymast.keeper.manifest import BadImage, Manifest
+from jurymast.keeper.copies import ALL, Block, Group, Key, blocks_of, parts_of, trusted
+from jurymast.keeper.manifest import BadImage, Manifest, hash_block
 from jurymast.wire import stream
 from jurymast.wire.channel import Message
 from jurymast.wire.stream import Stream
@@ -51,12 +51,12 @@ class Peer:
             raise ConnectionError("it has no address")
         return stream.connect(self.hosts[-1], self.port, secret)
 
-    def manifest(self, secret: bytes, key: Key) -> tuple[Manifest, int]:
-        """(the image's manifest, capacity of the buffer it lies in there or 0). Raises what `connect` does,
-        and BadImage."""
+    def manifest(self, secret: bytes, key: Key, group: Group = ()) -> tuple[Manifest, int]:
+        """(the image's manifest, capacity of the buffer it lies in there or 0); with a `group`, that of the
+        group's XOR. Raises what `connect` does, and BadImage."""
         connection = self.connect(secret)
         try:
-            connection.send({"get": "manifest", **_named(key)})
+            connection.send({"get": "manifest", **_named(key, group)})
             answer = _answer(connection)
             length, digest = answer.get("length"), answer.get("sha256")
             if not isinstance(length, int) or not 0 < length <= MANIFEST_BYTES_MAX:
@@ -74,6 +74,7 @@ class Peer:
 class Filling:
     """An image on its way into `buffer`. For one thread at a time; `stop` makes it give up soon.
 
+    `origin`: where in the image the buffer begins; `group`: of the XOR that this image is, if it is one.
     `got`: bytes by tier, `passed_over`: why sources did not serve, a line each.
     """
 
@@ -84,9 +85,11 @@ class Filling:
     got: dict[str, int] = field(default_factory=dict)
     passed_over: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
+    origin: int = 0
+    group: Group = ()
 
     def __post_init__(self) -> None:
-        self.missing = blocks_of(self.manifest, self.part)
+        self.missing = self.missing or blocks_of(self.manifest, self.part)
 
     @property
     def complete(self) -> bool:
@@ -97,18 +100,22 @@ class Filling:
         """[start, end) of the image that this is about."""
         return (0, self.manifest.size_bytes) if self.part == ALL else self.manifest.extent(self.part)
 
-    def keep(self, part: str, tier: str) -> bool:
-        """What the buffer holds of `part` already; False when a block of that is corrupt."""
-        view = self.buffer.view(0, self.manifest.size_bytes)
-        wanted = self._wanted(part)
-        return self._take([block for block in wanted if is_intact(view, block)], tier) == len(wanted)
+    def keep(self, part: str, tier: str, among: Sequence[Block] | None = None) -> bool:
+        """What the buffer holds of `part` already, or of the blocks `among` it; False when one is corrupt."""
+        wanted = self.wanted(part) if among is None else among
+        good = [block for block in wanted if hash_block(self.view(block)) == block.hash]
+        return self._take(good, tier) == len(wanted)
 
     def wants(self, part: str) -> bool:
-        return bool(self._wanted(part))
+        return bool(self.wanted(part))
+
+    def view(self, block: Block) -> memoryview:
+        """Where it lies, or is to lie."""
+        return self.buffer.view(block.at - self.origin, block.at - self.origin + block.length)
 
     def from_file(self, name: str, path: Path | str, part: str, tier: str) -> str:
         """Why the file did not serve, or ""; `name` is how to call it then."""
-        wanted = self._wanted(part)
+        wanted = self.wanted(part)
         good: list[Block] = []
         why = ""
         try:
@@ -117,9 +124,9 @@ class Filling:
                 for block in wanted:
                     if self.stop.is_set():
                         break
-                    view = self.buffer.view(0, self.manifest.size_bytes)
-                    _read(descriptor, block, view)
-                    if is_intact(view, block):
+                    view = self.view(block)
+                    _read(descriptor, block.at, view)
+                    if hash_block(view) == block.hash:
                         good.append(block)
             finally:
                 os.close(descriptor)
@@ -133,12 +140,12 @@ class Filling:
 
     def from_peer(self, peer: Peer, secret: bytes, key: Key, part: str, tier: str) -> None:
         """`key`: the image there whose part this is; a common part may be another rank's."""
-        wanted = self._wanted(part)
-        good, why = pull(peer, secret, key, wanted, self.buffer.view(0, self.manifest.size_bytes), self.stop)
+        wanted = self.wanted(part)
+        good, why = pull(peer, secret, _named(key, self.group), wanted, self.view, self.stop)
         if self._take(good, tier) < len(wanted):
             self.passed_over.append(f"{peer.node}: {why}")
 
-    def _wanted(self, part: str) -> list[Block]:
+    def wanted(self, part: str) -> list[Block]:
         return [block for block in self.missing if block.part in parts_of(part)]
 
     def _take(self, good: Sequence[Block], tier: str) -> int:
@@ -152,13 +159,14 @@ class Filling:
 def pull(
     peer: Peer,
     secret: bytes,
-    key: Key,
+    name: Message,
     wanted: Sequence[Block],
-    target: memoryview,
+    target: Callable[[Block], memoryview],
     stop: threading.Event,
     streams: int = STREAMS,
 ) -> tuple[list[Block], str]:
-    """(blocks that lie in `target` now, verified; why not the others). Blocks until done or broken."""
+    """(blocks that lie in their `target` now, verified; why not the others). Blocks until done or broken.
+    `name`: what requests call the image."""
     queue = deque(wanted)
     good: list[Block] = []
     reasons: list[str] = []
@@ -167,7 +175,7 @@ def pull(
         try:
             connection = peer.connect(secret)
             try:
-                reasons.extend(_pull(connection, key, queue, target, good, stop))
+                reasons.extend(_pull(connection, name, queue, target, good, stop))
             finally:
                 connection.close()
         except _BROKEN as error:
@@ -187,9 +195,9 @@ def pull(
 
 def _pull(
     connection: Stream,
-    key: Key,
+    name: Message,
     queue: deque[Block],
-    target: memoryview,
+    target: Callable[[Block], memoryview],
     good: list[Block],
     stop: threading.Event,
 ) -> list[str]:
@@ -202,19 +210,19 @@ def _pull(
                 block = queue.popleft()
             except IndexError:
                 break  # the other stream was faster
-            connection.send({"get": "bytes", **_named(key), "at": block.at, "length": block.length})
+            connection.send({"get": "bytes", **name, "at": block.at, "length": block.length})
             asked.append(block)
         if not asked:
             break
         block = asked.popleft()
         if _answer(connection).get("length") != block.length:
             raise ProtocolError("an answer of another length than asked for")
-        if _receive(connection, target[block.at : block.at + block.length]) == block.hash:
+        if _receive(connection, target(block)) == block.hash:
             good.append(block)
         else:
             reasons.append(f"the block at {block.at} of the {block.part} part is corrupt")
     if reasons and not asked:
-        connection.send({"get": "check", **_named(key)})  # there, or only on its way?
+        connection.send({"get": "check", **name})  # there, or only on its way?
         _answer(connection)
     return reasons
 
@@ -236,15 +244,16 @@ def _answer(connection: Stream) -> Message:
     return answer
 
 
-def _named(key: Key) -> dict[str, int]:
+def _named(key: Key, group: Group) -> Message:
     step, attempt, rank = key
-    return {"step": step, "attempt": attempt, "rank": rank}
+    name: Message = {"step": step, "attempt": attempt, "rank": rank}
+    return {**name, "group": group} if group else name
 
 
-def _read(descriptor: int, block: Block, view: memoryview) -> None:
+def _read(descriptor: int, at: int, view: memoryview) -> None:
     done = 0
-    while done < block.length:
-        got = os.preadv(descriptor, [view[block.at + done : block.at + block.length]], block.at + done)
+    while done < len(view):
+        got = os.preadv(descriptor, [view[done:]], at + done)
         if not got:
             raise EOFError("the file is shorter than its image")
         done += got

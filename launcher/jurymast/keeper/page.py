@@ -104,15 +104,3 @@ def create_page(ranks: int) -> tuple[int, mmap.mmap]:
     descriptor = os.memfd_create("jurymast-keeper", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, max(1, ranks) * RANK_BYTES)
     return descriptor, mmap.mmap(descriptor, 0)
-
-
-def open_page(path: str) -> mmap.mmap | None:
-    """The rank's side; None when no agent is there."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return mmap.mmap(descriptor, 0)
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError):
-        return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Copies, Copy, Key
+from jurymast.keeper.copies import Copies, Copy, Group, Key
 from jurymast.wire import stream
 from jurymast.wire.stream import Stream
 
@@ -75,18 +75,19 @@ class Server:
     def _answer(self, peer: Stream, request: dict[str, Any]) -> None:
         try:
             key: Key = (int(request["step"]), int(request["attempt"]), int(request["rank"]))
+            group: Group = tuple(int(rank) for rank in request.get("group", ()))
             what, at, length = str(request["get"]), int(request.get("at", 0)), int(request.get("length", 0))
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError("a request that is none") from error
         if what == "manifest":
-            self._send_manifest(peer, key)
+            self._send_manifest(peer, key, group)
             return
         if what == "check":
-            for copy in self._copies.find(key):
+            for copy in self._copies.find(key, group=group):
                 self._doubt(copy)
             peer.send({})
             return
-        held = self._copies.acquire(key, at, length)
+        held = self._copies.acquire(key, at, length, group)
         if held is None:
             peer.send({"error": "not held (any more)"})
             return
@@ -95,15 +96,16 @@ class Server:
         finally:
             self._copies.release(held)
 
-    def _send_manifest(self, peer: Stream, key: Key) -> None:
-        found = self._copies.find(key)
-        if not found:
+    def _send_manifest(self, peer: Stream, key: Key, group: Group) -> None:
+        known, held = self._copies.manifest(key, group), self._copies.find(key, group=group)
+        if known is None:
             peer.send({"error": "not held (any more)"})
             return
-        data = found[0].manifest_bytes
+        manifest, capacity = known
+        data = held[0].manifest_bytes if held else manifest.to_bytes()
         # It may be larger than a message; its hash in the message vouches for it.
         digest = hashlib.sha256(data).hexdigest()
-        peer.send({"length": len(data), "sha256": digest, "capacity": found[0].capacity})
+        peer.send({"length": len(data), "sha256": digest, "capacity": capacity})
         peer.send_bytes(data)
 
 

@@ -150,7 +150,8 @@ class Link:
             pass
 
 
-def _open_page(path: str) -> mmap.mmap | None:
+def open_page(path: str) -> mmap.mmap | None:
+    """A page of words that the agent owns; None when no agent is there."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -175,7 +176,7 @@ def current() -> Link:
     """This process's link, opened at the first call; one that does nothing when no agent is there."""
     global _current
     if _current is None or _current._pid != os.getpid():
-        page = _open_page(os.environ[PAGE_VARIABLE]) if PAGE_VARIABLE in os.environ else None
+        page = open_page(os.environ[PAGE_VARIABLE]) if PAGE_VARIABLE in os.environ else None
         events_fd = _open_events(os.environ[EVENTS_VARIABLE]) if EVENTS_VARIABLE in os.environ else -1
         _current = Link(page, events_fd, int(os.environ.get("LOCAL_RANK", "0")))
     return _current
