@@ -35,6 +35,7 @@ class Buffer:
         self.capacity = round_up(capacity)
         self.generation = next(_generations)
         self.readers = 0
+        self._reserved: list[tuple[int, int]] = []
         self.descriptor = os.memfd_create("jurymast-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, self.capacity)
@@ -61,13 +62,17 @@ class Buffer:
     def reserve(self, start: int, end: int) -> None:
         """Take the memory for these bytes, and touch it, so that nobody's first write has to.
 
-        Contents stay. Slow: about 3 GB/s; releases the GIL. Raises OSError when there is no memory.
+        Contents stay. Slow the first time: about 3 GB/s; releases the GIL. Raises OSError when there is no
+        memory.
         """
+        if any(first <= start and end <= last for first, last in self._reserved):
+            return
         start -= start % mmap.PAGESIZE
         for at in range(start, end, _PIECE_BYTES):
             length = min(end - at, _PIECE_BYTES)
             os.posix_fallocate(self.descriptor, at, length)
             self._touch(at, length)
+        self._reserved.append((start, end))
 
     def prefault(self) -> None:
         """`reserve` all of it."""
