@@ -253,7 +253,9 @@ def test_the_report_text(tmp_path: Path) -> None:
     assert re.search(r"^step +\d+\.\d node-s +\d+\.\d %  #+ +steps done for the first time$", shown, re.M)
     assert re.search(r"^total +\d+\.\d node-(s|min) +100\.0 %$", shown, re.M)
     assert re.search(r"^1  .* node_lost  n3    swap +1\.60 +0\.30 +-", shown, re.M)
-    assert "  #1 n3: silent for 1.6 s (limit 1.5 s) (step 50, restored 40)" in shown
+    assert re.search(
+        r"^  #1 n3: silent for 1.6 s \(limit 1.5 s\) \(step 50, restored 40: .+ from shared\)$", shown, re.M
+    )
     assert "     swap: n3: silent for 1.6 s (limit 1.5 s); replaced: n3 out, a spare in" in shown
     assert "MTBF " in shown
     assert "cadence    policy: 20 steps; 1 save, stall 400 ms, 4 MB each; at this MTBF best: every" in shown

@@ -26,6 +26,7 @@ CURVE_WIDTH = 60
 MARKS = {Role.ACTIVE: "●", Role.SPARE: "○", Role.JOINING: "◌", Role.SUSPECT: "◐", Role.FAILED: "✗"}
 ASCII_MARKS = {Role.ACTIVE: "*", Role.SPARE: "o", Role.JOINING: ".", Role.SUSPECT: "?", Role.FAILED: "x"}
 # Told as they are, whenever they come: in a demo nothing else is expected to happen.
+RESTORES = frozenset({"RestorePlanned", "Restored"})
 TOLD = frozenset({"Noted", "WorkerFailed", "RanksHung", "Asked", "Signalled", "Requeue"})
 
 
@@ -124,7 +125,7 @@ class Show:
         elif kind == "NodeLost":
             after = f", {duration(entry['t'] - self.fault.at)} later" if self.fault else ""
             self._say(entry, f"noticed{after}: {sentence(entry)}", style="yellow")
-        elif kind in TOLD or (kind == "Restored" and entry["step"]) or (kind == "Saved" and not entry["ok"]):
+        elif kind in TOLD or (kind in RESTORES and entry["step"]) or (kind == "Saved" and not entry["ok"]):
             self._say(entry, sentence(entry))
 
     def _tell_launch(self, entry: Entry) -> None:

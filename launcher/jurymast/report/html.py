@@ -14,7 +14,7 @@ from jurymast.report.gantt import chart, colour
 from jurymast.report.layout import clean
 from jurymast.report.report import share
 from jurymast.report.report_text import MEANINGS, PARTS, cadence_line, mtbf_line, provenance_line
-from jurymast.report.words import duration, node_time, percent
+from jurymast.report.words import amounts, duration, node_time, percent
 
 GROUPS = {category.name: category.group for category in CATEGORIES}
 RATIO_NAMES = {
@@ -72,11 +72,11 @@ def page(report: Mapping[str, Any], account: Account, state: RunState) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{ALLOWED}">'
         f"<title>{text(title)}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(body)
-        + f'\n<script type="application/json" id="report">{_embedded(report)}</script>\n</body></html>\n'
+        + f'\n<script type="application/json" id="report">{embedded(report)}</script>\n</body></html>\n'
     )
 
 
-def _embedded(report: Mapping[str, Any]) -> str:
+def embedded(report: Mapping[str, Any]) -> str:
     """JSON that cannot end the script element it stands in."""
     return json.dumps(report).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -133,6 +133,8 @@ def _incident(incident: Mapping[str, Any]) -> str:
     told = f"<p>{text(incident['evidence'])}</p>"
     if incident["action"]:
         told += f'<p class="dim">{text(incident["action"])}: {text(incident["reason"])}</p>'
+    if incident["tiers"]:
+        told += f'<p class="dim">restored {text(amounts(incident["tiers"]))}</p>'
     if incident["traceback"]:
         told += f"<details><summary>traceback</summary><pre>{text(incident['traceback'])}</pre></details>"
     return (

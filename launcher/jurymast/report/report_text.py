@@ -9,7 +9,7 @@ from typing import Any
 from jurymast.core.accounting import CATEGORIES
 from jurymast.report.layout import Block, Line, Table
 from jurymast.report.report import share
-from jurymast.report.words import count, duration, node_time, percent, size
+from jurymast.report.words import amounts, count, duration, node_time, percent, size
 
 BAR_COLUMNS = 24
 MEANINGS = {category.name: category.meaning for category in CATEGORIES}
@@ -62,6 +62,7 @@ def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
         steps = f"step {i['step_lost_from']}"
         if i["step_restored"] is not None:
             steps += f", restored {i['step_restored']}"
+            steps += f": {amounts(i['tiers'])}" if i["tiers"] else ""
         blocks.append(Line(f"  #{i['id']} {i['evidence']} ({steps})"))
         if i["action"]:
             blocks.append(Line(f"     {i['action']}: {i['reason']}"))

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jurymast.core.attribution import describe_exit
-from jurymast.report.words import count, duration, size, some
+from jurymast.core.copies import MEMORY
+from jurymast.report.words import amounts, count, duration, size, some
 
 Entry = Mapping[str, Any]
 
@@ -83,24 +84,22 @@ def _saved(e: Entry) -> str:
     return f"step {e['step']} saved in the {e['tier']} tier ({amount}stall {duration(e['stall_s'])})"
 
 
-def _amounts(tiers: Mapping[str, int]) -> str:
-    return ", ".join(f"{size(count)} from {tier}" for tier, count in tiers.items() if count)
-
-
 def _restore_planned(e: Entry) -> str:
     if not e["tier"]:
         return f"attempt {e['attempt']} starts afresh: {e['reason']}"
-    return f"attempt {e['attempt']} restores step {e['step']}: {_amounts(e['tiers'])}; {e['reason']}"
+    return f"attempt {e['attempt']} restores step {e['step']}: {amounts(e['tiers'])}; {e['reason']}"
 
 
 def _fetched(e: Entry) -> str:
-    return f"rank {e['rank']} on {e['node']} got {_amounts(e['tiers'])}, because {'; '.join(e['why'])}"
+    return f"rank {e['rank']} on {e['node']} got {amounts(e['tiers'])}, because {'; '.join(e['why'])}"
 
 
 def _restored(e: Entry) -> str:
     skipped = f"; passed over {'; '.join(e['skipped'])}" if e.get("skipped") else ""
     if not e["step"]:
         return f"no checkpoint: a fresh start{skipped}"
+    if e["tier"] == MEMORY:  # in whatever tier: the plan says how much from where
+        return f"step {e['step']} restored in {duration(e['seconds'])}{skipped}"
     amount = f"{size(e['size_bytes'])} " if e.get("size_bytes") else ""
     return (
         f"step {e['step']} restored, {amount}from the {e['tier']} tier in {duration(e['seconds'])}{skipped}"

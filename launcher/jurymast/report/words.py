@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime, timezone
 
 
@@ -50,6 +51,11 @@ def size(count: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1000.0
     raise AssertionError("unreachable")
+
+
+def amounts(tiers: Mapping[str, int]) -> str:
+    """31 MB from memory, 10 MB from peer."""
+    return ", ".join(f"{size(count)} from {tier}" for tier, count in tiers.items() if count)
 
 
 def percent(ratio: float | None) -> str:

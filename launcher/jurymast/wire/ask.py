@@ -26,9 +26,10 @@ def ask(
     secret = directory.secret()
     if place is None:
         return None
-    return asyncio.run(
-        _ask(place, secret, {"say": "ask", "what": what, "by": by, "node": node, "step": step})
-    )
+    request: Message = {"say": "ask", "what": what, "by": by, "node": node}
+    if step is not None:
+        request["step"] = step
+    return asyncio.run(_ask(place, secret, request))
 
 
 async def _ask(place: Endpoint, secret: bytes, request: Message) -> Message | None:
