@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,27 @@ def test_a_node_without_memory_saves_to_storage_and_says_so(tmp_path: Path) -> N
         wait_gone(run.directory.root)
     assert {(e.tier, e.copied) for e in run.events() if isinstance(e, ev.Saved)} == {("shared", False)}
     assert state.saved["shared"].step == 60
+
+
+def test_a_lost_node_comes_back_out_of_the_parity_of_its_group(tmp_path: Path) -> None:
+    """Three nodes in groups of two, the parity of which the spare holds. Shared storage has nothing."""
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("checkpoint: {tiers: {peer: {parity: 2}, shared: {every: 1h}}}\n")
+    weights = []
+    for lost in (False, True):
+        out = tmp_path / f"{lost}.json"
+        with local_run(tmp_path / f"runs-{lost}", "--nodes", "3", "--spares", "1", "--policy", str(policy),
+                       script="train_tiny.py", arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
+            if lost:
+                run.wait("parity", lambda s: "peer" in s.saved and (s.saved["peer"].step or 0) >= 60)
+                os.killpg(run.agent_pid(run.state().placement[2]), signal.SIGKILL)
+            state = run.wait_end()
+            wait_gone(run.directory.root)
+        assert state.exit_code == 0, run.story()
+        weights.append(result(out)["sha256"])
+    assert weights[0] == weights[1]
+    (incident,) = state.incidents
+    assert incident.action == "swap"
+    assert (incident.step_restored or 0) >= 60, run.story()
+    assert set(incident.tiers) == {"memory", "peer"}, run.story()
+    assert [e for e in run.events() if isinstance(e, ev.Fetched)] == []  # nothing else had to serve instead

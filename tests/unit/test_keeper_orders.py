@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import random
 from contextlib import AsyncExitStack, suppress
+from functools import reduce
+from operator import xor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import ALL
+from jurymast.keeper.copies import ALL, Copy
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import Restore
@@ -95,6 +97,21 @@ class Cluster:
         part = self.dice.choice(["all", "own", "common"])
         holder.replicate({"step": step, "attempt": attempt, "rank": rank, "part": part, "sources": sources})
 
+    async def mix(self) -> None:
+        """The XOR of two ranks' images, or of all."""
+        step, attempt = self.dice.choice(self.saved[-3:])
+        holder = self.dice.choice(self.keepers)[0]
+        group = sorted(self.dice.sample(range(NODES), self.dice.choice([2, NODES])))
+        holder.replicate(
+            {
+                "step": step, "attempt": attempt, "rank": group[0], "part": self.dice.choice(["all", "own"]),
+                "sources": [], "group": group, "members": self.members(group),
+            }
+        )  # fmt: skip
+
+    def members(self, ranks: list[int]) -> list[dict[str, Any]]:
+        return [{"rank": n, "sources": [source(one, n) for one, _ in self.keepers]} for n in ranks]
+
     async def forget(self) -> None:
         step, attempt = self.dice.choice(self.saved)
         images = [{"step": step, "attempt": attempt, "rank": rank} for rank in range(NODES)]
@@ -103,7 +120,7 @@ class Cluster:
     async def lend(self) -> None:
         one = self.dice.choice(self.keepers)[0]
         for copy in one.copies:
-            if copy.part == ALL and (loan := await one.lend(*copy.key)) is not None:
+            if copy.part == ALL and not copy.group and (loan := await one.lend(*copy.key)) is not None:
                 self.lent.append((copy.key, loan))
                 return
 
@@ -116,7 +133,7 @@ class Cluster:
 
     async def corrupt(self) -> None:
         one = self.dice.choice(self.keepers)[0]
-        copies = [copy for copy in one.copies if copy.part == ALL]
+        copies = [copy for copy in one.copies if copy.part == ALL and not copy.group]
         if copies and not self.lent:
             copy = self.dice.choice(copies)
             flip(one, copy.key, self.dice.randrange(SIZE), copy.tier)
@@ -138,6 +155,10 @@ class Cluster:
         for number in range(NODES):
             found = [source(one, number) for one, _ in self.keepers]
             found += [source(one, (number + 1) % NODES, "common") for one, _ in self.keepers]
+            for one, _ in self.keepers:
+                group = sorted({number, self.dice.randrange(NODES), self.dice.randrange(NODES)})
+                part = self.dice.choice(["all", "own"])
+                found.append(source(one, number, part, group=group, members=self.members(group)))
             self.dice.shuffle(found)
             sources[number] = found
         self.launch(plan(step, attempt, sources) if self.dice.random() < 0.9 else None)
@@ -182,9 +203,19 @@ class Cluster:
                 assert not buffer.readers
             for copy in one.copies:
                 assert isinstance(copy.place, Buffer)
+                if copy.group:
+                    assert xor_of(copy) == bytes(copy.place.view(0, copy.manifest.size_bytes))
+                    continue
                 start, end = (0, SIZE) if copy.part == ALL else copy.manifest.extent(copy.part)
                 assert copy.manifest.common_bytes == COMMON_BYTES
                 assert bytes(copy.place.view(start, end)) == content(*copy.key)[start:end]
+
+
+def xor_of(copy: Copy) -> bytes:
+    start = 0 if copy.part == ALL else COMMON_BYTES
+    step, attempt, _ = copy.key
+    images = [int.from_bytes(content(step, attempt, rank)[start:], "big") for rank in copy.group]
+    return reduce(xor, images).to_bytes(SIZE - start, "big")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -195,7 +226,7 @@ def test_any_sequence_of_orders(seed: int) -> None:
             keepers = [await stack.enter_async_context(keeper(f"n{place}")) for place in range(NODES)]
             cluster = Cluster(keepers, dice)
             cluster.launch(None)
-            acts = [cluster.save] * 6 + [cluster.commit] * 4 + [cluster.replicate] * 6
+            acts = [cluster.save] * 6 + [cluster.commit] * 4 + [cluster.replicate] * 6 + [cluster.mix] * 4
             acts += [cluster.restart, cluster.restart, cluster.lend, cluster.give_back]
             acts += [cluster.void, cluster.forget, cluster.corrupt]
             for number in range(ROUNDS):

@@ -127,11 +127,109 @@ def test_a_replica_that_could_not_be_made_is_ordered_again_later() -> None:
     assert [order["rank"] for _, order in site.ordered("replicate")] == [1]
 
 
+def test_what_a_lost_or_damaged_holder_held_is_replicated_elsewhere() -> None:
+    site = Site()
+    site.save()
+    site.ordered("replicate")
+    site.replicate()
+    site.state.nodes["s1"].role = Role.FAILED
+    site.tiers.lost("s1")
+    site.tiers.look()
+    assert {node for node, _ in site.ordered("replicate")} <= set(ACTIVE)
+    for rank in range(3):
+        site.hold(rank, ACTIVE[(rank + 1) % 3], tier="peer", part="own")
+    site.tiers.look()
+    assert site.saved("peer") == [(10, True)]  # told once
+
+
 def test_a_full_spare_is_replaced_by_partners() -> None:
     site = Site()
     site.tiers.hear("s1", {"say": "refused", "why": "no room"})
     site.save()
     assert {node for node, _ in site.ordered("replicate")} <= set(ACTIVE)
+
+
+def made(site: Site, orders: list[tuple[str, dict[str, Any]]]) -> None:
+    """Agents that were told to keep the XOR of a group do."""
+    for node, order in orders:
+        members = [
+            {"rank": rank, "size_bytes": 100, "common_bytes": 60, "common_id": f"same at {order['step']}"}
+            for rank in order.get("group", ())
+        ]
+        site.tiers.hear(node, {"say": "held", "copies": [{
+            "step": order["step"], "attempt": 1, "rank": order["rank"], "world": 3, "tier": "peer",
+            "part": order["part"], "size_bytes": 40, "common_bytes": 0, "common_id": "", "members": members,
+        }]})  # fmt: skip
+    site.tiers.look()
+
+
+def test_parity_is_ordered_in_groups_and_a_lost_member_is_planned_from_it() -> None:
+    site = Site(parity=2)
+    site.save()
+    orders = site.ordered("replicate")
+    assert [(n, o["rank"], o["part"], o.get("group")) for n, o in orders] == [
+        ("s1", 1, "own", None), ("s1", 0, "own", [0, 2]),
+    ]  # fmt: skip
+    assert [(m["rank"], m["sources"][0]["hosts"]) for m in orders[1][1]["members"]] == [
+        (0, ["at-n1"]), (2, ["at-n3"]),
+    ]  # fmt: skip
+    assert site.saved("peer") == []
+    site.hold(1, "s1", tier="peer", part="own")
+    made(site, orders[1:])
+    told = [e for e in site.events if isinstance(e, ev.Saved) and e.tier == "peer"]
+    assert [(e.step, e.size_bytes) for e in told] == [(10, 80)]
+    site.tiers.lost("n3")
+    site.state.attempt = 2
+    plan = site.tiers.plan(launch("n1", "n2", "s1"))
+    assert (plan.step, plan.tiers) == (10, {"memory": 200, "peer": 100})
+    message = site.tiers.restore_message(plan, "s1", range(2, 3))
+    assert message is not None
+    (source,) = [one for one in message["ranks"]["2"] if "group" in one]
+    assert (source["node"], source["part"], source["group"]) == ("s1", "own", [0, 2])
+    assert [(m["rank"], m["sources"][0]["node"]) for m in source["members"]] == [(0, "n1")]
+
+
+def refuse(site: Site, orders: list[tuple[str, dict[str, Any]]]) -> None:
+    for node, order in orders:
+        group = {"group": order["group"]} if "group" in order else {}
+        site.tiers.hear(node, {"say": "refused", "why": "no room", **group})
+        site.tiers.hear(node, {"say": "unreplicated", "why": "no room", **order})
+    site.tiers.look()
+
+
+def test_where_whole_replicas_find_no_memory_parity_is_kept_instead() -> None:
+    site = Site()
+    site.save()
+    site.hold(0, "s1", tier="peer", part="own")  # that much went in
+    while (orders := site.ordered("replicate")) and not any("group" in order for _, order in orders):
+        refuse(site, orders)
+    assert [(node, order["group"]) for node, order in orders] == [("s1", [0, 1, 2])]
+    assert site.ordered("forget") == [
+        ("s1", {"do": "forget", "images": [{"step": 10, "attempt": 1, "rank": 0}]})
+    ]
+    assert site.saved("peer") == []
+    made(site, orders)
+    assert site.saved("peer") == [(10, True)]
+    assert all(site.tiers.copies.restorable((10, 1), without=node) for node in (*ACTIVE, "s1"))
+
+
+def test_a_node_that_has_given_older_replicas_up_is_asked_once_more() -> None:
+    site = Site()
+    site.save()
+    made(site, site.ordered("replicate"))
+    assert site.saved("peer") == [(10, True)]
+    groups: list[list[str]] = []
+    for step_number in (20, 30, 40):
+        site.save(step_number)
+        asked: list[str] = []
+        while orders := site.ordered("replicate"):
+            asked += [node for node, order in orders if "group" in order]
+            refuse(site, orders)
+        groups.append(asked)
+        site.ordered("committed")
+    # After step 20 the spare's replicas of step 10 are gone; after step 30 it had none.
+    assert [asked.count("s1") for asked in groups] == [1, 1, 0]
+    assert site.saved("peer") == [(10, True)]  # nothing else outlives a lost node, and nothing says so
 
 
 def test_a_committed_step_is_drained_by_the_nodes_that_have_it_one_at_a_time() -> None:
@@ -190,6 +288,12 @@ def test_before_the_nodes_go_the_newest_step_gets_to_storage_put_together_where_
     assert not site.tiers.secure()
     (holder, order), *rest = site.ordered("replicate")
     assert (order["rank"], order["part"], rest) == (1, "all", [])
+    site.tiers.hear(holder, {"say": "unreplicated", "why": "x", **order})
+    assert not site.tiers.secure()
+    assert site.ordered("replicate") == []
+    site.time += RETRY_S + 0.1
+    assert not site.tiers.secure()
+    assert len(site.ordered("replicate")) == 1
     site.hold(1, holder, at=20, tier="peer")
     assert not site.tiers.secure()
     site.answer(site.ordered("drain"))

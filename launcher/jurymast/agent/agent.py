@@ -22,6 +22,7 @@ from jurymast.agent.keeping import Keeping
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.agent.succession import Succession
 from jurymast.cluster.allocation import Allocation
+from jurymast.core.failure_rate import mtbf_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.rundir import RunDirectory
@@ -275,6 +276,8 @@ class Agent:
             values["JURYMAST_CADENCE_STEPS"] = str(settings.cadence_steps)
         if settings.cadence_s is not None:
             values["JURYMAST_CADENCE_S"] = str(settings.cadence_s)
+        if settings.rate is not None:
+            values["JURYMAST_MTBF_S"] = str(mtbf_s(self._plan.active, settings.rate))
         if self._plan.ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
             values["OMP_NUM_THREADS"] = "1"  # as torchrun does
         interface = interface_of(self._address)

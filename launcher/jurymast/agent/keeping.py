@@ -85,6 +85,8 @@ class Keeping:
             self._keeper.void(int(message["step"]), int(message["attempt"]))
         elif order == "replicate":
             self._keeper.replicate(message)
+        elif order == "forget":
+            self._keeper.forget(message["images"])
         elif order == "forget newer":
             self._keeper.forget_newer(int(message["step"]))
         elif order == "drain":

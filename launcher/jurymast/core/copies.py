@@ -3,7 +3,8 @@
 An image is one rank's state at one step of one attempt; `Key` names the set of all ranks' images. A set is
 committed when every rank's image is held and hashed by an agent; it is restorable while every part of every
 rank's image has a copy somewhere. The common part, which data-parallel ranks have alike, may come from
-any rank whose common part has the same hash.
+any rank whose common part has the same hash. Where memory is short a node keeps the XOR of several ranks'
+parts instead of each: of such a group any one rank's part is what the others' and the XOR make of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "obje
 ALL, COMMON, OWN = "all", "common", "own"
 
 Key = tuple[int, int]  # step, attempt
-Place = tuple[str, str, str]  # node, tier, part
+Place = tuple[str, str, str, tuple[int, ...]]  # node, tier, part, group
 
 # Bytes per second and node, until a restore has been measured.
 RATES = {MEMORY: 8e9, PEER: 1.2e9, LOCAL: 1.0e9, SHARED: 0.5e9, OBJECT: 0.2e9}
@@ -29,6 +30,8 @@ class Copy:
     """A verified copy of (a `part` of) one rank's image on one node, in memory, peer or local tier.
 
     `size_bytes` is the whole image's, `common_bytes` and `common_id` its common part's size and hash.
+    With a `group` it is no copy by itself: the node holds the XOR of this part of all these ranks' images,
+    and such a value stands for each of them.
     """
 
     node: str
@@ -41,42 +44,69 @@ class Copy:
     size_bytes: int
     common_bytes: int = 0
     common_id: str = ""
+    group: tuple[int, ...] = ()
+
+    @property
+    def place(self) -> Place:
+        return (self.node, self.tier, self.part, self.group)
 
     @property
     def key(self) -> Key:
         return (self.step, self.attempt)
 
     def has(self, part: str) -> bool:
-        return self.part in (ALL, part)
+        return not self.group and self.part in (ALL, part)
+
+    def helps(self, part: str) -> bool:
+        """With the others of its group, it gives this part."""
+        nothing = part == COMMON and not self.common_bytes
+        return bool(self.group) and (nothing or self.part in (ALL, part))
 
     @property
     def part_bytes(self) -> int:
-        """Size of what is copied."""
+        """Size of what is copied; of an XOR this rank's share in it, which is as long as the longest."""
         own = self.size_bytes - self.common_bytes
         return {ALL: self.size_bytes, COMMON: self.common_bytes, OWN: own}[self.part]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a node can get `part` of an image: from `rank`'s image on `node`; `tier` is what it counts as."""
+    """Where a node can get `part` of an image: from `rank`'s image on `node`; `tier` is what it counts as.
+
+    With a `group`, `node` has the XOR of that part of its ranks' images, and `members` says where the
+    others' are.
+    """
 
     tier: str
     node: str
     part: str
     rank: int
+    group: tuple[int, ...] = ()
+    members: tuple[Member, ...] = ()
 
     def has(self, part: str) -> bool:
         return self.part in (ALL, part)
 
 
 @dataclass(frozen=True)
+class Member:
+    """One rank of a group, and where its image can be had."""
+
+    rank: int
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
 class Replication:
-    """`holder` should pull `part` of `rank`'s image from one of `sources`."""
+    """`holder` should pull `part` of `rank`'s image from one of `sources`; with a `group`, make the XOR of
+    that part of all `members`, of which `rank` is the lowest."""
 
     holder: str
     rank: int
     part: str
     sources: tuple[Source, ...]
+    group: tuple[int, ...] = ()
+    members: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,12 +133,12 @@ class Copies:
 
     def hold(self, copy: Copy) -> None:
         ranks = self._held.setdefault(copy.key, {})
-        ranks.setdefault(copy.rank, {})[copy.node, copy.tier, copy.part] = copy
+        ranks.setdefault(copy.rank, {})[copy.place] = copy
         if _whole(copy):
             self._whole.setdefault(copy.key, set()).add(copy.rank)
 
     def drop(self, copy: Copy) -> None:
-        self._remove(copy.key, copy.rank, [(copy.node, copy.tier, copy.part)])
+        self._remove(copy.key, copy.rank, [copy.place])
 
     def _remove(self, key: Key, rank: int, places: Iterable[Place]) -> None:
         held = self._held.get(key, {}).get(rank, {})
@@ -153,6 +183,16 @@ class Copies:
     def size_bytes(self, key: Key) -> int:
         return sum(next(iter(held.values())).size_bytes for held in self._held[key].values() if held)
 
+    def replica_bytes(self, key: Key) -> int:
+        """Memory that replicas of this set take, all nodes together."""
+        sizes: dict[Place, int] = {}
+        for rank, held in self._held.get(key, {}).items():
+            for copy in held.values():
+                if copy.tier == PEER:
+                    place = (*copy.place[:3], copy.group or (rank,))
+                    sizes[place] = max(sizes.get(place, 0), copy.part_bytes)
+        return sum(sizes.values())
+
     def commons(self, key: Key) -> dict[str, list[Copy]]:
         """Copies that have a common part, by the part's hash."""
         found: dict[str, list[Copy]] = {}
@@ -168,7 +208,7 @@ class Copies:
         nodes = {copy.node for copy in copies if copy.has(part)}
         if part == COMMON and copies:
             if not copies[0].common_bytes:
-                return {copy.node for copy in copies}
+                return {copy.node for copy in copies if not copy.group}
             nodes |= {copy.node for copy in commons.get(copies[0].common_id, ())}
         return nodes
 
@@ -177,24 +217,62 @@ class Copies:
         world, commons = self.world(key), self.commons(key)
         return world > 0 and all(
             self.nodes_with(key, rank, part, commons) - {without}
+            or any(copy.helps(part) for copy in self.parities(key, rank, commons, without))
             for rank in range(world)
             for part in (COMMON, OWN)
         )
+
+    def parities(
+        self, key: Key, rank: int, commons: Mapping[str, list[Copy]], without: str = ""
+    ) -> list[Copy]:
+        """The XORs that give the rank's part, because all others of their groups have copies."""
+        return [
+            copy
+            for copy in self.of(key, rank)
+            if copy.group
+            and copy.node != without
+            and all(
+                self.nodes_with(key, other, part, commons) - {without}
+                for other in copy.group
+                if other != rank
+                for part in ((COMMON, OWN) if copy.part == ALL else (copy.part,))
+            )
+        ]
 
     def sources(
         self, key: Key, rank: int, node: str, commons: Mapping[str, list[Copy]]
     ) -> tuple[Source, ...]:
         """Where `node` can get the rank's image, fastest first: its own memory, others' memory, disks."""
+        found = self._plain_sources(key, rank, node, commons)
+        for copy in self.parities(key, rank, commons):
+            members = self.members(key, [one for one in copy.group if one != rank], copy.part, node, commons)
+            found.append(Source(PEER, copy.node, copy.part, rank, copy.group, members))
+        return tuple(found)
+
+    def members(
+        self, key: Key, ranks: Iterable[int], part: str, node: str, commons: Mapping[str, list[Copy]]
+    ) -> tuple[Member, ...]:
+        """Where `node` gets this part of the images that go into an XOR, or come out of it."""
+        found = {rank: self._plain_sources(key, rank, node, commons) for rank in ranks}
+        return tuple(
+            Member(rank, tuple(one for one in sources if part == ALL or one.has(part)))
+            for rank, sources in found.items()
+        )
+
+    def _plain_sources(
+        self, key: Key, rank: int, node: str, commons: Mapping[str, list[Copy]]
+    ) -> list[Source]:
         found: list[tuple[tuple[int, int, int], Source]] = []
         copies = self.of(key, rank)
         for copy in copies:
-            found.append(_ranked(copy, node, copy.part, rank))
+            if not copy.group:
+                found.append(_ranked(copy, node, copy.part, rank))
         common_id = copies[0].common_id if copies else ""
         for copy in commons.get(common_id, ()):
             if copy.rank != rank:
                 found.append(_ranked(copy, node, COMMON, rank))
         # stable: equals stay in order
-        return tuple(source for _, source in sorted(found, key=lambda pair: pair[0]))
+        return [source for _, source in sorted(found, key=lambda pair: pair[0])]
 
 
 def _whole(copy: Copy) -> bool:
@@ -209,13 +287,19 @@ def _ranked(copy: Copy, node: str, part: str, rank: int) -> tuple[tuple[int, int
     return (int(disk), int(not here), spread), Source(tier, copy.node, part, copy.rank)
 
 
-def from_report(node: str, report: Mapping[str, Any]) -> Copy:
-    """A copy as an agent tells it. Raises KeyError, TypeError or ValueError for a malformed one."""
-    return Copy(
-        node=node, tier=str(report["tier"]), step=int(report["step"]), attempt=int(report["attempt"]),
-        rank=int(report["rank"]), world=int(report["world"]), part=str(report["part"]),
-        size_bytes=int(report["size_bytes"]), common_bytes=int(report["common_bytes"]),
-        common_id=str(report["common_id"]),
+def from_report(node: str, report: Mapping[str, Any]) -> tuple[Copy, ...]:
+    """What an agent tells that it holds: one copy, or of an XOR one for each `member` of its group. Raises
+    KeyError, TypeError or ValueError for a malformed one."""
+    members: Sequence[Mapping[str, Any]] = report.get("members") or (report,)
+    group = tuple(int(one["rank"]) for one in members) if report.get("members") else ()
+    return tuple(
+        Copy(
+            node=node, tier=str(report["tier"]), step=int(report["step"]), attempt=int(report["attempt"]),
+            rank=int(one["rank"]), world=int(report["world"]), part=str(report["part"]),
+            size_bytes=int(one["size_bytes"]), common_bytes=int(one["common_bytes"]),
+            common_id=str(one["common_id"]), group=group,
+        )
+        for one in members
     )  # fmt: skip
 
 
@@ -344,9 +428,9 @@ def _from_images(
             sizes = {COMMON: image.common_bytes, OWN: image.size_bytes - image.common_bytes}
             for part, size in sizes.items():
                 if size:
-                    tier = next(source.tier for source in sources[rank] if source.has(part))
-                    tiers[tier] = tiers.get(tier, 0) + size
-                    node_s += size / speed[tier]
+                    source = next(source for source in sources[rank] if source.has(part))
+                    tiers[source.tier] = tiers.get(source.tier, 0) + size
+                    node_s += max(1, len(source.group)) * size / speed[source.tier]
         slowest_s = max(slowest_s, node_s)
     return RestorePlan(key[0], key[1], MEMORY, "", slowest_s, tiers, sources)
 

@@ -20,9 +20,10 @@ class Settings:
 
     `node_lost_after_s` and `hang_s` are None for `auto`; `hang_s` 0 switches hang detection off.
     `cadence_steps` and `cadence_s` are both None for `auto`; at most one of them is set. `replicas` are
-    copies of each image on other nodes. `shared_every_s` is None for `auto`: every save when the
+    copies of each image on other nodes; with a `parity` of 2 or more, the XOR of groups of so many nodes
+    instead. `shared_every_s` is None for `auto`: every save when the
     cadence is given, else as often as leaves the storage idle nine tenths of the time. Paths and addresses
-    are "" when off.
+    are "" when off. `rate` is the policy's failures per 1,000 node-days, None for `auto`.
     """
 
     heartbeat_s: float = 0.5
@@ -38,12 +39,14 @@ class Settings:
     cadence_s: float | None = None
     memory: bool = True
     replicas: int = 1
+    parity: int = 0
     prefer_spares: bool = True
     local_path: str = ""
     shared_every_s: float | None = None
     keep: int = 3
     object_url: str = ""
     object_every_s: float = 21600.0
+    rate: float | None = None
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Settings:

@@ -101,7 +101,7 @@ class Copy:
         return tuple(member.rank for member in self.members)
 
     @property
-    def place_in_table(self) -> tuple[Key, str, str, Group]:
+    def entry(self) -> tuple[Key, str, str, Group]:
         return self.key, self.tier, self.part, self.group
 
     @property
@@ -160,17 +160,17 @@ class Copies:
 
     def __contains__(self, copy: object) -> bool:
         with self._lock:
-            return isinstance(copy, Copy) and self._copies.get(copy.place_in_table) is copy
+            return isinstance(copy, Copy) and self._copies.get(copy.entry) is copy
 
     def add(self, copy: Copy) -> None:
         with self._lock:
-            self._copies[copy.place_in_table] = copy
+            self._copies[copy.entry] = copy
 
     def remove(self, copy: Copy) -> None:
         """Nobody finds it any more; who reads it goes on."""
         with self._lock:
-            if self._copies.get(copy.place_in_table) is copy:
-                del self._copies[copy.place_in_table]
+            if self._copies.get(copy.entry) is copy:
+                del self._copies[copy.entry]
 
     def find(self, key: Key, tiers: tuple[str, ...] = _TIERS, group: Group = ()) -> list[Copy]:
         """Copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
@@ -201,7 +201,7 @@ class Copies:
     def read(self, copy: Copy) -> bool:
         """Become a reader of this very copy; False when it was dropped. Ends with `release`."""
         with self._lock:
-            if self._copies.get(copy.place_in_table) is not copy:
+            if self._copies.get(copy.entry) is not copy:
                 return False
             if isinstance(copy.place, Buffer):
                 copy.place.readers += 1

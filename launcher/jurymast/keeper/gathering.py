@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.keeper.copies import ALL, LOCAL, MEMORY, PEER, Copies, Copy, Key
+from jurymast.keeper import parity
+from jurymast.keeper.copies import ALL, LOCAL, MEMORY, PEER, Copies, Copy, Group, Key
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.threads import in_thread
@@ -15,18 +16,38 @@ from jurymast.keeper.threads import in_thread
 
 @dataclass(frozen=True)
 class Source:
-    """`part` of an image can be had from `rank`'s image at `peer`."""
+    """`part` of an image can be had from `rank`'s image at `peer`; with a `group`, from the XOR of that part
+    of all its ranks' images there, and from the others of its `members`: (rank, sources)."""
 
     peer: Peer
     part: str
     rank: int
+    group: Group = ()
+    members: tuple[tuple[int, tuple[Source, ...]], ...] = ()
 
     @classmethod
     def of(cls, values: dict[str, Any], rank: int) -> Source:
         """As the supervisor spells it; `rank`: whose image is wanted."""
         hosts = tuple(str(host) for host in values.get("hosts", ()))
         peer = Peer(str(values["node"]), hosts, int(values.get("port", 0)))
-        return cls(peer, str(values.get("part", ALL)), int(values.get("rank", rank)))
+        group = tuple(sorted(int(one) for one in values.get("group", ())))
+        members = members_of(values.get("members", ()))
+        return cls(peer, str(values.get("part", ALL)), int(values.get("rank", rank)), group, members)
+
+    def of_rank(self, rank: int) -> Source:
+        return replace(self, rank=rank, members=())
+
+
+def members_of(values: Sequence[dict[str, Any]]) -> tuple[tuple[int, tuple[Source, ...]], ...]:
+    """As the supervisor spells them: [{"rank", "sources": [source, ...]}, ...]. Nothing is made of one XOR to
+    make another of it."""
+    return tuple(
+        (
+            int(one["rank"]),
+            tuple(Source.of(it, int(one["rank"])) for it in one["sources"] if not it.get("group")),
+        )
+        for one in values
+    )
 
 
 @dataclass(frozen=True)
@@ -39,18 +60,19 @@ class Gathering:
     distrust: Callable[[Copy, str], None]
 
     async def manifest(
-        self, key: Key, sources: Sequence[Source], passed_over: list[str]
+        self, key: Key, sources: Sequence[Source], passed_over: list[str], group: Group = ()
     ) -> tuple[Manifest, int] | None:
-        """(the image's manifest, capacity of the buffer it has somewhere, or 0), from whoever has it."""
-        here = self.copies.find(key)
-        if here:
-            return here[0].manifest, max(copy.capacity for copy in here)
+        """(the image's manifest, capacity of the buffer it has somewhere, or 0), from whoever has it; with a
+        `group`, that of the group's XOR."""
+        here = self.copies.manifest(key, group)
+        if here is not None:
+            return here
         tried = set()
         for source in sources:
             if source.rank == key[2] and source.peer.node != self.node and source.peer not in tried:
                 tried.add(source.peer)
                 try:
-                    return await in_thread(source.peer.manifest, self.secret, key)
+                    return await in_thread(source.peer.manifest, self.secret, key, group)
                 except (OSError, AuthenticationError, ProtocolError, BadImage) as error:
                     passed_over.append(f"{source.peer.node}: {error or type(error).__name__}")
         return None
@@ -65,13 +87,15 @@ class Gathering:
             part = source.part
             if not filling.wants(part):
                 continue
-            if source.peer.node == self.node:
+            if source.group and not filling.group:
+                await parity.rebuild(self, filling, key, source)
+            elif source.peer.node == self.node:
                 await self._from_here(filling, theirs, part)
             else:
                 await in_thread(filling.from_peer, source.peer, self.secret, theirs, part, PEER)
 
     async def _from_here(self, filling: Filling, key: Key, part: str) -> None:
-        found = [copy for copy in self.copies.find(key) if copy.part in (ALL, part)]
+        found = [copy for copy in self.copies.find(key, group=filling.group) if copy.part in (ALL, part)]
         if not found:
             filling.passed_over.append(f"{self.node}: not held here (any more)")
         for copy in found:

@@ -1,16 +1,16 @@
-"""Parts of other nodes' images, held here in case that node dies."""
+"""Parts of other nodes' images, or the XOR of several, held here in case one of those nodes dies."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jurymast.keeper import limits
-from jurymast.keeper.copies import ALL, MEMORY, PEER, Copy, Key
+from jurymast.keeper import limits, parity
+from jurymast.keeper.copies import ALL, MEMORY, PEER, Copy, Group, Key
 from jurymast.keeper.fetch import Filling
-from jurymast.keeper.gathering import Source
+from jurymast.keeper.gathering import Source, members_of
 from jurymast.keeper.limits import Refused
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.threads import in_thread
@@ -26,50 +26,111 @@ class Replicas:
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
-        self._running: dict[tuple[Key, str], threading.Event] = {}
+        self._running: dict[tuple[Key, str, Group], threading.Event] = {}
         self._at_once = asyncio.Semaphore(AT_ONCE)
 
     def order(self, order: dict[str, Any]) -> None:
-        """{"step", "attempt", "rank", "part", "sources": [source, ...]}, tried in that order."""
+        """{"step", "attempt", "rank", "part", "sources": [source, ...]}, tried in that order; or with
+        "group": [rank, ...] and "members": [{"rank", "sources"}, ...]: make the XOR of that part of all."""
         key: Key = (int(order["step"]), int(order["attempt"]), int(order["rank"]))
         part = str(order["part"])
         sources = [Source.of(one, key[2]) for one in order["sources"]]
-        here = [copy for copy in self._keeper.copies.find(key, (MEMORY, PEER)) if copy.part in (ALL, part)]
+        group: Group = tuple(sorted(int(rank) for rank in order.get("group", ())))
+        members = dict(members_of(order["members"])) if group else {}
+        here = self._found(key, part, group)
         if here:
             self._keeper.tell({"say": "held", "copies": [copy.said() for copy in here]})
-        elif (key, part) not in self._running:
-            stop = self._running[key, part] = threading.Event()
-            self._keeper.spawn(self._pull(key, part, sources, stop))
+        elif (key, part, group) not in self._running:
+            stop = self._running[key, part, group] = threading.Event()
+            why: list[str] = []
+            if group:
+                theirs = {rank: members[rank] for rank in group}
+                work = self._mix(key, part, theirs, stop, why)
+            else:
+                work = self._copy(key, part, sources, stop, why)
+            self._keeper.spawn(self._hold(key, part, group, work, stop, why))
+
+    def _found(self, key: Key, part: str, group: Group) -> list[Copy]:
+        found = self._keeper.copies.find(key, (MEMORY, PEER), group)
+        return [copy for copy in found if copy.part in (ALL, part)]
 
     def stop(self, key: Key | None = None) -> None:
         """Give up what is under way, of one image or all."""
-        for (one, _), event in self._running.items():
+        for (one, _, _), event in self._running.items():
             if key in (None, one):
                 event.set()
 
-    async def _pull(self, key: Key, part: str, sources: Sequence[Source], stop: threading.Event) -> None:
-        why: list[str] = []
+    async def _hold(
+        self,
+        key: Key,
+        part: str,
+        group: Group,
+        work: Coroutine[Any, Any, None],
+        stop: threading.Event,
+        why: list[str],
+    ) -> None:
+        """Tells what comes of `work`, which says in `why` what it had to pass over."""
+        of_group = {"group": list(group)} if group else {}
         try:
             async with self._at_once:
-                found = await self._keeper.gathering.manifest(key, sources, why)
-                if found is not None and not stop.is_set():
-                    await self._fill(key, part, *found, sources, stop, why)
+                await work
         except Refused as refused:
-            self._keeper.tell({"say": "refused", "why": str(refused)})
+            self._keeper.tell({"say": "refused", "why": str(refused), **of_group})
             why.append(str(refused))
         finally:
-            del self._running[key, part]
-        if why and not stop.is_set() and not self._holds(key, part):
+            work.close()
+            del self._running[key, part, group]
+        if why and not stop.is_set() and not self._found(key, part, group):
             step, attempt, rank = key
             self._keeper.tell(
                 {
                     "say": "unreplicated", "step": step, "attempt": attempt, "rank": rank, "part": part,
-                    "why": "; ".join(why),
+                    "why": "; ".join(why), **of_group,
                 }
             )  # fmt: skip
 
-    def _holds(self, key: Key, part: str) -> bool:
-        return any(copy.part in (ALL, part) for copy in self._keeper.copies.find(key, (MEMORY, PEER)))
+    async def _copy(
+        self, key: Key, part: str, sources: Sequence[Source], stop: threading.Event, why: list[str]
+    ) -> None:
+        """Raises Refused."""
+        found = await self._keeper.gathering.manifest(key, sources, why)
+        if found is not None and not stop.is_set():
+            await self._fill(key, part, *found, sources, stop, why)
+
+    async def _mix(
+        self,
+        key: Key,
+        part: str,
+        members: Mapping[int, Sequence[Source]],
+        stop: threading.Event,
+        why: list[str],
+    ) -> None:
+        """Raises Refused."""
+        keeper, taken = self._keeper, []
+        for rank, sources in members.items():
+            theirs = (key[0], key[1], rank)
+            found = await keeper.gathering.manifest(theirs, sources, why)
+            if found is None or stop.is_set():
+                why.append(f"nobody has the image of rank {rank}")
+                return
+            taken.append(parity.Ingredient(theirs, part, found[0], sources))
+        manifests = tuple(one.manifest for one in taken)
+        manifest = parity.empty(manifests, part)
+        size = manifest.size_bytes
+        asked = f"the parity of {len(taken)} ranks, {limits.size(size)}"
+        (buffer,) = await keeper.memory.take(1, size, asked, extent=(0, size))
+        keeper.filling.add(buffer)
+        held = False
+        try:
+            await keeper.memory.reserve(buffer, (0, size))
+            made = await parity.build(keeper.gathering, manifest, buffer, taken, stop, why)
+            if made is not None and not stop.is_set():
+                held = True
+                keeper.hold(Copy(made, PEER, part, buffer, members=manifests))
+        finally:
+            keeper.filling.discard(buffer)
+            if not held:
+                keeper.recycle(buffer)
 
     async def _fill(
         self,

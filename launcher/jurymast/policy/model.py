@@ -7,17 +7,45 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from jurymast.core.settings import Budget
 from jurymast.policy import values
 
-Duration = Annotated[float, BeforeValidator(values.positive_duration)]
-AutoDuration = Annotated[float | None, BeforeValidator(values.auto_or_duration)]
-AutoOffDuration = Annotated[float | None, BeforeValidator(values.auto_off_or_duration)]
-Count = Annotated[int, BeforeValidator(values.whole_number)]
-OneOrMore = Annotated[int, BeforeValidator(lambda value: values.whole_number(value, least=1))]
-Restarts = Annotated[Budget, BeforeValidator(values.budget)]
+# How each kind of value is written, for the JSON Schema: what its reader in `values` accepts.
+_TIME: dict[str, Any] = {"type": "string", "pattern": f"^(?:{values.PART})+$"}
+_AUTO: dict[str, Any] = {"const": "auto"}
+# YAML 1.1 reads off as false, an editor that knows YAML 1.2 as a word.
+_OFF: dict[str, Any] = {"enum": [False, "off"]}
+_COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
+_ONE_OR_MORE: dict[str, Any] = {"type": "integer", "minimum": 1}
+
+
+def _either(*written: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [*written]})
+
+
+Duration = Annotated[float, BeforeValidator(values.positive_duration), WithJsonSchema(_TIME)]
+AutoDuration = Annotated[float | None, BeforeValidator(values.auto_or_duration), _either(_AUTO, _TIME)]
+AutoOffDuration = Annotated[
+    float | None, BeforeValidator(values.auto_off_or_duration), _either(_AUTO, _OFF, _TIME)
+]
+Count = Annotated[int, BeforeValidator(values.whole_number), WithJsonSchema(_COUNT)]
+OneOrMore = Annotated[int, BeforeValidator(values.one_or_more), WithJsonSchema(_ONE_OR_MORE)]
+Restarts = Annotated[
+    Budget,
+    BeforeValidator(values.budget),
+    _either({"const": "unlimited"}, {"type": "string", "pattern": r"^\s*\d+\s+(per|in)\s+\S+\s*$"}),
+]
 
 
 def _switch(value: object) -> object:
@@ -25,6 +53,15 @@ def _switch(value: object) -> object:
     if value is False:
         return None
     return {} if value is None else value
+
+
+class _Switch:
+    """Adds to a tier's schema that it may be switched off."""
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"anyOf": [handler(core_schema), _OFF]}
 
 
 def _key(default: Any, description: str) -> Any:
@@ -40,7 +77,7 @@ class Section(BaseModel):
 
 class Nodes(Section):
     min: Annotated[
-        int | None, BeforeValidator(lambda v: None if v is None else values.whole_number(v, least=1))
+        int | None, BeforeValidator(values.none_or_one_or_more), _either({"type": "null"}, _ONE_OR_MORE)
     ] = _key(None, "the run may shrink to this many active nodes; default: it never shrinks")
 
 
@@ -59,6 +96,9 @@ class Memory(Section):
 class Peer(Section):
     copies: OneOrMore = _key(1, "copies of each shard on other nodes")
     prefer: Literal["spares", "any"] = _key("spares", "whose memory holds them first")
+    parity: Count = _key(
+        0, "keep the XOR of groups of this many nodes instead of whole replicas: needs 1/N of the memory"
+    )
 
 
 class Local(Section):
@@ -78,19 +118,25 @@ class Object(Section):
 
 
 class Tiers(Section):
-    memory: Annotated[Memory | None, BeforeValidator(_switch)] = _key({}, "this node's memory; or off")
-    peer: Annotated[Peer | None, BeforeValidator(_switch)] = _key({}, "another node's memory; or off")
-    local: Annotated[Local | None, BeforeValidator(_switch)] = _key(False, "the node's own disk")
+    memory: Annotated[Memory | None, BeforeValidator(_switch), _Switch()] = _key(
+        {}, "this node's memory; or off"
+    )
+    peer: Annotated[Peer | None, BeforeValidator(_switch), _Switch()] = _key(
+        {}, "another node's memory; or off"
+    )
+    local: Annotated[Local | None, BeforeValidator(_switch), _Switch()] = _key(False, "the node's own disk")
     shared: Annotated[Shared, BeforeValidator(lambda value: {} if value is None else value)] = _key(
         {}, "the run directory's storage; always on"
     )
-    object: Annotated[Object | None, BeforeValidator(_switch)] = _key(False, "an object store")
+    object: Annotated[Object | None, BeforeValidator(_switch), _Switch()] = _key(False, "an object store")
 
 
 class Checkpoint(Section):
-    cadence: Annotated[Any, BeforeValidator(values.cadence)] = _key(
-        "auto", 'how often to save: auto, "200 steps", "10m"'
-    )
+    cadence: Annotated[
+        Any,
+        BeforeValidator(values.cadence),
+        _either(_AUTO, _TIME, {"type": "string", "pattern": r"^\s*\d+\s*steps?\s*$"}),
+    ] = _key("auto", 'how often to save: auto, "200 steps", "10m"')
     max_loss: Duration = _key("15m", "most training time a failure may cost; bounds an auto cadence")
     tiers: Tiers = _key({}, "where checkpoints are kept")
 
@@ -101,20 +147,27 @@ class RestartBudgets(Section):
 
 
 class Failures(Section):
-    rate: Annotated[float | None, BeforeValidator(values.auto_or_rate)] = _key(
-        "auto", "failures per 1,000 node-days, if you know it"
-    )
+    rate: Annotated[
+        float | None,
+        BeforeValidator(values.auto_or_rate),
+        _either(_AUTO, {"type": "number", "exclusiveMinimum": 0}),
+    ] = _key("auto", "failures per 1,000 node-days, if you know it")
     restarts: RestartBudgets = _key({}, "how many restarts in how much time")
-    requeues: Annotated[int | None, BeforeValidator(values.unlimited_or_count)] = _key(
-        "unlimited", "how often the Slurm job may go back to the queue"
-    )
+    requeues: Annotated[
+        int | None, BeforeValidator(values.unlimited_or_count), _either({"const": "unlimited"}, _COUNT)
+    ] = _key("unlimited", "how often the Slurm job may go back to the queue")
 
 
 class NodesPolicy(Section):
     bad: Literal["exclude", "drain", "report"] = _key("exclude", "what happens to a bad node")
-    max_fraction: Annotated[float, BeforeValidator(values.fraction)] = _key(
-        "2%", "largest share of the cluster that may be excluded at a time"
-    )
+    max_fraction: Annotated[
+        float,
+        BeforeValidator(values.fraction),
+        _either(
+            {"type": "number", "minimum": 0, "maximum": 1},
+            {"type": "string", "pattern": r"^\d+(?:\.\d+)?%$"},
+        ),
+    ] = _key("2%", "largest share of the cluster that may be excluded at a time")
     expire: Duration = _key("24h", "when an exclusion is forgotten")
 
 
@@ -124,7 +177,7 @@ class Notification(Section):
 
 
 class Policy(Section):
-    spares: Annotated[int | None, BeforeValidator(values.auto_or_count)] = _key(
+    spares: Annotated[int | None, BeforeValidator(values.auto_or_count), _either(_AUTO, _COUNT)] = _key(
         "auto", "nodes kept warm beside the active ones: auto, or a number"
     )
     nodes: Nodes = _key({}, "bounds on the number of active nodes")

@@ -21,7 +21,6 @@ DEFAULT = "default"
 NOT_ACTED_ON: tuple[Key, ...] = (
     ("nodes",),
     ("checkpoint", "max_loss"),
-    ("failures", "rate"),
     ("nodes_policy",),
     ("notify",),
 )
@@ -63,12 +62,14 @@ class Resolved:
             cadence_s=every.seconds,
             memory=tiers.memory is not None,
             replicas=tiers.peer.copies if tiers.memory and tiers.peer else 0,
+            parity=tiers.peer.parity if tiers.memory and tiers.peer else 0,
             prefer_spares=tiers.peer is None or tiers.peer.prefer == "spares",
             local_path=tiers.local.path if tiers.local else "",
             shared_every_s=tiers.shared.every,
             keep=tiers.shared.keep,
             object_url=tiers.object.url if tiers.object else "",
             object_every_s=tiers.object.every if tiers.object else Settings.object_every_s,
+            rate=policy.failures.rate,
         )
 
     def yaml(self, *, origins: bool = False) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 from jurymast.core.settings import Budget
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+PART = r"(\d+(?:\.\d+)?)(ms|s|m|h|d)"
+_PART = re.compile(PART)
 
 
 def duration(value: object) -> float:
@@ -45,6 +47,14 @@ def whole_number(value: object, *, least: int = 0) -> int:
     if value < least:
         raise ValueError(f"must be at least {least}")
     return value
+
+
+def one_or_more(value: object) -> int:
+    return whole_number(value, least=1)
+
+
+def none_or_one_or_more(value: object) -> int | None:
+    return None if value is None else one_or_more(value)
 
 
 def auto_or_count(value: object) -> int | None:
@@ -110,7 +120,7 @@ def auto_or_rate(value: object) -> float | None:
     """Failures per 1,000 node-days; None for "auto"."""
     if value == "auto":
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(
             f"{written(value)} is no failure rate; write auto, or failures per 1,000 node-days, like 6.5"
         )

@@ -15,6 +15,7 @@ from typing import Any
 from jurymast.checkpoint.directory import Rollback
 from jurymast.core import copies as cp
 from jurymast.core import events as ev
+from jurymast.core import parity
 from jurymast.core.copies import Copies, Key, RestorePlan, Source
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, Role, RunState
@@ -24,6 +25,8 @@ from jurymast.wire.channel import Message
 # With `every: auto` the shared storage is left idle nine tenths of the time.
 IDLE_SHARE = 9.0
 SHARED_PAUSE_MIN_S = 1.0
+# Looking at the copies of a hundred thousand ranks takes a while: at most a tenth of the time goes into it.
+REST_SHARE = 9.0
 # A drain that failed is tried again, with the newest step then, after this long.
 RETRY_S = 5.0
 # Agents that are silent about a drain for this long have lost it; a hung storage is theirs to notice earlier.
@@ -45,11 +48,14 @@ class Drain:
 
 @dataclass
 class _Node:
-    """How other agents reach this one's data."""
+    """How other agents reach this one's data. `full`: it has refused memory; `packed`: for parity as well,
+    which is asked of it once more (until `retried`) when it has given older replicas up."""
 
     address: str
     port: int
     full: bool = False
+    packed: bool = False
+    retried: bool = False
 
 
 @dataclass
@@ -75,7 +81,7 @@ class Tiers:
         self._committed: Key | None = None
         self._committed_at = 0.0
         self._safe: Key | None = None
-        self._ordered: set[tuple[Key, str, int, str]] = set()
+        self._ordered: set[tuple[Key, str, int, str, tuple[int, ...]]] = set()
         self._drains: dict[str, Drain] = {}
         self._next_at: dict[str, float] = {}
         self._failed_at: dict[str, float] = {}
@@ -86,6 +92,9 @@ class Tiers:
         self._void: Key | None = None
         self._dirty = False
         self._retry_at = math.inf
+        self._rest_until = 0.0
+        self._told_safe: Key | None = None
+        self._gather_at = -math.inf
 
     # ---- what agents say
 
@@ -102,7 +111,7 @@ class Tiers:
         self.copies.drop_where(node=node)
         self._nodes.pop(node, None)
         self._ordered.clear()
-        self._dirty = True
+        self._dirty, self._safe = True, None  # what it held for others must live elsewhere again
         for drain in list(self._drains.values()):
             if node in drain.waiting:
                 self._drained(drain, node, f"node {node} was lost")
@@ -113,22 +122,25 @@ class Tiers:
         if said == "held":
             self._held(node, message["copies"])
         elif said == "dropped":
-            self.copies.drop(cp.from_report(node, message["copy"]))
+            for copy in cp.from_report(node, message["copy"]):
+                self.copies.drop(copy)
             self._ordered.clear()
-            self._dirty = True
+            self._dirty, self._safe = True, None
             if message["why"]:
                 self._note(node, f"a copy is no copy any more: {message['why']}")
         elif said == "refused":
             if node in self._nodes:
                 self._nodes[node].full = True
+                self._nodes[node].packed |= bool(message.get("group"))
                 self._dirty = True
             self._note(node, f"no memory for checkpoints: {message['why']}")
         elif said == "prefetched":
             self._prefetched(node, message)
         elif said == "unreplicated":
             key = (int(message["step"]), int(message["attempt"]))
-            self._ordered.discard((key, message["part"], int(message["rank"]), node))
-            self._retry_at = self.now() + RETRY_S
+            group = tuple(message.get("group") or ())
+            self._ordered.discard((key, message["part"], int(message["rank"]), node, group))
+            self._retry_at = self._gather_at = self.now() + RETRY_S
             self._note(node, f"rank {message['rank']} has no replica of step {key[0]}: {message['why']}")
         elif said == "bad image":
             self.skipped(int(message["step"]), int(message["rank"]), message["why"])
@@ -158,10 +170,12 @@ class Tiers:
 
     def _held(self, node: str, reports: Any) -> None:
         for report in reports:
-            copy = cp.from_report(node, report)
+            copies = cp.from_report(node, report)
+            copy = copies[0]
             if any(back.voids(copy.step, copy.attempt) for back in self.rollbacks):
                 continue
-            self.copies.hold(copy)
+            for copy in copies:
+                self.copies.hold(copy)
             stall_s = float(report.get("stall_s") or 0.0)
             self._stalls[copy.key] = max(self._stalls.get(copy.key, 0.0), stall_s)
         self._dirty = True
@@ -186,9 +200,11 @@ class Tiers:
     def look(self) -> None:
         """Order whatever is due. Cheap when nothing is."""
         if self._committed is not None:
-            if self._dirty or self.now() > self._retry_at:
+            began = self.now()
+            if (self._dirty and began >= self._rest_until) or began > self._retry_at:
                 self._dirty, self._retry_at = False, math.inf
                 self._replicate(self._committed)
+                self._rest_until = began + REST_SHARE * (self.now() - began)
             self._drain_committed(self._committed)
         now = self.now()
         for drain in list(self._drains.values()):
@@ -225,41 +241,73 @@ class Tiers:
         if self.state.phase is not Phase.RUNNING:
             self._dirty = True
             return
-        full = [name for name, node in self._nodes.items() if node.full]
-        reachable = [name for name in self._spares() if name in self._nodes]
-        holding = cp.holders(
-            self.state.placement, reachable, self.domains, self.state.settings.replicas, full
-        )
-        missing = cp.missing_replicas(
-            self.copies, key, self.state.placement, self.state.ranks_per_node, holding
-        )
+        settings, placement = self.state.settings, self.state.placement
+        kept = parity.keeping(
+            placement, self.state.ranks_per_node, [name for name in self._spares() if name in self._nodes],
+            self.domains, copies=settings.replicas, parity=settings.parity,
+            full={name for name, node in self._nodes.items() if node.full},
+            packed={name for name, node in self._nodes.items() if node.packed},
+        )  # fmt: skip
+        missing = parity.missing(self.copies, key, placement, self.state.ranks_per_node, kept)
         for order in missing:
-            name = (key, order.part, order.rank, order.holder)
+            name = (key, order.part, order.rank, order.holder, order.group)
             if name not in self._ordered:
                 self._ordered.add(name)
+                if order.group:
+                    self._make_room(key, order)
                 self.tell(order.holder, self._replication(key, order))
         if not missing:
-            self._settle(key)
+            self._settle(key, safe=not kept.bare)
 
     def _replication(self, key: Key, order: cp.Replication) -> Message:
-        return {
+        message: Message = {
             "do": "replicate", "step": key[0], "attempt": key[1], "rank": order.rank, "part": order.part,
             "sources": self._spelled(order.sources, order.holder),
         }  # fmt: skip
+        if order.group:
+            message["group"] = list(order.group)
+            message["members"] = self._spelled_members(order.members, order.holder)
+        return message
 
-    def _settle(self, key: Key) -> None:
-        """Every part is on as many nodes as wanted: agents may give older images up."""
+    def _make_room(self, key: Key, order: cp.Replication) -> None:
+        """Whole replicas that a full node has of some of a group are in the way of the XOR of all of it."""
+        holder = self._nodes.get(order.holder)
+        if holder is None or not holder.full or not self.copies.in_memory(key):
+            return
+        useless = [
+            copy
+            for rank in order.group
+            for copy in self.copies.of(key, rank)
+            if copy.node == order.holder and copy.tier == cp.PEER and not copy.group
+        ]
+        for copy in useless:
+            self.copies.drop(copy)
+        if useless:
+            images = [{"step": key[0], "attempt": key[1], "rank": copy.rank} for copy in useless]
+            self.tell(order.holder, {"do": "forget", "images": images})
+
+    def _settle(self, key: Key, safe: bool) -> None:
+        """Every part is on as many nodes as wanted, or (not `safe`) as have memory for it: agents may give
+        older images up."""
         self._safe = key
-        if self.state.settings.replicas and len(self._nodes) > 1:
-            replicas = [copy for copy in self.copies.every() if copy.key == key and copy.tier == cp.PEER]
+        if safe and self.state.settings.replicas and len(self._nodes) > 1 and key != self._told_safe:
+            self._told_safe = key
             took_s = self.now() - self._committed_at
-            self._told(cp.PEER, key, sum(copy.part_bytes for copy in replicas), seconds=took_s)
+            self._told(cp.PEER, key, self.copies.replica_bytes(key), seconds=took_s)
         for node in self._nodes:
             self.tell(node, {"do": "committed", "step": key[0], "attempt": key[1]})
         for other in self.copies.newest_first():
             if _age(other) < _age(key):
+                self._ask_again(other)
                 self.copies.drop_where(other, tiers=(cp.MEMORY, cp.PEER))
         self._ordered = {order for order in self._ordered if order[0] == key}
+
+    def _ask_again(self, key: Key) -> None:
+        """Nodes give their replicas of these images up: then they may have room for parity after all."""
+        packed = {name for name, node in self._nodes.items() if node.packed and not node.retried}
+        held = self.copies.every() if packed else ()
+        for name in packed & {copy.node for copy in held if copy.key == key and copy.tier == cp.PEER}:
+            self._nodes[name].packed, self._nodes[name].retried = False, True
 
     def _told(self, tier: str, key: Key, size_bytes: int, why: str = "", seconds: float = 0.0) -> None:
         self.feed(
@@ -329,7 +377,8 @@ class Tiers:
         return self.state.placement[0] if self.state.placement else next(iter(self._nodes), "")
 
     def _writer(self, key: Key, rank: int) -> str:
-        whole = [c for c in self.copies.of(key, rank) if c.part == cp.ALL and c.node in self._nodes]
+        copies = [copy for copy in self.copies.of(key, rank) if copy.node in self._nodes]
+        whole = [copy for copy in copies if copy.part == cp.ALL and not copy.group]
         whole.sort(key=lambda copy: (copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
         return whole[0].node if whole else ""
 
@@ -420,13 +469,18 @@ class Tiers:
         for source in sources:
             known = self._nodes.get(source.node)
             if known is not None:
-                spelled.append(
-                    {
-                        "tier": source.tier, "node": source.node, "hosts": [known.address],
-                        "port": known.port, "part": source.part, "rank": source.rank,
-                    }
-                )  # fmt: skip
+                one: dict[str, Any] = {
+                    "tier": source.tier, "node": source.node, "hosts": [known.address],
+                    "port": known.port, "part": source.part, "rank": source.rank,
+                }  # fmt: skip
+                if source.group:
+                    one["group"] = list(source.group)
+                    one["members"] = self._spelled_members(source.members, node)
+                spelled.append(one)
         return spelled
+
+    def _spelled_members(self, members: tuple[cp.Member, ...], node: str) -> list[dict[str, Any]]:
+        return [{"rank": one.rank, "sources": self._spelled(one.sources, node)} for one in members]
 
     # ---- before the nodes go
 
@@ -473,9 +527,11 @@ class Tiers:
                 continue
             if not nodes:
                 return False
+            if self.now() < self._gather_at:
+                continue  # what failed just now fails again
             holder = nodes[number % len(nodes)]
-            if (key, cp.ALL, rank, holder) not in self._ordered:
-                self._ordered.add((key, cp.ALL, rank, holder))
+            if (key, cp.ALL, rank, holder, ()) not in self._ordered:
+                self._ordered.add((key, cp.ALL, rank, holder, ()))
                 sources = self.copies.sources(key, rank, holder, commons)
                 self.tell(holder, self._replication(key, cp.Replication(holder, rank, cp.ALL, sources)))
         return True

@@ -1,0 +1,133 @@
+"""On which nodes each image's replica is kept, or where memory is short, the XOR of a group of images.
+
+The XOR of N ranks' parts on a node that has none of them takes 1/N of the memory and survives the loss of
+any one node, as a replica does; what it does not survive is the loss of two nodes of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jurymast.core.copies import (
+    ALL,
+    COMMON,
+    NODES_PER_SPARE,
+    OWN,
+    Copies,
+    Key,
+    Replication,
+    holders,
+    missing_replicas,
+)
+
+# Nodes in a group when nodes turn out to have no memory for whole replicas.
+AUTO_NODES = 4
+NODES_MIN = 3
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """`whole`: for each active node the nodes that hold its replicas; `parity`: for each group of ranks the
+    node that holds their XOR; `bare`: the nodes for which nobody has memory."""
+
+    whole: Mapping[str, tuple[str, ...]]
+    parity: Mapping[Group, str]
+    bare: frozenset[str] = frozenset()
+
+
+def keeping(
+    placement: Sequence[str],
+    ranks_per_node: int,
+    spares: Sequence[str],
+    domains: Mapping[str, str],
+    *,
+    copies: int,
+    parity: int,
+    full: Collection[str] = (),
+    packed: Collection[str] = (),
+) -> Keeping:
+    """Whole replicas unless groups of `parity` nodes are asked for. Nodes in `full` have refused memory, so
+    that what finds no holder among the others is kept in groups; those in `packed` refused that too."""
+    whole = holders(placement, spares, domains, copies, full)
+    if not copies:
+        return Keeping(whole, {})
+    grouped = [node for node in placement if parity > 1 or not whole[node]]
+    if parity < 2 and (len(grouped) < 2 or len({*placement, *spares}) < NODES_MIN):
+        return Keeping(whole, {}, frozenset(grouped))
+    no_room = {*full, *packed} if parity > 1 else set(packed)
+    nodes = [node for node in dict.fromkeys([*spares, *placement]) if node not in no_room]
+    count = -(-len(grouped) // (parity if parity > 1 else AUTO_NODES))
+    if set(nodes) <= set(grouped):
+        count = max(2, count)  # somebody must be left outside of each group
+    groups = [group for group in parity_groups(grouped, count, domains) if len(group) > 1]
+    held = _parity_holders(groups, placement, ranks_per_node, nodes, spares, domains)
+    in_groups = {node for group in groups for node in group}
+    whole = {node: () if node in in_groups else whole[node] for node in placement}
+    held_ranks = {rank for group in held for rank in group}
+    bare = [
+        node
+        for index, node in enumerate(placement)
+        if not whole[node] and index * ranks_per_node not in held_ranks
+    ]
+    return Keeping(whole, held, frozenset(bare))
+
+
+def parity_groups(nodes: Sequence[str], count: int, domains: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """`count` groups of nodes, as even as can be, no two of a failure domain in one where that is possible;
+    nor neighbours, which may fail together as well."""
+    spread = sorted(nodes, key=lambda node: domains.get(node, ""))  # stable: neighbours stay neighbours
+    return [tuple(spread[first::count]) for first in range(min(count, len(spread)))]
+
+
+def _parity_holders(
+    groups: Iterable[tuple[str, ...]],
+    placement: Sequence[str],
+    ranks_per_node: int,
+    nodes: Sequence[str],
+    spares: Sequence[str],
+    domains: Mapping[str, str],
+) -> dict[Group, str]:
+    """For the groups of ranks, one rank of each node, a node outside: spares first, as far as they go, then
+    in another failure domain than all members, then whoever has least to hold."""
+    first_rank = {node: index * ranks_per_node for index, node in enumerate(placement)}
+    load = dict.fromkeys(nodes, 0)
+    found: dict[Group, str] = {}
+    for members in groups:
+        theirs = {domains[node] for node in members if node in domains}
+        outside = [node for node in nodes if node not in members]
+        together = {node for node in outside if domains.get(node) in theirs}
+        for local in range(ranks_per_node if outside else 0):
+            roomy = {node for node in spares if load.get(node, 0) < NODES_PER_SPARE * ranks_per_node}
+            _, _, _, holder = min((node not in roomy, node in together, load[node], node) for node in outside)
+            load[holder] += 1
+            found[tuple(sorted(first_rank[node] + local for node in members))] = holder
+    return found
+
+
+def missing(
+    copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, kept: Keeping
+) -> list[Replication]:
+    """What must be copied, or made, so that everything is held as `kept` says."""
+    orders = missing_replicas(copies, key, placement, ranks_per_node, kept.whole)
+    commons = copies.commons(key)
+
+    def elsewhere(rank: int, part: str) -> bool:
+        return len(copies.nodes_with(key, rank, part, commons)) > 1
+
+    for group, holder in kept.parity.items():
+        have_common = all(elsewhere(rank, COMMON) for rank in group)
+        if have_common and all(elsewhere(rank, OWN) for rank in group):
+            continue
+        part = OWN if have_common else ALL
+        own_nodes = {placement[rank // ranks_per_node] for rank in group}
+        made = any(
+            copy.group == group and copy.part in (ALL, part) and copy.node not in own_nodes
+            for copy in copies.of(key, group[0])
+        )
+        if not made:
+            members = copies.members(key, group, part, holder, commons)
+            orders.append(Replication(holder, group[0], part, (), group, members))
+    return orders
