@@ -37,6 +37,8 @@ def demo(temporary: Path, *options: str) -> subprocess.Popen[str]:
         [sys.executable, "-m", "jurymast", "demo", "--json", "--nodes", "2", *options],
         env={**os.environ, "TMPDIR": str(temporary)}, cwd=temporary, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # What a shell runs in the background ignores Ctrl-C, and so does all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.state import RunState
-from support.slurm_runs import SlurmRun, jurymast, power_loss, submit, weights
+from support.slurm_runs import TRAIN, SlurmRun, jurymast, power_loss, submit, weights
 from support.waiting import wait_until
 from testcluster import Cluster
 
@@ -84,8 +84,9 @@ def test_two_nodes_lost_with_their_replicas_come_back_from_shared_storage(
 ) -> None:
     """Nobody has their own part any more: the newest step on shared storage it is."""
     run = submit(
-        cluster, tmp_path, "--nodes", "3", "--spares", "2", *policy(cluster, tmp_path, {"peer": False})
-    )
+        cluster, tmp_path, "--nodes", "3", "--spares", "2", *policy(cluster, tmp_path, {"peer": False}),
+        arguments=(*TRAIN, "--step-time", "0.06"),
+    )  # fmt: skip
     run.wait("a checkpoint on shared storage", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
     state = run.state()
     for node in state.placement[:2]:

@@ -73,6 +73,7 @@ class Agent:
         self._last: endpoint.Endpoint | None = None
         self.attempt = 0
         self._stopping = 0
+        self._terminating = False
         self.ranks_state = "warming"
         self._store_port = 0
         self._pids: list[int] = []
@@ -157,6 +158,7 @@ class Agent:
         """Slurm ends the job or takes the node. The supervisor finds out which; until it says "leave" this
         node's memory may be needed for the last checkpoint."""
         self._tell("terminated")
+        self._terminating = True
         if self._channel is None:
             self._over.set()
         asyncio.get_running_loop().call_later(TERMINATED_LIMIT_S, self._over.set)
@@ -189,6 +191,8 @@ class Agent:
 
     def _tell(self, what: str, **fields: Any) -> None:
         """Say it now; what must not be lost waits for the next supervisor if none is there."""
+        if self._terminating and what == "failed":
+            return  # Slurm ends the ranks, and that is no failure
         if self._channel is not None:
             self._channel.send({"say": what, **fields})
         elif what in ("failed", "event") and len(self._unsaid) < UNSAID_MAX:
@@ -272,12 +276,7 @@ class Agent:
             "JURYMAST_USER_TMPDIR": os.environ.get("TMPDIR", ""),
             "TMPDIR": str(self._temporary),
         }
-        if settings.cadence_steps is not None:
-            values["JURYMAST_CADENCE_STEPS"] = str(settings.cadence_steps)
-        if settings.cadence_s is not None:
-            values["JURYMAST_CADENCE_S"] = str(settings.cadence_s)
-        if settings.rate is not None:
-            values["JURYMAST_MTBF_S"] = str(mtbf_s(self._plan.active, settings.rate))
+        values.update(cadence_environment(self._plan))
         if self._plan.ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
             values["OMP_NUM_THREADS"] = "1"  # as torchrun does
         interface = interface_of(self._address)
@@ -375,6 +374,18 @@ def local_address(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return ""
+
+
+def cadence_environment(plan: RunPlan) -> dict[str, str]:
+    """What tells the ranks' Checkpointer when to save: the policy's cadence, or the failures to expect."""
+    settings, values = plan.settings, {}
+    if settings.cadence_steps is not None:
+        values["JURYMAST_CADENCE_STEPS"] = str(settings.cadence_steps)
+    if settings.cadence_s is not None:
+        values["JURYMAST_CADENCE_S"] = str(settings.cadence_s)
+    if settings.rate is not None:
+        values["JURYMAST_MTBF_S"] = str(mtbf_s(plan.active, settings.rate))
+    return values
 
 
 def interface_of(address: str) -> str:

@@ -34,6 +34,8 @@ class Keeping:
         self._keeper = Keeper(directory.secret(), node, plan.ranks_per_node, tell, local_root=self._local)
         self._drainer = Drainer()
         self._drains: dict[str, asyncio.Task[None]] = {}
+        self._leads = False  # rank 0 is here: this node brings shared checkpoints together
+        self._warming: asyncio.Future[Message] | None = None
         self.run_is_over = False  # nobody will restore from this node's disk any more
 
     async def start(self) -> None:
@@ -60,6 +62,9 @@ class Keeping:
         """A rank's word. True when it was about memory, and is not for the supervisor as it is."""
         if event.get("event") == "Checkpoints":
             self._shared, self._keep = Path(event["directory"]), int(event["keep"])
+            if self._leads and self._warming is None:
+                order = {"do": "warm", "tier": cp.SHARED}
+                self._warming = asyncio.ensure_future(self._drainer.drain(order))
             return True
         if event.get("event") != "Image":
             return False
@@ -74,6 +79,7 @@ class Keeping:
         first = int(message["rank"]) * count
         world = int(message["world"]) * count
         ranks = list(range(first, first + count))
+        self._leads = first == 0
         self._keeper.launch(int(message["attempt"]), ranks, world, message.get("restore"))
 
     def obey(self, message: Message) -> bool:
@@ -145,7 +151,8 @@ class Keeping:
         return {**order, "keep": self._keep}
 
     async def close(self) -> None:
-        running = list(self._drains.values())
+        running: list[asyncio.Future[Any]] = list(self._drains.values())
+        running += [self._warming] if self._warming is not None else []
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -66,6 +66,13 @@ def close_incident(state: RunState, t: float) -> None:
         state.incident.recovered_at = state.incident.ended_at = max(t, state.incident.detected_at)
 
 
+def finish_from_outside(state: RunState, how: str, exit_code: int, reason: str) -> Finish:
+    """Somebody ends the run. Ranks that were found ended just before are part of that, and no incident."""
+    if state.phase is Phase.STOPPING and state.incident is not None and not state.findings.lost:
+        state.incidents.pop()
+    return finish(state, how, exit_code, reason)
+
+
 def finish(state: RunState, how: str, exit_code: int, reason: str) -> Finish:
     state.phase, state.exit_code, state.end_reason, state.ended_at = Phase(how), exit_code, reason, state.now
     if state.incident is not None:

@@ -165,7 +165,9 @@ def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
 def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
     if event.what == "cancel":
         return [
-            recovery.finish(state, "cancelled", RunCancelledError.exit_code, f"cancel asked by {event.by}")
+            recovery.finish_from_outside(
+                state, "cancelled", RunCancelledError.exit_code, f"cancel asked by {event.by}"
+            )
         ]
     if event.what == "drain" and (event.node not in state.placement or state.phase is Phase.WAITING):
         # Nothing runs on it: it is out at once, and if it had a place, that is one more to fill.
@@ -289,7 +291,9 @@ def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
 def _signalled(state: RunState, event: ev.Signalled) -> list[Instruction]:
     if event.signal == "timeout":
         return [
-            recovery.finish(state, "failed", RunFailedError.exit_code, "the Slurm job reached its time limit")
+            recovery.finish_from_outside(
+                state, "failed", RunFailedError.exit_code, "the Slurm job reached its time limit"
+            )
         ]
     return []
 

@@ -1,9 +1,10 @@
 """`python -m jurymast.storage`: carries out orders, a JSON object a line on stdin; answers on stdout.
 
-Orders: {"do": "drain" | "prune" | "cancel", "id", "tier", ...}; see the tiers' `drain` for what else is in
-one. Answers: {"id", "said": "progress", "bytes"}, and at the end "done" (with "bytes", "seconds" and what the
-tier has to say) or "failed" (with "why", one line). Orders for one tier are carried out one after another,
-those for several at the same time. It ends with its stdin: nothing half-done of it is ever taken as whole.
+Orders: {"do": "drain" | "prune" | "warm" | "cancel", "id", "tier", ...}; see the tiers' `drain` for what
+else is in one. Answers: {"id", "said": "progress", "bytes"}, and at the end "done" (with "bytes", "seconds"
+and what the tier has to say) or "failed" (with "why", one line). Orders for one tier are carried out one
+after another, those for several at the same time. It ends with its stdin: nothing half-done of it is ever
+taken as whole.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jurymast.worker.forkserver import die_with_parent
 
 TIERS: dict[str, dict[str, Callable[[Message, Job], Message]]] = {
     "local": {"drain": local.drain, "prune": local.prune},
-    "shared": {"drain": shared.drain, "prune": shared.prune},
+    "shared": {"drain": shared.drain, "prune": shared.prune, "warm": shared.warm},
     "object": {"drain": object_store.drain, "prune": object_store.prune},
 }
 NICE = 10

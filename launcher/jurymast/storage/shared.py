@@ -69,6 +69,12 @@ def drain(order: Message, job: Job) -> Message:
         raise StorageFailure(f"shared storage: {explain(error, directory.root)}") from error
 
 
+def warm(order: Message, job: Job) -> Message:
+    """Load what a lead needs, before it has to be quick."""
+    seal.preload()
+    return {}
+
+
 def prune(order: Message, job: Job) -> Message:
     """Remove what drainers that are no more left half-done, and all but the newest `keep` checkpoints."""
     directory = CheckpointDirectory(order["root"])
@@ -122,7 +128,6 @@ class _Meeting:
 
     def lead(self) -> Message:
         """Bring all nodes' parts together, and publish."""
-        threading.Thread(target=seal.preload, name="preload", daemon=True).start()  # needed in the end
         self._directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.sweep_drains()
         if os.path.lexists(self._directory.path(self._step)):

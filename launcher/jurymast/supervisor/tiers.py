@@ -27,6 +27,8 @@ IDLE_SHARE = 9.0
 SHARED_PAUSE_MIN_S = 1.0
 # Looking at the copies of a hundred thousand ranks takes a while: at most a tenth of the time goes into it.
 REST_SHARE = 9.0
+SAFE_TOLD_EVERY_S = 30.0
+SAFE_TOLD = 500
 # A drain that failed is tried again, with the newest step then, after this long.
 RETRY_S = 5.0
 # Agents that are silent about a drain for this long have lost it; a hung storage is theirs to notice earlier.
@@ -94,6 +96,7 @@ class Tiers:
         self._retry_at = math.inf
         self._rest_until = 0.0
         self._told_safe: Key | None = None
+        self._tell_safe_at = 0.0
         self._gather_at = -math.inf
 
     # ---- what agents say
@@ -290,8 +293,11 @@ class Tiers:
         """Every part is on as many nodes as wanted, or (not `safe`) as have memory for it: agents may give
         older images up."""
         self._safe = key
-        if safe and self.state.settings.replicas and len(self._nodes) > 1 and key != self._told_safe:
-            self._told_safe = key
+        replicated = safe and self.state.settings.replicas and len(self._nodes) > 1
+        if replicated and key != self._told_safe and self.now() >= self._tell_safe_at:
+            # A journal of months must still be read in a second: as it grows, it tells this less often.
+            age_s = self.now() - self.state.submitted_at
+            self._told_safe, self._tell_safe_at = key, self.now() + min(SAFE_TOLD_EVERY_S, age_s / SAFE_TOLD)
             took_s = self.now() - self._committed_at
             self._told(cp.PEER, key, self.copies.replica_bytes(key), seconds=took_s)
         for node in self._nodes:
