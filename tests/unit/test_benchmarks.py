@@ -22,7 +22,7 @@ from benchmarks.tiers.trial import Case, Trial
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", ["recovery", "overhead", "checkpoint"])
+@pytest.mark.parametrize("name", ["recovery", "overhead", "checkpoint", "published"])
 def test_help(name: str) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

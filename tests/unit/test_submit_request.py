@@ -15,7 +15,7 @@ import pytest
 
 from jurymast.cluster.entry import BatchEntry
 from jurymast.cluster.local import local_process, submit_local
-from jurymast.cluster.planning import Asked, make_plan, new_run_id
+from jurymast.cluster.planning import Asked, make_plan, new_run_id, time_limit_s
 from jurymast.cluster.request import (
     Request,
     build_request,
@@ -92,7 +92,7 @@ def test_the_plan(script: Path) -> None:
     made = plan(
         script, "--gres=gpu:8", "-J", "GPT 5!", "-D", "sub", "-x", "n[1,2],n9", spares="auto", nodes=40
     )
-    assert (made.active, made.spares, made.nodes, made.ranks_per_node) == (40, 2, 42, 8)
+    assert (made.active, made.spares, made.nodes, made.ranks_per_node) == (40, 1, 41, 8)
     assert made.name == "GPT-5"
     assert made.script == str(script)
     assert made.arguments == ("--lr", "1")
@@ -326,3 +326,19 @@ def local_request(script: Path, tmp_path: Path) -> Request:
     assert request.argv == (str(stand_in), "-m", "jurymast.cluster.batch", made.directory)
     assert request.script == ""
     return request
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400.0), ("90:30", 5430.0), ("1:30:00", 5400.0), ("2-00", 172_800.0), ("2-12:30", 217_800.0),
+        ("1-00:00:10", 86_410.0), ("0", None), ("UNLIMITED", None), ("soon", None), (None, None),
+    ],
+)  # fmt: skip
+def test_time_limits(text: str | None, seconds: float | None) -> None:
+    assert time_limit_s(text) == seconds
+
+
+def test_spares_follow_the_policy_s_rate_and_the_time_limit(script: Path) -> None:
+    assert plan(script, spares="auto", nodes=128).spares == 2
+    assert plan(script, "--time", "5", spares="auto", nodes=128).spares == 0

@@ -21,11 +21,13 @@ COMMANDS = {
     "logs": ("jurymast.cli.logs", "Print what the ranks wrote."),
     "checkpoints": ("jurymast.cli.checkpoints", "List, verify, pin or roll back a run's checkpoints."),
     "report": ("jurymast.cli.report", "Show where a run's time went."),
+    "plan": ("jurymast.cli.plan", "Tell what to expect of a run, before it spends a GPU-hour."),
     "cancel": ("jurymast.cli.cancel", "End a run."),
     "restart": ("jurymast.cli.restart", "Restart a run's ranks."),
     "drain": ("jurymast.cli.drain", "Take a node out of a run."),
+    "simulate": ("jurymast.cli.simulate", "Run a policy through simulated failures."),
     "demo": ("jurymast.cli.demo", "See it at work on this machine."),
-    "policy": ("jurymast.cli.policy", "Check a policy file, or show what it comes to."),
+    "policy": ("jurymast.cli.policy", "Start a policy file, check it, or show what it comes to."),
 }
 
 

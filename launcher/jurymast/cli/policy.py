@@ -1,12 +1,15 @@
-"""`jurymast policy`: check a policy file, or show what it comes to."""
+"""`jurymast policy`: start a policy file, check one, or show what it comes to."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from jurymast.errors import PolicyError, UsageError
 
 if TYPE_CHECKING:
     from jurymast.policy.resolve import Resolved
@@ -24,7 +27,7 @@ def _resolved(file: Path | None) -> Resolved:
 
 @click.group()
 def command() -> None:
-    """Check a policy file, or show what it comes to."""
+    """Start a policy file, check it, or show what it comes to."""
 
 
 @command.command()
@@ -53,3 +56,29 @@ def show(file: Path | None, origin: bool, as_json: bool) -> None:
     if origin:
         values["origins"] = {spelled(key): place for key, place in resolved.origins.items()}
     click.echo(json.dumps(values, indent=1))
+
+
+@command.command()
+def schema() -> None:
+    """Print the JSON Schema of policy files, for editors."""
+    from jurymast.policy.schema import schema_text
+
+    click.echo(schema_text(), nl=False)
+
+
+@command.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def init(file: Path) -> None:
+    """Write a commented policy to FILE, to start from."""
+    from importlib.resources import files
+
+    starter = files("jurymast.policy").joinpath("starter.yaml").read_text(encoding="utf-8")
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(starter)
+    except FileExistsError as error:
+        raise UsageError(f"{file} is there already", hint="give another name, or remove it") from error
+    except OSError as error:
+        raise PolicyError(f"{file}: cannot be written: {error.strerror}") from error
+    checked = f"jurymast policy check {shlex.quote(str(file))}"
+    click.echo(f"{file}: written; after changes: {checked}")

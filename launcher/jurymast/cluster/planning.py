@@ -72,7 +72,10 @@ def make_plan(
         asked.name or line.last("job-name") or environment.get("SBATCH_JOB_NAME") or Path(script).stem
     )
     run = run or new_run_id(name, time.localtime())
+    settings = policy.settings()
     spares = policy.policy.spares
+    if spares is None:
+        spares = auto_spares(asked.nodes, settings.rate, run_s=time_limit_s(line.last("time")))
     least = policy.policy.nodes.min
     if least is not None and least > asked.nodes:
         raise UsageError(
@@ -85,7 +88,7 @@ def make_plan(
         directory=str(asked.runs / run),
         cluster=asked.cluster,
         active=asked.nodes,
-        spares=auto_spares(asked.nodes) if spares is None else spares,
+        spares=spares,
         ranks_per_node=asked.nproc_per_node or ranks_per_node(line, environment),
         script=script,
         arguments=tuple(arguments),
@@ -97,7 +100,7 @@ def make_plan(
         requeue=line.has("requeue") or not (line.has("no-requeue") or "SBATCH_NO_REQUEUE" in environment),
         submitted_at=time.time(),
         policy_hash=policy.digest,
-        settings=policy.settings(),
+        settings=settings,
     )
 
 
@@ -117,6 +120,20 @@ def check_options(line: CommandLine, environment: Mapping[str, str]) -> None:
             )
     if line.has("requeue") and line.has("no-requeue"):
         raise UsageError("--requeue and --no-requeue contradict each other")
+
+
+def time_limit_s(text: str | None) -> float | None:
+    """sbatch's --time in seconds: minutes, minutes:seconds, hours:minutes:seconds, or days-hours with
+    minutes and seconds behind it. None for no limit, and for what sbatch itself will refuse."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text or "")
+    if match is None:
+        return None
+    days, first, second, third = (None if part is None else int(part) for part in match.groups())
+    if days is None and third is None:
+        seconds = 60 * (first or 0) + (second or 0)
+    else:
+        seconds = 86_400 * (days or 0) + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)
+    return float(seconds) or None  # 0 asks for no limit
 
 
 def passed_on(line: CommandLine) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ Failures come as a Poisson process over an observed time T with n failures, so t
 between 2T / chi2(0.95, 2n + 2) and 2T / chi2(0.05, 2n) with 90 %; without any failure there is no upper end.
 A chi-square quantile with 2k degrees of freedom is twice the Gamma(k) quantile, and for whole k
 
-    P(Gamma(k) <= x) = 1 - exp(-x) * sum(x^i / i!, i < k)
+    P(Gamma(k) <= x) = 1 - exp(-x) * sum(x^i / i!, i < k) = 1 - P(fewer than k events when x are expected)
 """
 
 from __future__ import annotations
@@ -26,22 +26,57 @@ class Mtbf:
     high_s: float | None
 
 
-def poisson_below(k: int, x: float) -> float:
-    """P(fewer than `k` events) when `x` are expected, summed in logarithms so that nothing overflows."""
+def gamma_below(shape: float, x: float) -> float:
+    """P(Gamma(shape) <= x) at scale 1: the regularised lower incomplete gamma function, to about 1e-14.
+
+    The power series below x = shape + 1 and Legendre's continued fraction above it (Abramowitz and Stegun,
+    Handbook of Mathematical Functions, 6.5.29 and 6.5.31), each where it converges fast.
+    """
     if x <= 0.0:
-        return 1.0 if k > 0 else 0.0
-    logs = [i * math.log(x) - x - math.lgamma(i + 1) for i in range(k)]
-    return min(1.0, math.fsum(math.exp(value) for value in logs))
+        return 0.0
+    front = math.exp(shape * math.log(x) - x - math.lgamma(shape))
+    if x < shape + 1.0:
+        term = total = 1.0 / shape
+        k = shape
+        while term > 1e-17 * total:
+            k += 1.0
+            term *= x / k
+            total += term
+        return min(1.0, front * total)
+    return max(0.0, 1.0 - front * _upper_fraction(shape, x))
 
 
-def gamma_quantile(k: int, probability: float) -> float:
-    """x with P(Gamma(k) <= x) = `probability`, for whole k >= 1 and 0 < probability < 1."""
-    low, high = 0.0, k + 10.0 * math.sqrt(k) + 10.0
-    while 1.0 - poisson_below(k, high) < probability:
+def _upper_fraction(shape: float, x: float) -> float:
+    """The continued fraction of the upper incomplete gamma function by Lentz's method, for x > shape."""
+    b = x + 1.0 - shape
+    c, d = 1e300, 1.0 / b
+    value = d
+    for i in range(1, 100_000):
+        a = i * (shape - i)
+        b += 2.0
+        d = 1.0 / (a * d + b)
+        c = b + a / c
+        value *= c * d
+        if abs(c * d - 1.0) < 1e-15:
+            break
+    return value
+
+
+def poisson_below(k: int, x: float) -> float:
+    """P(fewer than `k` events) when `x` are expected."""
+    return 1.0 - gamma_below(k, x) if k > 0 else 0.0
+
+
+def gamma_quantile(shape: float, probability: float) -> float:
+    """x with P(Gamma(shape) <= x) = `probability`, for shape > 0 and 0 < probability < 1; by bisection."""
+    low, high = 0.0, shape + 10.0 * math.sqrt(shape) + 10.0
+    while gamma_below(shape, high) < probability:
         high *= 2.0
     for _ in range(200):
         middle = (low + high) / 2.0
-        if 1.0 - poisson_below(k, middle) < probability:
+        if middle in (low, high):
+            break
+        if gamma_below(shape, middle) < probability:
             low = middle
         else:
             high = middle

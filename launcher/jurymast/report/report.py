@@ -9,6 +9,7 @@ from typing import Any
 from jurymast import __version__
 from jurymast.core.accounting import RATIOS, Account, ordered
 from jurymast.core.cadence import default_mtbf_s, young_interval_s
+from jurymast.core.failure_rate import mtbf_s
 from jurymast.core.ledger import Saves
 from jurymast.core.reliability import LEVEL, Mtbf, mtbf
 from jurymast.core.settings import RunPlan, Settings
@@ -71,13 +72,19 @@ def _mtbf_json(found: Mtbf, state: RunState) -> dict[str, Any]:
         "seconds": found.mean_s, "low_seconds": found.low_s, "high_seconds": found.high_s, "level": LEVEL,
         "failures": found.failures, "observed_seconds": found.observed_s,
         "by_charge": {who: charged.count(who) for who in ("infrastructure", "application")},
-        "predicted_seconds": default_mtbf_s(state.active),
+        "predicted_seconds": _predicted_s(state),
     }  # fmt: skip
+
+
+def _predicted_s(state: RunState) -> float:
+    """MTBF of the run's nodes at the policy's rate, or at what fleets report."""
+    rate = state.settings.rate
+    return default_mtbf_s(state.active) if rate is None else mtbf_s(state.active, rate)
 
 
 def _cadence_json(saves: Saves, failures: Mtbf, state: RunState) -> dict[str, Any]:
     stall_s = saves.stall_s / saves.done if saves.done else None
-    expected_s = failures.mean_s or default_mtbf_s(state.active)
+    expected_s = failures.mean_s or _predicted_s(state)
     return {
         "setting": cadence_words(state.settings), "saves": saves.done, "failed": saves.failed,
         "interval_seconds": saves.interval_s / saves.intervals if saves.intervals else None,

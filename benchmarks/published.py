@@ -1,0 +1,233 @@
+"""What others published about failures, cadences and goodput, beside what jurymast's formulas say.
+
+Needs nothing but a second of one processor. A case's tolerance is what its published figure was
+rounded to, or what its note explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from benchmarks.common import Row, Target
+from jurymast.core.failure_rate import mtbf_s, prior
+from jurymast.core.forecast import Question, forecast, state_bytes
+from jurymast.core.optimum import goodput, linear_ettr, young_s
+from jurymast.report.plan import plan_view
+
+META = "Meta, arXiv 2410.21680"
+LLAMA = "Llama 3, arXiv 2407.21783"
+FT_HSDP = "FT-HSDP"
+MICRON = "Micron/Lightbits"
+BYTEROBUST = "ByteRobust"
+CLOCKWORK = "Clockwork"
+DDN = "DDN"
+MLPERF = "MLPerf Storage"
+RSC1, RSC2, LLAMA_RATE, MICRON_RATE = 6.50, 2.34, 3.79, 3.87
+MINUTE_S, HOUR_S, GIB = 60.0, 3600.0, 2.0**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """`row` numbers the published result; `tolerance` is relative to the published value."""
+
+    row: int
+    name: str
+    source: str
+    metric: str
+    unit: str
+    published: float
+    ours: float
+    tolerance: float
+    note: str = ""
+
+    @property
+    def deviation(self) -> float:
+        """Relative."""
+        return abs(self.ours / self.published - 1.0)
+
+
+def gpus_mtbf_s(gpus: int, rate: float) -> float:
+    """Of a run on 8-GPU nodes."""
+    return mtbf_s(gpus // 8, rate)
+
+
+def saved_every(gpus: int, rate: float, interval_s: float, restart_s: float) -> float:
+    """Exact goodput with saves that cost nothing."""
+    return goodput(interval_s, 0.0, gpus_mtbf_s(gpus, rate), restart_s)
+
+
+def at_young(mtbf: float, save_s: float, restart_s: float) -> tuple[float, float]:
+    """Goodput at Young's interval, by Meta's linear form and exactly."""
+    tau_s = young_s(save_s, mtbf)
+    return linear_ettr(tau_s, save_s, mtbf, restart_s), goodput(tau_s, save_s, mtbf, restart_s)
+
+
+def micron(restart_s: float = 0.0) -> dict[str, float]:
+    """`jurymast plan --nodes 3000 --gpus-per-node 8 --rate 3.87 --checkpoint-bytes 5e12 --restart-s ...`"""
+    asked = Question(nodes=3000, rate=prior(MICRON_RATE), checkpoint_bytes=5e12, restart_s=restart_s)
+    return plan_view(forecast(asked))
+
+
+def blocked_share(shorter: float, speedup: float) -> float:
+    """The part b of the time that saves block, if writes `speedup` times as fast make runs `shorter`
+    shorter: 1 - b + b / speedup = 1 - shorter."""
+    return shorter / (1.0 - 1.0 / speedup)
+
+
+def cases() -> list[Case]:
+    return [*_meta(), *_llama(), *_recovery(), *_micron(), *_others(), *_sizes()]
+
+
+def _meta() -> Iterator[Case]:
+    for gpus, hours in ((16_384, 1.80), (131_072, 0.225)):
+        yield Case(
+            1, f"RSC-1, {gpus} GPUs", META, "MTTF", "h", hours,
+            gpus_mtbf_s(gpus, RSC1) / HOUR_S, 0.01,
+        )  # fmt: skip
+    table = (
+        ("RSC-1, 16k GPUs, save every 60 min", 16_000, RSC1, 60, 5, 0.720),
+        ("RSC-1, 16k GPUs, save every 5 min", 16_000, RSC1, 5, 5, 0.934),
+        ("RSC-1, 100k GPUs, save every 7 min", 100_000, RSC1, 7, 5, 0.615),
+        ("RSC-2, 100k GPUs, save every 2 min, restart 2 min", 100_000, RSC2, 2, 2, 0.941),
+    )
+    for name, gpus, rate, interval_min, restart_min, published in table:
+        yield Case(
+            2, name, META, "goodput", "ratio", published,
+            saved_every(gpus, rate, interval_min * MINUTE_S, restart_min * MINUTE_S), 0.001,
+        )  # fmt: skip
+    yield Case(
+        2, "RSC-1, 12k GPUs, saves of 10 s", META, "goodput", "ratio", 0.922,
+        at_young(gpus_mtbf_s(12_000, RSC1), 10.0, 5 * MINUTE_S)[1], 0.001,
+    )  # fmt: skip
+
+
+def _llama() -> Iterator[Case]:
+    mtbf = gpus_mtbf_s(16_384, LLAMA_RATE)
+    yield Case(3, "16,384 GPUs", LLAMA, "MTBF", "h", 3.09, mtbf / HOUR_S, 0.003)
+    for save_s, restart_min, published in ((10, 10, 0.906), (20, 10, 0.889), (60, 0, 0.901)):
+        exact = at_young(mtbf, save_s, restart_min * MINUTE_S)[1]
+        yield Case(
+            3, f"saves of {save_s} s, restart {restart_min} min", LLAMA, "ETTR", "ratio", published,
+            at_young(mtbf, save_s, restart_min * MINUTE_S)[0], 0.001,
+            f"published with the linear form, as here; exact: {exact:.3f}",
+        )  # fmt: skip
+
+
+def _recovery() -> Iterator[Case]:
+    mtbf = 18 * MINUTE_S
+    for restart_min, published in ((10, 0.44), (3, 0.815)):
+        exact = math.exp(-restart_min * MINUTE_S / mtbf)
+        yield Case(
+            4, f"100k GPUs, recovery {restart_min} min", FT_HSDP, "goodput", "ratio", published,
+            linear_ettr(1e-9, 0.0, mtbf, restart_min * MINUTE_S), 0.025,
+            f"published as 1 - R/M (44 %, 80-83 %), which lets nothing fail during a recovery start it anew; "
+            f"exact, saves for free: {exact:.3f}",
+        )  # fmt: skip
+    yield Case(
+        4, "100k GPUs, RSC-1's rate", FT_HSDP, "MTBF", "min", 18.0,
+        gpus_mtbf_s(100_000, RSC1) / MINUTE_S, 0.02,
+    )  # fmt: skip
+
+
+def _micron() -> Iterator[Case]:
+    for metric, unit, published, key, scale in (
+        ("MTTF", "min", 124.0, "mttf_minutes", 1.0),
+        ("cadence", "min", 6.2, "cadence_minutes", 1.0),
+        ("saves", "1/day", 232.0, "checkpoints_per_day", 1.0),
+        ("written", "PB/day", 1.16, "bytes_per_day", 1e15),
+        ("average write", "GB/s", 13.5, "average_write_gb_per_s", 1.0),
+    ):
+        yield Case(
+            5, "24,000 GPUs, 5 TB", MICRON, metric, unit, published,
+            micron()[key] / scale, 0.006,
+        )  # fmt: skip
+    bandwidth = micron()["burst_write_gb_per_s"]
+    yield Case(
+        5, "24,000 GPUs, 5 TB, restart 0", MICRON, "goodput", "ratio", 0.95,
+        micron()["goodput"], 0.001, f"needs writes of {bandwidth:.0f} GB/s while training waits",
+    )  # fmt: skip
+    yield Case(
+        5, "24,000 GPUs, 5 TB, restart 10 min", MICRON, "goodput", "ratio", 0.87,
+        micron(10 * MINUTE_S)["goodput"], 0.01,
+        "published 0.95 - R/M; here a failure may strike the recovery, too",
+    )  # fmt: skip
+
+
+def _others() -> Iterator[Case]:
+    yield Case(
+        6, "1,200 nodes at r = 3.8, 97 % ETTR", BYTEROBUST, "lost per failure", "min", 9.5,
+        0.03 * mtbf_s(1200, 3.8) / MINUTE_S, 0.005,
+    )  # fmt: skip
+    for faster, published in ((1.2, 0.83), (1.5, 0.67)):
+        yield Case(
+            7, f"{faster} times faster", CLOCKWORK, "goodput before", "ratio", published,
+            1.0 / faster, 0.006, "at most so much: if nothing is lost afterwards",
+        )  # fmt: skip
+    yield Case(
+        8, "writes 15 times as fast, runs 12 % shorter", DDN, "blocked before", "ratio", 0.129,
+        blocked_share(0.12, 15.0), 0.005,
+    )  # fmt: skip
+    yield Case(
+        8, "the same", DDN, "blocked before, of each hour trained", "min", 8.9,
+        60.0 * blocked_share(0.12, 15.0) / (1.0 - blocked_share(0.12, 15.0)), 0.006,
+    )  # fmt: skip
+    yield Case(
+        8, "the same, cadence optimal before and after", DDN, "lost before", "ratio", 0.162,
+        blocked_share(0.12, math.sqrt(15.0)), 0.005,
+        "at the optimum what is lost goes with the square root of a save's cost",
+    )  # fmt: skip
+
+
+def _sizes() -> Iterator[Case]:
+    for name, source, parameters, each, published, unit, scale, tolerance in (
+        ("70B, weights in bfloat16", LLAMA, 70e9, 2.0, 130.4, "GiB", GIB, 0.001),
+        ("70B, 8 bytes a parameter", LLAMA, 70e9, 8.0, 521.5, "GiB", GIB, 0.001),
+        ("70B", MLPERF, 70e9, 13.0, 912.0, "GB", 1e9, 0.01),
+        ("405B", MLPERF, 405e9, 13.0, 5.29, "TB", 1e12, 0.01),
+        ("1T", MLPERF, 1e12, 18.0, 18.0, "TB", 1e12, 0.01),
+    ):
+        yield Case(
+            9, name, source, "checkpoint", unit, published,
+            state_bytes(parameters, each) / scale, tolerance,
+            f"{each:g} bytes a parameter",
+        )  # fmt: skip
+
+
+def rows_of(found: list[Case]) -> list[Row]:
+    """Published and ours, one below the other."""
+    rows = []
+    for case in found:
+        name = f"{case.row}: {case.name}"
+        for system, value in ((case.source, case.published), (common.JURYMAST, case.ours)):
+            note = case.note if system == common.JURYMAST else ""
+            rows.append(Row(name, system, case.metric, case.unit, value, value, value, 1, note))
+    return rows
+
+
+def targets_of(found: list[Case]) -> list[Target]:
+    return [
+        Target(f"{case.row}: {case.name}: {case.metric}, deviation", case.deviation, case.tolerance, "lower")
+        for case in found
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="the same: it is quick")
+    arguments = parser.parse_args()
+    found = cases()
+    common.print_report("published", rows_of(found), targets_of(found), common.machine(), arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

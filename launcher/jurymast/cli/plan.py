@@ -1,0 +1,114 @@
+"""`jurymast plan`: what to expect of a run, before it spends a GPU-hour."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jurymast.cli.options import json_option, show, show_json
+from jurymast.errors import RunDirectoryError, UsageError
+
+if TYPE_CHECKING:
+    from jurymast.core.forecast import Question
+    from jurymast.policy.resolve import Resolved
+
+POSITIVE = click.FloatRange(min=0.0, min_open=True)
+
+
+@click.command()
+@click.option("-N", "--nodes", type=click.IntRange(1), required=True, metavar="N", help="Active nodes.")
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, metavar="G", help="GPUs a node.  [8]")
+@click.option("--checkpoint-bytes", type=POSITIVE, metavar="B", help="Size of one checkpoint, like 5e12.")
+@click.option(
+    "--storage-gb-per-s", type=POSITIVE, metavar="W",
+    help="What the shared storage takes from all nodes together, in 1e9 bytes a second.",
+)  # fmt: skip
+@click.option(
+    "--rate", type=POSITIVE, metavar="R",
+    help="Failures per 1,000 node-days.  [the policy's, or what fleets report: 5, 90 % between 1 and 11]",
+)  # fmt: skip
+@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="What to do about failures.")
+@click.option(
+    "--restart-s", type=click.FloatRange(0.0), metavar="S", help="From a failure to new steps.  [60]"
+)
+@click.option("--stall-s", type=click.FloatRange(0.0), metavar="S", help="How long a save stops training.")
+@click.option("--replace-h", type=POSITIVE, metavar="H", help="Hours until a lost node is replaced.  [6]")
+@click.option("--days", type=POSITIVE, metavar="D", help="The run's length; a short one needs fewer spares.")
+@click.option(
+    "--target", type=click.FloatRange(0.5, 1.0, max_open=True), metavar="SHARE",
+    help="Goodput to find the storage's bandwidth for.  [0.95]",
+)  # fmt: skip
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with pictures.")
+@json_option
+def command(policy: Path | None, html: Path | None, as_json: bool, **given: Any) -> None:
+    """Tell how often a run will fail, how often to save, how many spares it needs, and what remains."""
+    from jurymast.core.forecast import forecast
+    from jurymast.report.plan import plan_view
+
+    found = forecast(_question(_resolved(policy), given))
+    view = plan_view(found)
+    if html is not None:
+        from jurymast.report.plan_html import page
+
+        _write(page(view, found), html)
+    if as_json:
+        show_json(view)
+    elif html is None:
+        from jurymast.report.plan_text import plan_blocks
+
+        show(plan_blocks(view))
+
+
+def _resolved(file: Path | None) -> Resolved:
+    from jurymast.policy.load import file_layers, site_layers
+    from jurymast.policy.resolve import resolve
+
+    layers = site_layers(os.environ)
+    return resolve(layers + file_layers(file, str(file)) if file is not None else layers)
+
+
+def _question(policy: Resolved, given: dict[str, Any]) -> Question:
+    """What was said on the command line, then in the policy. Raises UsageError for a policy that cannot be
+    planned for."""
+    from jurymast.core.failure_rate import prior
+    from jurymast.core.forecast import Question
+
+    settings = policy.settings()
+    if settings.cadence_steps is not None:
+        where = policy.origins[("checkpoint", "cadence")]
+        raise UsageError(
+            f"a cadence of {settings.cadence_steps} steps ({where}) cannot be planned for",
+            hint="say it in time (10m), or auto, in the policy that you plan with",
+        )
+    rate = given["rate"] if given["rate"] is not None else settings.rate
+    said: dict[str, Any] = {
+        "checkpoint_bytes": given["checkpoint_bytes"],
+        "write_bytes_per_s": given["storage_gb_per_s"] and given["storage_gb_per_s"] * 1e9,
+        "restart_s": given["restart_s"],
+        "stall_s": given["stall_s"],
+        "replace_s": given["replace_h"] and given["replace_h"] * 3600.0,
+        "run_s": given["days"] and given["days"] * 86_400.0,
+        "target": given["target"],
+        "cadence_s": settings.cadence_s,
+        "spares": policy.policy.spares,
+    }
+    return Question(
+        nodes=given["nodes"],
+        gpus_per_node=given["gpus_per_node"],
+        rate=prior(rate),
+        replicated=settings.memory and settings.replicas > 0,
+        max_loss_s=policy.policy.checkpoint.max_loss,
+        **{name: value for name, value in said.items() if value is not None},
+    )
+
+
+def _write(text: str, path: Path) -> None:
+    """Raises RunDirectoryError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
+    click.echo(f"{path} ({len(text) // 1000} kB)", err=True)

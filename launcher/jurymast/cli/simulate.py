@@ -1,0 +1,190 @@
+"""`jurymast simulate`: the same decisions run through simulated failures."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jurymast.cli.options import json_option, show, show_json
+from jurymast.errors import UsageError
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from jurymast.policy.resolve import Resolved
+    from jurymast.sim.durations import Durations
+    from jurymast.sim.faults import Fault
+
+    Draw = Callable[[int, Random], list[Fault]]
+
+
+def _seconds(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
+    """A time as policies write it: 90s, 10m, 6h, 2d; 0 too."""
+    from jurymast.policy.values import positive_duration
+
+    if value is None:
+        return None
+    try:
+        return 0.0 if value.strip() == "0" else positive_duration(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from error
+
+
+def _time(flag: str, text: str) -> Callable[[Any], Any]:
+    return click.option(flag, callback=_seconds, metavar="TIME", help=text)
+
+
+@click.command()
+@click.option("--nodes", type=click.IntRange(1), required=True, help="Active nodes.")
+@click.option("--days", type=click.FloatRange(0.0, min_open=True), default=30.0, show_default=True)
+@click.option("--rate", type=click.FloatRange(0.0), help="Failures per 1,000 node-days.  [5]")
+@click.option(
+    "--faults",
+    default="exponential",
+    show_default=True,
+    help="Pattern: exponential, weibull, bursts, multi (several nodes at once) or lemons.",
+)
+@click.option("--script-rate", type=click.FloatRange(0.0), default=0.0, help="Failures of the script itself.")
+@click.option("--trace", metavar="CSV", help="Replay faults (node,start_day,end_day), or `infinitehbd`.")
+@click.option("--trace-nodes", type=click.IntRange(1), help="Nodes of the cluster that was traced.")
+@click.option("--trace-repairs", is_flag=True, help="Nodes are down for as long as the trace says.")
+@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Runs to simulate.")
+@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="The policy to decide with.")
+@click.option("--spares", metavar="N|auto", help="Spare nodes.  [the policy's]")
+@click.option("--cadence", help="fixed:60m, young (at the true rate), optimum or adaptive.  [the policy's]")
+@click.option("--prior", type=click.FloatRange(0.0, min_open=True), help="Rate that adaptive starts from.")
+@_time("--restart", "From a failure to the first step after it.")
+@_time("--stall", "How long training stands still for a save.")
+@_time("--drain", "From a save's stall until the save is complete.")
+@_time("--step", "One training step.")
+@_time("--repair", "From a failure until the node, or another, is a spare.")
+@_time("--requeue", "From a requeue to the next allocation.")
+@json_option
+def command(nodes: int, days: float, seeds: int, policy: Path | None, as_json: bool, **options: Any) -> None:
+    """Run the state machine, the cadence and the accounting through simulated failures."""
+    from jurymast.core.spares import auto_spares
+    from jurymast.report.simulate_text import simulate_blocks
+    from jurymast.sim.cadences import cadence_factory
+    from jurymast.sim.results import simulate, summary
+    from jurymast.sim.simulation import Setup
+
+    began = time.perf_counter()
+    resolved = _resolved(policy)
+    durations = _durations(options)
+    rate, faults, draw = _faults(options, resolved, days * 86_400.0)
+    spares = _spares(options["spares"], resolved.policy.spares)
+    if spares is None:
+        spares = auto_spares(nodes, rate, durations.repair_s, days * 86_400.0)
+    cadence = options["cadence"] or _policy_cadence(resolved)
+    try:
+        factory = cadence_factory(cadence, nodes, rate, durations, options["prior"])
+    except ValueError as error:
+        raise UsageError(f"--cadence: {error}") from error
+    setup = Setup(
+        nodes=nodes, spares=spares, seconds=days * 86_400.0, durations=durations, settings=resolved.settings()
+    )
+    bar: Any = nullcontext()
+    if not as_json and sys.stderr.isatty():
+        bar = click.progressbar(length=1000, label="simulating", file=sys.stderr)
+    with bar as shown:
+        told = _advance(shown) if shown is not None else None
+        outcomes = simulate(setup, lambda rng: draw(nodes + spares, rng), factory, seeds, told)
+    found = {
+        **summary(outcomes), "nodes": nodes, "spares": spares, "days": days, "rate": rate, "faults": faults,
+        "cadence": cadence, "restart_seconds": durations.restart_s, "stall_seconds": durations.stall_s,
+        "definitions": "goodput: time in steps that counted / time since the first launch",
+        "wall_seconds": round(time.perf_counter() - began, 3),
+    }  # fmt: skip
+    show_json(found) if as_json else show(simulate_blocks(found))
+
+
+def _advance(bar: Any) -> Callable[[float], None]:
+    reached = 0
+
+    def told(share: float) -> None:
+        nonlocal reached
+        if (now := int(1000 * share)) > reached:
+            bar.update(now - reached)
+            reached = now
+
+    return told
+
+
+def _resolved(file: Path | None) -> Resolved:
+    from jurymast.policy.load import file_layers, site_layers
+    from jurymast.policy.resolve import resolve
+
+    return resolve(site_layers(os.environ) + (file_layers(file, str(file)) if file is not None else []))
+
+
+def _policy_cadence(resolved: Resolved) -> str:
+    settings = resolved.settings()
+    if settings.cadence_steps is not None:
+        return f"{settings.cadence_steps} steps"
+    return "adaptive" if settings.cadence_s is None else f"{settings.cadence_s:g}s"
+
+
+def _spares(given: str | None, policy: int | None) -> int | None:
+    """None for auto."""
+    if given is None:
+        return policy
+    if given == "auto":
+        return None
+    if not given.isdigit():
+        raise UsageError(f"--spares {given}: a number, or auto")
+    return int(given)
+
+
+def _durations(options: dict[str, Any]) -> Durations:
+    """The default durations with what was given in their place."""
+    from jurymast.sim.durations import Durations
+
+    names = {"stall": "stall_s", "drain": "drain_s", "step": "step_s", "repair": "repair_s",
+             "requeue": "requeue_s"}  # fmt: skip
+    try:
+        durations = Durations(
+            **{field: options[name] for name, field in names.items() if options[name] is not None}
+        )
+        if options["restart"] is not None:
+            rest_s = options["restart"] - (durations.restart_s - durations.restore_s)
+            if rest_s < 0.0:  # quicker than the usual parts: in proportion
+                part = options["restart"] / durations.restart_s
+                parts = ("detection_s", "stop_s", "launch_s", "restore_s", "warm_up_s")
+                return replace(durations, **{name: part * getattr(durations, name) for name in parts})
+            return replace(durations, restore_s=rest_s)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return durations
+
+
+def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tuple[float, str, Draw]:
+    """The rate, what to call the faults, and how to draw them for a number of nodes."""
+    from jurymast.core.cadence import FAILURES_PER_1000_NODE_DAYS
+    from jurymast.core.nearest import did_you_mean
+    from jurymast.sim.faults import PATTERNS, FaultModel, read_trace
+
+    if options["trace"] is not None:
+        if options["rate"] is not None:
+            raise UsageError("--rate and --trace do not go together")
+        trace = read_trace(options["trace"], options["trace_nodes"])
+        repair = options["trace_repairs"]
+
+        def replay(nodes: int, rng: Random) -> list[Fault]:
+            return trace.draw(nodes, seconds, rng, repair=repair)
+
+        return trace.rate, f"faults as in {options['trace']}", replay
+    name = options["faults"]
+    if name not in PATTERNS:
+        raise UsageError(f"there is no pattern of faults {name}{did_you_mean(name, PATTERNS)}")
+    rate = resolved.policy.failures.rate if options["rate"] is None else options["rate"]
+    rate = FAILURES_PER_1000_NODE_DAYS if rate is None else rate
+    model = FaultModel(rate=rate, application_rate=options["script_rate"], **PATTERNS[name])
+    return rate, f"{name} faults", lambda nodes, rng: model.draw(nodes, seconds, rng)

@@ -1,0 +1,314 @@
+"""What a run will lose to failures and saves, before it runs: cadence, bytes, spares, goodput.
+
+Three ways to save are compared. *blocking*: training waits for the write to shared storage. *asynchronous*:
+it waits for a copy in memory, which is written behind its back. *memory*: saves stay in memory, on two nodes
+each, and every so many one is written; only failures that take several nodes at once need that one.
+Times are seconds, rates failures per 1,000 node-days, bandwidths bytes per second, ratios 0..1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jurymast.core.failure_rate import DAY_S, Posterior, mtbf_s, prior
+from jurymast.core.optimum import (
+    RATE_FACTOR,
+    Saving,
+    async_goodput,
+    optimal_interval_s,
+    sensitivity,
+    two_levels,
+)
+from jurymast.core.spares import REPLACE_S, outages, size_spares
+
+# From a node's death to new steps. jurymast's own part takes seconds; communicators, compilation and data
+# loaders of a real training take the rest.
+RESTART_S = 60.0
+# Of a save: each node's share is copied at this speed while training waits (all GPUs of a node together), and
+# hashed and sent to another node at that one.
+COPY_BYTES_PER_S = 10e9
+REPLICATE_BYTES_PER_S = 2.5e9
+STALL_GUESS_S = 1.0
+REPLICATE_GUESS_S = 10.0
+# Training slows by this share while a copy is written behind its back: a guess, until a run has measured it.
+SLOWDOWN = 0.01
+# 3 to 10 % of incidents take several nodes at once, and with them both copies of something.
+DURABLE_SHARE = 0.05
+TARGET = 0.95
+MAX_LOSS_S = 900.0
+# Steps of trainings worth a plan take about a second; a save that costs nothing has no other bound.
+LEAST_INTERVAL_S = 1.0
+# Of e, so that products of two still fit a float: far beyond any goodput.
+EXPONENT_MAX = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is known before the run. None: not known (`stall_s`: estimated from the bytes; `cadence_s` and
+    `spares`: as computed). `max_loss_s` bounds a computed cadence. `write_bytes_per_s` is what the storage
+    takes from all nodes together; `replicated`: saves are kept in the memory of two nodes."""
+
+    nodes: int
+    gpus_per_node: int = 8
+    rate: Posterior = prior()
+    checkpoint_bytes: float | None = None
+    write_bytes_per_s: float | None = None
+    restart_s: float = RESTART_S
+    stall_s: float | None = None
+    slowdown: float = SLOWDOWN
+    replicated: bool = True
+    durable_share: float = DURABLE_SHARE
+    cadence_s: float | None = None
+    max_loss_s: float = MAX_LOSS_S
+    spares: int | None = None
+    replace_s: float = REPLACE_S
+    run_s: float | None = None
+    target: float = TARGET
+
+    @property
+    def mtbf_s(self) -> float:
+        return self.rate.mtbf_s(self.nodes)
+
+    @property
+    def write_s(self) -> float | None:
+        """One checkpoint to the storage; None when its size or the storage's speed is not known."""
+        if self.checkpoint_bytes is None or self.write_bytes_per_s is None:
+            return None
+        return self.checkpoint_bytes / self.write_bytes_per_s
+
+    @property
+    def stall_used_s(self) -> float:
+        """How long training waits for the copy in memory: as given, else from the bytes, else a guess."""
+        if self.stall_s is not None:
+            return self.stall_s
+        if self.checkpoint_bytes is None:
+            return STALL_GUESS_S
+        return self.checkpoint_bytes / self.nodes / COPY_BYTES_PER_S
+
+    @property
+    def by_target(self) -> bool:
+        """Nothing says what a save costs: the plan says what it may cost."""
+        return self.checkpoint_bytes is not None and self.write_bytes_per_s is None and self.stall_s is None
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to save: a save every `interval_s`, a durable one every `durable_interval_s`; goodput at that.
+    `stall_s`: training waits so long for each; `write_s`: the durable write's length, None when not known."""
+
+    name: str
+    interval_s: float
+    durable_interval_s: float
+    stall_s: float
+    write_s: float | None
+    goodput: float
+
+
+@dataclass(frozen=True)
+class SpareChoice:
+    """`waiting`: share of the time in which a node is missing; `ettr`: goodput of the time asked for;
+    `allocation_goodput`: the same with the spares in the denominator."""
+
+    spares: int
+    waiting: float
+    ettr: float
+    allocation_goodput: float
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Write bandwidths, bytes per second, with which `goodput` is reached at recoveries of `restart_s`;
+    None where no storage is fast enough."""
+
+    goodput: float
+    restart_s: float
+    blocking: float | None
+    asynchronous: float | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The answer. `way` is the one planned with; `low` and `high` are its goodput at the rates between which
+    the true one lies with 90 %; `faster_storage`: goodput gained by storage twice as fast, None if it has no
+    part in it; `sensitivity`: goodput lost when the cadence is chosen for a rate four times off."""
+
+    question: Question
+    mtbf_s: float
+    way: Way
+    ways: tuple[Way, ...]
+    low: float
+    high: float
+    spares: SpareChoice
+    spare_rule: int
+    more_spares: tuple[SpareChoice, ...]
+    needed: tuple[Needed, ...]
+    faster_storage: float | None
+    sensitivity: float
+
+
+def state_bytes(parameters: float, bytes_per_parameter: float = 13.0) -> float:
+    """A checkpoint's size. MLPerf Storage's models have 13 (70B, 405B) to 18 bytes (1T) a parameter: weights
+    and an Adam optimizer's state in mixed precision; 2 are the weights in bfloat16 alone."""
+    return parameters * bytes_per_parameter
+
+
+def forecast(question: Question) -> Forecast:
+    """Everything `plan` tells. Raises ValueError for no nodes, and for a target outside [0.5, 1)."""
+    if question.nodes < 1:
+        raise ValueError("a run has at least one node")
+    # Below a half the interval tau and the one with its save in it differ too much to stand for each other.
+    if not 0.5 <= question.target < 1.0:
+        raise ValueError(f"a goodput of {question.target} cannot be planned for")
+    mtbf = question.mtbf_s
+    ways = _ways(question, mtbf)
+    way = ways[0]
+    low_rate, high_rate = question.rate.interval()
+    at_high = _ways(question, mtbf_s(question.nodes, high_rate))[0]
+    at_low = _ways(question, mtbf_s(question.nodes, low_rate))[0]
+    sized = size_spares(question.nodes, question.rate.rate, question.replace_s, question.run_s)
+    count = sized.count if question.spares is None else question.spares
+    around = range(max(0, count - 2), count + 4)
+    return Forecast(
+        question=question,
+        mtbf_s=mtbf,
+        way=way,
+        ways=ways,
+        low=at_high.goodput,
+        high=at_low.goodput,
+        spares=_spare_choice(question, way, count),
+        spare_rule=sized.rule,
+        more_spares=tuple(_spare_choice(question, way, spares) for spares in around),
+        needed=tuple(_needed(question, restart_s) for restart_s in (0.0, question.restart_s)),
+        faster_storage=_faster_storage(question, way),
+        sensitivity=sensitivity(Saving(way.stall_s, restart_s=question.restart_s), mtbf, RATE_FACTOR),
+    )
+
+
+def goodput_at(question: Question, interval_s: float, rate: float) -> float:
+    """Goodput with a save every `interval_s` at `rate`, in the way that is planned with; for curves."""
+    fixed = replace(question, cadence_s=interval_s)
+    return _ways(fixed, mtbf_s(question.nodes, rate))[0].goodput
+
+
+def _ways(question: Question, mtbf: float) -> tuple[Way, ...]:
+    """All ways to save that what is known allows, at this MTBF; first the one to plan with."""
+    if question.by_target:
+        return (_allowed(question, mtbf),)
+    ways = [_memory(question, mtbf)] if question.replicated else []
+    if question.write_s is not None or not ways:
+        ways.append(_asynchronous(question, mtbf))
+    if question.write_s is not None:
+        ways.append(_blocking(question, question.write_s, mtbf))
+    return tuple(ways)
+
+
+def _interval_s(question: Question, best_s: float, least_s: float = 0.0) -> float:
+    """The policy's cadence, or the best within `max_loss_s`; never before the last save is written."""
+    if question.cadence_s is not None:
+        return max(question.cadence_s, least_s)
+    return max(min(best_s, question.max_loss_s), least_s, LEAST_INTERVAL_S)
+
+
+def _allowed(question: Question, mtbf: float) -> Way:
+    """The cadence tau = M (1 - target), which is the best one where the target is just reached, and the
+    blocking write that this leaves room for at M as it is expected (`mtbf` may differ: then the same write,
+    and the cadence that suits it)."""
+    expected_s = question.mtbf_s
+    interval_s = _interval_s(question, expected_s * (1.0 - question.target))
+    write_s = _blocking_allowed_s(question.target, interval_s, expected_s, 0.0)
+    if question.cadence_s is not None:
+        # A curve over cadences keeps the storage as it was planned.
+        planned_s = min(expected_s * (1.0 - question.target), question.max_loss_s)
+        write_s = _blocking_allowed_s(question.target, planned_s, expected_s, 0.0)
+    return _blocking(question, max(0.0, write_s), mtbf, interval_s if mtbf == expected_s else None)
+
+
+def _blocking(question: Question, write_s: float, mtbf: float, interval_s: float | None = None) -> Way:
+    saving = Saving(write_s, restart_s=question.restart_s)
+    if interval_s is None:
+        interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), write_s)
+    return Way("blocking", interval_s, interval_s, write_s, write_s, async_goodput(interval_s, saving, mtbf))
+
+
+def _asynchronous(question: Question, mtbf: float) -> Way:
+    write_s = question.write_s
+    saving = Saving(question.stall_used_s, write_s or 0.0, question.slowdown, question.restart_s)
+    interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), saving.drain_s)
+    found = async_goodput(interval_s, saving, mtbf)
+    return Way("asynchronous", interval_s, interval_s, saving.stall_s, write_s, found)
+
+
+def _memory(question: Question, mtbf: float) -> Way:
+    """Two levels; reading a durable save back takes as long as writing it."""
+    size, write_s = question.checkpoint_bytes, question.write_s
+    copy_s = REPLICATE_GUESS_S if size is None else size / question.nodes / REPLICATE_BYTES_PER_S
+    cheap = Saving(question.stall_used_s, copy_s, question.slowdown, question.restart_s)
+    drain_s = write_s or 0.0
+    durable = Saving(0.0, drain_s, question.slowdown, question.restart_s + drain_s)
+    # The best cadence of the cheap level depends on the failures it can recover alone.
+    best_s = optimal_interval_s(cheap, mtbf / max(1e-9, 1.0 - question.durable_share))
+    interval_s = _interval_s(question, best_s, cheap.drain_s)
+    found = two_levels(cheap, durable, mtbf, question.durable_share, interval_s)
+    return Way("memory", interval_s, found.durable_interval_s, cheap.stall_s, write_s, found.goodput)
+
+
+def _spare_choice(question: Question, way: Way, spares: int) -> SpareChoice:
+    found = outages(question.nodes, question.rate.rate, question.replace_s, question.run_s)
+    waiting = found.more_than(spares)
+    ettr = way.goodput * (1.0 - waiting)
+    return SpareChoice(spares, waiting, ettr, ettr * question.nodes / (question.nodes + spares))
+
+
+def _needed(question: Question, restart_s: float) -> Needed:
+    if question.checkpoint_bytes is None:
+        return Needed(question.target, restart_s, None, None)
+    mtbf, size = question.mtbf_s, question.checkpoint_bytes
+    left = question.target * math.exp(min(EXPONENT_MAX, restart_s / mtbf))  # what saves and rework must leave
+    interval_s = _interval_s(question, mtbf * (1.0 - left)) if left < 1.0 else 0.0
+    blocking_s = _blocking_allowed_s(question.target, interval_s, mtbf, restart_s)
+
+    def reached(drain_s: float) -> bool:
+        saving = Saving(question.stall_used_s, drain_s, question.slowdown, restart_s)
+        interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), drain_s)
+        return async_goodput(interval_s, saving, mtbf) >= question.target
+
+    drain_s = _largest(reached, mtbf)
+    return Needed(
+        question.target,
+        restart_s,
+        size / blocking_s if blocking_s > 0.0 else None,
+        size / drain_s if drain_s else None,
+    )
+
+
+def _blocking_allowed_s(target: float, interval_s: float, mtbf: float, restart_s: float) -> float:
+    """C from goodput = (Delta - C) / (M e^(R/M) (e^(Delta/M) - 1)); 0 or less when it cannot be reached."""
+    first, second = (min(EXPONENT_MAX, t / mtbf) for t in (restart_s, interval_s))
+    return interval_s - target * mtbf * math.exp(first) * math.expm1(second)
+
+
+def _largest(holds: Callable[[float], bool], most: float) -> float | None:
+    """The largest x up to `most` for which `holds`, true up to some x only; None when it never is."""
+    low, high = 0.0, most
+    for _ in range(80):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low or None
+
+
+def _faster_storage(question: Question, way: Way) -> float | None:
+    if way.write_s is None:
+        return None
+    if question.by_target:
+        better = _blocking(question, way.write_s / 2.0, question.mtbf_s)
+    else:
+        speed = question.write_bytes_per_s or 0.0
+        better = _ways(replace(question, write_bytes_per_s=2.0 * speed), question.mtbf_s)[0]
+    return better.goodput - way.goodput
+
+
+def durable_per_day(way: Way) -> float:
+    """Writes to the storage a day."""
+    return DAY_S / way.durable_interval_s

@@ -1,0 +1,173 @@
+"""How often to save, and what it costs: the formulas. All times in seconds, goodput as a ratio 0..1.
+
+Symbols: C is a save's cost while training waits, R the time from a failure until training goes on, M the mean
+time between failures of the whole run (1/M = lambda), tau the training between two saves, Delta = tau + C the
+time from save to save. Failures are exponential and may strike during saves and recoveries, too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+# A rate that is known to a factor of four is what a prior alone gives.
+RATE_FACTOR = 4.0
+
+
+def young_s(save_s: float, mtbf_s: float) -> float:
+    """tau = sqrt(2 C M): Young, "A first order approximation to the optimum checkpoint interval", 1974."""
+    return math.sqrt(2.0 * save_s * mtbf_s)
+
+
+def daly_s(save_s: float, mtbf_s: float) -> float:
+    """tau by Daly, "A higher order estimate of the optimum checkpoint interval", 2006, equation 37."""
+    if save_s >= 2.0 * mtbf_s:
+        return mtbf_s
+    half = save_s / (2.0 * mtbf_s)
+    return young_s(save_s, mtbf_s) * (1.0 + math.sqrt(half) / 3.0 + half / 9.0) - save_s
+
+
+def optimal_share(cost: float) -> float:
+    """x = 1 + W0(-e^-(1 + cost)), W0 being Lambert's W: the best tau / M for a save of cost = C / M.
+
+    x solves x + cost + ln(1 - x) = 0. That form keeps its precision where W's argument comes close to its
+    branch point (cheap saves); it is concave, so that Newton's method from the right never leaves the right.
+    """
+    if cost <= 0.0:
+        return 0.0
+    # Below 1e-16 a further Newton step would only add rounding errors to Young's own result.
+    x = min(math.sqrt(2.0 * cost), -math.expm1(-1.0 - cost))
+    for _ in range(60):
+        if x < 1e-7 or x >= 1.0:
+            break
+        step = (x + cost + math.log1p(-x)) * (1.0 - x) / x
+        x += step
+        if abs(step) < 1e-15 * x:
+            break
+    return x
+
+
+def optimal_s(save_s: float, mtbf_s: float) -> float:
+    """The tau that loses least, exactly: M (1 + W0(-e^-(1 + C/M))). It does not depend on R."""
+    if math.isinf(mtbf_s):
+        return math.inf if save_s > 0.0 else 0.0
+    return mtbf_s * optimal_share(save_s / mtbf_s)
+
+
+def goodput(tau_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
+    """tau / (M e^(R/M) (e^((tau + C)/M) - 1)): training's share of the time, exact for exponential failures
+    (Daly 2006, equation 20). 0 where it is too small for a float."""
+    if tau_s <= 0.0:
+        return math.exp(-restart_s / mtbf_s) if save_s <= 0.0 else 0.0
+    if math.isinf(mtbf_s):
+        return tau_s / (tau_s + save_s)
+    try:
+        return tau_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((tau_s + save_s) / mtbf_s))
+    except OverflowError:
+        return 0.0
+
+
+def best_goodput(save_s: float, mtbf_s: float, restart_s: float) -> float:
+    """Goodput at the best tau: e^(-R/M) (1 - tau/M), as there e^((tau + C)/M) = 1 / (1 - tau/M)."""
+    return math.exp(-restart_s / mtbf_s) * (1.0 - optimal_share(save_s / mtbf_s))
+
+
+def save_cost_allowed_s(target: float, mtbf_s: float) -> float:
+    """The blocking save cost C with which the best cadence reaches the goodput `target` at R = 0:
+    C = M (-ln target - (1 - target)), from `best_goodput`; that cadence is tau = M (1 - target).
+    """
+    return mtbf_s * (-math.log(target) - (1.0 - target))
+
+
+def linear_ettr(interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
+    """(1 - (R + Delta/2)/M) / (1 + C/Delta): Meta's form (arXiv 2410.21680), biased low once waste passes
+    30 % and 0 where it would be negative. Kept to compare with published figures."""
+    return max(0.0, 1.0 - (restart_s + interval_s / 2.0) / mtbf_s) / (1.0 + save_s / interval_s)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What one kind of save costs. `stall_s`: training waits; `drain_s`: the copy goes on in the background,
+    slowing training by the share `slowdown`, and only then protects; `restart_s`: detection to training."""
+
+    stall_s: float
+    drain_s: float = 0.0
+    slowdown: float = 0.0
+    restart_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """Training time that one save takes, s + sigma d."""
+        return self.stall_s + self.slowdown * self.drain_s
+
+
+def async_waste(interval_s: float, saving: Saving, mtbf_s: float) -> float:
+    """(s + sigma d)/Delta + (Delta/2 + d + R)/M, to first order; R includes detection."""
+    lost_s = interval_s / 2.0 + saving.drain_s + saving.restart_s
+    return saving.cost_s / interval_s + lost_s / mtbf_s
+
+
+def async_goodput(interval_s: float, saving: Saving, mtbf_s: float) -> float:
+    """The exact form with Delta = `interval_s`: training's part of an interval is Delta - s - sigma d, and a
+    failure costs d more than R, as it takes the save in the making. Its first order is `async_waste`."""
+    tau_s = interval_s - saving.cost_s
+    return max(0.0, goodput(tau_s, saving.cost_s, mtbf_s, saving.restart_s + saving.drain_s))
+
+
+def optimal_interval_s(saving: Saving, mtbf_s: float, step_s: float = 0.0) -> float:
+    """The Delta that loses least: max(d, one step, tau + s + sigma d with the exact tau). A save does not
+    begin before the one before it is drained."""
+    best_s = optimal_s(saving.cost_s, mtbf_s) + saving.cost_s
+    return max(saving.drain_s, step_s, best_s)
+
+
+@dataclass(frozen=True)
+class TwoLevels:
+    """A durable save every `durable_every` cheap ones, each `interval_s` long; `goodput` at that."""
+
+    interval_s: float
+    durable_every: int
+    goodput: float
+
+    @property
+    def durable_interval_s(self) -> float:
+        return self.interval_s * self.durable_every
+
+
+def two_levels(
+    cheap: Saving, durable: Saving, mtbf_s: float, durable_share: float, interval_s: float | None = None
+) -> TwoLevels:
+    """The pattern of Benoit et al., "Towards optimal multi-level checkpointing", 2017.
+
+    `durable_share` of the failures destroy the cheap copies and go back to the newest durable save. Each
+    level alone has Delta_l = sqrt(2 C_l / lambda_l) (here: its exact form); a durable save is due every
+    round(Delta_2 / Delta_1) cheap ones, and never before the one before it is drained. `interval_s` fixes
+    the cheap interval. `durable.stall_s` is what a durable save costs beyond the cheap one it is made from.
+    Goodput: the exact form with the mean restart, drain and rework of both kinds of failure.
+    """
+    share = min(1.0, max(0.0, durable_share))
+    first_s = mtbf_s / (1.0 - share) if share < 1.0 else math.inf
+    second_s = mtbf_s / share if share > 0.0 else math.inf
+    if interval_s is None:
+        interval_s = optimal_interval_s(cheap, first_s if share < 1.0 else mtbf_s)
+    wanted_s = optimal_interval_s(durable, second_s) if share > 0.0 else math.inf
+    # Without failures that need it a durable save has no optimum: one a day is kept for what nobody foresaw.
+    wanted_s = min(wanted_s, max(86_400.0, durable.drain_s))
+    every = max(1, round(wanted_s / interval_s), math.ceil(durable.drain_s / interval_s - 1e-9))
+    # Failures of the second kind lose half a durable interval instead of half a cheap one, and its drain.
+    further_s = share * ((every - 1) * interval_s / 2.0 + durable.drain_s - cheap.drain_s)
+    restart_s = (1.0 - share) * cheap.restart_s + share * durable.restart_s
+    mean = replace(
+        cheap,
+        stall_s=cheap.stall_s + durable.cost_s / every,
+        restart_s=restart_s + further_s,
+    )
+    return TwoLevels(interval_s, every, async_goodput(interval_s, mean, mtbf_s))
+
+
+def sensitivity(saving: Saving, mtbf_s: float, factor: float = RATE_FACTOR) -> float:
+    """Goodput lost, 0..1, at the worse of two mistakes: the cadence was chosen for a failure rate `factor`
+    times too high, or too low."""
+    best = async_goodput(optimal_interval_s(saving, mtbf_s), saving, mtbf_s)
+    wrong = (optimal_interval_s(saving, mtbf_s * off) for off in (factor, 1.0 / factor))
+    return max(0.0, *(best - async_goodput(interval_s, saving, mtbf_s) for interval_s in wrong))

@@ -1,0 +1,184 @@
+"""What goes wrong in a simulated run, and when: drawn at random, or replayed from a trace.
+
+A fault plan is a list of faults in the order of time. Nodes are numbers: 0 .. active + spares - 1.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from jurymast.core.cadence import DAY_S, FAILURES_PER_1000_NODE_DAYS
+from jurymast.errors import UsageError
+
+# Follow-ups of a burst come within this time (the published trace: most of its early failures are bursts).
+BURST_S = 300.0
+BUNDLED_TRACE = "infinitehbd"
+# The bundled trace: servers of the cluster (most never fault), and days that were watched.
+BUNDLED_NODES, BUNDLED_DAYS = 400, 348.98
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At `t` seconds from the start `nodes` die together; none: the script fails. `down_s`: until they are
+    repaired (None: as long as repairs take)."""
+
+    t: float
+    nodes: tuple[int, ...] = ()
+    down_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultModel:
+    """`rate` counts node failures per 1,000 node-days, whatever pattern they come in.
+
+    `shape` is the Weibull shape of the time between incidents (1: exponential; below 1: clustered).
+    `bursts` is the share of incidents that others follow within minutes, two on average. `multi` is the
+    share that takes several nodes at once (at least two, neighbours). `lemons` is the share of nodes that
+    fail `lemon_factor` times as often as the others. `application_rate`: failures of the script, in the
+    same unit.
+    """
+
+    rate: float = FAILURES_PER_1000_NODE_DAYS
+    shape: float = 1.0
+    bursts: float = 0.0
+    multi: float = 0.0
+    lemons: float = 0.0
+    lemon_factor: float = 10.0
+    application_rate: float = 0.0
+
+    def draw(self, nodes: int, seconds: float, rng: random.Random) -> list[Fault]:
+        """A plan for `nodes` over `seconds`. Equal generators give equal plans."""
+        faults: list[Fault] = []
+        nodes_per_incident = (1.0 + self.bursts * 2.0) * (1.0 + self.multi * 1.5)
+        per_second = nodes * self.rate / 1000.0 / DAY_S
+        for t in _arrivals(per_second / nodes_per_incident, self.shape, seconds, rng):
+            times = [t]
+            if rng.random() < self.bursts:
+                times += [t + rng.uniform(0.0, BURST_S) for _ in range(rng.choice((1, 2, 3)))]
+            for time in times:
+                count = 1 if rng.random() >= self.multi else rng.choice((2, 2, 3, 3))  # 2.5: 1.5 more
+                first = self._node(nodes, rng)
+                faults.append(Fault(time, tuple((first + i) % nodes for i in range(min(count, nodes)))))
+        per_second = nodes * self.application_rate / 1000.0 / DAY_S
+        faults += [Fault(t) for t in _arrivals(per_second, 1.0, seconds, rng)]
+        return sorted((fault for fault in faults if fault.t < seconds), key=lambda fault: fault.t)
+
+    def _node(self, nodes: int, rng: random.Random) -> int:
+        """Lemons are spread evenly over the numbers, so that some of them are spares."""
+        bad = min(nodes, round(self.lemons * nodes))
+        weight = bad * self.lemon_factor
+        if bad and rng.random() < weight / (weight + nodes - bad):
+            return int((rng.randrange(bad) + 0.5) * nodes / bad)
+        return rng.randrange(nodes)
+
+
+PATTERNS: dict[str, dict[str, float]] = {
+    "exponential": {},
+    "weibull": {"shape": 0.64},
+    "bursts": {"bursts": 0.15},
+    "multi": {"multi": 0.093},
+    "lemons": {"lemons": 0.05},
+}
+
+
+def _arrivals(per_second: float, shape: float, until: float, rng: random.Random) -> list[float]:
+    """Times of a renewal process with this mean rate."""
+    if per_second <= 0.0:
+        return []
+    scale = 1.0 / per_second / math.gamma(1.0 + 1.0 / shape)
+    times: list[float] = []
+    t = rng.weibullvariate(scale, shape)
+    while t < until:
+        times.append(t)
+        t += rng.weibullvariate(scale, shape)
+    return times
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Recorded faults (day, node, days down) of a cluster of `nodes` nodes that was watched for `days`."""
+
+    faults: tuple[tuple[float, int, float], ...]
+    nodes: int
+    days: float
+
+    @property
+    def rate(self) -> float:
+        """Faults per 1,000 node-days."""
+        return 1000.0 * len(self.faults) / (self.nodes * self.days)
+
+    def incidents(self, window_s: float, factor: float = 1.0) -> int:
+        """Faults that start more than `window_s` after the one before, with time `factor` times as quick."""
+        gap = window_s / DAY_S * factor
+        days = [fault[0] for fault in self.faults]
+        return 1 + sum(later - earlier > gap for earlier, later in zip(days, days[1:], strict=False))
+
+    def draw(
+        self, nodes: int, seconds: float, rng: random.Random, *, repair: bool = False, shift: bool = True
+    ) -> list[Fault]:
+        """A plan for `nodes` over `seconds`: time runs `nodes / self.nodes` times as quick, so that the rate
+        per node stays; each recorded node stands for that many.
+
+        `repair`: nodes are down for as long as they were (in real hours); else as long as repairs take.
+        `shift`: begin at a random day. The trace starts over at its end.
+        """
+        factor = nodes / self.nodes
+        copies = max(1, math.ceil(factor))
+        start = rng.uniform(0.0, self.days) if shift else 0.0
+        shifted = sorted(((day - start) % self.days, node, down) for day, node, down in self.faults)
+        plan: list[Fault] = []
+        lap = 0
+        while shifted:
+            for day, node, down in shifted:
+                t = (lap * self.days + day) / factor * DAY_S
+                if t >= seconds:
+                    return plan
+                number = (node + self.nodes * rng.randrange(copies)) % nodes
+                plan.append(Fault(t, (number,), down * DAY_S if repair else None))
+            lap += 1
+        return plan
+
+
+def read_trace(path: Path | str, nodes: int | None = None) -> Trace:
+    """Read a CSV with the header `node,start_day,end_day` (more columns allowed), or the bundled trace by
+    its name. `nodes`: size of the cluster it was recorded on; None: the nodes that it names.
+
+    Raises UsageError for a file that cannot be read or has no faults.
+    """
+    if str(path) == BUNDLED_TRACE:
+        text = (resources.files("jurymast.sim") / "data" / "infinitehbd_node_faults.csv").read_text("utf-8")
+        return _trace(text.splitlines(), BUNDLED_TRACE, nodes or BUNDLED_NODES, BUNDLED_DAYS)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}", hint="a CSV: node,start_day,end_day") from error
+    return _trace(text.splitlines(), str(path), nodes, None)
+
+
+def _trace(lines: Sequence[str], name: str, nodes: int | None, days: float | None) -> Trace:
+    faults: list[tuple[float, int, float]] = []
+    numbers: dict[str, int] = {}
+    rows = csv.DictReader(lines)
+    if missing := {"node", "start_day", "end_day"} - set(rows.fieldnames or ()):
+        raise UsageError(f"{name}: no column {', '.join(sorted(missing))}")
+    last = 0.0
+    for row in rows:
+        try:
+            start, end = float(row["start_day"]), float(row["end_day"])
+        except (TypeError, ValueError):
+            raise UsageError(f"{name}:{rows.line_num}: start_day and end_day are numbers") from None
+        if not 0.0 <= start <= end < math.inf:
+            raise UsageError(f"{name}:{rows.line_num}: a fault ends after it starts, both from day 0 on")
+        faults.append((start, numbers.setdefault(row["node"], len(numbers)), end - start))
+        last = max(last, start)
+    if not faults or last <= 0.0:
+        raise UsageError(f"{name}: no faults")
+    # Nobody says how long the cluster was watched: the end of n faults' time is estimated without bias.
+    watched = days or last * (len(faults) + 1) / len(faults)
+    return Trace(tuple(sorted(faults)), max(nodes or 0, len(numbers)), watched)

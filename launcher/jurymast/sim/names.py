@@ -1,0 +1,55 @@
+"""Which of a run's nodes the state machine sees by name.
+
+The state machine treats healthy placed nodes alike, and each of its decisions walks over all placed nodes.
+So a few placed nodes have names of their own and one name stands for all the others; a node that fails
+gets the name of one that never mattered. Decisions are the same as with a name for every node (a test
+compares them), and cost the same for 12,500 nodes as for 17.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+OTHERS = "others"
+NAMED = 12
+
+
+class Names:
+    """Numbers 0 .. active - 1 are placed first, those after them are the spares."""
+
+    def __init__(self, active: int, spares: int, allocation: int, named: int = NAMED) -> None:
+        own = active if active <= named else named
+        self.others = active - own  # nodes that `OTHERS` stands for
+        numbers = [*range(own), *range(active, active + spares)]
+        self._names = {number: f"n{number}" + f".{allocation}" * bool(allocation) for number in numbers}
+        # Names that were lent longest ago come first: decisions look back at the last incidents' nodes.
+        self._lendable = [self._names[number] for number in range(own)]
+
+    def all(self) -> tuple[str, ...]:
+        return ((OTHERS,) if self.others else ()) + tuple(self._names.values())
+
+    @property
+    def active(self) -> int:
+        """Places, as the state machine counts them."""
+        return len(self._lendable) + bool(self.others)
+
+    def of(self, number: int, healthy_placed: Collection[str]) -> str | None:
+        """The name of a node, which may have to take over that of one in `healthy_placed`; None: no name is
+        left, since as many nodes as have names are out at the same time."""
+        name = self._names.get(number)
+        if name is None:
+            name = next((n for n in self._lendable if n in healthy_placed), None)
+            if name is None:
+                return None
+            lender = next(other for other, its in self._names.items() if its == name)
+            del self._names[lender]
+            self._names[number] = name
+        if name in self._lendable:
+            self._lendable.remove(name)
+            self._lendable.append(name)
+        return name
+
+    def placed(self, placement: Sequence[str]) -> None:
+        """The nodes of the newest attempt: their names may be lent."""
+        kept = [name for name in self._lendable if name in placement]
+        self._lendable = kept + [name for name in placement if name != OTHERS and name not in kept]

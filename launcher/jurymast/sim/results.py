@@ -1,0 +1,76 @@
+"""Several simulated runs together: what `jurymast simulate` shows."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jurymast.core.accounting import ordered
+from jurymast.sim.cadences import Factory
+from jurymast.sim.faults import Fault
+from jurymast.sim.simulation import Outcome, Setup, Simulation
+
+GOODPUT = "runtime_goodput"
+Draw = Callable[[random.Random], list[Fault]]
+
+
+def simulate(
+    setup: Setup, draw: Draw, cadence: Factory, seeds: int, told: Callable[[float], None] | None = None
+) -> list[Outcome]:
+    """Runs with the seeds 0 .. `seeds` - 1. Equal calls, equal results. `told` gets the share done, 0..1."""
+    outcomes = []
+    for seed in range(seeds):
+        done = seed / seeds
+
+        def tell(t: float, done: float = done) -> None:
+            if told is not None:
+                told(done + t / setup.seconds / seeds)
+
+        outcomes.append(Simulation(setup, draw(random.Random(seed)), cadence(), tell).run())
+        if told is not None:
+            told((seed + 1) / seeds)
+    return outcomes
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Linear between the two nearest values."""
+    values = sorted(values)
+    place = share * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (place - low)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": sum(values) / len(values), "p5": quantile(values, 0.05), "p95": quantile(values, 0.95),
+    }  # fmt: skip
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Means over the runs; `categories` and `total_node_seconds` are those of a mean run."""
+    runs = len(outcomes)
+    totals: Counter[str] = Counter()
+    for outcome in outcomes:
+        totals.update(outcome.categories)
+    incidents = sum(len(outcome.incidents) for outcome in outcomes)
+    actions = Counter(i.action or "open" for outcome in outcomes for i in outcome.incidents)
+    wall_s = sum(outcome.wall_s for outcome in outcomes)
+    ends = Counter(outcome.reason for outcome in outcomes if outcome.state == "failed")
+    return {
+        "goodput": spread([outcome.ratios[GOODPUT] or 0.0 for outcome in outcomes]),
+        "ratios": {
+            name: spread([outcome.ratios[name] or 0.0 for outcome in outcomes]) for name in outcomes[0].ratios
+        },
+        "mtbf_hours": wall_s / incidents / 3600.0 if incidents else None,
+        "categories": {name: totals[name] / runs / 1e6 for name in ordered(list(totals))},
+        "total_node_seconds": sum(outcome.total_us for outcome in outcomes) / runs / 1e6,
+        "incidents": incidents / runs,
+        "actions": {name: number / runs for name, number in sorted(actions.items())},
+        "requeues": sum(outcome.requeues for outcome in outcomes) / runs,
+        "saves": sum(outcome.saves for outcome in outcomes) / runs,
+        "gave_up": dict(ends),
+        "seeds": runs,
+    }

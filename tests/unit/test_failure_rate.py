@@ -1,0 +1,158 @@
+"""The posterior of the failure rate: quantiles, bursts, forgetting, and what it rests on."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jurymast.core.failure_rate import (
+    DAY_S,
+    HALF_LIFE_DAYS,
+    FailureRate,
+    Posterior,
+    failure_times,
+    merged,
+    mtbf_s,
+    prior,
+)
+from jurymast.core.incident import Incident
+from jurymast.core.reliability import gamma_below, gamma_quantile, poisson_below
+
+
+def test_gamma_at_shapes_that_are_no_whole_numbers() -> None:
+    # chi-square tables with 1, 3, 5 and 7 degrees of freedom: twice Gamma(1/2, 3/2, 5/2, 7/2)
+    for degrees, quantile in ((1, 3.841459), (3, 7.814728), (5, 11.070498), (7, 14.067140)):
+        assert 2 * gamma_quantile(degrees / 2, 0.95) == pytest.approx(quantile, abs=1e-6)
+    for degrees, quantile in ((1, 0.00393214), (3, 0.351846), (5, 1.145476)):
+        assert 2 * gamma_quantile(degrees / 2, 0.05) == pytest.approx(quantile, rel=1e-5)
+
+
+@given(st.floats(0.0, 60.0))
+def test_gamma_of_one_half_is_the_error_function(x: float) -> None:
+    assert gamma_below(0.5, x) == pytest.approx(math.erf(math.sqrt(x)), abs=1e-13)
+
+
+@given(st.floats(0.05, 300.0), st.floats(0.001, 400.0))
+def test_gamma_follows_its_recurrence(shape: float, x: float) -> None:
+    """P(a + 1, x) = P(a, x) - x^a e^-x / Gamma(a + 1)."""
+    step = math.exp(shape * math.log(x) - x - math.lgamma(shape + 1.0))
+    assert gamma_below(shape + 1.0, x) == pytest.approx(gamma_below(shape, x) - step, abs=1e-12)
+
+
+def test_poisson() -> None:
+    assert poisson_below(0, 1.0) == 0.0
+    assert poisson_below(3, 2.0) == pytest.approx(math.exp(-2.0) * (1 + 2 + 2))
+    assert poisson_below(3, 0.0) == 1.0
+
+
+def test_the_prior_is_what_fleets_report() -> None:
+    assert prior().rate == pytest.approx(5.0)
+    low, high = prior().interval()
+    assert low == pytest.approx(1.15, abs=0.01)
+    assert high == pytest.approx(11.07, abs=0.01)
+    assert prior().below(high) == pytest.approx(0.95)
+    assert prior().evidence() == "nothing observed yet"
+
+
+def test_a_rate_that_was_given() -> None:
+    believed = prior(3.87)
+    assert believed.rate == pytest.approx(3.87)
+    low, high = believed.interval()
+    assert 0.5 * 3.87 < low < 3.87 < high < 1.6 * 3.87
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="not positive"):
+            prior(wrong)
+
+
+def test_mtbf_of_a_run() -> None:
+    assert mtbf_s(3000, 3.87) / 60.0 == pytest.approx(124.0, abs=0.1)
+    assert mtbf_s(10, 0.0) == math.inf
+    assert prior().mtbf_s(1000) == pytest.approx(DAY_S / 5)
+
+
+def test_incidents_and_node_days_add_up() -> None:
+    rate = FailureRate(0.0, half_life_days=1e9)
+    rate.watched(10 * DAY_S, 100)
+    for at in (1, 3, 5, 9):
+        assert rate.incident(at * DAY_S)
+    found = rate.posterior
+    assert found.shape == pytest.approx(6.5)
+    assert found.node_days == pytest.approx(1500.0, rel=1e-6)
+    assert found.evidence() == "4 incidents in 1e+03 node-days"
+
+
+def test_a_burst_is_one_incident() -> None:
+    rate = FailureRate(0.0)
+    assert [rate.incident(at) for at in (0.0, 60.0, 599.0, 601.0, 700.0)] == [True, False, False, True, False]
+    assert merged([700.0, 0.0, 601.0, 60.0]) == [0.0, 601.0]
+    assert merged([]) == []
+
+
+def test_old_evidence_halves_in_its_half_life() -> None:
+    rate = FailureRate(0.0)
+    rate.incident(0.0)
+    rate.watched(HALF_LIFE_DAYS * DAY_S, 0)
+    assert rate.posterior.incidents == pytest.approx(0.5)
+    late = FailureRate(0.0)
+    late.watched(HALF_LIFE_DAYS * DAY_S, 0)
+    late.incident(0.0)  # heard of late: as old as it is
+    assert late.posterior.incidents == pytest.approx(0.5)
+
+
+@given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=30))
+def test_exposure_does_not_depend_on_how_it_is_cut(cuts: list[float]) -> None:
+    whole, pieces = FailureRate(0.0), FailureRate(0.0)
+    whole.watched(5 * DAY_S, 64)
+    for at in sorted(cuts):
+        pieces.watched(at * DAY_S, 64)
+    pieces.watched(5 * DAY_S, 64)
+    assert pieces.posterior.node_days == pytest.approx(whole.posterior.node_days, rel=1e-9)
+    whole.watched(1.0, 10**6)  # time does not run backwards
+    assert pieces.posterior.node_days == pytest.approx(whole.posterior.node_days, rel=1e-9)
+
+
+def test_forgetting_keeps_about_three_weeks_of_node_days() -> None:
+    rate = FailureRate(0.0)
+    rate.watched(1000 * DAY_S, 10)
+    assert rate.posterior.exposure_node_days == pytest.approx(10 * HALF_LIFE_DAYS / math.log(2.0))
+
+
+@pytest.mark.parametrize("truth", [1.0, 5.0, 40.0])
+def test_it_finds_the_rate_and_follows_a_change(truth: float) -> None:
+    """1,000 nodes for thirty days, then sixty days at twice the rate; also where many failures fall into the
+    window after another one by chance."""
+    chance = random.Random(7)
+    rate, now, nodes = FailureRate(0.0), 0.0, 1000
+    for until_day, times in ((30.0, 1.0), (90.0, 2.0)):
+        while True:
+            now += chance.expovariate(1.0 / mtbf_s(nodes, truth * times))
+            if now > until_day * DAY_S:
+                break
+            rate.watched(now, nodes)
+            rate.incident(now)
+        now = until_day * DAY_S
+        rate.watched(now, nodes)
+        low, high = rate.posterior.interval(0.999)
+        assert low < truth * times < high
+
+
+def incident(at: float, charged: str) -> Incident:
+    return Incident(1, at, at + 1.0, 1, 0, charged=charged)
+
+
+def test_machines_and_scripts_apart() -> None:
+    seen = [
+        incident(0.0, "infrastructure"), incident(5.0, "application"), incident(60.0, "infrastructure"),
+        incident(1000.0, "infrastructure"), incident(2000.0, "nobody"), incident(3000.0, ""),
+    ]  # fmt: skip
+    assert failure_times(seen) == [0.0, 1000.0]
+    assert failure_times(seen, "application") == [5.0]
+
+
+def test_evidence_in_words() -> None:
+    assert Posterior().learned(1.0, 812.0).evidence() == "1 incident in 812 node-days"
+    assert Posterior().learned(0.0, 40.0).evidence() == "0 incidents in 40 node-days"

@@ -1,0 +1,190 @@
+"""The policies that come with jurymast, the starter, and the JSON Schema made from the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jurymast.agent.agent import cadence_environment
+from jurymast.cli.main import main
+from jurymast.core.settings import RunPlan, Settings
+from jurymast.policy.load import file_layers
+from jurymast.policy.resolve import Resolved, resolve
+from jurymast.policy.schema import schema
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+READY = sorted(CONFIGS.glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _no_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JURYMAST_SITE", "")
+
+
+def load(path: Path) -> Resolved:
+    return resolve(file_layers(path, path.name))
+
+
+def test_there_is_a_policy_for_each_use() -> None:
+    uses = {"default", "research", "frontier", "preemptible", "small", "site"}
+    assert {path.stem for path in READY} == uses
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_ready_policies_are_good(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy", "check", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: good\n"
+    assert main(["plan", "--nodes", "16", "--policy", str(path)]) == 0
+
+
+def test_what_the_ready_policies_are_for() -> None:
+    policies = {path.stem: load(path) for path in READY}
+    assert policies["small"].policy.spares == 0
+    assert policies["preemptible"].policy.spares == 0
+    assert policies["site"].policy.nodes_policy.bad == "drain"
+    assert policies["frontier"].policy.spares is None
+    assert policies["frontier"].settings().rate == 6.5
+    assert policies["research"].settings().rate is None
+
+
+def test_a_site_file_lies_below_a_team_s(tmp_path: Path) -> None:
+    team = tmp_path / "team.yaml"
+    team.write_text(f"extends: {CONFIGS / 'site.yaml'}\nspares: 2\n")
+    resolved = load(team)
+    assert resolved.policy.spares == 2
+    assert resolved.policy.nodes_policy.bad == "drain"
+
+
+def test_init_writes_a_policy_that_is_good_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.yaml"
+    assert main(["policy", "init", str(path)]) == 0
+    assert str(path) in capsys.readouterr().out
+    assert load(path).values == resolve([]).values
+    # Also what is commented out would be good, but for a file that it extends.
+    full = re.sub(
+        r"^( *)# (extends|local|object|rate)(:.*)$", r"\1\2\3", path.read_text(), flags=re.MULTILINE
+    )
+    assert full != path.read_text()
+    path.write_text(full.replace("/etc/jurymast/team.yaml", str(CONFIGS / "site.yaml")))
+    assert load(path).settings().local_path == "/scratch"
+    before = path.read_text()
+    assert main(["policy", "init", str(path)]) == 64
+    assert path.read_text() == before
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_init_where_nothing_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy", "init", "/nowhere/p.yaml"]) == 65
+    assert "/nowhere/p.yaml: cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_the_schema_checked_in_is_the_model_s(capsys: pytest.CaptureFixture[str]) -> None:
+    """If not: jurymast policy schema > configs/policy.schema.json"""
+    assert json.loads((CONFIGS / "policy.schema.json").read_text()) == schema()
+    assert main(["policy", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema()
+
+
+def broken(value: Any, rule: dict[str, Any], where: str = "") -> Iterator[str]:
+    """Places at which `value` breaks `rule`; knows the keywords that our schema uses, and no others."""
+    if "$ref" in rule:
+        yield from broken(value, schema()["$defs"][rule["$ref"].rpartition("/")[2]], where)
+    if "anyOf" in rule and all(list(broken(value, each)) for each in rule["anyOf"]):
+        yield where
+    kinds: dict[str, Any] = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+    }
+    kind = rule.get("type")
+    if kind == "null":
+        if value is not None:
+            yield where
+    elif kind is not None and (not isinstance(value, kinds[kind]) or isinstance(value, bool)):
+        yield where
+        return
+    if ("const" in rule and value != rule["const"]) or ("enum" in rule and value not in rule["enum"]):
+        yield where
+    if isinstance(value, str) and not re.search(rule.get("pattern", ""), value):
+        yield where
+    if len(value if isinstance(value, str | list) else "x") < rule.get("minLength", rule.get("minItems", 0)):
+        yield where
+    if isinstance(value, int | float) and not (
+        value >= rule.get("minimum", value)
+        and value <= rule.get("maximum", value)
+        and value > rule.get("exclusiveMinimum", value - 1)
+    ):
+        yield where
+    if isinstance(value, dict) and "properties" in rule:
+        for name, item in value.items():
+            if name in rule["properties"]:
+                yield from broken(item, rule["properties"][name], f"{where}.{name}")
+            elif not rule.get("additionalProperties", True):
+                yield f"{where}.{name}"
+        yield from (f"{where}.{name}" for name in rule.get("required", []) if name not in value)
+    if isinstance(value, list) and "items" in rule:
+        for item in value:
+            yield from broken(item, rule["items"], f"{where}[]")
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_ready_policies_fit_the_schema(path: Path) -> None:
+    assert list(broken(yaml.safe_load(path.read_text()), schema())) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("spars: 1", ".spars"),
+        ("spares: -1", ".spares"),
+        ("spares: many", ".spares"),
+        ("detect: {heartbeat: 10}", ".detect.heartbeat"),
+        ("detect: {hang: 10x}", ".detect.hang"),
+        ("checkpoint: {cadence: ten steps}", ".checkpoint.cadence"),
+        ("checkpoint: {tiers: {local: {}}}", ".checkpoint.tiers.local"),
+        ("checkpoint: {tiers: {peer: {copies: 0}}}", ".checkpoint.tiers.peer"),
+        ("failures: {rate: 0}", ".failures.rate"),
+        ("failures: {restarts: {application: 3 an hour}}", ".failures.restarts.application"),
+        ("nodes_policy: {max_fraction: 120}", ".nodes_policy.max_fraction"),
+        ("notify: [{when: never, command: [a]}]", ".notify[].when"),
+        ("notify: [{when: stop, command: []}]", ".notify[].command"),
+        ("extends: 3", ".extends"),
+    ],
+)
+def test_the_schema_finds_mistakes(text: str, where: str) -> None:
+    assert list(broken(yaml.safe_load(text), schema())) == [where]
+
+
+def test_every_key_of_the_schema_says_what_it_is() -> None:
+    sections = [schema(), *schema()["$defs"].values()]
+    for section in sections:
+        assert section["additionalProperties"] is False
+        assert all(key.get("description") for key in section.get("properties", {}).values())
+
+
+def test_a_rate_reaches_the_settings_and_is_acted_on(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("failures: {rate: 6.5}\n")
+    resolved = load(path)
+    assert resolved.settings() == Settings(rate=6.5)
+    assert resolved.not_acted_on() == []
+    plan = RunPlan(
+        run="r", name="r", directory="/r", cluster="local", active=1, spares=0, ranks_per_node=1,
+        script="s", settings=resolved.settings(),
+    )  # fmt: skip
+    assert RunPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert float(cadence_environment(plan)["JURYMAST_MTBF_S"]) == pytest.approx(86_400 * 1000 / 6.5)
+    assert cadence_environment(replace(plan, settings=Settings())) == {}
+    path.write_text("failures: {rate: 0}\n")
+    assert main(["policy", "check", str(path)]) == 65
