@@ -41,7 +41,7 @@ def test_a_policy_decides(tmp_path: Path) -> None:
     assert (found["spares"], found["cadence"]) == (3, "600s")
 
 
-@pytest.mark.parametrize("words", [["--faults", "lemons"], ["--trace", "infinitehbd", "--trace-repairs"]])
+@pytest.mark.parametrize("words", [["--faults", "lemons:0.1"], ["--trace", "infinitehbd", "--trace-repairs"]])
 def test_text(words: list[str]) -> None:
     result = CliRunner().invoke(command, [*SMALL, *words], catch_exceptions=False)
     assert "runtime goodput" in result.output
@@ -54,6 +54,7 @@ def test_text(words: list[str]) -> None:
     [
         (["--cadence", "often"], "'often' is not a cadence"),
         (["--faults", "lemon"], "did you mean lemons"),
+        (["--faults", "weibull:0"], "'0' is not a number above 0"),
         (["--trace", "infinitehbd", "--rate", "3"], "--rate and --trace do not go together"),
         (["--spares", "few"], "a number, or auto"),
         (["--trace", "/nowhere.csv"], "cannot read /nowhere.csv"),

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from jurymast.agent.agent import cadence_environment
 from jurymast.cli.main import main
+from jurymast.core.instructions import Launch
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.policy.load import file_layers
 from jurymast.policy.resolve import Resolved, resolve
 from jurymast.policy.schema import schema
+from support.stories import Story
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 READY = sorted(CONFIGS.glob("*.yaml"))
@@ -184,7 +184,7 @@ def test_a_rate_reaches_the_settings_and_is_acted_on(tmp_path: Path) -> None:
         script="s", settings=resolved.settings(),
     )  # fmt: skip
     assert RunPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert float(cadence_environment(plan)["JURYMAST_MTBF_S"]) == pytest.approx(86_400 * 1000 / 6.5)
-    assert cadence_environment(replace(plan, settings=Settings())) == {}
+    story = Story(active=1, settings=resolved.settings()).running()
+    assert story.last(Launch).mtbf_s == pytest.approx(86_400 * 1000 / 6.5, rel=1e-3)
     path.write_text("failures: {rate: 0}\n")
     assert main(["policy", "check", str(path)]) == 65

@@ -582,3 +582,14 @@ def test_a_drain_during_a_back_off_gives_the_place_to_a_spare() -> None:
     story.backed_off()
     assert drained not in story.state.placement
     assert phase(story) is Phase.LAUNCHING
+
+
+def test_each_attempt_is_told_how_often_failures_are_expected_by_now() -> None:
+    story = Story(active=2, spares=2).running()
+    first = story.last(Launch).mtbf_s
+    assert first == pytest.approx(86_400 * 1000 / (2 * 5.0), rel=1e-3)  # what fleets report
+    story.wait(3600.0)
+    story.lost("n2")
+    story.stopped()
+    assert story.last(Launch).attempt == 2
+    assert story.last(Launch).mtbf_s == pytest.approx(first * 2.5 / 3.5, rel=1e-2)

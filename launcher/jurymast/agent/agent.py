@@ -22,7 +22,6 @@ from jurymast.agent.keeping import Keeping
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.agent.succession import Succession
 from jurymast.cluster.allocation import Allocation
-from jurymast.core.failure_rate import mtbf_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.rundir import RunDirectory
@@ -377,14 +376,12 @@ def local_address(host: str, port: int) -> str:
 
 
 def cadence_environment(plan: RunPlan) -> dict[str, str]:
-    """What tells the ranks' Checkpointer when to save: the policy's cadence, or the failures to expect."""
+    """Tells the ranks' Checkpointer when to save if the policy says it; else the attempt's MTBF does."""
     settings, values = plan.settings, {}
     if settings.cadence_steps is not None:
         values["JURYMAST_CADENCE_STEPS"] = str(settings.cadence_steps)
     if settings.cadence_s is not None:
         values["JURYMAST_CADENCE_S"] = str(settings.cadence_s)
-    if settings.rate is not None:
-        values["JURYMAST_MTBF_S"] = str(mtbf_s(plan.active, settings.rate))
     return values
 
 

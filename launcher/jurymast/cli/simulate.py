@@ -50,13 +50,13 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
     "--faults",
     default="exponential",
     show_default=True,
-    help="Pattern: exponential, weibull, bursts, multi (several nodes at once) or lemons.",
+    help="exponential, weibull, bursts, multi (several nodes at once) or lemons; with a number: lemons:0.1.",
 )
 @click.option("--script-rate", type=click.FloatRange(0.0), default=0.0, help="Failures of the script itself.")
 @click.option("--trace", metavar="CSV", help="Replay faults (node,start_day,end_day), or `infinitehbd`.")
 @click.option("--trace-nodes", type=click.IntRange(1), help="Nodes of the cluster that was traced.")
 @click.option("--trace-repairs", is_flag=True, help="Nodes are down for as long as the trace says.")
-@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Runs to simulate.")
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Runs to simulate.")
 @click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="The policy to decide with.")
 @click.option("--spares", metavar="N|auto", help="Spare nodes.  [the policy's]")
 @click.option("--cadence", help="fixed:60m, young (at the true rate), optimum or adaptive.  [the policy's]")
@@ -168,8 +168,7 @@ def _durations(options: dict[str, Any]) -> Durations:
 def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tuple[float, str, Draw]:
     """The rate, what to call the faults, and how to draw them for a number of nodes."""
     from jurymast.core.cadence import FAILURES_PER_1000_NODE_DAYS
-    from jurymast.core.nearest import did_you_mean
-    from jurymast.sim.faults import PATTERNS, FaultModel, read_trace
+    from jurymast.sim.faults import FaultModel, parse_pattern, read_trace
 
     if options["trace"] is not None:
         if options["rate"] is not None:
@@ -182,9 +181,7 @@ def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tupl
 
         return trace.rate, f"faults as in {options['trace']}", replay
     name = options["faults"]
-    if name not in PATTERNS:
-        raise UsageError(f"there is no pattern of faults {name}{did_you_mean(name, PATTERNS)}")
     rate = resolved.policy.failures.rate if options["rate"] is None else options["rate"]
     rate = FAILURES_PER_1000_NODE_DAYS if rate is None else rate
-    model = FaultModel(rate=rate, application_rate=options["script_rate"], **PATTERNS[name])
+    model = FaultModel(rate=rate, application_rate=options["script_rate"], **parse_pattern(name))
     return rate, f"{name} faults", lambda nodes, rng: model.draw(nodes, seconds, rng)

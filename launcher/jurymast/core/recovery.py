@@ -6,6 +6,7 @@ The second half of the run's state machine; `core.run` feeds it.
 from __future__ import annotations
 
 from jurymast.core.attribution import attribute
+from jurymast.core.failure_rate import FailureRate, failure_times, prior
 from jurymast.core.incident import Incident
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ladder import Decision, decide, within
@@ -225,11 +226,22 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
     return launch_instruction(state, reason)
 
 
+def expected_mtbf_s(state: RunState) -> float:
+    """Mean time between failures of the active nodes, from the policy's rate and what this run has seen."""
+    began_at = state.now if state.began_at is None else state.began_at
+    estimate = FailureRate(began_at, prior(state.settings.rate))
+    for at_s in failure_times(state.incidents):
+        estimate.watched(at_s, state.active)
+        estimate.incident(at_s)
+    estimate.watched(state.now, state.active)
+    return round(estimate.posterior.mtbf_s(state.active), 1)
+
+
 def launch_instruction(state: RunState, reason: str) -> Launch:
     master = state.nodes[state.placement[0]]
     for name in state.placement:
         state.nodes[name].ready = False
     return Launch(
         attempt=state.attempt, placement=state.placement, master_address=master.address,
-        master_port=master.store_port, reason=reason,
+        master_port=master.store_port, reason=reason, mtbf_s=expected_mtbf_s(state),
     )  # fmt: skip

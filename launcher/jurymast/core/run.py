@@ -62,6 +62,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
         name: Node(name, order, since=event.t) for order, name in enumerate(dict.fromkeys(event.nodes))
     }
     state.host = event.host
+    state.began_at = event.t if state.began_at is None else state.began_at
     state.placement, state.started, state.finished, state.stopped = (), set(), set(), set()
     state.findings = Findings()
     state.phase, state.deadline, state.enough_since = (

@@ -98,6 +98,7 @@ class RunState:
     spares: int = 0
     ranks_per_node: int = 1
     submitted_at: float = 0.0
+    began_at: float | None = None  # when the first nodes came
     requeue_allowed: bool = True
 
     phase: Phase = Phase.QUEUED

@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from jurymast.core.cadence import DAY_S, FAILURES_PER_1000_NODE_DAYS
+from jurymast.core.nearest import did_you_mean
 from jurymast.errors import UsageError
 
 # Follow-ups of a burst come within this time (the published trace: most of its early failures are bursts).
@@ -78,6 +79,8 @@ class FaultModel:
         return rng.randrange(nodes)
 
 
+# What `--faults` says: the field that it sets, and its usual value (those of the bundled trace, where it
+# has one).
 PATTERNS: dict[str, dict[str, float]] = {
     "exponential": {},
     "weibull": {"shape": 0.64},
@@ -85,6 +88,22 @@ PATTERNS: dict[str, dict[str, float]] = {
     "multi": {"multi": 0.093},
     "lemons": {"lemons": 0.05},
 }
+
+
+def parse_pattern(text: str) -> dict[str, float]:
+    """Read "lemons" or, with a value of one's own, "lemons:0.1". Raises UsageError."""
+    name, _, value = text.partition(":")
+    if name not in PATTERNS:
+        raise UsageError(f"there is no pattern of faults {name}{did_you_mean(name, PATTERNS)}")
+    if not value:
+        return PATTERNS[name]
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number <= (1.0 if name != "weibull" else 10.0):
+        raise UsageError(f"--faults {text}: {value!r} is not a number above 0 (a share: to 1)")
+    return dict.fromkeys(PATTERNS[name], number)
 
 
 def _arrivals(per_second: float, shape: float, until: float, rng: random.Random) -> list[float]:

@@ -153,6 +153,7 @@ class Supervisor:
         return {
             "do": "launch", "attempt": launch.attempt, "rank": rank, "world": len(launch.placement),
             "master_address": launch.master_address, "master_port": launch.master_port,
+            "mtbf_s": launch.mtbf_s,
             "restore": self._tiers.restore_message(plan, node, ranks) if plan is not None else None,
         }  # fmt: skip
 

@@ -49,6 +49,8 @@ class RankLogs(LogsSpecs):
             environment[error_file.PATH_VARIABLE] = failure
             environment[entry.LOG_VARIABLE] = str(folder / f"rank-{rank:05d}.log")
             environment["JURYMAST_ATTEMPT"] = str(attempt)
+            if self._rendezvous.mtbf_s:
+                environment["JURYMAST_MTBF_S"] = str(self._rendezvous.mtbf_s)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)
         console = dict.fromkeys(envs, "")
         return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict(self.error_files))
