@@ -101,6 +101,23 @@ def test_a_few_names_stand_for_all_nodes(pattern: str) -> None:
     assert [i.action for i in few.incidents] == [i.action for i in all_of_them.incidents]
 
 
+def test_many_saves_told_at_once_cost_the_same() -> None:
+    faults = FaultModel(rate=50.0).draw(204, 5 * DAY_S, random.Random(1))
+    durations = Durations(drain_s=25, slowdown=0.2)
+    single, many = (
+        ran(
+            Setup(nodes=200, spares=4, seconds=5 * DAY_S, durations=durations, saves_at_once=most),
+            faults,
+            200.0,
+        )
+        for most in (1, 32)
+    )
+    assert len(single.incidents) > 20
+    assert single.saves == many.saves > 1000
+    assert single.ratios == pytest.approx(many.ratios, abs=1e-9)
+    assert single.incidents == many.incidents
+
+
 def test_one_fault_costs_what_its_parts_take() -> None:
     durations = Durations(
         detection_s=2, stop_s=1, launch_s=5, restore_s=30, step_s=1, stall_s=10, repair_s=1000, warm_up_s=4

@@ -127,6 +127,10 @@ class FailureRate:
         self._incidents = 0.0
         self._node_days = 0.0
 
+    def __eq__(self, other: object) -> bool:
+        """A replayed run's estimate equals the one that it had."""
+        return isinstance(other, FailureRate) and vars(self) == vars(other)
+
     @property
     def posterior(self) -> Posterior:
         return self._believed.learned(self._incidents, self._node_days)

@@ -6,7 +6,7 @@ The second half of the run's state machine; `core.run` feeds it.
 from __future__ import annotations
 
 from jurymast.core.attribution import attribute
-from jurymast.core.failure_rate import FailureRate, failure_times, prior
+from jurymast.core.failure_rate import INFRASTRUCTURE
 from jurymast.core.incident import Incident
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ladder import Decision, decide, within
@@ -58,8 +58,9 @@ def not_stopped(state: RunState) -> tuple[str, ...]:
 def settle(state: RunState, cause: str, evidence: str, action: str) -> None:
     incident = state.incidents[-1]
     incident.cause, incident.evidence, incident.action, incident.reason = cause, evidence, action, evidence
-    incident.charged, incident.signature = "infrastructure", cause
+    incident.charged, incident.signature = INFRASTRUCTURE, cause
     incident.stopped_at = incident.decided_at = state.now
+    _count_failure(state, incident)
 
 
 def close_incident(state: RunState, t: float) -> None:
@@ -100,6 +101,7 @@ def _diagnose(state: RunState) -> list[Instruction]:
     incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence
     incident.traceback = next((f.traceback for f in state.findings.failures if f.rank == cause.rank), "")
     incident.stopped_at = incident.decided_at = state.now
+    _count_failure(state, incident)
     decision = decide(state, cause)
     incident.action, incident.reason = decision.action, decision.reason
     return _carry_out(state, decision)
@@ -226,15 +228,19 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
     return launch_instruction(state, reason)
 
 
+def _count_failure(state: RunState, incident: Incident) -> None:
+    """Towards the rate at which nodes fail, if it is the infrastructure's."""
+    if state.failures is not None and incident.charged == INFRASTRUCTURE:
+        state.failures.watched(incident.fault_at, state.active)
+        state.failures.incident(incident.fault_at)
+
+
 def expected_mtbf_s(state: RunState) -> float:
     """Mean time between failures of the active nodes, from the policy's rate and what this run has seen."""
-    began_at = state.now if state.began_at is None else state.began_at
-    estimate = FailureRate(began_at, prior(state.settings.rate))
-    for at_s in failure_times(state.incidents):
-        estimate.watched(at_s, state.active)
-        estimate.incident(at_s)
-    estimate.watched(state.now, state.active)
-    return round(estimate.posterior.mtbf_s(state.active), 1)
+    if state.failures is None:
+        return 0.0
+    state.failures.watched(state.now, state.active)
+    return round(state.failures.posterior.mtbf_s(state.active), 1)
 
 
 def launch_instruction(state: RunState, reason: str) -> Launch:

@@ -12,6 +12,7 @@ from typing import Any
 from jurymast.core import events as ev
 from jurymast.core import recovery
 from jurymast.core.copies import MEMORY, SHARED
+from jurymast.core.failure_rate import FailureRate, prior
 from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.state import ENDED, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.errors import RunCancelledError, RunFailedError
@@ -62,7 +63,8 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
         name: Node(name, order, since=event.t) for order, name in enumerate(dict.fromkeys(event.nodes))
     }
     state.host = event.host
-    state.began_at = event.t if state.began_at is None else state.began_at
+    if state.failures is None:
+        state.failures = FailureRate(event.t, prior(state.settings.rate))
     state.placement, state.started, state.finished, state.stopped = (), set(), set(), set()
     state.findings = Findings()
     state.phase, state.deadline, state.enough_since = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jurymast.core.events import Asked, NodeLost, RanksHung, RestorePlanned, WorkerFailed
+from jurymast.core.failure_rate import FailureRate
 from jurymast.core.incident import Incident
 from jurymast.core.settings import Settings
 
@@ -98,7 +99,7 @@ class RunState:
     spares: int = 0
     ranks_per_node: int = 1
     submitted_at: float = 0.0
-    began_at: float | None = None  # when the first nodes came
+    failures: FailureRate | None = None  # since the first nodes came
     requeue_allowed: bool = True
 
     phase: Phase = Phase.QUEUED

@@ -26,7 +26,7 @@ from jurymast.core.state import Phase, Role, RunState
 from jurymast.sim.cadences import SimCadence
 from jurymast.sim.durations import START, Durations
 from jurymast.sim.faults import Fault
-from jurymast.sim.names import NAMED, OTHERS, Names
+from jurymast.sim.names import OTHERS, Names, names_needed
 
 # A fault for which no name is left is noticed this much later.
 LATER_S = 10.0
@@ -34,7 +34,11 @@ LATER_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is simulated: `nodes` active and `spares` idle nodes for `seconds`."""
+    """What is simulated: `nodes` active and `spares` idle nodes for `seconds`.
+
+    `named`: how many placed nodes have a name of their own; None: as many as the faults need.
+    `saves_at_once`: saves without anything between them that one event may tell of.
+    """
 
     nodes: int
     spares: int
@@ -42,7 +46,8 @@ class Setup:
     durations: Durations = field(default_factory=Durations)
     settings: Settings = field(default_factory=Settings)
     requeue: bool = True
-    named: int = NAMED
+    named: int | None = None
+    saves_at_once: int = 32
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ class Simulation:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self._allocation = -1
-        self._names = Names(setup.nodes, setup.spares, 0, setup.named)
+        self._named = names_needed(faults) if setup.named is None else setup.named
+        self._names = Names(setup.nodes, setup.spares, 0, self._named)
         self.state, booked = self._fresh_state(), self._fresh_state()
         self.ledger = Ledger(booked)
         self._dead: set[str] = set()  # nobody noticed yet
@@ -83,6 +89,7 @@ class Simulation:
         self._training = False
         self._segment = (0.0, 0, False)  # start, steps before it, copies drain during it
         self._next_save = 0  # step
+        self._next_fault, self._end, self._saves = START, START + setup.seconds, 0
         self._copies = [(0, 0.0), (0, 0.0)]  # the two newest saves: step, complete at
         self._restorable = 0
         self._woken = 0.0
@@ -94,7 +101,6 @@ class Simulation:
         )  # fmt: skip
 
     def run(self) -> Outcome:
-        end = START + self.setup.seconds
         self._feed(
             ev.RunStarted(
                 t=START, run="simulated", name="simulated", active=self._names.active,
@@ -107,21 +113,20 @@ class Simulation:
         fault = next(faults, None)
         while not self.state.ended:
             at = self._heap[0][0] if self._heap else math.inf
-            if fault is not None and START + fault.t <= at:
-                if (at := START + fault.t) > end:
-                    break
-                self.now = at
+            self._next_fault = START + fault.t if fault is not None else math.inf
+            if min(at, self._next_fault) > self._end:
+                break
+            if fault is not None and self._next_fault <= at:
+                self.now = self._next_fault
                 self._fault(fault)
                 if self._told is not None:
                     self._told(fault.t)
                 fault = next(faults, None)
                 continue
-            if at > end:
-                break
             self.now, _, act, arguments = heapq.heappop(self._heap)
             act(*arguments)
         if not self.state.ended:
-            self.now = end
+            self.now = self._end
             self._halt()
         return self._outcome()
 
@@ -179,7 +184,7 @@ class Simulation:
     def _allocate(self, eligible_at: float) -> None:
         """All nodes of a new allocation are well: Slurm gives others for those that are being repaired."""
         self._allocation += 1
-        self._names = Names(self.setup.nodes, self.setup.spares, self._allocation, self.setup.named)
+        self._names = Names(self.setup.nodes, self.setup.spares, self._allocation, self._named)
         self._dead = set()
         names = self._names.all()
         self._feed(
@@ -290,7 +295,9 @@ class Simulation:
         until = at_step + round(min(steps, 1e12))
         self._next_save = until
         due = self.now + d.time_of(until - at_step, draining=draining)
-        self._at(due + d.stall_s, self._saved, generation, until)
+        more, cycle_s = self._more_saves(until - at_step, due + d.stall_s)
+        last = until + more * (until - at_step)
+        self._at(due + d.stall_s + more * cycle_s, self._saved, generation, last, more + 1, until - at_step)
         incident = self.state.incident
         if incident is not None:  # it is over with the first step that was not done before
             first = max(at_step, incident.step_lost_from + 1)
@@ -310,16 +317,30 @@ class Simulation:
         if generation == self._generation:
             self._progress(at_step)
 
-    def _saved(self, generation: int, at_step: int) -> None:
+    def _more_saves(self, steps: int, first_at: float) -> tuple[int, float]:
+        """How many saves after that at `first_at`, one every `steps`, are over before anything else happens,
+        and the time from one to the next. One event tells of all of them, and all times come out the same.
+        """
+        cycle_s = self._d.time_of(steps, draining=True) + self._d.stall_s
+        if self.state.incident is not None:
+            return 0, cycle_s
+        until = min(self._next_fault, self._end, self._heap[0][0] if self._heap else math.inf)
+        fit = (until - first_at) / cycle_s
+        return (min(self.setup.saves_at_once - 1, int(fit - 1e-6)) if fit > 1.0 else 0), cycle_s
+
+    def _saved(self, generation: int, at_step: int, saves: int, steps: int) -> None:
         if generation != self._generation:
             return
         d = self._d
         self._feed(
             ev.Saved(
-                t=self.now, attempt=self.state.attempt, step=at_step, tier=SHARED, ok=True, stall_s=d.stall_s
+                t=self.now, attempt=self.state.attempt, step=at_step, tier=SHARED, ok=True,
+                stall_s=saves * d.stall_s,
             )
-        )
-        self._copies = [self._copies[1], (at_step, self.now + d.drain_s)]
+        )  # fmt: skip
+        before = self._copies[1] if saves == 1 else (at_step - steps, self.now - d.step_s)
+        self._copies = [before, (at_step, self.now + d.drain_s)]
+        self._saves += saves
         self._train(generation, at_step, True)
 
     def _halt(self) -> None:
@@ -363,5 +384,5 @@ class Simulation:
         return Outcome(
             ratios, {name: totals[name] for name in ordered(list(totals))}, total_us,
             (account.end - to_us(START)) / 1e6, tuple(self.state.incidents), self.state.restarts,
-            self.ledger.saves.done, self.state.phase.value, self.state.end_reason,
+            self._saves, self.state.phase.value, self.state.end_reason,
         )  # fmt: skip
