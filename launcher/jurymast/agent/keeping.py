@@ -33,7 +33,7 @@ class Keeping:
         self._shared, self._keep = directory.checkpoints.absolute(), settings.keep
         self._keeper = Keeper(directory.secret(), node, plan.ranks_per_node, tell, local_root=self._local)
         self._drainer = Drainer()
-        self._drains: dict[str, asyncio.Task[None]] = {}
+        self._drains: dict[str, tuple[asyncio.Task[None], str]] = {}
         self._leads = False  # rank 0 is here: this node brings shared checkpoints together
         self._warming: asyncio.Future[Message] | None = None
         self.run_is_over = False  # nobody will restore from this node's disk any more
@@ -96,16 +96,24 @@ class Keeping:
         elif order == "forget newer":
             self._keeper.forget_newer(int(message["step"]))
         elif order == "drain":
-            task = asyncio.ensure_future(self._drain(message))
-            self._drains[message["id"]] = task
-            task.add_done_callback(lambda _: self._drains.pop(message["id"], None))
+            self._begin_drain(message)
         elif order == "cancel drain":
             running = self._drains.get(message["id"])
             if running is not None:
-                running.cancel()
+                running[0].cancel()
         else:
             return False
         return True
+
+    def _begin_drain(self, message: Message) -> None:
+        """A supervisor orders one at a time: what an earlier one, maybe dead, ordered for the tier is void,
+        and may be waiting for a node that is gone."""
+        for task, tier in list(self._drains.values()):
+            if tier == message["tier"]:
+                task.cancel()
+        task = asyncio.ensure_future(self._drain(message))
+        self._drains[message["id"]] = task, message["tier"]
+        task.add_done_callback(lambda _: self._drains.pop(message["id"], None))
 
     async def _drain(self, message: Message) -> None:
         """Copy images of this node to a tier, and say how that went."""
@@ -151,7 +159,7 @@ class Keeping:
         return {**order, "keep": self._keep}
 
     async def close(self) -> None:
-        running: list[asyncio.Future[Any]] = list(self._drains.values())
+        running: list[asyncio.Future[Any]] = [task for task, _ in self._drains.values()]
         running += [self._warming] if self._warming is not None else []
         for task in running:
             task.cancel()
