@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,13 @@ from jurymast.core.instructions import Launch
 from jurymast.core.run import step
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
+from jurymast.journal import JournalWriter
 from jurymast.keeper.page import REFUSED
+from jurymast.rundir import RunDirectory
+from jurymast.supervisor.supervisor import Supervisor
 from jurymast.supervisor.tiers import DRAIN_LIMIT_S, RETRY_S, Tiers
+from jurymast.supervisor.watch import WATCH_INTERVAL_S
+from support.stories import Story
 
 ACTIVE = ("n1", "n2", "n3")
 
@@ -392,3 +399,45 @@ def test_a_node_s_failure_domain_is_what_slurm_tells_of_its_switches(
     address: str, pattern: str, domain: str
 ) -> None:
     assert failure_domain(address, pattern) == domain
+
+
+class Line:
+    """A node's connection; keeps the launches that it is told of."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        if message["do"] == "launch":
+            self.launches.append(message)
+
+
+def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_path: Path) -> None:
+    """Planned without them, the ranks of a node that had not heard of the launch would start afresh, and its
+    agent would give up images that are good."""
+    story = Story(active=2, spares=1).running()
+    story.lost("n2")
+    story.stopped()
+    launch = story.last(Launch)
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+
+    async def work() -> None:
+        supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
+        lines: dict[str, Any] = supervisor._channels
+        launching = asyncio.ensure_future(supervisor._launch(launch))
+        for rank, node in enumerate(launch.placement):
+            assert [line.launches for line in lines.values()] == [[]] * rank
+            copy = {
+                "step": 8, "attempt": 1, "rank": rank, "world": 2, "tier": "memory", "part": "all",
+                "size_bytes": 9, "common_bytes": 0, "common_id": "",
+            }  # fmt: skip
+            supervisor._tiers.joined(node, {"address": "a", "data_port": 1, "copies": [copy]})
+            lines[node] = Line()
+            supervisor._send_again(node, launch)  # as when the agent says hello
+            await asyncio.sleep(3 * WATCH_INTERVAL_S)
+        await asyncio.wait_for(launching, 10)
+        for line in lines.values():
+            assert [message["restore"]["step"] for message in line.launches] == [8]
+
+    asyncio.run(work())

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jurymast import __version__
-from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, Rollback
+from jurymast.checkpoint.directory import BadCheckpoint
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
 from jurymast.core.copies import RestorePlan
@@ -23,7 +23,7 @@ from jurymast.errors import AuthenticationError, ProtocolError, SubmissionError
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.clock import Clock
-from jurymast.supervisor.tiers import Tiers
+from jurymast.supervisor.tiers import Tiers, on_storage
 from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
 from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel, Message
@@ -119,6 +119,7 @@ class Supervisor:
 
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Launch):
+            self._restore = None
             self._spawn(self._launch(instruction))
         elif isinstance(instruction, StopWorkers):
             self._watch.attempt_over(self.state)
@@ -138,15 +139,20 @@ class Supervisor:
             await asyncio.to_thread(write_atomically, self._directory.attempt_file, attempt, durable=False)
         except OSError as error:  # no checkpoint can be saved now anyway, and training can go on
             self.feed(ev.Noted(t=self.now(), message=f"cannot write {self._directory.attempt_file}: {error}"))
-        if (self.state.attempt, self.state.phase) != (launch.attempt, Phase.LAUNCHING):
+        # After a takeover the agents are only coming back, and with them the word of what they hold.
+        while not all(node in self._channels for node in launch.placement) and self._is_due(launch):
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        if not self._is_due(launch):
             return
         self._restore = self._tiers.plan(launch)
         for rank, node in enumerate(launch.placement):
             self._tell(node, self._launch_message(launch, rank))
 
+    def _is_due(self, launch: Launch) -> bool:
+        return (self.state.attempt, self.state.phase) == (launch.attempt, Phase.LAUNCHING)
+
     def _launch_message(self, launch: Launch, rank: int) -> Message:
-        """For the node with group rank `rank`. A supervisor that took over plans no restore: the agents that
-        missed this message are few, and their ranks find the shared tier."""
+        """For the node with group rank `rank`; its restore was planned."""
         count = self.state.ranks_per_node
         ranks = range(rank * count, (rank + 1) * count)
         plan, node = self._restore, launch.placement[rank]
@@ -154,7 +160,7 @@ class Supervisor:
             "do": "launch", "attempt": launch.attempt, "rank": rank, "world": len(launch.placement),
             "master_address": launch.master_address, "master_port": launch.master_port,
             "mtbf_s": launch.mtbf_s,
-            "restore": self._tiers.restore_message(plan, node, ranks) if plan is not None else None,
+            "restore": self._tiers.restore_message(plan, node, ranks) if plan else None,
         }  # fmt: skip
 
     def _tell(self, node: str, message: Message) -> None:
@@ -432,7 +438,7 @@ class Supervisor:
                 self._send_again(node, instruction)
 
     def _send_again(self, node: str, instruction: Instruction) -> None:
-        if isinstance(instruction, Launch) and node in instruction.placement:
+        if isinstance(instruction, Launch) and node in instruction.placement and self._restore is not None:
             self._tell(node, self._launch_message(instruction, instruction.placement.index(node)))
         elif isinstance(instruction, StopWorkers) and node in instruction.nodes:
             self._tell(node, {"do": "stop", "attempt": instruction.attempt})
@@ -572,16 +578,6 @@ class Supervisor:
         job = self._allocation.rpartition(".")[0]
         self.feed(ev.AllocationEnded(t=self.now(), slurm_job=job, why=why))
         self._over.set()
-
-
-def on_storage(directory: RunDirectory) -> tuple[dict[int, int], list[Rollback]]:
-    """Size in bytes by step of the complete shared checkpoints, and the rollbacks there were.
-
-    Raises OSError or BadCheckpoint.
-    """
-    checkpoints = CheckpointDirectory(directory.checkpoints)
-    sizes = {step: checkpoints.manifest(step).size_bytes for step in checkpoints.complete()}
-    return sizes, checkpoints.rollbacks()
 
 
 def first_events(directory: RunDirectory, t: float) -> list[ev.Event]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jurymast.checkpoint.directory import Rollback
+from jurymast.checkpoint.directory import CheckpointDirectory, Rollback
 from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core import parity
@@ -20,6 +20,7 @@ from jurymast.core.copies import Copies, Key, RestorePlan, Source
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.keeper.page import REFUSED
+from jurymast.rundir import RunDirectory
 from jurymast.wire.channel import Message
 
 # With `every: auto` the shared storage is left idle nine tenths of the time.
@@ -541,6 +542,16 @@ class Tiers:
                 sources = self.copies.sources(key, rank, holder, commons)
                 self.tell(holder, self._replication(key, cp.Replication(holder, rank, cp.ALL, sources)))
         return True
+
+
+def on_storage(directory: RunDirectory) -> tuple[dict[int, int], list[Rollback]]:
+    """Size in bytes by step of the complete shared checkpoints, and the rollbacks there were.
+
+    Raises OSError or BadCheckpoint.
+    """
+    checkpoints = CheckpointDirectory(directory.checkpoints)
+    sizes = {step: checkpoints.manifest(step).size_bytes for step in checkpoints.complete()}
+    return sizes, checkpoints.rollbacks()
 
 
 def _age(key: Key) -> tuple[int, int]:
