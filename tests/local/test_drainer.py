@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory
+from jurymast.keeper.copies import local_copies
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage.drainer import Drainer
 from jurymast.storage.local import LocalDirectory
@@ -229,13 +230,13 @@ def test_local_images_are_the_images(tmp_path: Path, processes: list[StorageProc
     root = tmp_path / "run"
     images = simple_images(tmp_path / "i", world=2)
     assert processes[0].carry_out(drain_order("local", root, images))["said"] == "done"
-    held = LocalDirectory(root).held()
-    assert [(image.step, image.attempt, image.rank) for image in held] == [(10, 1, 0), (10, 1, 1)]
-    for image, given in zip(held, images, strict=True):
-        manifest = image.read_manifest()
-        assert manifest == Manifest.from_bytes(given["manifest"].encode())
-        manifest.check(memoryview(image.image.read_bytes()))
-        assert oct(image.image.stat().st_mode & 0o777) == "0o600"
+    held = local_copies(root)  # as agents find them
+    assert [copy.key for copy in held] == [(10, 1, 0), (10, 1, 1)]
+    for copy, given in zip(held, images, strict=True):
+        assert isinstance(copy.place, Path)
+        assert copy.manifest == Manifest.from_bytes(given["manifest"].encode())
+        copy.manifest.check(memoryview(copy.place.read_bytes()))
+        assert oct(copy.place.stat().st_mode & 0o777) == "0o600"
     # once more: nothing to do
     assert processes[0].carry_out(drain_order("local", root, images))["bytes"] == 0
 

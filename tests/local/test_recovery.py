@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
+from support.runs import RunUnderTest, jurymast, local_run, result, undisturbed_weights, wait_gone
 
 pytestmark = pytest.mark.torch
 
@@ -23,15 +23,7 @@ TRAIN = ("--steps", str(STEPS), "--step-time", "0.01", "--save-every", "20 steps
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Weights of a run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    out = folder / "out.json"
-    with local_run(folder / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
-                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-        state = run.wait_end()
-        assert (state.phase.value, state.exit_code, state.incidents) == ("succeeded", 0, [])
-        wait_gone(run.directory.root)
-    return str(result(out)["sha256"])
+    return undisturbed_weights(tmp_path_factory.mktemp("undisturbed"), *TRAIN)
 
 
 def kill_rank(run: RunUnderTest, node: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.state import RunState
-from support.runs import RunUnderTest, local_run, result, wait_gone
+from support.runs import RunUnderTest, local_run, result, undisturbed_weights, wait_gone
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -65,11 +65,7 @@ def kill_children(run: RunUnderTest, node: str, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with local_run(folder / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
-                   arguments=(*TRAIN, "--out", str(folder / "out.json"))) as run:  # fmt: skip
-        assert run.wait_end().exit_code == 0
-    return str(result(folder / "out.json")["sha256"])
+    return undisturbed_weights(tmp_path_factory.mktemp("undisturbed"), *TRAIN)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

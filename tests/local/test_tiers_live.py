@@ -1,4 +1,4 @@
-"""Checkpoints of a live run: damaged in memory, rolled back, refused by storage or by a small node."""
+"""Checkpoints of a live run: damaged in memory, rolled back, refused by storage, kept as parity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from jurymast.core import events as ev
-from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
+from support.runs import RunUnderTest, jurymast, local_run, result, undisturbed_weights, wait_gone
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 
@@ -21,11 +21,7 @@ TRAIN = ("--steps", "240", "--step-time", "0.02", "--save-every", "20 steps")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with local_run(folder / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
-                   arguments=(*TRAIN, "--out", str(folder / "out.json"))) as run:  # fmt: skip
-        assert run.wait_end().exit_code == 0
-    return str(result(folder / "out.json")["sha256"])
+    return undisturbed_weights(tmp_path_factory.mktemp("undisturbed"), *TRAIN)
 
 
 def status(run: RunUnderTest) -> dict[str, Any]:
@@ -114,7 +110,7 @@ def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
     assert 600 in steps  # the last one got there before the nodes were given back
 
 
-def test_a_node_without_memory_saves_to_storage_and_says_so(tmp_path: Path) -> None:
+def test_with_memory_off_the_ranks_save_to_storage_themselves(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("checkpoint: {tiers: {memory: off}}\n")
     train = ("--steps", "60", "--save-every", "20 steps")

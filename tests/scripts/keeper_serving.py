@@ -12,8 +12,9 @@ import threading
 
 import pytest
 
+from jurymast.core.copies import ALL, MEMORY
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import ALL, MEMORY, Copies, Copy
+from jurymast.keeper.copies import Copies, Copy
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.serve import Server
 from jurymast.wire.stream import Stream

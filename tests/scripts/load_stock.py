@@ -4,6 +4,7 @@ load_stock.py DIRECTORY [RANK SIZE STORE]: with these, as one of SIZE ranks with
 """
 
 import json
+import os
 import sys
 import warnings
 from typing import Any
@@ -48,3 +49,5 @@ print(
 )
 if ranks:
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads now and then abort the end of a plain interpreter

@@ -130,6 +130,17 @@ def local_run(
         end_all(list(seen.values()))
 
 
+def undisturbed_weights(folder: Path, *train: str, nodes: int = 2) -> str:
+    """Hash of the weights of a run of train_tiny.py that nothing happened to."""
+    out = folder / "out.json"
+    with local_run(folder / "runs", "--nodes", str(nodes), "--spares", "0", script="train_tiny.py",
+                   arguments=(*train, "--out", str(out))) as run:  # fmt: skip
+        state = run.wait_end()
+        assert (state.phase.value, state.exit_code, state.incidents) == ("succeeded", 0, [])
+        wait_gone(run.directory.root)
+    return str(result(out)["sha256"])
+
+
 def end_all(processes: list[psutil.Process]) -> None:
     for process in processes:
         try:

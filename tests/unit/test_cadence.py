@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from jurymast.core.cadence import (
     AUTO_INTERVAL_MAX_S,
     Cadence,
-    default_mtbf_s,
     first_interval_s,
     next_meeting,
     next_save_step,
     parse_cadence,
     young_interval_s,
 )
+from jurymast.core.failure_rate import default_mtbf_s
 
 DAY_S = 86_400.0
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from jurymast.core.copies import ALL
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import ALL, Copy
+from jurymast.keeper.copies import Copy
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import Restore

@@ -16,13 +16,13 @@ from jurymast.checkpoint.state import State
 from jurymast.checkpoint.tier import Candidate, Saved, Source, Tier
 from jurymast.core.cadence import (
     Cadence,
-    default_mtbf_s,
     first_interval_s,
     next_meeting,
     next_save_step,
     parse_cadence,
     young_interval_s,
 )
+from jurymast.core.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError
 from jurymast.rundir import RunDirectory
 from jurymast.worker import link

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from jurymast.cli.find import find_run
+from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -49,6 +50,15 @@ def shown(blocks: Sequence[Block]) -> str:
 
     width = shutil.get_terminal_size((110, 24)).columns
     return render(blocks, terminal=sys.stdout.isatty(), width=max(60, width))
+
+
+def write_page(text: str, path: Path) -> None:
+    """Raises RunDirectoryError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
+    click.echo(f"{path} ({len(text) // 1000} kB)", err=True)
 
 
 def user() -> str:

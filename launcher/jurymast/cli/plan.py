@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import json_option, show, show_json
-from jurymast.errors import RunDirectoryError, UsageError
+from jurymast.cli.options import json_option, show, show_json, write_page
+from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
     from jurymast.core.forecast import Question
@@ -53,7 +53,7 @@ def command(policy: Path | None, html: Path | None, as_json: bool, **given: Any)
     if html is not None:
         from jurymast.report.plan_html import page
 
-        _write(page(view, found), html)
+        write_page(page(view, found), html)
     if as_json:
         show_json(view)
     elif html is None:
@@ -103,12 +103,3 @@ def _question(policy: Resolved, given: dict[str, Any]) -> Question:
         max_loss_s=policy.policy.checkpoint.max_loss,
         **{name: value for name, value in said.items() if value is not None},
     )
-
-
-def _write(text: str, path: Path) -> None:
-    """Raises RunDirectoryError."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
-    click.echo(f"{path} ({len(text) // 1000} kB)", err=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, the_run
-from jurymast.errors import RunDirectoryError, UsageError
+from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, the_run, write_page
+from jurymast.errors import UsageError
 
 
 @click.command()
@@ -40,17 +40,8 @@ def command(run: str, html: Path | None, compare: str | None, as_json: bool, run
     if html is not None:
         from jurymast.report.html import page
 
-        _write(page(report, account_of(watcher, life, now), watcher.state), html)
+        write_page(page(report, account_of(watcher, life, now), watcher.state), html)
     if as_json:
         show_json(report)
     elif html is None:
         show(report_blocks(report, bar="█" if sys.stdout.isatty() else "#"))
-
-
-def _write(text: str, path: Path) -> None:
-    """Raises RunDirectoryError."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
-    click.echo(f"{path} ({len(text) // 1000} kB)", err=True)

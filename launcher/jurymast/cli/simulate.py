@@ -167,7 +167,7 @@ def _durations(options: dict[str, Any]) -> Durations:
 
 def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tuple[float, str, Draw]:
     """The rate, what to call the faults, and how to draw them for a number of nodes."""
-    from jurymast.core.cadence import FAILURES_PER_1000_NODE_DAYS
+    from jurymast.core.failure_rate import PRIOR_RATE
     from jurymast.sim.faults import FaultModel, parse_pattern, read_trace
 
     if options["trace"] is not None:
@@ -182,6 +182,6 @@ def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tupl
         return trace.rate, f"faults as in {options['trace']}", replay
     name = options["faults"]
     rate = resolved.policy.failures.rate if options["rate"] is None else options["rate"]
-    rate = FAILURES_PER_1000_NODE_DAYS if rate is None else rate
+    rate = PRIOR_RATE if rate is None else rate
     model = FaultModel(rate=rate, application_rate=options["script_rate"], **parse_pattern(name))
     return rate, f"{name} faults", lambda nodes, rng: model.draw(nodes, seconds, rng)

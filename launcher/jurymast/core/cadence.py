@@ -9,9 +9,9 @@ import math
 import re
 from dataclasses import dataclass
 
-# What fleets report lies around this many failures per 1000 node-days.
-FAILURES_PER_1000_NODE_DAYS = 5.0
-DAY_S = 86_400.0
+from jurymast.core.failure_rate import DAY_S
+from jurymast.core.optimum import young_s
+
 # Stalls may take at most a tenth of the time, however short the time between failures.
 STALLS_PER_INTERVAL_MIN = 10.0
 AUTO_INTERVAL_MAX_S = 1800.0
@@ -58,17 +58,12 @@ def parse_cadence(text: str | int) -> Cadence:
     raise ValueError(f"{text!r} is not a cadence; write '200 steps', '10m' or 'auto'")
 
 
-def default_mtbf_s(nodes: int) -> float:
-    """Mean time between failures of `nodes` nodes when nothing has been measured yet."""
-    return 1000.0 / (max(1, nodes) * FAILURES_PER_1000_NODE_DAYS) * DAY_S
-
-
 def young_interval_s(stall_s: float, mtbf_s: float) -> float:
     """Time between saves that loses least: Young's sqrt(2 * stall * MTBF), within bounds.
 
     At most `AUTO_INTERVAL_MAX_S`, but never so often that stalls take more than a tenth of the time.
     """
-    best_s = math.sqrt(2.0 * max(0.0, stall_s) * max(0.0, mtbf_s))
+    best_s = young_s(max(0.0, stall_s), max(0.0, mtbf_s))
     return max(min(best_s, AUTO_INTERVAL_MAX_S), STALLS_PER_INTERVAL_MIN * stall_s)
 
 

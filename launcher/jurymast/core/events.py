@@ -229,6 +229,50 @@ class Signalled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealthFound(Event):
+    """A probe's finding on a node; the fields are `core.health.Finding`'s, `at` seconds since the epoch."""
+
+    node: str
+    probe: str
+    code: str
+    verdict: str
+    kind: str
+    message: str
+    device: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTested(Event):
+    """Active tests of a node (pre-flight, or before a suspect is used again) are over.
+
+    `verdict` is ok, suspect, bad or unknown (not tested in time); `slowness` is its worst measure over the
+    median of all nodes tested, 1.0 for a typical node; `partner` is who it was paired with, if anybody.
+    """
+
+    node: str
+    verdict: str
+    slowness: float
+    message: str
+    seconds: float = 0.0
+    partner: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggling(Event):
+    """A rank has long been slower than the others: `slowness` is its own part of a step over the median."""
+
+    attempt: int
+    node: str
+    rank: int
+    slowness: float
+    own_s: float
+    typical_s: float
+    since_s: float
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Noted(Event):
     """Something worth reading at 3 a.m. that changes no decision."""
 
@@ -247,7 +291,8 @@ class _Registry:
         for cls in (
             RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady,
             NodeLost, WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
-            RestorePlanned, Fetched, Restored, Asked, Signalled, Noted, Tick,
+            RestorePlanned, Fetched, Restored, Asked, Signalled, HealthFound, NodeTested, Straggling, Noted,
+            Tick,
         )
     }  # fmt: skip
 

@@ -22,6 +22,7 @@ PER = 1000.0
 # Mean 5.0 failures per 1,000 node-days, 90 % between 1.1 and 11.1: what fleets report.
 PRIOR_SHAPE = 2.5
 PRIOR_NODE_DAYS = 500.0
+PRIOR_RATE = PER * PRIOR_SHAPE / PRIOR_NODE_DAYS
 # A rate that a policy states counts as much as this many incidents: 90 % within about half of it either way.
 GIVEN_SHAPE = 10.0
 # Incidents that start this soon after one are the same trouble: a switch, a power feed, a filesystem.
@@ -93,6 +94,11 @@ def prior(rate: float | None = None) -> Posterior:
 def mtbf_s(nodes: int, rate: float) -> float:
     """Mean time between failures of `nodes` nodes at `rate` per 1,000 node-days; endless for a rate of 0."""
     return PER / (nodes * rate) * DAY_S if nodes > 0 and rate > 0.0 else math.inf
+
+
+def default_mtbf_s(nodes: int) -> float:
+    """Of `nodes` nodes, when nothing has been measured yet."""
+    return prior().mtbf_s(max(1, nodes))
 
 
 def merged(times_s: Iterable[float], window_s: float = MERGE_S) -> list[float]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from jurymast.core import events as ev
 from jurymast.core.accounting import PLACED, Account, Interval, Stay, to_us
+from jurymast.core.instructions import Instruction
 from jurymast.core.run import step
 from jurymast.core.state import Phase, Role, RunState
 
@@ -75,15 +76,15 @@ class Ledger:
         self._stall = (0, 0)  # attempt and step of the newest save
         self._cut: Interval | None = None  # the step that the present incident cut short
 
-    def feed(self, event: ev.Event) -> None:
-        """Apply `event` to the state, and book what it tells."""
+    def feed(self, event: ev.Event) -> list[Instruction]:
+        """Apply `event` to the state, and book what it tells; returns what follows from it."""
         state = self.state
         phase, attempt, incidents, over = state.phase, state.attempt, len(state.incidents), state.ended
-        step(state, event)
+        instructions = step(state, event)
         if isinstance(event, ev.AllocationEnded):
             self._allocation_ended()
         elif over:
-            return
+            return instructions
         elif isinstance(event, ev.RunStarted):
             self._run_started()
         elif isinstance(event, ev.AllocationStarted):
@@ -91,7 +92,7 @@ class Ledger:
         if not self._open:
             if state.ended and not over:
                 self._wait_until(self._now())
-            return
+            return instructions
         same = (phase, attempt) == (state.phase, state.attempt)
         if not (isinstance(event, ev.SupervisorStarted) and same):
             self._heard_at = self._now()
@@ -103,6 +104,7 @@ class Ledger:
         self._sweep(getattr(event, "node", ""), everything=everything)
         if state.phase is Phase.REQUEUED or state.ended:
             self._release(self._now())
+        return instructions
 
     def _now(self) -> int:
         return to_us(self.state.now)

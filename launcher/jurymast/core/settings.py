@@ -23,7 +23,14 @@ class Settings:
     copies of each image on other nodes; with a `parity` of 2 or more, the XOR of groups of so many nodes
     instead. `shared_every_s` is None for `auto`: every save when the
     cadence is given, else as often as leaves the storage idle nine tenths of the time. Paths and addresses
-    are "" when off. `rate` is the policy's failures per 1,000 node-days, None for `auto`.
+    are "" when off. `rate` is the policy's failures per 1,000 node-days, None for `auto`; `max_loss_s` bounds
+    an automatic cadence.
+
+    `probes_off` names probes that do not run, `xid` and `thresholds` override the packaged tables.
+    `preflight_s` is the time that tests before a first attempt may take, None for `auto` (on nodes with GPUs
+    only), 0 for off; `straggler` the slowness at which a rank counts as one, 0 for off. `bad_nodes` is
+    exclude, drain or report (nothing is done); at most `excluded_fraction` of the run's nodes, and one in any
+    case, are blamed at a time, and an exclusion is forgotten after `exclusion_s`.
     """
 
     heartbeat_s: float = 0.5
@@ -47,6 +54,16 @@ class Settings:
     object_url: str = ""
     object_every_s: float = 21600.0
     rate: float | None = None
+    max_loss_s: float = 900.0
+    probes_off: tuple[str, ...] = ()
+    xid: dict[str, str] = field(default_factory=dict)
+    thresholds: dict[str, float] = field(default_factory=dict)
+    data_paths: tuple[str, ...] = ()
+    preflight_s: float | None = None
+    straggler: float = 1.5
+    bad_nodes: str = "exclude"
+    excluded_fraction: float = 0.02
+    exclusion_s: float = 86400.0
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Settings:
@@ -55,6 +72,9 @@ class Settings:
         for key in ("infrastructure", "application"):
             if key in kept:
                 kept[key] = Budget(**kept[key])
+        for key in ("probes_off", "data_paths"):
+            if key in kept:
+                kept[key] = tuple(kept[key])
         return cls(**kept)
 
 

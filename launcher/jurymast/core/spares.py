@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jurymast.core.cadence import FAILURES_PER_1000_NODE_DAYS
+from jurymast.core.failure_rate import DAY_S, PRIOR_RATE
 
-DAY_S = 86_400.0
 KAPPA = 2.0
 EPSILON = 0.01
 # How long a place stays empty. A repair takes most of a day (median 20 h in the trace above), but on a
@@ -99,4 +98,4 @@ def auto_spares(
 ) -> int:
     """Spare nodes for `active` nodes under `spares: auto`; `rate` None is what fleets report. 0 for a few
     nodes: they fail so rarely that a spare would idle for more than it saves."""
-    return size_spares(active, FAILURES_PER_1000_NODE_DAYS if rate is None else rate, replace_s, run_s).count
+    return size_spares(active, PRIOR_RATE if rate is None else rate, replace_s, run_s).count

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
 
-MEMORY, PEER, LOCAL = "memory", "peer", "local"
-ALL = "all"
 # The order in which a reader is served.
 _TIERS = (MEMORY, PEER, LOCAL)
 _STEP_NAME = re.compile(r"step-(\d+)\.a(\d+)")

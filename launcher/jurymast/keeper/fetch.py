@@ -16,9 +16,10 @@ from pathlib import Path
 
 import xxhash
 
+from jurymast.core.copies import ALL
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import ALL, Block, Group, Key, blocks_of, parts_of, trusted
+from jurymast.keeper.copies import Block, Group, Key, blocks_of, parts_of, trusted
 from jurymast.keeper.manifest import BadImage, Manifest, hash_block
 from jurymast.wire import stream
 from jurymast.wire.channel import Message

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import parity
-from jurymast.keeper.copies import ALL, LOCAL, MEMORY, PEER, Copies, Copy, Group, Key
+from jurymast.keeper.copies import Copies, Copy, Group, Key
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.threads import in_thread

@@ -15,9 +15,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.keeper import limits, scrub
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import ALL, LOCAL, MEMORY, PEER, Copies, Copy, Key, local_copies
+from jurymast.keeper.copies import Copies, Copy, Key, local_copies
 from jurymast.keeper.fetch import Filling
 from jurymast.keeper.gathering import Gathering, Source
 from jurymast.keeper.limits import Refused, Room

@@ -17,9 +17,10 @@ from typing import Any
 
 import xxhash
 
+from jurymast.core.copies import COMMON, OWN
+
 FORMAT = 1
 BLOCK_BYTES = 16 << 20
-COMMON, OWN = "common", "own"
 PARTS = (COMMON, OWN)
 
 

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jurymast.core.copies import ALL, MEMORY, PEER
 from jurymast.keeper import limits, parity
-from jurymast.keeper.copies import ALL, MEMORY, PEER, Copy, Group, Key
+from jurymast.keeper.copies import Copy, Group, Key
 from jurymast.keeper.fetch import Filling
 from jurymast.keeper.gathering import Source, members_of
 from jurymast.keeper.limits import Refused

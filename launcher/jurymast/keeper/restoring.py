@@ -7,9 +7,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from jurymast.core.copies import ALL, MEMORY, PEER
 from jurymast.keeper import limits
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import ALL, MEMORY, PEER, Copy, Key
+from jurymast.keeper.copies import Copy, Key
 from jurymast.keeper.fetch import Filling
 from jurymast.keeper.gathering import Source
 from jurymast.keeper.limits import Refused

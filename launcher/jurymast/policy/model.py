@@ -158,6 +158,23 @@ class Failures(Section):
     ] = _key("unlimited", "how often the Slurm job may go back to the queue")
 
 
+class Health(Section):
+    skip: list[str] = _key([], "probes that do not run, by name: nvidia, amd, infiniband, host, storage")
+    xid: dict[str, Literal["ok", "suspect", "bad", "application", "sympathetic"]] = _key(
+        {}, "your own reading of NVIDIA's Xid codes; jurymast health --explain XID shows the packaged one"
+    )
+    thresholds: dict[str, float] = _key({}, "your own limits; jurymast health --thresholds lists them")
+    data: list[str] = _key([], "paths with training data that must respond on every node")
+    preflight: AutoOffDuration = _key(
+        "auto", "time for tests of nodes before their first attempt: auto (with GPUs only), off, or how long"
+    )
+    straggler: Annotated[
+        float,
+        BeforeValidator(values.off_or_factor),
+        _either(_OFF, {"type": "number", "exclusiveMinimum": 1}),
+    ] = _key(1.5, "swap out a rank that stays this many times slower than the others; or off")
+
+
 class NodesPolicy(Section):
     bad: Literal["exclude", "drain", "report"] = _key("exclude", "what happens to a bad node")
     max_fraction: Annotated[
@@ -167,7 +184,7 @@ class NodesPolicy(Section):
             {"type": "number", "minimum": 0, "maximum": 1},
             {"type": "string", "pattern": r"^\d+(?:\.\d+)?%$"},
         ),
-    ] = _key("2%", "largest share of the cluster that may be excluded at a time")
+    ] = _key("2%", "largest share of the run's nodes that may be blamed at a time; one always may")
     expire: Duration = _key("24h", "when an exclusion is forgotten")
 
 
@@ -185,4 +202,5 @@ class Policy(Section):
     checkpoint: Checkpoint = _key({}, "when and where checkpoints are kept")
     failures: Failures = _key({}, "failure rate and restart budgets")
     nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes")
+    health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     notify: list[Notification] = _key([], "programs to call")

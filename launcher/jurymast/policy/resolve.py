@@ -20,8 +20,6 @@ DEFAULT = "default"
 # Checked and kept, but nothing acts on these yet; a policy that sets them is told so.
 NOT_ACTED_ON: tuple[Key, ...] = (
     ("nodes",),
-    ("checkpoint", "max_loss"),
-    ("nodes_policy",),
     ("notify",),
 )
 
@@ -70,6 +68,16 @@ class Resolved:
             object_url=tiers.object.url if tiers.object else "",
             object_every_s=tiers.object.every if tiers.object else Settings.object_every_s,
             rate=policy.failures.rate,
+            max_loss_s=policy.checkpoint.max_loss,
+            probes_off=tuple(policy.health.skip),
+            xid=dict(policy.health.xid),
+            thresholds=dict(policy.health.thresholds),
+            data_paths=tuple(policy.health.data),
+            preflight_s=policy.health.preflight,
+            straggler=policy.health.straggler,
+            bad_nodes=policy.nodes_policy.bad,
+            excluded_fraction=policy.nodes_policy.max_fraction,
+            exclusion_s=policy.nodes_policy.expire,
         )
 
     def yaml(self, *, origins: bool = False) -> str:

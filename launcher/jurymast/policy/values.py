@@ -116,6 +116,15 @@ def fraction(value: object) -> float:
     return share
 
 
+def off_or_factor(value: object) -> float:
+    """A factor above 1; 0 for "off" (which YAML reads as false)."""
+    if value in (False, "off"):
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < math.inf:
+        raise ValueError(f"{written(value)} is no factor; write off, or a number above 1, like 1.5")
+    return float(value)
+
+
 def auto_or_rate(value: object) -> float | None:
     """Failures per 1,000 node-days; None for "auto"."""
     if value == "auto":

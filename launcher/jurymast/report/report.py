@@ -8,8 +8,8 @@ from typing import Any
 
 from jurymast import __version__
 from jurymast.core.accounting import RATIOS, Account, ordered
-from jurymast.core.cadence import default_mtbf_s, young_interval_s
-from jurymast.core.failure_rate import mtbf_s
+from jurymast.core.cadence import young_interval_s
+from jurymast.core.failure_rate import default_mtbf_s, mtbf_s
 from jurymast.core.ledger import Saves
 from jurymast.core.reliability import LEVEL, Mtbf, mtbf
 from jurymast.core.settings import RunPlan, Settings

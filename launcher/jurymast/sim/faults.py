@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from jurymast.core.cadence import DAY_S, FAILURES_PER_1000_NODE_DAYS
+from jurymast.core.failure_rate import DAY_S, PRIOR_RATE
 from jurymast.core.nearest import did_you_mean
 from jurymast.errors import UsageError
 
@@ -45,7 +45,7 @@ class FaultModel:
     same unit.
     """
 
-    rate: float = FAILURES_PER_1000_NODE_DAYS
+    rate: float = PRIOR_RATE
     shape: float = 1.0
     bursts: float = 0.0
     multi: float = 0.0

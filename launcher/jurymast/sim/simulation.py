@@ -20,7 +20,6 @@ from jurymast.core.incident import Incident
 from jurymast.core.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ledger import Ledger
 from jurymast.core.recovery import SPARE_GRACE_S
-from jurymast.core.run import step
 from jurymast.core.settings import Settings
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.sim.cadences import SimCadence
@@ -82,8 +81,8 @@ class Simulation:
         self._allocation = -1
         self._named = names_needed(faults) if setup.named is None else setup.named
         self._names = Names(setup.nodes, setup.spares, 0, self._named)
-        self.state, booked = self._fresh_state(), self._fresh_state()
-        self.ledger = Ledger(booked)
+        self.state = self._fresh_state()
+        self.ledger = Ledger(self.state)
         self._dead: set[str] = set()  # nobody noticed yet
         self._generation = 0  # of launches and of faults that break an attempt
         self._training = False
@@ -137,10 +136,8 @@ class Simulation:
         heapq.heappush(self._heap, (t, self._order, act, arguments))
 
     def _feed(self, event: ev.Event) -> None:
-        """One state decides, the ledger's own follows; then what was decided is carried out."""
-        instructions = step(self.state, event)
-        self.ledger.feed(event)
-        for instruction in instructions:
+        """Decide and book, then carry out what was decided."""
+        for instruction in self.ledger.feed(event):
             self._carry_out(instruction)
         if self.state.phase is not Phase.RUNNING:
             self._wake()
@@ -201,7 +198,6 @@ class Simulation:
 
     def _allocation_ended(self, why: str) -> None:
         event = ev.AllocationEnded(t=self.now, slurm_job="1", why=why)
-        step(self.state, event)
         self.ledger.feed(event)
 
     def _join(self, name: str) -> None:

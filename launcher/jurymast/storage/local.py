@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.rundir import sync_directory, write_atomically
 from jurymast.storage.job import Job, Message, StorageFailure, explain, free_bytes, size_text
 from jurymast.storage.source import NewFile, Source
@@ -27,32 +25,8 @@ _IMAGE = re.compile(r"rank-(\d{5,})\.manifest")
 State = tuple[int, int]  # step, attempt
 
 
-@dataclass(frozen=True)
-class LocalImage:
-    """A rank's image on this node's disk; its content is not yet verified."""
-
-    step: int
-    attempt: int
-    rank: int
-    image: Path
-    manifest: Path
-
-    def read_manifest(self) -> Manifest:
-        """Raises BadImage when it is damaged, of something else, or the image is not there in full length."""
-        try:
-            found = Manifest.from_bytes(self.manifest.read_bytes())
-            size = self.image.stat().st_size
-        except OSError as error:
-            raise BadImage(f"{error.filename}: {error.strerror}") from error
-        if (found.step, found.attempt, found.rank) != (self.step, self.attempt, self.rank):
-            raise BadImage(f"{self.manifest} is of step {found.step}, rank {found.rank}")
-        if size != found.size_bytes:
-            raise BadImage(f"{self.image} has {size} bytes, written were {found.size_bytes}")
-        return found
-
-
 class LocalDirectory:
-    """One run's images on one node. Reading needs no storage process; `held` is for the agent's start."""
+    """One run's images on one node, for the process that writes them; `keeper.copies` reads them."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
@@ -69,18 +43,13 @@ class LocalDirectory:
         found = [(int(match[1]), int(match[2])) for name in names if (match := _STATE.fullmatch(name))]
         return sorted(found, key=lambda state: (state[1], state[0]), reverse=True)
 
-    def held(self) -> list[LocalImage]:
-        """All images that were written to their end. Raises OSError."""
-        return [image for step, attempt in self.states() for image in self._images(step, attempt)]
-
-    def _images(self, step: int, attempt: int) -> Iterator[LocalImage]:
-        place = self.path(step, attempt)
-        for name in sorted(os.listdir(place)):
-            if match := _IMAGE.fullmatch(name):
-                manifest = place / name
-                yield LocalImage(step, attempt, int(match[1]), manifest.with_suffix(".image"), manifest)
-
-    # ---- writing (the storage process)
+    def ranks(self, step: int, attempt: int) -> set[int]:
+        """Whose images of a state were written to their end. Raises OSError."""
+        try:
+            names = os.listdir(self.path(step, attempt))
+        except FileNotFoundError:
+            return set()
+        return {int(match[1]) for name in names if (match := _IMAGE.fullmatch(name))}
 
     def prune(self, keep: int, protect: Collection[State] = ()) -> list[State]:
         """Remove all but the newest `keep` states and those in `protect`; returns what went."""
@@ -93,9 +62,8 @@ class LocalDirectory:
         """Remove what a drainer that was killed left: images without a manifest, temporary files."""
         for step, attempt in self.states():
             place = self.path(step, attempt)
-            whole = {
-                path.name for image in self._images(step, attempt) for path in (image.image, image.manifest)
-            }
+            ranks = self.ranks(step, attempt)
+            whole = {f"rank-{rank:05d}.{kind}" for rank in ranks for kind in ("image", "manifest")}
             for name in set(os.listdir(place)) - whole:
                 (place / name).unlink(missing_ok=True)
             if not whole:
@@ -141,7 +109,7 @@ def _drain(directory: LocalDirectory, order: Message, job: Job, state: State) ->
         sources = [stack.enter_context(Source.of_order(image, *state)) for image in order["images"]]
         directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.sweep()
-        held = {image.rank for image in directory.held() if (image.step, image.attempt) == state}
+        held = directory.ranks(*state)
         missing = [source for source in sources if source.manifest.rank not in held]
         _make_room(directory, sum(source.manifest.size_bytes for source in missing), keep, {*protect, state})
         place.mkdir(mode=0o700, exist_ok=True)

@@ -32,7 +32,8 @@ HANDSHAKE_LIMIT_S = 5.0
 Message = dict[str, Any]
 
 
-def _digest(secret: bytes, *parts: bytes) -> bytes:
+def digest(secret: bytes, *parts: bytes) -> bytes:
+    """What only somebody who knows the secret can make of these parts."""
     return hmac.digest(secret, b"|".join(parts), "sha256")
 
 
@@ -107,10 +108,10 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
     writer.write(MAGIC + ours)
     answer = await _exactly(reader, 2 * NONCE_BYTES)
     theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _digest(secret, b"client", ours, theirs)):
+    if not hmac.compare_digest(proof, digest(secret, b"client", ours, theirs)):
         raise AuthenticationError("a connection did not prove that it knows the run's secret")
-    writer.write(_digest(secret, b"server", ours, theirs))
-    to_server, to_client = (_digest(secret, way, ours, theirs) for way in (b"to-server", b"to-client"))
+    writer.write(digest(secret, b"server", ours, theirs))
+    to_server, to_client = (digest(secret, way, ours, theirs) for way in (b"to-server", b"to-client"))
     return Channel(reader, writer, to_client, to_server)
 
 
@@ -123,14 +124,14 @@ async def connect(host: str, port: int, secret: bytes, limit_s: float = HANDSHAK
         if not hello.startswith(MAGIC):
             raise ProtocolError(f"{host}:{port} does not speak {MAGIC.decode().strip()}")
         theirs, ours = hello[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-        writer.write(ours + _digest(secret, b"client", theirs, ours))
+        writer.write(ours + digest(secret, b"client", theirs, ours))
         proof = await asyncio.wait_for(_exactly(reader, NONCE_BYTES), limit_s)
-        if not hmac.compare_digest(proof, _digest(secret, b"server", theirs, ours)):
+        if not hmac.compare_digest(proof, digest(secret, b"server", theirs, ours)):
             raise AuthenticationError(f"{host}:{port} does not know the run's secret")
     except BaseException:
         writer.close()
         raise
-    to_server, to_client = (_digest(secret, way, theirs, ours) for way in (b"to-server", b"to-client"))
+    to_server, to_client = (digest(secret, way, theirs, ours) for way in (b"to-server", b"to-client"))
     return Channel(reader, writer, to_server, to_client)
 
 

@@ -24,7 +24,7 @@ from jurymast.wire.channel import (
     NONCE_BYTES,
     TAG_BYTES,
     Message,
-    _digest,
+    digest,
 )
 
 SILENT_LIMIT_S = 10.0
@@ -101,10 +101,10 @@ def accept(connection: socket.socket, secret: bytes) -> Stream:
     _send(connection, MAGIC + ours)
     answer = _receive(connection, 2 * NONCE_BYTES)
     theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _digest(secret, b"client", ours, theirs)):
+    if not hmac.compare_digest(proof, digest(secret, b"client", ours, theirs)):
         raise AuthenticationError("a connection did not prove that it knows the run's secret")
-    _send(connection, _digest(secret, b"server", ours, theirs))
-    to_server, to_client = (_digest(secret, way, ours, theirs) for way in (b"to-server", b"to-client"))
+    _send(connection, digest(secret, b"server", ours, theirs))
+    to_server, to_client = (digest(secret, way, ours, theirs) for way in (b"to-server", b"to-client"))
     _tune(connection, SILENT_LIMIT_S)
     return Stream(connection, to_client, to_server)
 
@@ -118,15 +118,15 @@ def connect(host: str, port: int, secret: bytes, limit_s: float = CONNECT_LIMIT_
         if not hello.startswith(MAGIC):
             raise ProtocolError(f"{host}:{port} does not speak {MAGIC.decode().strip()}")
         theirs, ours = hello[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-        _send(connection, ours + _digest(secret, b"client", theirs, ours))
+        _send(connection, ours + digest(secret, b"client", theirs, ours))
         proof = _receive(connection, NONCE_BYTES)
-        if not hmac.compare_digest(proof, _digest(secret, b"server", theirs, ours)):
+        if not hmac.compare_digest(proof, digest(secret, b"server", theirs, ours)):
             raise AuthenticationError(f"{host}:{port} does not know the run's secret")
         _tune(connection, SILENT_LIMIT_S)
     except BaseException:
         connection.close()
         raise
-    to_server, to_client = (_digest(secret, way, theirs, ours) for way in (b"to-server", b"to-client"))
+    to_server, to_client = (digest(secret, way, theirs, ours) for way in (b"to-server", b"to-client"))
     return Stream(connection, to_server, to_client)
 
 

@@ -1,0 +1,56 @@
+"""What a probe found on a node, in the words that decisions read. Facts only: the state machine decides."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from typing import Any
+
+
+class Verdict(str, Enum):
+    """`bad`: leaves the run at once. `suspect`: becomes a spare, and is tested before it is used again.
+    `ok` after one of these says that the finding is gone. `unknown`: could not be seen, never acts."""
+
+    OK = "ok"
+    UNKNOWN = "unknown"
+    SUSPECT = "suspect"
+    BAD = "bad"
+
+
+# Whose fault a finding speaks of. Of these only HARDWARE, NETWORK and HOST can make a node leave; the others
+# help to name the cause of a failure that is there anyway.
+HARDWARE = "hardware"  # GPU, its memory, its links, PCIe, heat and power
+NETWORK = "network"  # a network device of this node
+HOST = "host"  # the rest of the machine: driver, memory, disk, clock
+STORAGE = "storage"  # paths that several nodes share: never one node's fault
+APPLICATION = "application"  # the user's code: an illegal address, out of memory
+SYMPATHETIC = "sympathetic"  # what a GPU says when another one, or another node, went away
+KINDS = (HARDWARE, NETWORK, HOST, STORAGE, APPLICATION, SYMPATHETIC)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing a probe saw. `code` names it for tables and for counting ("xid-79", "ecc-uncorrectable",
+    "ib-link-down", "oom-kill"); `device` is "" or the part it speaks of ("gpu3", "mlx5_0", "/scratch").
+
+    Equal (probe, code, device) is the same finding. `at`: when it happened, seconds since the epoch.
+    """
+
+    probe: str
+    code: str
+    verdict: Verdict
+    kind: str
+    message: str
+    device: str = ""
+    at: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict.value}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Finding:
+        """Raises KeyError, TypeError or ValueError for anything else than `to_json` wrote."""
+        kept: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        if kept["kind"] not in KINDS:
+            raise ValueError(f"unknown kind {kept['kind']!r}")
+        return cls(**{**kept, "verdict": Verdict(kept["verdict"]), "at": float(kept.get("at", 0.0))})

@@ -1,0 +1,54 @@
+"""What a health probe is: the interface that plugins implement and name under the entry point below.
+
+A probe runs in a child process of the agent that is killed when a look takes too long, so it may call
+drivers that hang. It never decides anything: it reports findings, and `unknown` where it cannot see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from jurymast.core.health import Finding
+
+# [project.entry-points."jurymast.probes"]  NAME = "package:function"; function(context) -> Probe | None
+ENTRY_POINTS = "jurymast.probes"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a probe may know of the run on this node. Times in seconds.
+
+    `thresholds` are the packaged ones with the policy's on top; `xid` maps codes to the policy's verdicts.
+    `paths` are the checkpoint and data paths to look at, `gpus` what Slurm granted (None: not known).
+    `started_at` is when the job started here, seconds since the epoch: older events are not of this run.
+    """
+
+    node: str = ""
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    xid: Mapping[str, str] = field(default_factory=dict)
+    paths: Sequence[str] = ()
+    gpus: int | None = None
+    started_at: float = 0.0
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """`name` is the entry point's; `interval_s` is how often `look` is due.
+
+    The first look takes the baseline: counters are lifetime totals, and only what they gain counts. A look
+    returns every finding that holds now, not only new ones; events (an Xid) are returned once. A look that
+    raises, or takes longer than three intervals, is itself a finding.
+    """
+
+    name: str
+    interval_s: float
+
+    def look(self, now: float) -> Sequence[Finding]:
+        """`now`: seconds since the epoch."""
+        ...
+
+    def close(self) -> None:
+        """Give handles back; called once."""
+        ...
