@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """What jurymast costs while nothing fails: step time against plain torchrun's, and the price of a heartbeat.
 
-The same script runs by turns under `jurymast submit --cluster local` and under torchrun, without saves or
-failures. Both runs of a pair follow each other closely, so that a machine that is slower now than it was a
-minute ago slows both; the order changes from pair to pair. Each run gives the median of its steps after a
-warm-up, each pair a ratio; the result is the median ratio, with a bootstrap interval over pairs.
+The same script runs under `jurymast submit --cluster local` and under torchrun at the same time, in turns
+of a second: while one has its turn, every process of the other is stopped. So a machine that is slower now
+than it was a minute ago slows both, and what a launcher's own processes take shows in its own turns only.
+Two turns in a row give a ratio (who goes first alternates). Where a process's memory happens to lie makes
+it some percent faster or slower for all its life, so both are started anew many times: a start gives the
+median of its ratios, the result is the median over starts, with a bootstrap interval.
 
-Step times need a quiet machine. Processor times, which do not, are given beside them: of a rank's step, and
-of everything that the launcher runs besides the ranks.
+Processor times are given beside them: of a rank's step, and of everything that the launcher runs besides the
+ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import argparse
 import json
 import mmap
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -24,8 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import Row, Target
-from benchmarks.side_by_side.steps import Stamp, StepFiles, done_by_all
+from benchmarks.side_by_side.steps import StepFiles, done_by_all
 
 TRAIN = Path(__file__).resolve().parent / "side_by_side" / "train.py"
-WARM_UP = 0.2  # share of the steps
-RUN_LIMIT_S = 300.0
+WARM_UP_STEPS = 100
+START_LIMIT_S = 120.0
 END_LIMIT_S = 20.0
-POLL_S = 0.2  # seldom: looking costs processor time too
+POLL_S = 0.1
+# The first part of a turn fills the processor's caches again.
+SETTLE_S = 0.1
+STEPS_MAX = 10_000_000
 RATIO_TARGET = 1.005
 BEAT_TARGET_NS = 1000.0
 BEATS = 20_000
@@ -50,14 +54,15 @@ BLOCKS = 15
 
 @dataclass(frozen=True)
 class Size:
-    """How many pairs of runs, and how many steps a run."""
+    """How often both are started anew, and how many pairs of turns, how long each, they then have."""
 
+    starts: int
     pairs: int
-    steps: int
+    turn_s: float
 
 
-FULL = Size(pairs=10, steps=600)
-QUICK = Size(pairs=2, steps=150)
+FULL = Size(starts=15, pairs=10, turn_s=1.0)
+QUICK = Size(starts=2, pairs=4, turn_s=0.6)
 RANKS = (1, 2)
 # A step of 5-10 ms that a processor's cache holds: what else runs on the machine disturbs it least.
 WIDTH = 256
@@ -91,6 +96,14 @@ class Running:
                 total += used.user + used.system
         return total
 
+    def signal(self, number: signal.Signals, ranks: set[int], *, ranks_first: bool) -> None:
+        """To every process. A launcher that sees its ranks stopped would have something to look into."""
+        for process in sorted(self.tree(), key=lambda process: (process.pid in ranks) != ranks_first):
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
     def end(self) -> None:
         """End whatever of it is left."""
         found = self.tree()
@@ -102,8 +115,8 @@ class Running:
         psutil.wait_procs(found, timeout=END_LIMIT_S)
 
 
-def _script(size: Size, record: Path) -> list[str]:
-    arguments = {"--record": record, "--steps": size.steps, "--width": WIDTH, "--batch": BATCH}
+def _script(record: Path) -> list[str]:
+    arguments = {"--record": record, "--steps": STEPS_MAX, "--width": WIDTH, "--batch": BATCH}
     return [str(TRAIN), *(str(word) for pair in arguments.items() for word in pair)]
 
 
@@ -112,12 +125,12 @@ def _environment() -> dict[str, str]:
 
 
 @contextmanager
-def torchrun(size: Size, ranks: int, folder: Path) -> Iterator[Running]:
+def torchrun(ranks: int, folder: Path) -> Iterator[Running]:
     """The script under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with (folder / "torchrun.log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, *_script(size, folder)], stdout=log, stderr=log, env=_environment(), cwd=folder
+            [*command, *_script(folder)], stdout=log, stderr=log, env=_environment(), cwd=folder
         )
     running = Running(psutil.Process(process.pid))
     try:
@@ -128,13 +141,13 @@ def torchrun(size: Size, ranks: int, folder: Path) -> Iterator[Running]:
 
 
 @contextmanager
-def jurymast(size: Size, ranks: int, folder: Path) -> Iterator[Running]:
+def jurymast(ranks: int, folder: Path) -> Iterator[Running]:
     """The script under jurymast, on this machine."""
     command = [sys.executable, "-m", "jurymast", "submit", "--cluster", "local", "--json"]
     command += ["--runs", str(folder / "runs"), "--nodes", "1", "--spares", "0"]
-    command += ["--nproc-per-node", str(ranks), "--", *_script(size, folder)]
+    command += ["--nproc-per-node", str(ranks), "--", *_script(folder)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False, env=_environment(),
+        command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False, env=_environment(),
         cwd=folder,
     )  # fmt: skip
     if done.returncode != 0:
@@ -151,101 +164,121 @@ Figures = dict[str, float]
 Pair = dict[str, Figures]
 
 
-def run_once(launcher: str, size: Size, ranks: int) -> Figures:
-    """One run, after its warm-up. Raises RuntimeError when it does not do all its steps.
+@dataclass
+class Contender:
+    """A launcher with its training, stopped but for its turns."""
 
-    `median_ms` and `mean_ms` of a step, `cpu_ms` of processor time of a rank's median step, and
-    `launcher_cores`: processor time of everything but the ranks, per second.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="jurymast-overhead-"))
-    try:
-        files = StepFiles(folder, ranks)
-        warm, end = round(size.steps * WARM_UP), time.monotonic() + RUN_LIMIT_S
-        used: list[tuple[float, float]] = []
-        with LAUNCHERS[launcher](size, ranks, folder) as running:
-            while running.tree() and time.monotonic() < end:
-                done = done_by_all(files.poll(), ranks)
-                if done is not None and warm <= done[0] < size.steps:
-                    own = running.cpu_without({stamp.pid for stamp in files.stamps})
-                    used.append((time.monotonic(), own))
-                time.sleep(POLL_S)
-        figures = _figures(files.poll(), size, ranks, folder)
-        return {**figures, "launcher_cores": _share(used)}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    running: Running
+    files: StepFiles
+    folder: Path
+    ranks: int
+    pids: set[int] = field(default_factory=set)
+
+    def warm_up(self) -> None:
+        """Until its first steps are done; then it is stopped. Raises RuntimeError when they do not come."""
+        end = time.monotonic() + START_LIMIT_S
+        while (done_by_all(self.files.poll(), self.ranks) or (0, 0.0))[0] < WARM_UP_STEPS:
+            if time.monotonic() > end or not self.running.tree():
+                found = sorted(self.folder.rglob("*.log"))
+                logs = "".join(path.read_text(errors="replace")[-500:] for path in found)
+                raise RuntimeError(f"the training did not get going: {logs}")
+            time.sleep(POLL_S)
+        self.pids = {stamp.pid for stamp in self.files.stamps}
+        self.running.signal(signal.SIGSTOP, self.pids, ranks_first=False)
+
+    def turn(self, turn_s: float) -> Figures:
+        """Let it run for so long.
+
+        `median_ms` and `mean_ms` of a step, `cpu_ms` of processor time of a rank's median step, and
+        `launcher_cores`: processor time of everything but the ranks, per second.
+        """
+        pids, before = self.pids, len(self.files.stamps)
+        used = self.running.cpu_without(pids)
+        self.running.signal(signal.SIGCONT, pids, ranks_first=True)
+        began = time.time()
+        time.sleep(turn_s)
+        ended = time.time()
+        self.running.signal(signal.SIGSTOP, pids, ranks_first=False)
+        used = self.running.cpu_without(pids) - used
+        new = self.files.poll()[before:]
+        own = [s for s in new if s.rank == 0 and began + SETTLE_S < s.time < ended]  # ranks go in step
+        if len(own) < 10:
+            raise RuntimeError(f"{len(own)} steps in {turn_s:.1f} s: too few to say anything")
+        steps = list(zip(own, own[1:], strict=False))
+        return {
+            "median_ms": statistics.median((after.time - before.time) * 1000 for before, after in steps),
+            "mean_ms": (own[-1].time - own[0].time) * 1000 / len(steps),
+            "cpu_ms": statistics.median((after.cpu - before.cpu) * 1000 for before, after in steps),
+            "launcher_cores": used / (ended - began),
+        }
 
 
-def _share(used: list[tuple[float, float]]) -> float:
-    """Processor seconds per second between the first look and the last; 0 when there was no second one."""
-    if len(used) < 2:
-        return 0.0
-    return (used[-1][1] - used[0][1]) / (used[-1][0] - used[0][0])
-
-
-def _figures(stamps: list[Stamp], size: Size, ranks: int, folder: Path) -> Figures:
-    """Of rank 0's steps: the ranks go in step."""
-    own = [stamp for stamp in stamps if stamp.rank == 0]
-    if len(stamps) != size.steps * ranks:
-        logs = "".join(path.read_text(errors="replace")[-500:] for path in sorted(folder.rglob("*.log")))
-        raise RuntimeError(f"{len(stamps)} of {size.steps * ranks} steps were recorded: {logs}")
-    steps = list(zip(own, own[1:], strict=False))[round(size.steps * WARM_UP) :]
-    lasted = [(after.time - before.time) * 1000 for before, after in steps]
-    cpu = [(after.cpu - before.cpu) * 1000 for before, after in steps]
-    return {
-        "median_ms": statistics.median(lasted),
-        "mean_ms": statistics.fmean(lasted),
-        "cpu_ms": statistics.median(cpu),
-    }
-
-
-def measure_pairs(size: Size, ranks: int) -> list[Pair]:
-    """The figures of both launchers, pair by pair; who goes first alternates."""
+def measure_start(size: Size, ranks: int, number: int) -> list[Pair]:
+    """Start both launchers, and give them their turns."""
     pairs: list[Pair] = []
-    for number in range(size.pairs):
-        order = list(LAUNCHERS) if number % 2 else list(reversed(LAUNCHERS))
-        pair = {launcher: run_once(launcher, size, ranks) for launcher in order}
-        told = ", ".join(f"{launcher} {pair[launcher]['median_ms']:.3f} ms" for launcher in LAUNCHERS)
-        common.progress(f"{_case(ranks)}, pair {number + 1} of {size.pairs}: {told}")
-        pairs.append(pair)
+    names = list(LAUNCHERS) if number % 2 else list(reversed(LAUNCHERS))
+    with ExitStack() as stack:
+        contenders = {}
+        for launcher in names:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jurymast-overhead-")))
+            running = stack.enter_context(LAUNCHERS[launcher](ranks, folder))
+            contenders[launcher] = Contender(running, StepFiles(folder, ranks), folder, ranks)
+            contenders[launcher].warm_up()
+        for _ in range(size.pairs):
+            names.reverse()
+            pairs.append({launcher: contenders[launcher].turn(size.turn_s) for launcher in names})
     return pairs
+
+
+def measure_starts(size: Size, ranks: int) -> list[list[Pair]]:
+    starts = []
+    for number in range(size.starts):
+        starts.append(measure_start(size, ranks, number))
+        ratio = _ratio(starts[-1], "mean_ms")
+        common.progress(f"{_case(ranks)}, start {number + 1} of {size.starts}: ratio {ratio:.3f}")
+    return starts
 
 
 def _case(ranks: int) -> str:
     return f"{ranks} rank" + ("s" if ranks > 1 else "")
 
 
-def rows_of(pairs: list[Pair], ranks: int) -> tuple[list[Row], Target]:
-    """What both took, and jurymast over torchrun: of the median step (which the target is about), of the
-    mean, which rare long steps move, and of processor time."""
+def rows_of(starts: list[list[Pair]], ranks: int) -> tuple[list[Row], Target]:
+    """What both took, and jurymast over torchrun: of the mean step (which the target is about, for what a
+    launcher takes now and then is in it), of the median step, and of processor time."""
     case = _case(ranks)
     rows = []
     for metric, figure, unit in (
-        ("step time", "median_ms", "ms"),
+        ("step time", "mean_ms", "ms"),
         ("processor time of a step", "cpu_ms", "ms"),
         ("processors used by the launcher", "launcher_cores", "cores"),
     ):
         for launcher in LAUNCHERS:
-            samples = [pair[launcher][figure] for pair in pairs]
+            samples = [statistics.fmean(pair[launcher][figure] for pair in pairs) for pairs in starts]
             found = common.spread(samples)
             rows.append(
                 Row(case, launcher, metric, unit, found.median, found.low, found.high, found.n,
                     samples=list(samples))
             )  # fmt: skip
-    rows.append(_ratio_row(case, "processor time ratio", "cpu_ms", pairs))
-    rows.append(_ratio_row(case, "mean step time ratio", "mean_ms", pairs))
-    ratio = _ratio_row(case, "step time ratio", "median_ms", pairs)
-    interval = f"95 % interval {ratio.low:.4f} to {ratio.high:.4f} over {len(pairs)} pairs"
+    rows.append(_ratio_row(case, "processor time ratio", "cpu_ms", starts))
+    rows.append(_ratio_row(case, "median step time ratio", "median_ms", starts))
+    ratio = _ratio_row(case, "step time ratio", "mean_ms", starts)
+    interval = f"95 % interval {ratio.low:.4f} to {ratio.high:.4f} over {len(starts)} starts"
     name = f"step_time_ratio_{case.replace(' ', '_')}"
     return [*rows, ratio], Target(name, ratio.median, RATIO_TARGET, "lower", interval)
 
 
-def _ratio_row(case: str, metric: str, figure: str, pairs: list[Pair]) -> Row:
+def _ratio(pairs: list[Pair], figure: str) -> float:
     own, other = LAUNCHERS
-    ratios = [pair[own][figure] / pair[other][figure] for pair in pairs]
+    return statistics.median(pair[own][figure] / pair[other][figure] for pair in pairs)
+
+
+def _ratio_row(case: str, metric: str, figure: str, starts: list[list[Pair]]) -> Row:
+    ratios = [_ratio(pairs, figure) for pairs in starts]
     low, high = common.bootstrap(ratios)
-    note = "low and high: 95 % bootstrap interval of the median over pairs"
+    note = "low and high: 95 % bootstrap interval of the median over starts"
     value = statistics.median(ratios)
-    return Row(case, own, metric, "ratio", value, low, high, len(ratios), note, list(ratios))
+    return Row(case, common.JURYMAST, metric, "ratio", value, low, high, len(ratios), note, list(ratios))
 
 
 def beat_rows() -> list[Row]:
@@ -287,8 +320,8 @@ def _hook_row(own: Any) -> Row:
             optimizer.step()
 
     without = statistics.median(_nanoseconds(steps))
-    hooks.count_optimizer_steps(own)
-    return _beat_row("heartbeat", "optimizer hook", [value - without for value in _nanoseconds(steps)])
+    hooks.watch_steps(own)
+    return _beat_row("heartbeat", "optimizer hooks", [value - without for value in _nanoseconds(steps)])
 
 
 def _nanoseconds(work: Callable[[], None]) -> list[float]:
@@ -312,15 +345,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="a smaller run of the same shape, in a minute")
-    parser.add_argument("--pairs", type=int, help=f"pairs of runs for each number of ranks [{FULL.pairs}]")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of ranks [1 2]")
+    parser.add_argument("--starts", type=int, help=f"starts for each number of ranks [{FULL.starts}]")
     arguments = parser.parse_args()
     size = QUICK if arguments.quick else FULL
-    size = Size(arguments.pairs or size.pairs, size.steps)
-    about = {**common.machine(), "steps_of_a_run": size.steps, "low_and_high": "lowest and highest sample"}
+    size = Size(arguments.starts or size.starts, size.pairs, size.turn_s)
+    about = {**common.machine(), "turn_s": size.turn_s, "low_and_high": "lowest and highest sample"}
     rows = beat_rows()
     targets = [Target("beat_ns", rows[0].median, BEAT_TARGET_NS, "lower")]
-    for ranks in RANKS:
-        more, target = rows_of(measure_pairs(size, ranks), ranks)
+    for ranks in arguments.ranks:
+        more, target = rows_of(measure_starts(size, ranks), ranks)
         rows += more
         targets.append(target)
     common.print_report("overhead", rows, targets, about, arguments.json)

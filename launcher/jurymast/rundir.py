@@ -97,6 +97,10 @@ class RunDirectory:
         """How the newest allocation ended, from the supervisor to the batch process."""
         return self.root / "outcome.json"
 
+    def evidence(self, attempt: int) -> Path:
+        """What was seen of an attempt's ranks just before they were stopped for a hang."""
+        return self.root / "evidence" / f"attempt-{attempt:04d}"
+
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs / f"attempt-{attempt:04d}"
 

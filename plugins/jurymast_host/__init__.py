@@ -1,10 +1,243 @@
-"""Health probe: host."""
+"""Health probe of the host: memory, local disks, processes that stand still, memory errors, the kernel's log.
+
+What is short before the run has done anything is the node's own trouble: `suspect`. What gets short later may
+well be the run's doing, and another node would fare the same: `unknown`, which names the cause of a failure
+and no more.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jurymast.core.health import APPLICATION, HARDWARE, HOST, STORAGE, Finding, Verdict
 from jurymast.health.probe import Context, Probe
+from jurymast.health.readings import number, stands_in, text, waits_for_storage
+from jurymast.health.tables import threshold
+from jurymast_host.kernel_log import KernelLog
+
+INTERVAL_S = 10.0
+# Going through all processes costs more than the rest together.
+PROCESSES_EVERY_S = 60.0
+NETWORK_TYPES = (
+    "nfs", "lustre", "gpfs", "mmfs", "beegfs", "ceph", "cifs", "smb", "fuse", "9p", "wekafs", "glusterfs",
+    "pvfs", "orangefs", "afs", "daos",
+)  # fmt: skip
+NAME = "host"
 
 
 def probe(context: Context) -> Probe | None:
-    """None: nothing to see on this machine."""
+    return HostProbe(context)
+
+
+class HostProbe:
+    """`root` is where proc, sys and dev are: "/" but for tests."""
+
+    name = NAME
+    interval_s = INTERVAL_S
+
+    def __init__(self, context: Context, root: Path = Path("/")) -> None:
+        self._context = context
+        self._root = root
+        self._log = KernelLog(root, context)
+        self._disks = [path for path in _local_directories(context) if not _is_shared(path, root)]
+        self._oom_file = oom_file(root)
+        self._oom_kills = _oom_kills(self._oom_file)
+        self._memory_errors = self._uncorrectable()
+        self._short_at_start: set[tuple[str, str]] | None = None
+        self._still: dict[int, tuple[str, float]] = {}
+        self._stuck: list[Finding] = []
+        self._processes_due = 0.0
+
+    def look(self, now: float) -> Sequence[Finding]:
+        shortages = [
+            *self._memory(), *self._filesystem("/dev/shm", "shm-full", "shm-used"),
+            *(f for path in self._disks for f in self._filesystem(path, "disk-full", "disk-used")),
+        ]  # fmt: skip
+        if self._short_at_start is None:
+            fresh = self._context.fresh
+            self._short_at_start = {(short.code, short.device) for short in shortages if fresh}
+        if now >= self._processes_due:
+            self._processes_due = now + PROCESSES_EVERY_S
+            self._stuck = list(self._processes(now))
+        held = [*map(self._judged, shortages), *self._load(), *self._memory_error(), *self._stuck]
+        return [*held, *self._oom(now), *self._log.look(now)]
+
+    def close(self) -> None:
+        self._log.close()
+
+    def _judged(self, shortage: Finding) -> Finding:
+        at_start = (shortage.code, shortage.device) in (self._short_at_start or ())
+        return replace(shortage, verdict=Verdict.SUSPECT if at_start else Verdict.UNKNOWN)
+
+    def _limit(self, name: str) -> float:
+        return threshold(self._context, name)
+
+    def _memory(self) -> Iterator[Finding]:
+        fields = dict(line.split(":", 1) for line in (text(self._root / "proc/meminfo") or "").splitlines())
+        try:
+            total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        except (KeyError, ValueError):
+            return
+        limit = self._limit("memory-available")
+        if free < limit * total:
+            yield _finding(
+                "memory-low", HOST,
+                f"{free / 2**30:.1f} of {total / 2**30:.0f} GiB memory available (limit {limit:.0%})",
+            )  # fmt: skip
+
+    def _filesystem(self, path: str, code: str, limit_name: str) -> Iterator[Finding]:
+        try:
+            found = os.statvfs(path)
+        except OSError as error:
+            yield _finding("disk-error", HOST, f"{path}: {error.strerror}", device=path)
+            return
+        used = 1 - found.f_bavail / found.f_blocks if found.f_blocks else 0.0
+        if used >= (limit := self._limit(limit_name)):
+            yield _finding(code, HOST, f"{path} is {used:.1%} full (limit {limit:.0%})", device=path)
+        inodes = 1 - found.f_favail / found.f_files if found.f_files else 0.0
+        if inodes >= (limit := self._limit("inodes-used")):
+            said = f"{path} has used {inodes:.1%} of its inodes (limit {limit:.0%})"
+            yield _finding("inodes-used-up", HOST, said, device=path)
+
+    def _load(self) -> Iterator[Finding]:
+        said = text(self._root / "proc/loadavg")
+        if not said:
+            return
+        cores = os.cpu_count() or 1
+        load = float(said.split()[2])
+        if load / cores >= (limit := self._limit("load-per-core")):
+            yield _finding(
+                "load-high", HOST, f"15-minute load {load:.0f} on {cores} cores (limit {limit:g} a core)"
+            )
+
+    def _oom(self, now: float) -> Iterator[Finding]:
+        """The kernel killed processes of this job, because the job had used up its memory."""
+        kills = _oom_kills(self._oom_file)
+        if kills is None:
+            return
+        before, self._oom_kills = self._oom_kills, kills
+        if before is not None and kills > before:
+            yield _finding(
+                "oom-kill", APPLICATION, at=now, once=True,
+                message=f"the kernel killed {kills - before} of the job's processes, out of the job's memory",
+            )  # fmt: skip
+
+    def _uncorrectable(self) -> int | None:
+        """Uncorrectable memory errors since boot over all controllers; None when no EDAC driver counts."""
+        counts = [number(path) for path in (self._root / "sys/devices/system/edac/mc").glob("mc*/ue_count")]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
+    def _memory_error(self) -> Iterator[Finding]:
+        errors = self._uncorrectable() if self._memory_errors is not None else None
+        if errors is None or self._memory_errors is None:
+            return
+        gained = errors - self._memory_errors
+        if gained >= self._limit("host-memory-errors"):
+            said = f"{gained} uncorrectable errors of the host's memory since the first look (EDAC)"
+            yield _finding("memory-uncorrectable", HARDWARE, said, verdict=Verdict.BAD)
+
+    def _processes(self, now: float) -> Iterator[Finding]:
+        """This user's processes that have stood still in the kernel (state D, not once scheduled)."""
+        still: dict[int, tuple[str, float]] = {}
+        limit = self._limit("stuck-process-s")
+        for pid in _own_processes(self._root / "proc"):
+            mark = _still_mark(self._root / "proc" / str(pid))
+            if not mark:
+                continue
+            before, since = self._still.get(pid, ("", now))
+            still[pid] = (mark, since if before == mark else now)
+            if now - still[pid][1] >= limit:
+                yield self._stuck_process(pid, now - still[pid][1])
+        self._still = still
+
+    def _stuck_process(self, pid: int, seconds: float) -> Finding:
+        _, where = stands_in(pid, self._root / "proc")
+        name = text(self._root / "proc" / str(pid) / "comm") or "?"
+        on_storage = waits_for_storage(where)
+        return _finding(
+            "process-stuck", STORAGE if on_storage else HOST, device=f"pid {pid}",
+            verdict=Verdict.SUSPECT if where and not on_storage else Verdict.UNKNOWN,
+            message=f"{name} (pid {pid}) stands still in the kernel for {seconds:.0f} s"
+            + (f", in {where}" if where else "; where, only root can see"),
+        )  # fmt: skip
+
+
+def _finding(
+    code: str, kind: str, message: str, *, verdict: Verdict = Verdict.UNKNOWN, device: str = "",
+    at: float = 0.0, once: bool = False,
+) -> Finding:  # fmt: skip
+    return Finding(
+        probe=NAME, code=code, verdict=verdict, kind=kind, message=message, device=device, at=at, once=once
+    )
+
+
+def _local_directories(context: Context) -> list[str]:
+    found = [tempfile.gettempdir()]
+    if context.local_path:
+        path = Path(context.local_path)
+        found.append(str(next((p for p in (path, *path.parents) if p.is_dir()), path)))
+    return list(dict.fromkeys(found))
+
+
+def _is_shared(path: str, root: Path) -> bool:
+    """Whether `path` lies on storage that other nodes see too: not this probe's business. Reads the table of
+    mounts and touches no file system."""
+    best, kind = "", ""
+    for line in (text(root / "proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        mounted = before.split()[4]
+        inside = path == mounted or path.startswith(mounted.rstrip("/") + "/")
+        if inside and len(mounted) >= len(best):
+            best, kind = mounted, after.split()[0]
+    return kind.startswith(NETWORK_TYPES)
+
+
+def oom_file(root: Path) -> Path | None:
+    """The file that counts the kernel's kills in this process's memory cgroup (version 1 or 2), or None."""
+    for line in (text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        if "memory" in names:
+            place = root / "sys/fs/cgroup/memory" / path.lstrip("/") / "memory.oom_control"
+        elif not controllers:
+            place = root / "sys/fs/cgroup" / path.lstrip("/") / "memory.events"
+        else:
+            continue
+        if place.exists():
+            return place
     return None
+
+
+def _oom_kills(file: Path | None) -> int | None:
+    for line in (text(file) or "").splitlines() if file else []:
+        name, _, value = line.partition(" ")
+        if name == "oom_kill":
+            return int(value)
+    return None
+
+
+def _own_processes(proc: Path) -> Iterator[int]:
+    uid = os.getuid()
+    with os.scandir(proc) as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                try:
+                    if entry.stat().st_uid == uid:
+                        yield int(entry.name)
+                except OSError:
+                    continue  # it has ended
+
+
+def _still_mark(folder: Path) -> str:
+    """For a process in uninterruptible sleep, what stays equal only while it is never scheduled; else ""."""
+    stat = text(folder / "stat")
+    if stat is None or stat.rpartition(")")[2].split()[0] != "D":
+        return ""
+    started = stat.rpartition(")")[2].split()[19]
+    switches = [line for line in (text(folder / "status") or "").splitlines() if "ctxt_switches" in line]
+    return " ".join([started, *switches])

@@ -1,10 +1,268 @@
-"""Health probe: infiniband."""
+"""Health probe: ports of InfiniBand and RoCE devices, and the ordinary network interfaces that a run uses.
+
+Everything comes from /sys/class/infiniband and /sys/class/net (kernel: Documentation/ABI/stable/
+sysfs-class-infiniband, testing/sysfs-class-net). Codes begin with "ib-" for ports, with "net-" for
+interfaces; `core.devices` goes by that. What was down when the job started is not this run's business, unless
+the user names it; a device that goes down is `suspect` while another one of its kind is up, so that the ranks
+can do without it, else `bad`.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from jurymast.core import devices
+from jurymast.core.health import NETWORK, NOT_OBSERVABLE, Finding, Verdict
 from jurymast.health.probe import Context, Probe
+from jurymast.health.readings import Gains, number, text
+from jurymast.health.tables import threshold
+
+NAME = "infiniband"
+INTERVAL_S = 10.0
+INTERFACE = "interface"
+CARRIER = "carrier_changes"
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A counter that must not gain `limit` (a threshold's name) within `window_s` seconds."""
+
+    code: str
+    limit: str
+    window_s: float
+    meaning: str
+
+
+# File below a port's counters/ -> how it is judged. What the counters mean: IBTA volume 1, PortCounters.
+COUNTERS = {
+    "link_downed": Counter(
+        "flapping", "ib-link-flaps", 3600.0, "times down: a cable, a module or its other end"
+    ),
+    "symbol_error": Counter(
+        "symbol-errors",
+        "ib-symbol-errors",
+        3600.0,
+        "symbol errors: more than a bit error rate of 1e-12 gives",
+    ),
+    "link_error_recovery": Counter(
+        "retraining", "ib-link-recoveries", 60.0, "times trained anew: it barely holds"
+    ),
+    "local_link_integrity_errors": Counter(
+        "integrity-errors",
+        "ib-integrity-errors",
+        3600.0,
+        "bursts of errors beyond what the hardware corrects",
+    ),
+    "port_rcv_errors": Counter("receive-errors", "ib-receive-errors", 60.0, "packets received damaged"),
+    # Not below counters/: of the network interface, where it counts each way.
+    CARRIER: Counter("flapping", "ib-link-flaps", 3600.0, "times down: a cable, a module or its other end"),
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at a port ("mlx5_1:1") or an interface ("eth1"). `kind`: its link layer, or INTERFACE. `up` is
+    None where the driver does not say; `state` is for people; `rate` in Gb/s, 0 where it is not known."""
+
+    name: str
+    kind: str
+    up: bool | None
+    state: str
+    rate: float = 0.0
+    counters: Mapping[str, int | None] = field(default_factory=dict)
+
+
+def read_ports(sys: Path) -> Iterator[Reading]:
+    """Every port of every RDMA device but virtual functions, which are other machines'."""
+    for device in sorted(_entries(sys / "class/infiniband")):
+        if (device / "device/physfn").exists():
+            continue
+        for port in sorted(_entries(device / "ports")):
+            yield _port(device, port)
+
+
+def _port(device: Path, port: Path) -> Reading:
+    said = text(port / "state")  # "4: ACTIVE"
+    physical = (text(port / "phys_state") or "").partition(":")[2].strip()
+    kind = text(port / "link_layer") or "InfiniBand"
+    state = f"{(said or '').partition(':')[2].strip()} ({physical})"
+    up = None if said is None else "ACTIVE" in said
+    counters = {name: number(port / "counters" / name) for name in COUNTERS if name != CARRIER}
+    if kind != "InfiniBand" and (interface := _interface_below(device, port)) is not None:
+        link = _interface(interface)
+        # Some drivers (Amazon's EFA) call every port active: the interface knows better.
+        up, state = up and link.up is not False, f"{state}, {interface.name} is {link.state}"
+        counters.update(link.counters)
+    return Reading(f"{device.name}:{port.name}", kind, up, state, _rate(port), counters)
+
+
+def _rate(port: Path) -> float:
+    """Gb/s of "400 Gb/sec (4X NDR)"."""
+    said = (text(port / "rate") or "").partition(" ")[0]
+    return float(said) if said.replace(".", "", 1).isdigit() else 0.0
+
+
+def _interface_below(device: Path, port: Path) -> Path | None:
+    """The network interface of a RoCE port."""
+    found = sorted(_entries(device / "device/net"))
+    same = [each for each in found if str((number(each / "dev_port") or 0) + 1) == port.name]
+    return next(iter(same or found), None)
+
+
+def read_interfaces(sys: Path, filters: Sequence[str], alone: bool) -> Iterator[Reading]:
+    """The interfaces on PCI that the user names in one of `filters` (in NCCL's syntax); all of them when they
+    are `alone`, on a node without RDMA, and nobody names any. Parts of a bond and virtual functions are not
+    used by themselves."""
+    named = any(part and not part.startswith("^") for part in filters)
+    for interface in sorted(_entries(sys / "class/net")):
+        pci = (interface / "device/vendor").exists() and not (interface / "device/physfn").exists()
+        asked = any(devices.names(part, interface.name) for part in filters)
+        allowed = all(devices.lets_through(part, interface.name) for part in filters)
+        wanted = asked or (alone and not named and allowed)
+        if pci and wanted and not (interface / "master").exists():
+            yield _interface(interface)
+
+
+def _interface(interface: Path) -> Reading:
+    state = text(interface / "operstate") or ""
+    up = {"up": True, "unknown": True, "": None}.get(state, False)
+    changes = number(interface / CARRIER)
+    counters = {CARRIER: None if changes is None else changes // 2}
+    return Reading(interface.name, INTERFACE, up, state, counters=counters)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+class Watched:
+    """What is known of one port or interface since the first look at it."""
+
+    def __init__(self, first: Reading, named: bool) -> None:
+        self.last = first
+        self.ours = named or first.up is True
+        self.rate = first.rate
+        self.down_since: float | None = None
+        self.gains = {name: Gains(COUNTERS[name].window_s) for name in first.counters}
+
+    @property
+    def prefix(self) -> str:
+        return "net" if self.last.kind == INTERFACE else "ib"
+
+
+class InfinibandProbe:
+    """See the module. `sys` is the root of sysfs, `users` the user's variables."""
+
+    name = NAME
+    interval_s = INTERVAL_S
+
+    def __init__(
+        self, context: Context, sys: Path = Path("/sys"), users: Mapping[str, str] = os.environ
+    ) -> None:
+        self._context = context
+        self._sys = sys
+        self._users = {variable: users.get(variable, "") for variable in devices.VARIABLES}
+        self._watched: dict[str, Watched] = {}
+
+    def look(self, now: float) -> Sequence[Finding]:
+        seen = {reading.name: reading for reading in self._read()}
+        for name, reading in seen.items():
+            if name not in self._watched:
+                self._watched[name] = Watched(reading, self._named(name))
+        found: list[Finding] = []
+        for name, watched in self._watched.items():
+            reading = seen.get(name) or replace(watched.last, up=False, state="gone", counters={})
+            found += self._judge(watched, reading, seen.values(), now)
+            watched.last = reading
+        return found
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+    def _read(self) -> list[Reading]:
+        allowed = self._users[devices.PORTS]
+        ports = [port for port in read_ports(self._sys) if devices.lets_through(allowed, port.name)]
+        return [*ports, *self._interfaces()]
+
+    def _interfaces(self) -> Iterator[Reading]:
+        filters = [self._users[devices.INTERFACES], *_exact(self._users[devices.GLOO])]
+        return read_interfaces(self._sys, filters, alone=not _entries(self._sys / "class/infiniband"))
+
+    def anything_to_see(self) -> bool:
+        return bool(_entries(self._sys / "class/infiniband")) or any(self._interfaces())
+
+    def _named(self, name: str) -> bool:
+        """Whether the user says of this very device that the run uses it, not just of all that begin so."""
+        wanted = [
+            self._users[devices.PORTS],
+            self._users[devices.INTERFACES],
+            *_exact(self._users[devices.GLOO]),
+        ]
+        return any(value.startswith("=") and devices.names(value, name) for value in wanted)
+
+    def _judge(
+        self, watched: Watched, reading: Reading, all_seen: Collection[Reading], now: float
+    ) -> Iterator[Finding]:
+        if reading.up is None:
+            found = self._finding(watched, "", Verdict.UNKNOWN, "its state cannot be read", now)
+            yield replace(found, code=NOT_OBSERVABLE)
+            return
+        if not reading.up:
+            yield from self._down(watched, reading, all_seen, now)
+        else:
+            watched.down_since, watched.ours = None, True
+            if 0 < reading.rate < watched.rate:
+                yield self._finding(
+                    watched, "slow", Verdict.SUSPECT,
+                    f"runs at {reading.rate:g} Gb/s, had {watched.rate:g}: lanes or a speed step lost", now,
+                )  # fmt: skip
+            watched.rate = max(watched.rate, reading.rate)
+        for name, gains in watched.gains.items():
+            gained, counter = gains.add(now, reading.counters.get(name)), COUNTERS[name]
+            limit = threshold(self._context, counter.limit)
+            if gained and gained >= limit and watched.ours:
+                yield self._finding(
+                    watched, counter.code, Verdict.SUSPECT,
+                    f"{gained} (limit {limit:g} in {counter.window_s / 60:g} min) {counter.meaning}", now,
+                )  # fmt: skip
+
+    def _down(
+        self, watched: Watched, reading: Reading, all_seen: Collection[Reading], now: float
+    ) -> Iterator[Finding]:
+        if not watched.ours:
+            what = f"is {reading.state} and was so when the job started: not used"
+            yield self._finding(watched, "unused", Verdict.UNKNOWN, what, now)
+            return
+        watched.down_since = now if watched.down_since is None else watched.down_since
+        # What lasts shorter NCCL's own retries get over; how often it happens is counted besides.
+        if now - watched.down_since < threshold(self._context, "ib-down-s"):
+            return
+        others = sorted(each.name for each in all_seen if each.up and each.kind == reading.kind)
+        rest = f"the ranks can use {', '.join(others)}" if others else "no other one is up"
+        code = "device-gone" if reading.state == "gone" else "link-down"
+        verdict = Verdict.SUSPECT if others else Verdict.BAD
+        yield self._finding(watched, code, verdict, f"is {reading.state}; {rest}", watched.down_since)
+
+    def _finding(self, watched: Watched, code: str, verdict: Verdict, what: str, at: float) -> Finding:
+        name = watched.last.name
+        return Finding(
+            probe=NAME, code=f"{watched.prefix}-{code}", verdict=verdict, kind=NETWORK, device=name, at=at,
+            message=f"{name}: {what}",
+        )  # fmt: skip
+
+
+def _exact(names: str) -> list[str]:
+    """gloo's list of exact names, as filters in NCCL's syntax."""
+    return [f"={names}"] if names else []
 
 
 def probe(context: Context) -> Probe | None:
-    """None: nothing to see on this machine."""
-    return None
+    """None on a machine without an RDMA device and without an interface on PCI."""
+    made = InfinibandProbe(context)
+    return made if made.anything_to_see() else None

@@ -23,6 +23,7 @@ _FAULTS_WITHOUT_OPTIONS = {
     "heal": "undo partition and slow",
     "freeze": "stop every process of the node",
     "thaw": "undo freeze",
+    "repaired": "give the node a new boot id, as after a repair; its processes go on",
 }
 
 
@@ -90,6 +91,7 @@ def _add_up(commands: Any, common: argparse.ArgumentParser) -> None:
     up.add_argument("--slurmd-timeout", type=int, default=DEFAULT_SLURMD_TIMEOUT_S, metavar="SECONDS")
     up.add_argument("--python", type=Path, default=None, help="the Python that jobs use (the repository's)")
     up.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="more of slurm.conf")
+    up.add_argument("--site", action="store_true", help="with the health check of slurm/site, every 5 s")
     up.add_argument("--json", action="store_true")
     up.set_defaults(run=_up)
 
@@ -145,6 +147,7 @@ def _up(arguments: argparse.Namespace) -> int:
         slurmd_timeout_s=arguments.slurmd_timeout,
         python=arguments.python,
         conf=arguments.conf,
+        site=arguments.site,
     )
     if arguments.json:
         print(json.dumps({"nodes": cluster.nodes, "shared": str(cluster.shared), "slurm": arguments.slurm}))

@@ -74,10 +74,12 @@ class Cluster:
         slurmd_timeout_s: int = DEFAULT_SLURMD_TIMEOUT_S,
         python: Path | None = None,
         conf: Sequence[str] = (),
+        site: bool = False,
     ) -> Cluster:
         """Build a cluster, in place of whatever is left in that directory.
 
-        ``python``: the one for jobs (default: the repository's own); ``conf``: more lines for slurm.conf.
+        ``python``: the one for jobs (default: the repository's own); ``conf``: more lines for slurm.conf;
+        ``site``: with the health check of slurm/site, every 5 s.
         """
         software.require_root_linux()
         if not 1 <= nodes <= MAX_NODES:
@@ -92,6 +94,7 @@ class Cluster:
             slurmd_timeout_s=slurmd_timeout_s,
             python=str((python or default_python()).absolute()),
             conf=tuple(conf),
+            site=site,
         )
         software.ensure_packages(slurm)
         base = software.ensure_base(slurm)

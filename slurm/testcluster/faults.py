@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ class Faults:
             "thaw": self._thaw,
             "slow": self._slow,
             "disk-full": self._disk_full,
+            "repaired": self._repaired,
             "slurmctld-restart": self._slurmctld_restart,
         }
 
@@ -193,6 +195,13 @@ class Faults:
         done = self._cluster.exec(machine.name, argv, root=True, check=False)
         if done.returncode != 0:
             raise ClusterError(f"{path} on {machine.name}: {done.stderr.strip()}")
+
+    def _repaired(self, machine: Machine) -> tuple[int, ...]:
+        """Let the node look as if it had been repaired and booted; its processes go on, Slurm is not told."""
+        self._require_node(machine)
+        # In place: the file is mounted into the machine.
+        self._cluster.layout.boot_id(machine.name).write_text(f"{uuid.uuid4()}\n")
+        return ()
 
     def _slurmctld_restart(self, machine: Machine, *, crash: bool = False) -> tuple[int, ...]:
         """Stop slurmctld (SIGKILL with ``crash``) and start it again; returns when it answers."""

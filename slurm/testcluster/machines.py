@@ -7,6 +7,7 @@ import pwd
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from testcluster.visibility import masks_for, needed_for, outermost, require_ope
 
 _HERE = Path(__file__).resolve().parent
 _START_DEADLINE_S = 20.0
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _DAEMON_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -127,6 +129,7 @@ class Builder:
         started: list[tuple[str, subprocess.Popen[str]]] = []
         script = [sys.executable, "-I", "-S", str(_HERE / "machine.py")]
         for name in names:
+            self._layout.boot_id(name).write_text(f"{uuid.uuid4()}\n")
             specification = self._layout.spool / f"{name}.json"
             specification.write_text(json.dumps(self._specification(name, groups[name])))
             child = subprocess.Popen(
@@ -189,6 +192,8 @@ class Builder:
         files = [(str(self._layout.etc / item), f"/etc/{item}") for item in ("hosts", "passwd")]
         if options.slurm != SLURM_SYSTEM:
             files.append(("/etc/group", "/etc/group"))
+        if name != LOGIN:  # there, /proc is the host's
+            files.append((str(self._layout.boot_id(name)), BOOT_ID))
         return RootPlan(
             mount_point=str(self._layout.new_root),
             base=str(self._base),

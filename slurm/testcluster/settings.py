@@ -36,6 +36,7 @@ CLUSTER_NAME = "jurymast-testcluster"
 
 MUNGE_SOCKET = "/run/munge/munge.socket.2"
 SCRATCH = "/scratch"
+SITE_LOG = "/run/site.log"  # each node's own
 MIB = 1024 * 1024
 
 SLURM_SYSTEM = "system"
@@ -71,6 +72,7 @@ class Options:
     shm_mib: int = 4096
     scratch_mib: int = 2048
     tmp_mib: int = 1024
+    site: bool = False
     conf: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
@@ -108,6 +110,25 @@ class Layout:
     def slurm_conf(self) -> Path:
         """What SLURM_CONF points at."""
         return self.etc / "slurm.conf"
+
+    @property
+    def library(self) -> Path:
+        """Where the site's health check looks for libraries first: a test's NVML."""
+        return self.etc / "lib"
+
+    @property
+    def health_check(self) -> Path:
+        """Slurm's HealthCheckProgram, when the cluster has the site's pieces."""
+        return self.etc / "healthcheck"
+
+    @property
+    def verdicts(self) -> Path:
+        """The site's spool for verdicts, the same on every node, mode 1733."""
+        return self.directory / "verdicts"
+
+    def boot_id(self, name: str) -> Path:
+        """What a machine reads as its kernel's boot id."""
+        return self.etc / f"boot-id.{name}"
 
     @property
     def log(self) -> Path:

@@ -16,6 +16,7 @@ from testcluster.settings import (
     LOGIN,
     LOGIN_HOST_NUMBER,
     PARTITION,
+    SITE_LOG,
     SLURMCTLD_PORT,
     SLURMD_PORT,
     SUBNET,
@@ -32,6 +33,8 @@ _LEAST_MESSAGE_TIMEOUT_S = 2
 _CGROUPS_OPTIONAL = (23, 11)
 _NULL_DEVICE = os.makedev(1, 3)
 _MUNGE_KEY_BYTES = 1024
+_HEALTH_CHECK_INTERVAL_S = 5
+_SITE = Path(__file__).resolve().parents[1] / "site"
 
 
 def write_all(layout: Layout, options: Options, release: tuple[int, ...]) -> None:
@@ -41,6 +44,8 @@ def write_all(layout: Layout, options: Options, release: tuple[int, ...]) -> Non
     (layout.etc / "cgroup.conf").write_text(_cgroup_conf(release))
     (layout.etc / "hosts").write_text(_hosts(options))
     (layout.etc / "passwd").write_text(_passwd(layout))
+    if options.site:
+        _write_site(layout, options)
 
 
 def slurm_conf(layout: Layout, options: Options) -> str:
@@ -82,6 +87,9 @@ def slurm_conf(layout: Layout, options: Options) -> str:
         "SlurmdDebug=verbose",
         *options.conf,
     ]
+    if options.site:
+        lines += [f"HealthCheckProgram={layout.health_check}", "HealthCheckNodeState=ANY"]
+        lines.append(f"HealthCheckInterval={_HEALTH_CHECK_INTERVAL_S}")
     gres = f" Gres=gpu:{options.gpus}" if options.gpus else ""
     for index in range(options.nodes):
         lines.append(
@@ -107,6 +115,27 @@ def write_munge_key(layout: Layout) -> None:
         key.write(os.urandom(_MUNGE_KEY_BYTES))
     for path in (directory, layout.munge_key):
         os.chown(path, owner.pw_uid, owner.pw_gid)
+
+
+def _write_site(layout: Layout, options: Options) -> None:
+    """The site's pieces, as slurm/site/README.md has them, with a place for a test's NVML."""
+    layout.library.mkdir(exist_ok=True)
+    layout.verdicts.mkdir(exist_ok=True)
+    layout.verdicts.chmod(0o1733)
+    settings = layout.etc / "site.ini"
+    command = f"{Path(options.python).parent / 'jurymast'} health --json --probe nvidia"
+    settings.write_text(
+        f"[health]\ncommand = {command}\n[verdicts]\nspool = {layout.verdicts}\n[drain]\nmax_fraction = 0.5\n"
+        f"[files]\nstate = /run/jurymast-site\nlog = {SITE_LOG}\n"
+        f"[slurm]\nconf = {layout.slurm_conf}\n"
+    )
+    settings.chmod(0o644)
+    layout.health_check.write_text(
+        "#!/bin/sh\n# jurymast's health check\n"
+        f"export LD_LIBRARY_PATH={layout.library} FAKE_NVML_STATE={layout.library}/state.%n\n"
+        f"exec {options.python} -I {_SITE / 'healthcheck'} --config {settings}\n"
+    )
+    layout.health_check.chmod(0o755)
 
 
 def _message_timeout_s(slurmd_timeout_s: int) -> int:

@@ -240,7 +240,7 @@ def test_memory_that_is_late_is_waited_for_once(
         stingy.give(0, number, stingy.records[0][Word.WANT])
     memory = checkpoint._memory
     assert memory is not None
-    wait_until("mapped slots", lambda: memory.ready)
+    wait_until("mapped slots", lambda: all(memory._fitting()))
     for step in range(8, 12):
         checkpoint.step(step)
     assert [event["step"] for event in events(stingy, "Image")] == [8, 10], "at once, then as always"

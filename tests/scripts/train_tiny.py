@@ -39,6 +39,10 @@ parser.add_argument(
 parser.add_argument(
     "--hang-once", default="", metavar="STEP:RANK", help="never steps again, in the first attempt"
 )
+parser.add_argument(
+    "--slow", default="", metavar="STEP:NODE:SECONDS", help="that node loads its data so slowly from STEP on"
+)
+parser.add_argument("--tell-saves", action="store_true", help="every rank prints the steps that it saved")
 parser.add_argument("--out", type=Path, default=None, help="JSON with the final weights' sha256")
 
 
@@ -84,6 +88,12 @@ def due_once(place: str, step: int, rank: int) -> bool:
     return place == f"{step}:{rank}" and os.environ.get("JURYMAST_ATTEMPT", "1") == "1"
 
 
+def load_slowly(place: str, step: int) -> None:
+    first, node, seconds = place.split(":")
+    if step >= int(first) and os.environ.get("JURYMAST_NODE") == node:
+        time.sleep(float(seconds))
+
+
 def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -119,6 +129,8 @@ def main() -> None:
             raise ValueError(f"asked to fail at step {step}")
         if due_once(args.hang_once, step, rank):
             threading.Event().wait()
+        if args.slow:
+            load_slowly(args.slow, step)
         inputs, targets = batch_of(step, rank, args.batch, args.width)
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
@@ -130,6 +142,8 @@ def main() -> None:
             time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
         if checkpoint:
             checkpoint.step(step + 1)
+            if args.tell_saves and checkpoint._saved_step == step + 1:
+                print(f"saved {step + 1}", flush=True)
         if rank == 0 and (step + 1) % 10 == 0:
             print(f"step {step + 1} loss {loss.item():.6f}", flush=True)
     if data.drawn != args.steps * args.batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,44 @@ def test_text(words: list[str]) -> None:
     assert "100.00 %" in result.output
 
 
+def test_what_is_assumed_is_told_and_what_is_said_is_not() -> None:
+    assumed = "\n".join(asked()["assumed"])  # type: ignore[arg-type]
+    for words in ("benchmarks", "--checkpoint-bytes", "--stall", "--step", "--rate", "not measured"):
+        assert words in assumed
+    said = ["--restart", "1m", "--stall", "1s", "--step", "2s", "--rate", "5", "--storage-gb-per-s", "100"]
+    assumed = "\n".join(asked(*said)["assumed"])  # type: ignore[arg-type]
+    for words in ("benchmarks", "--checkpoint-bytes", "--stall", "--step", "--rate)", "--storage"):
+        assert words not in assumed
+
+
+def test_the_size_of_a_checkpoint_says_what_saves_and_restores_take() -> None:
+    small, large = (asked("--checkpoint-bytes", size) for size in ("64e9", "6400e9"))
+    assert small["stall_seconds"] == pytest.approx(1e9 / 11.3e9)
+    assert large["stall_seconds"] == pytest.approx(100e9 / 11.3e9)
+    assert large["restart_seconds"] - small["restart_seconds"] == pytest.approx(99e9 / 0.51e9)  # type: ignore[operator]
+
+
+def test_the_page_is_one_file_with_pictures(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    words = ["--rate", "100", "--faults", "multi,lemons", "--hang-rate", "20", "--html", str(file)]
+    found = asked(*words)
+    page = file.read_text()
+    assert page.count("<svg") == page.count("</svg>") >= 4
+    for words_ in (
+        "Goodput of each run",
+        "Goodput over time",
+        "Incidents of the first run",
+        "hang",
+        "Assumed",
+    ):
+        assert words_ in page
+    assert not re.search(r"https?://|<script(?! type=\"application/json\")|src=|@import", page)
+    embedded = re.search(r'id="simulation">(.*?)</script>', page, re.DOTALL)
+    assert embedded is not None
+    assert json.loads(embedded[1])["incidents"] == found["incidents"]
+    assert len(page) < 1_000_000
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -57,6 +96,8 @@ def test_text(words: list[str]) -> None:
         (["--faults", "weibull:0"], "'0' is not a number above 0"),
         (["--trace", "infinitehbd", "--rate", "3"], "--rate and --trace do not go together"),
         (["--spares", "few"], "a number, or auto"),
+        (["--faults", "multi,lemon"], "did you mean lemons"),
+        (["--durations", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
         (["--trace", "/nowhere.csv"], "cannot read /nowhere.csv"),
     ],
 )

@@ -13,8 +13,9 @@ from jurymast.core.failure_rate import mtbf_s
 from jurymast.core.optimum import goodput
 from jurymast.core.settings import Settings
 from jurymast.sim.cadences import FixedCadence, cadence_factory
-from jurymast.sim.durations import Durations
+from jurymast.sim.durations import Durations, Parts
 from jurymast.sim.faults import PATTERNS, Fault, FaultModel
+from jurymast.sim.names import names_needed
 from jurymast.sim.results import GOODPUT, simulate, summary
 from jurymast.sim.simulation import Outcome, Setup, Simulation
 
@@ -39,11 +40,13 @@ def node_seconds(outcome: Outcome, category: str) -> float:
 
 
 def test_the_same_seed_gives_the_same_result() -> None:
-    setup = Setup(nodes=512, spares=4, seconds=10 * DAY_S)
+    durations = Durations(drain_s=3.0, write_s=60.0, read_s=60.0)
+    setup = Setup(nodes=512, spares=4, seconds=10 * DAY_S, durations=durations, write_every_s=600.0, parts=20)
     factory = cadence_factory("adaptive", 512, 5.0, setup.durations)
+    model = FaultModel(bursts=0.2, multi=0.1, hang_rate=1.0)
 
     def once() -> list[Outcome]:
-        return simulate(setup, lambda rng: FaultModel(bursts=0.2).draw(516, setup.seconds, rng), factory, 2)
+        return simulate(setup, lambda rng: model.draw(516, setup.seconds, rng), factory, 2)
 
     first, again = once(), once()
     assert first == again
@@ -57,21 +60,29 @@ def test_the_same_seed_gives_the_same_result() -> None:
     pattern=st.sampled_from(sorted(PATTERNS)),
     rate=st.sampled_from([0.0, 20.0, 500.0, 20_000.0]),
     script_rate=st.sampled_from([0.0, 100.0]),
+    hang_rate=st.sampled_from([0.0, 100.0]),
     drain_s=st.sampled_from([0.0, 30.0]),
+    write_s=st.sampled_from([None, 0.0, 100.0]),
     repair_s=st.sampled_from([60.0, 3600.0]),
     seed=st.integers(0, 1000),
 )
 def test_categories_sum_to_all_node_time(
-    nodes: int, spares: int, pattern: str, rate: float, script_rate: float, drain_s: float, repair_s: float,
-    seed: int,
+    nodes: int, spares: int, pattern: str, rate: float, script_rate: float, hang_rate: float, drain_s: float,
+    write_s: float | None, repair_s: float, seed: int,
 ) -> None:  # fmt: skip
-    durations = Durations(drain_s=drain_s, slowdown=0.1, repair_s=repair_s)
-    setup = Setup(nodes=nodes, spares=spares, seconds=0.5 * DAY_S, durations=durations)
-    model = FaultModel(rate=rate, application_rate=script_rate, **PATTERNS[pattern])
+    durations = Durations(
+        drain_s=drain_s, slowdown=0.1, repair_s=repair_s, write_s=write_s, read_s=50.0,
+        kinds={"hang": Parts(stop_s=2.0, launch_s=1.0)},
+    )  # fmt: skip
+    setup = Setup(
+        nodes=nodes, spares=spares, seconds=0.5 * DAY_S, durations=durations, write_every_s=300.0, parts=7
+    )
+    model = FaultModel(rate=rate, application_rate=script_rate, hang_rate=hang_rate, **PATTERNS[pattern])
     outcome = ran(setup, model.draw(nodes + spares, setup.seconds, random.Random(seed)))
     assert sum(outcome.categories.values()) == outcome.total_us
     assert all(us > 0 for us in outcome.categories.values())
     if outcome.state == "running":
+        assert sum(sum(part.values()) for part in outcome.history) == setup.seconds * 1e6
         assert outcome.wall_s == pytest.approx(setup.seconds)
     if outcome.state != "failed":  # all nodes that were asked for are paid for all the time
         assert outcome.total_us == pytest.approx((nodes + spares) * outcome.wall_s * 1e6, rel=1e-6)
@@ -94,8 +105,9 @@ def test_a_few_names_stand_for_all_nodes(pattern: str) -> None:
     durations = Durations(repair_s=30 * DAY_S)
     few, all_of_them = (
         ran(Setup(nodes=60, spares=60, seconds=2 * DAY_S, durations=durations, named=named), faults)
-        for named in (8, 60)
+        for named in (names_needed(faults), 60)
     )
+    assert names_needed(faults) <= 40
     assert few.categories == all_of_them.categories
     assert few.ratios == all_of_them.ratios
     assert [i.action for i in few.incidents] == [i.action for i in all_of_them.incidents]
@@ -150,7 +162,7 @@ def test_without_a_spare_the_run_goes_back_to_the_queue() -> None:
 
 def test_a_script_that_fails_again_and_again_ends_the_run() -> None:
     setup = Setup(nodes=4, spares=0, seconds=10_000, settings=Settings())
-    outcome = ran(setup, [Fault(1000.0 + 100 * i) for i in range(6)])
+    outcome = ran(setup, [Fault(1000.0 + 100 * i, kind="script") for i in range(6)])
     assert outcome.state == "failed"
     assert "application budget spent" in outcome.reason
     assert len(outcome.incidents) == 4

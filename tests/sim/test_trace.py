@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.cadence_regret import measure
+
 from jurymast.errors import UsageError
-from jurymast.sim.cadences import cadence_factory
+from jurymast.sim.cadences import FixedCadence, cadence_factory, goodput_of
 from jurymast.sim.durations import Durations
 from jurymast.sim.faults import BUNDLED_TRACE, read_trace
 from jurymast.sim.results import GOODPUT
 from jurymast.sim.simulation import Setup, Simulation
 
+DAY_S = 86_400.0
 TRACE = read_trace(BUNDLED_TRACE)
 
 
@@ -43,25 +49,42 @@ def test_the_bundled_trace_is_what_was_published() -> None:
     [
         (400, "young", 30, 0.963),
         (4000, "young", 30, 0.834),
-        (12_000, "young", 30, 0.661),
         (12_000, "young", 120, 0.560),
-        (400, "fixed:60m", 30, 0.956),
-        (4000, "fixed:60m", 30, 0.700),
         (12_000, "fixed:60m", 30, 0.379),
     ],
 )
 def test_published_replay(nodes: int, cadence: str, stall_s: float, published: float) -> None:
-    """Row 10 of the published results. Ours is up to 1.6 points higher, most where failures come during
-    recoveries: a node that is lost before the ranks are stopped joins the incident there is."""
+    """Row 10 of the published results; `benchmarks/published.py` has the others. Ours is up to 1.6 points
+    higher, most where failures come during recoveries: a node that is lost before the ranks are stopped
+    joins the incident there is."""
     assert replayed(nodes, cadence, stall_s) == pytest.approx(published, abs=0.02)
 
 
-@pytest.mark.parametrize("nodes", [4000, 12_000])
-def test_an_adaptive_cadence_is_as_good_as_the_best_fixed_one(nodes: int) -> None:
-    adaptive = replayed(nodes, "adaptive", 30)
-    middle_s = 800 if nodes == 4000 else 460
-    fixed = [replayed(nodes, f"fixed:{round(middle_s * f)}s", 30) for f in (0.7, 1.0, 1.3)]
-    assert adaptive > max(fixed) - 0.003
+def test_an_adaptive_cadence_is_as_good_as_the_best_fixed_one() -> None:
+    """Three replays at each size: from the usual prior within 0.3 points of the best interval in hindsight
+    and above the hand-picked 60 minutes; from a prior four times off within 0.5 points after two weeks."""
+    _, targets = measure(3)
+    assert len(targets) == 18
+    assert [target for target in targets if not target.met] == []
+
+
+def test_failures_and_cadence_alone_come_close_to_the_whole_state_machine() -> None:
+    """What is compared in thousands is this model: the state machine itself is up to 1.6 points better, as
+    failures that come while ranks are being stopped join the incident there is."""
+    nodes, cadence = 4000, "adaptive"
+    seconds = TRACE.days * DAY_S * TRACE.nodes / nodes
+    times = [fault.t for fault in TRACE.draw(nodes, seconds, random.Random(0), shift=False)]
+    made = cadence_factory(cadence, nodes, TRACE.rate, Durations(stall_s=30))()
+    alone = goodput_of(made, times, seconds, 30.0, 600.0)
+    assert -0.003 < replayed(nodes, cadence, 30) - alone < 0.016
+
+
+def test_goodput_of_a_cadence_by_hand() -> None:
+    """Saves of 10 s every 100 s; a failure at 250 s loses 30 s, another in the recovery begins it anew."""
+    found = goodput_of(FixedCadence(100.0), [250.0, 270.0], 500.0, 10.0, 50.0)
+    assert found == pytest.approx((200 + 100 + 70) / 500)
+    late = goodput_of(FixedCadence(100.0), [250.0, 270.0], 500.0, 10.0, 50.0, since_s=160.0)
+    assert late == pytest.approx((50 + 100 + 70) / 340)
 
 
 def test_a_trace_of_ones_own(tmp_path: Path) -> None:

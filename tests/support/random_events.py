@@ -7,6 +7,7 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
+from jurymast.core.health import KINDS as KINDS_OF_FINDINGS
 from jurymast.core.state import RunState
 from support.stories import START
 
@@ -21,7 +22,9 @@ def make_event(kind: str, t: float, node: str, attempt: int, number: int, flag: 
         ),
         "allocation_end": lambda: ev.AllocationEnded(t=t, slurm_job="7", why="over"),
         "supervisor": lambda: ev.SupervisorStarted(t=t, epoch=number + 1, node=node),
-        "joined": lambda: ev.NodeJoined(t=t, node=node, address="10.0.0.1", incarnation=f"{number % 3}"),
+        "joined": lambda: ev.NodeJoined(
+            t=t, node=node, address="10.0.0.1", incarnation=f"{number % 3}", gpus=number % 2
+        ),
         "ready": lambda: ev.NodeReady(t=t, node=node, store_port=1),
         "lost": lambda: ev.NodeLost(t=t, node=node, how="silent" if flag else "closed", silent_s=number / 10),
         "started": lambda: ev.WorkersStarted(t=t, node=node, attempt=attempt, pids=(1,)),
@@ -43,8 +46,25 @@ def make_event(kind: str, t: float, node: str, attempt: int, number: int, flag: 
         "restored": lambda: ev.Restored(
             t=t, attempt=attempt, step=number, tier="shared", seconds=number / 20
         ),
+        "found": lambda: ev.HealthFound(
+            t=t, node=node, probe="p", code=f"c{number % 3}", device=f"d{number % 2}", at=t - number,
+            verdict=("bad", "suspect", "ok", "unknown")[number % 4], message="m",
+            kind=KINDS_OF_FINDINGS[number % 6] if flag else "hardware",
+        ),
         "asked": lambda: ev.Asked(t=t, what=("restart", "drain", "cancel")[number % 3], by="x", node=node),
         "signalled": lambda: ev.Signalled(t=t, signal="SIGTERM"),
+        "tested": lambda: ev.NodeTested(
+            t=t, node=node, verdict=("ok", "suspect", "bad", "unknown")[number % 4], slowness=1 + number / 10,
+            message="m",
+        ),
+        "straggling": lambda: ev.Straggling(
+            t=t, attempt=attempt, node=node, rank=number % 2, slowness=2.0, own_s=2.0, typical_s=1.0,
+            since_s=30.0, evidence="slow", lost_s=number / 40, step_s=1.0,
+        ),
+        "stacks": lambda: ev.StacksTaken(
+            t=t, node=node, attempt=attempt, ranks=(number % 2,), places=("in f at a.py:1",),
+            kinds=("code" if flag else "backward",),
+        ),
         "noted": lambda: ev.Noted(t=t, message="m"),
         "tick": lambda: ev.Tick(t=t),
     }  # fmt: skip
@@ -53,7 +73,8 @@ def make_event(kind: str, t: float, node: str, attempt: int, number: int, flag: 
 
 KINDS = (
     "allocation", "allocation_end", "supervisor", "joined", "ready", "lost", "started", "failed", "hung",
-    "stopped", "finished", "progress", "saved", "restored", "asked", "signalled", "noted", "tick",
+    "stopped", "finished", "progress", "saved", "restored", "found", "asked", "signalled", "noted", "tested",
+    "straggling", "stacks", "tick",
 )  # fmt: skip
 # Left to chance alone, few sequences would get as far as running.
 LIKELY = (*KINDS, *("joined", "ready", "started", "stopped", "progress", "tick") * 4)

@@ -28,8 +28,9 @@ class Story:
 
     def __init__(
         self, *, active: int = 2, spares: int = 1, ranks_per_node: int = 1, settings: Settings | None = None,
-        requeue: bool = True,
+        requeue: bool = True, gpus: int = 0,
     ) -> None:  # fmt: skip
+        self.gpus = gpus  # a node's, as its agent tells; with some, nodes are tested unless settings say no
         self.plan = RunPlan(
             run="20261117-100000-gpt-abcd", name="gpt", directory="", cluster="slurm", active=active,
             spares=spares, ranks_per_node=ranks_per_node, script="train.py", arguments=("--lr", "1"),
@@ -101,9 +102,10 @@ class Story:
             self.t += 1.0 / len(names)
             self.feed(
                 ev.NodeJoined(
-                    t=self.t, node=name, address=f"10.0.0.{name[1:]}", incarnation=f"{name}@{self.t}", gpus=8
+                    t=self.t, node=name, address=f"10.0.0.{name[1:]}", incarnation=f"{name}@{self.t}",
+                    gpus=self.gpus,
                 )
-            )
+            )  # fmt: skip
         for name in names:
             self.t += 2.0 / len(names)
             self.feed(ev.NodeReady(t=self.t, node=name, store_port=29000))

@@ -22,7 +22,9 @@ from benchmarks.tiers.trial import Case, Trial
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", ["recovery", "overhead", "checkpoint", "published"])
+@pytest.mark.parametrize(
+    "name", ["agent_cost", "recovery", "overhead", "checkpoint", "published", "attribution"]
+)
 def test_help(name: str) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

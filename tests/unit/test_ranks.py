@@ -226,3 +226,37 @@ def test_a_report_has_ages_in_seconds_and_forgets_old_processes() -> None:
         assert 0.0 < report["quiet_s"] <= report["beat_s"] + 0.001 < LIMIT_S
         watch.look([os.getpid()])
         assert list(watch.watches) == [os.getpid()]
+
+
+def test_what_the_whole_machine_slept_is_held_against_no_rank() -> None:
+    """An agent that was not awake itself cannot tell a hang."""
+    interval_s, slept_s = 0.01, 0.5
+    with memory_of(1) as memory, child("cat") as process:
+        beaten = Link(memory.page, -1, 0)
+        watch = RankWatch(memory, interval_s)
+        beaten.beat(1)
+        watch.look([process.pid])
+        since = time.monotonic()
+        wait_until("time to pass", lambda: time.monotonic() > since + slept_s)
+        (report,) = watch.look([process.pid])
+        assert report["quiet_s"] < slept_s / 2
+        assert report["idle_s"] == 0.0
+
+        awake = time.monotonic()
+        while time.monotonic() < awake + slept_s:  # from here on it looks as often as it should
+            (report,) = watch.look([process.pid])
+        assert report["quiet_s"] > slept_s / 2
+
+
+def test_the_wait_for_an_attempt_is_no_sleep() -> None:
+    interval_s, waited_s = 0.01, 0.3
+    with memory_of(1) as memory, child("cat") as process:
+        watch = RankWatch(memory, interval_s)
+        watch.look([])
+        since = time.monotonic()
+        wait_until("time to pass", lambda: time.monotonic() > since + waited_s)
+        Link(memory.page, -1, 0).beat(1)
+        beaten = time.monotonic()
+        while time.monotonic() < beaten + waited_s:
+            (report,) = watch.look([process.pid])
+        assert report["quiet_s"] > 0.9 * waited_s

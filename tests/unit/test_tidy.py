@@ -147,6 +147,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/supervisor/supervisor.py",
             "launcher/jurymast/worker/entry.py",
             "launcher/jurymast/demo/train_gpt.py",  # a user's script
+            "plugins/jurymast_nvidia/__main__.py",  # a command
         },
     ),
     shells: (Source("slurm/a.py", "import subprocess\nsubprocess.run('x', shell=True)\n"), set()),

@@ -17,10 +17,16 @@ from typing import Any
 
 import psutil
 
+from jurymast.agent.around import Around
+from jurymast.agent.evidence import Evidence
 from jurymast.agent.host_process import HostProcess, end_ranks, kill_ranks
 from jurymast.agent.keeping import Keeping
+from jurymast.agent.probing import Probing
 from jurymast.agent.ranks import RankMemory, RankWatch
+from jurymast.agent.stacks import Stacks
 from jurymast.agent.succession import Succession
+from jurymast.agent.testing import Testing
+from jurymast.agent.verdict import leave_verdict
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError
@@ -40,6 +46,8 @@ HOST_RESTARTS_MAX = 5
 ALONE_LIMIT_S = 60.0
 # After a SIGTERM Slurm waits 30 s (KillWait), unless the partition's GraceTime says otherwise.
 TERMINATED_LIMIT_S = 25.0
+# Probes wait for the torchrun host; one that does not get warm may have its reason in what they would find.
+PROBE_ANYWAY_S = 60.0
 UNSAID_MAX = 1000
 TEMPORARY_PREFIX = "jurymast-agent-"
 
@@ -59,12 +67,17 @@ class Agent:
         self._incarnation = secrets.token_hex(8)
         self._allocation = Allocation.load(directory).key
         self._memory = RankMemory(plan.ranks_per_node)
-        self._watch = RankWatch(self._memory)
+        self._watch = RankWatch(self._memory, plan.settings.heartbeat_s)
+        self._evidence = Evidence()
         self._keeping = Keeping(directory, plan, node, self._say)
+        self._probing = Probing(directory, plan, node, self._say)
+        self._around = Around(plan.settings.workaround, self._probing.findings, self._say)
         self._temporary, self._lock = own_temporary_directory()
+        self._stacks = Stacks(directory, plan, self._temporary, self._say)
         self._host: HostProcess | None = None
         self._host_starts = 0
         self._restart: asyncio.Future[None] | None = None
+        self._starting: asyncio.Future[None] | None = None
         self._channel: Channel | None = None
         self._address = ""
         self._alone_since = 0.0
@@ -77,6 +90,7 @@ class Agent:
         self._store_port = 0
         self._pids: list[int] = []
         self._succession = Succession(directory, plan, node)
+        self._testing = Testing(plan, _visible_gpus(), self._environment, self._say)
         self._over = asyncio.Event()
         self._urgent = asyncio.Event()
 
@@ -87,6 +101,7 @@ class Agent:
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)
         loop.add_reader(self._memory.events_fd, self._pass_events_on)
         await self._keeping.start()
+        loop.call_later(PROBE_ANYWAY_S, self._probing.start)
         if self._hint is not None:  # torch's import takes longer than finding the supervisor
             self._address = local_address(*self._hint)
             if self._address:
@@ -101,6 +116,8 @@ class Agent:
             serve.cancel()
             ended = await asyncio.gather(serve, return_exceptions=True)
             await self._end_host()
+            await self._testing.end()
+            await self._probing.close()
             await self._keeping.close()
             await self._succession.wait()
             shutil.rmtree(self._temporary, ignore_errors=True)
@@ -122,6 +139,7 @@ class Agent:
             self._alone_since = 0.0
             self._channel = connection
             self._address = connection.local_address
+            self._probing.new_supervisor()
             connection.send(self._hello())
             for message in self._unsaid:
                 connection.send(message)
@@ -168,7 +186,7 @@ class Agent:
             "incarnation": self._incarnation,
             "pid": os.getpid(), "boot_id": _boot_id(), "gpus": _visible_gpus(), "attempt": self.attempt,
             "ranks": self.ranks_state, "store_port": self._store_port, "pids": self._pids,
-            **self._keeping.hello(),
+            **self._keeping.hello(), **self._probing.hello(),
         }  # fmt: skip
 
     async def _beat(self, connection: Channel) -> None:
@@ -176,7 +194,8 @@ class Agent:
         while True:
             ranks = self._watch.look(self._pids) if self.ranks_state == "running" else []
             self._keeping.look()
-            connection.send({"say": "beat", "attempt": self.attempt, "ranks": ranks})
+            cadence = self._memory.cadence()
+            connection.send({"say": "beat", "attempt": self.attempt, "ranks": ranks, "cadence": cadence})
             self._urgent.clear()
             try:
                 await asyncio.wait_for(self._urgent.wait(), self._beat_period(ranks))
@@ -207,9 +226,19 @@ class Agent:
         if order == "launch":
             self._launch(message)
         elif order == "stop":
-            self._stop(int(message["attempt"]))
+            self._stop(int(message["attempt"]), stacks=bool(message.get("stacks")))
+        elif order == "go on":
+            self._probing.clock(float(message["time"]))
         elif order == "dismiss":
             self._stop(self.attempt)
+        elif order == "cadence":
+            if message["attempt"] == self.attempt:
+                self._memory.order(message)
+                self._urgent.set()  # the supervisor waits for a heartbeat that shows it
+        elif order == "verdict":
+            self._verdict = asyncio.ensure_future(leave_verdict(message, self._plan, self._node, self._say))
+        elif order == "test":
+            self._testing.obey(message, beside_ranks=self.ranks_state not in ("warming", "waiting"))
         elif order == "leave":
             self._keeping.run_is_over = bool(message.get("over"))
             self._over.set()
@@ -222,11 +251,25 @@ class Agent:
         self.attempt = message["attempt"]
         self.ranks_state = "starting"
         self._memory.clear()
+        self._evidence.attempt_begins()
         self._keeping.launch(message)
-        self._host.tell({**message, "restore": None})
+        environment = {**self._around.environment(self.attempt), **self._stacks.launch(message)}
+        plan = {**message, "restore": None, "environment": environment}
+        if self._testing.idle:
+            self._host.tell(plan)
+        else:
+            self._starting = asyncio.ensure_future(self._launch_after_tests(self._host, plan))
 
-    def _stop(self, attempt: int) -> None:
-        """Stop the ranks of `attempt`; answers when they are gone, however long ago that was."""
+    async def _launch_after_tests(self, host: HostProcess, plan: Message) -> None:
+        """What the test processes hold of the devices is the ranks' now."""
+        await self._testing.end()
+        host.tell(plan)
+        if self._stopping >= plan["attempt"]:
+            host.tell({"do": "stop", "attempt": self._stopping})
+
+    def _stop(self, attempt: int, *, stacks: bool = False) -> None:
+        """Stop the ranks of `attempt`, if wanted after a look at their `stacks`; answers when they are gone,
+        however long ago that was."""
         if self.ranks_state in ("waiting", "finished"):
             self._tell("stopped", attempt=attempt, store_port=self._store_port)
             if not self._store_port:  # the host is on its way back into the rendezvous: that will be news
@@ -238,11 +281,19 @@ class Agent:
         if attempt < self.attempt or self._stopping >= attempt or self._host is None:
             return
         self._stopping = attempt
-        self._host.tell({"do": "stop", "attempt": attempt})
-        loop = asyncio.get_running_loop()
-        loop.call_later(
-            self._plan.settings.stop_grace_s + STOP_MARGIN_S, self._stop_by_force, attempt, self._host
-        )
+        if stacks and attempt == self.attempt and self.ranks_state == "running":
+            self._looking = asyncio.ensure_future(self._look_and_stop(attempt, self._host))
+        else:
+            self._stop_host(attempt, self._host)
+
+    async def _look_and_stop(self, attempt: int, host: HostProcess) -> None:
+        await self._stacks.take(self._pids)
+        self._stop_host(attempt, host)
+
+    def _stop_host(self, attempt: int, host: HostProcess) -> None:
+        host.tell({"do": "stop", "attempt": attempt})
+        limit_s = self._plan.settings.stop_grace_s + STOP_MARGIN_S
+        asyncio.get_running_loop().call_later(limit_s, self._stop_by_force, attempt, host)
 
     def _stop_by_force(self, attempt: int, host: HostProcess) -> None:
         if self._host is host and self.attempt == attempt and self.ranks_state in ("starting", "running"):
@@ -261,6 +312,8 @@ class Agent:
             "temporary": str(self._temporary), "grace_s": self._plan.settings.stop_grace_s,
         }  # fmt: skip
         self._host = await HostProcess.start(plan, self._environment(), self._host_said, self._host_ended)
+        if self.attempt == 0:
+            self._testing.warm_up()
 
     def _environment(self) -> dict[str, str]:
         settings = self._plan.settings
@@ -288,6 +341,7 @@ class Agent:
         said = message["host"]
         if said == "waiting":
             self._store_port = message["store_port"]
+            self._probing.start()  # the host is warm: nothing that takes time is left to do here
             if self.ranks_state == "finished":
                 return
             if self._pids:  # how far they came, exactly
@@ -304,7 +358,9 @@ class Agent:
             self._urgent.set()
         elif said == "failed":
             self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
-            self._tell("failed", **{key: value for key, value in message.items() if key != "host"})
+            log = self._directory.rank_log(message["attempt"], message["rank"])
+            told = {key: value for key, value in message.items() if key != "host"}
+            self._tell("failed", **told, **self._evidence.look(message["exit_code"], log))
         elif said == "finished":
             self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
             self.ranks_state, self._pids, self._store_port = "finished", [], 0
@@ -321,6 +377,7 @@ class Agent:
             self._tell(
                 "failed", attempt=self.attempt, rank=-1, exit_code=code or 1, error="TorchrunHostDied",
                 message=f"the node's torchrun host ended (code {code}) and took its ranks along",
+                **self._evidence.look(code),
             )  # fmt: skip
         if self._host_starts > HOST_RESTARTS_MAX:
             self._tell("leaving", why=f"the torchrun host died {self._host_starts} times")
@@ -339,7 +396,7 @@ class Agent:
 
     def _pass_events_on(self) -> None:
         for event in self._memory.read_events():
-            if self._keeping.heard(event):
+            if self._keeping.heard(event) or self._memory.heard(event):
                 continue
             self._tell("event", attempt=self.attempt, event=event)
 

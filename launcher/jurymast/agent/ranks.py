@@ -6,12 +6,18 @@ import json
 import mmap
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jurymast.core.cadence import Schedule
 from jurymast.core.hang import IDLE_SHARE
 from jurymast.worker.link import SLOT_BYTES, Beat, read_slot
+from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
 
+# What the ranks' steps are made of is told less often than that they step: nobody waits for it (seconds).
+TIMED_INTERVAL_S = 2.0
+# A look that comes later than so many intervals after the last: not only the ranks stood still.
+OVERSLEPT = 4.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -23,10 +29,12 @@ class RankMemory:
     """
 
     def __init__(self, ranks: int) -> None:
-        size = max(mmap.PAGESIZE, ranks * SLOT_BYTES)
+        size = max(mmap.PAGESIZE, ranks * SLOT_BYTES + SCHEDULE_BYTES)
         self._page_fd = os.memfd_create("jurymast-ranks", os.MFD_CLOEXEC)
         os.ftruncate(self._page_fd, size)
         self.page = mmap.mmap(self._page_fd, size)
+        self._schedule = ScheduleRecord(self.page)
+        self._asked: dict[str, Any] = {}
         self.events_fd, self._events_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._rest = b""
         self.ranks = ranks
@@ -40,8 +48,33 @@ class RankMemory:
         return f"/proc/{os.getpid()}/fd/{self._events_in}"
 
     def clear(self) -> None:
-        """Forget the last attempt's beats."""
+        """Forget the last attempt's beats, and when it was to save."""
         self.page[:] = bytes(len(self.page))
+        self._asked = {}
+
+    def heard(self, event: dict[str, Any]) -> bool:
+        """True when the event was a rank's word on when its script wants to save."""
+        if event["event"] != "Cadence":
+            return False
+        self._asked = {"steps": event.get("steps"), "seconds": event.get("seconds")}
+        return True
+
+    def order(self, message: dict[str, Any]) -> None:
+        """The supervisor's word on when to save: a proposal, with its decision once there is one."""
+        number, decided = int(message["number"]), int(message["decided"])
+        if number != self._schedule.number:
+            self._schedule.propose(
+                Schedule(number, int(message["at"]), int(message["first"]), int(message["every"]))
+            )
+        if decided:
+            self._schedule.decide(decided)
+
+    def cadence(self) -> dict[str, Any] | None:
+        """For the heartbeat, to be asked before the ranks are looked at: their schedule as they see it, and
+        what their script wants (`steps` or `seconds` between saves, or neither); None: no Checkpointer."""
+        if not self._asked:
+            return None
+        return {"number": self._schedule.number, "decided": self._schedule.decided, **self._asked}
 
     def beats(self) -> list[Beat]:
         return [read_slot(self.page, local_rank) for local_rank in range(self.ranks)]
@@ -70,6 +103,8 @@ class ProcessWatch:
 
     cpu_s: float = 0.0
     seen_at: float = 0.0
+    last: float = 0.0  # its newest word
+    slept_s: float = 0.0  # of the machine, up to then
     idle_since: float | None = None
     stopped_since: float | None = None
 
@@ -79,32 +114,53 @@ class RankWatch:
     """Turns beats and process states into what the supervisor judges hangs by."""
 
     memory: RankMemory
+    interval_s: float = 0.5
     watches: dict[int, ProcessWatch] = field(default_factory=dict)
+    _looked_at: float = field(default_factory=time.monotonic)
+    _slept_s: float = 0.0
+    _timed_at: float = 0.0
 
     def look(self, pids: list[int]) -> list[dict[str, Any]]:
-        """One dict a local rank; ages in seconds at the time of the call."""
+        """One dict a local rank; ages in seconds at the time of the call, without those that the whole
+        machine slept through (a virtual machine that was held, say): no rank is to blame for them. `timed`,
+        now and then: steps, and seconds in all of their forward, backward and update parts."""
         now = time.monotonic()
-        self.watches = {pid: self.watches.get(pid) or ProcessWatch(seen_at=now) for pid in pids}
-        report = []
+        slept_before_s = self._slept_s
+        self._slept_s += max(0.0, now - self._looked_at - OVERSLEPT * self.interval_s)
+        woke, self._looked_at = self._slept_s > slept_before_s, now
+        new = ProcessWatch(seen_at=now, slept_s=self._slept_s)
+        self.watches = {pid: self.watches.get(pid) or replace(new) for pid in pids}
+        tell_times = now >= self._timed_at + TIMED_INTERVAL_S
+        self._timed_at = now if tell_times else self._timed_at
+        report: list[dict[str, Any]] = []
         for pid, beat in zip(pids, self.memory.beats(), strict=False):
             watch = self.watches[pid]
             _update(watch, pid, now)
+            if woke:
+                watch.idle_since = None
             last = max(beat.beat_at, beat.phase_at) if beat.pid else 0.0
+            if last != watch.last:
+                watch.slept_s = slept_before_s if watch.last else watch.slept_s
+                watch.last = last
+            slept_s = self._slept_s - watch.slept_s
             report.append(
                 {
                     "step": beat.step,
                     "beats": beat.beats,
                     "explicit": beat.explicit,
                     "phase": beat.phase if beat.pid else "starting",
-                    "quiet_s": round(now - last, 4) if last else None,
+                    "quiet_s": round(max(0.0, now - last - slept_s), 4) if last else None,
                     "beat_s": round(now - beat.beat_at, 4) if beat.beat_at else None,
                     "longest_s": round(beat.longest_s, 4),
+                    "settled": beat.settled,
                     "idle_s": round(now - watch.idle_since, 3) if watch.idle_since is not None else 0.0,
                     "stopped_s": round(now - watch.stopped_since, 3)
                     if watch.stopped_since is not None
                     else 0.0,
                 }
             )
+            if tell_times and beat.timed[0]:
+                report[-1]["timed"] = [beat.timed[0], *(round(part_s, 6) for part_s in beat.timed[1:])]
         return report
 
 

@@ -15,6 +15,7 @@ from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import State
 from jurymast.checkpoint.tier import Candidate, Saved, Source, Tier
 from jurymast.core.cadence import (
+    NEVER,
     Cadence,
     first_interval_s,
     next_meeting,
@@ -26,6 +27,7 @@ from jurymast.core.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError
 from jurymast.rundir import RunDirectory
 from jurymast.worker import link
+from jurymast.worker.schedule import Follower
 
 log = logging.getLogger("jurymast.checkpoint")
 
@@ -53,8 +55,8 @@ class Checkpointer:
     Options, each with a default from the environment that jurymast sets:
     `directory` of the checkpoints ($JURYMAST_RUN_DIR/checkpoints, $JURYMAST_CHECKPOINTS, ./checkpoints);
     `every`: "200 steps" or 200, "10m", or "auto" (JURYMAST_CADENCE_STEPS, JURYMAST_CADENCE_S, automatic:
-    what loses least, from the measured stall and JURYMAST_MTBF_S); `keep`: how many to keep (JURYMAST_KEEP,
-    3). Raises CheckpointError when `state` cannot be saved.
+    what loses least, as the run's supervisor says, or from the measured stall and JURYMAST_MTBF_S);
+    `keep`: how many to keep (JURYMAST_KEEP, 3). Raises CheckpointError when `state` cannot be saved.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class Checkpointer:
         self._size_is_known = True
         self._meet_at = -1
         self._saved_step = -1
+        # Where agents are, they say when to save; else ranks meet, to ask rank 0's clock.
+        self._follower: Follower | None = None
         # What the next meeting is computed from; of the times, rank 0's count.
         self._due_at = 0.0
         self._met_at = 0.0
@@ -120,8 +124,9 @@ class Checkpointer:
         # Not before the first call: a script that only restores and saves is heard by its optimizer's steps.
         self._link.explicit_steps = True
         self._beat(step)
-        if step >= self._meet_at:
-            self._meet(step)
+        told = self._follower is not None and self._follower.due(step)
+        if told or step >= self._meet_at:
+            self._meet(step, told)
 
     def save(self, step: int) -> bool:
         """Save `step` now, unless it is saved; False when it failed. Raises as `step` does.
@@ -296,16 +301,21 @@ class Checkpointer:
     def _begin_cadence(self, step: int) -> None:
         """Start counting at `step`: nothing was saved since, and how long a step takes is not known."""
         self._gap = 1
+        self._open()
         self._schedule(step)
+        if self._follower is not None:
+            self._link.emit("Cadence", steps=self._cadence.steps, seconds=self._cadence.seconds)
 
     def _schedule(self, step: int) -> None:
         """At the start, and after a save (also a failed one): set the next step to meet at."""
+        if self._follower is not None:
+            self._follower.passed(step)
         if self._waited_for_memory and self._in_memory is None:
             self._due_at = time.monotonic()
             self._set_meeting(step, step + 1)
             return
-        if self._cadence.steps is not None:
-            self._meet_at = next_save_step(step, self._cadence.steps)
+        if not self._by_clock:
+            self._meet_at = self._next_own(step)
             return
         self._due_at = time.monotonic() + self._interval_s()
         self._set_meeting(step, step + self._gap)
@@ -316,20 +326,30 @@ class Checkpointer:
         self._met_step = step
         self._met_at = time.monotonic()
 
-    def _meet(self, step: int) -> None:
-        """All ranks are at the step they agreed to meet at: save, or agree on the next such step."""
+    @property
+    def _by_clock(self) -> bool:
+        """Whether nobody but rank 0's clock says when to save."""
+        return self._cadence.steps is None and self._follower is None
+
+    def _next_own(self, step: int) -> int:
+        """The next step to save at that the script itself names."""
+        return NEVER if self._cadence.steps is None else next_save_step(step, self._cadence.steps)
+
+    def _meet(self, step: int, told: bool) -> None:
+        """All ranks are at a step that they agreed on: save (if `told` to, in any case), or agree on the next
+        such step."""
         if self._meet_at < 0:  # step() without restore(): the first call is the start
             self._begin_cadence(step - 1)
-            if step < self._meet_at:
+            if step < self._meet_at and not told:
                 return
         if not self._size_is_known and self._memory is not None:
             self._size_is_known = True
             self._request(self._memory)
-            if self._cadence.steps is not None:
-                self._meet_at = next_save_step(step - 1, self._cadence.steps)
-                if step < self._meet_at:
+            if not self._by_clock:
+                self._meet_at = self._next_own(step - 1)
+                if step < self._meet_at and not told:
                     return
-        if self._cadence.steps is None:
+        if self._by_clock:
             following = self._open().broadcast_step(self._plan_meeting(step))
             if following > step:
                 self._set_meeting(step, following)
@@ -366,10 +386,21 @@ class Checkpointer:
                 stale=self._stale,
             )
             self._tiers = [shared]
+            self._follower = self._follow(self._group)
             self._memory = MemoryTier.open(self._state, self._group, self._attempt)
             if self._memory is not None:  # the agent copies to storage what is in memory
                 self._link.emit("Checkpoints", directory=str(self._directory), keep=self._keep)
         return self._group
+
+    def _follow(self, group: Group) -> Follower | None:
+        """Collective among ranks of agents; None when some rank does not hear its agent."""
+        if link.PAGE_VARIABLE not in os.environ:
+            return None
+        schedule = self._link.schedule
+        heard = all(group.gather(schedule is not None))
+        if schedule is None or not heard:
+            return None
+        return Follower(schedule, self._link.settled, repeat=self._cadence.steps is None)
 
     def _stale(self) -> str:
         """Why this attempt may not publish checkpoints any more, or ""."""

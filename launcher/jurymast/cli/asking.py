@@ -1,4 +1,4 @@
-"""Asking the supervisor from a command: what cancel, restart, drain and rollback have in common."""
+"""Asking the supervisor from a command: what cancel, restart, drain, rollback and save have in common."""
 
 from __future__ import annotations
 

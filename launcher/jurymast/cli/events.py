@@ -56,13 +56,13 @@ def _entries(watcher: Watcher, follow: bool) -> Iterator[Entry]:
 
 def _wanted(entries: Iterable[Entry], progress_every_s: float) -> Iterator[Entry]:
     """Without routine; a step report when the last one is `progress_every_s` old, or something else comes."""
-    from jurymast.report.sentences import ROUTINE
+    from jurymast.report.sentences import is_routine
 
     held: Entry | None = None
     told_at = float("-inf")
     for entry in entries:
         kind = entry.get("event")
-        if kind in ROUTINE:
+        if is_routine(entry):
             continue
         if kind == "Progress":
             held = entry

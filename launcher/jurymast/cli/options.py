@@ -17,6 +17,7 @@ from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
+    from jurymast.policy.resolve import Resolved
     from jurymast.report.layout import Block
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -34,6 +35,17 @@ json_option: Callable[[Any], Any] = click.option(
 def the_run(run: str, runs: Path | None) -> RunDirectory:
     """Raises RunNotFoundError."""
     return find_run(run, runs.expanduser().absolute() if runs is not None else None)
+
+
+def resolved_policy(file: Path | None) -> Resolved:
+    """The policy in force with FILE: the site's, the file's and the defaults. Raises PolicyError."""
+    import os
+
+    from jurymast.policy.load import file_layers, site_layers
+    from jurymast.policy.resolve import resolve
+
+    layers = site_layers(os.environ)
+    return resolve(layers + file_layers(file, str(file)) if file is not None else layers)
 
 
 def show_json(values: Any) -> None:

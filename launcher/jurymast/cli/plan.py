@@ -32,8 +32,13 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
 )  # fmt: skip
 @click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="What to do about failures.")
 @click.option(
-    "--restart-s", type=click.FloatRange(0.0), metavar="S", help="From a failure to new steps.  [60]"
-)
+    "--restart-s", type=click.FloatRange(0.0), metavar="S",
+    help="From a failure to new steps.  [as measured, and 30 for the training's own start]",
+)  # fmt: skip
+@click.option(
+    "--durations", "figures", type=click.Path(path_type=Path), metavar="FILE",
+    help="YAML with measured durations in place of the packaged ones.",
+)  # fmt: skip
 @click.option("--stall-s", type=click.FloatRange(0.0), metavar="S", help="How long a save stops training.")
 @click.option("--replace-h", type=POSITIVE, metavar="H", help="Hours until a lost node is replaced.  [6]")
 @click.option("--days", type=POSITIVE, metavar="D", help="The run's length; a short one needs fewer spares.")
@@ -43,13 +48,23 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
 )  # fmt: skip
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with pictures.")
 @json_option
-def command(policy: Path | None, html: Path | None, as_json: bool, **given: Any) -> None:
+def command(
+    policy: Path | None, figures: Path | None, html: Path | None, as_json: bool, **given: Any
+) -> None:
     """Tell how often a run will fail, how often to save, how many spares it needs, and what remains."""
     from jurymast.core.forecast import forecast
+    from jurymast.report.assumed import restart_lines
     from jurymast.report.plan import plan_view
+    from jurymast.sim.measured import read_measured
 
+    measured = read_measured(figures)
+    durations = measured.durations(given["nodes"], given["checkpoint_bytes"])
+    lines: list[str] = []
+    if given["restart_s"] is None:
+        given["restart_s"] = durations.restart_s
+        lines = restart_lines(measured, durations, given["nodes"], given["checkpoint_bytes"])
     found = forecast(_question(_resolved(policy), given))
-    view = plan_view(found)
+    view = plan_view(found, lines)
     if html is not None:
         from jurymast.report.plan_html import page
 

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from jurymast.cli.options import resolved_policy
 from jurymast.errors import PolicyError, UsageError
-
-if TYPE_CHECKING:
-    from jurymast.policy.resolve import Resolved
-
-
-def _resolved(file: Path | None) -> Resolved:
-    from jurymast.policy.load import file_layers, site_layers
-    from jurymast.policy.resolve import resolve
-
-    layers = site_layers(os.environ)
-    if file is not None:
-        layers += file_layers(file, str(file))
-    return resolve(layers)
 
 
 @click.group()
@@ -34,7 +20,7 @@ def command() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 def check(file: Path) -> None:
     """Name every mistake in FILE, with its line."""
-    _resolved(file)
+    resolved_policy(file)
     click.echo(f"{file}: good")
 
 
@@ -44,7 +30,7 @@ def check(file: Path) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(file: Path | None, origin: bool, as_json: bool) -> None:
     """Print the policy in force with FILE: the site's, the file's and the defaults."""
-    resolved = _resolved(file)
+    resolved = resolved_policy(file)
     if not as_json:
         click.echo(resolved.yaml(origins=origin), nl=False)
         return

@@ -13,17 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import json_option, show, show_json
+from jurymast.cli.options import json_option, show, show_json, write_page
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
     from random import Random
 
+    from jurymast.core.settings import Settings
     from jurymast.policy.resolve import Resolved
     from jurymast.sim.durations import Durations
     from jurymast.sim.faults import Fault
+    from jurymast.sim.measured import Measured
 
     Draw = Callable[[int, Random], list[Fault]]
+
+POSITIVE = click.FloatRange(min=0.0, min_open=True)
+# Of the page's curves.
+PARTS = 120
 
 
 def _seconds(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
@@ -50,9 +56,11 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
     "--faults",
     default="exponential",
     show_default=True,
-    help="exponential, weibull, bursts, multi (several nodes at once) or lemons; with a number: lemons:0.1.",
+    help="exponential, weibull, bursts, multi (several nodes at once) or lemons; with a number: lemons:0.1; "
+    "several: lemons,multi.",
 )
 @click.option("--script-rate", type=click.FloatRange(0.0), default=0.0, help="Failures of the script itself.")
+@click.option("--hang-rate", type=click.FloatRange(0.0), default=0.0, help="Hangs, per 1,000 node-days.")
 @click.option("--trace", metavar="CSV", help="Replay faults (node,start_day,end_day), or `infinitehbd`.")
 @click.option("--trace-nodes", type=click.IntRange(1), help="Nodes of the cluster that was traced.")
 @click.option("--trace-repairs", is_flag=True, help="Nodes are down for as long as the trace says.")
@@ -61,49 +69,77 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 @click.option("--spares", metavar="N|auto", help="Spare nodes.  [the policy's]")
 @click.option("--cadence", help="fixed:60m, young (at the true rate), optimum or adaptive.  [the policy's]")
 @click.option("--prior", type=click.FloatRange(0.0, min_open=True), help="Rate that adaptive starts from.")
+@click.option("--checkpoint-bytes", type=POSITIVE, metavar="B", help="Size of one checkpoint, like 5e12.")
+@click.option(
+    "--storage-gb-per-s", type=POSITIVE, metavar="W",
+    help="What the shared storage takes from all nodes together, in 1e9 bytes a second.",
+)  # fmt: skip
+@click.option(
+    "--durations", "figures", type=click.Path(path_type=Path), metavar="FILE",
+    help="YAML with measured durations in place of the packaged ones.",
+)  # fmt: skip
 @_time("--restart", "From a failure to the first step after it.")
 @_time("--stall", "How long training stands still for a save.")
 @_time("--drain", "From a save's stall until the save is complete.")
 @_time("--step", "One training step.")
 @_time("--repair", "From a failure until the node, or another, is a spare.")
 @_time("--requeue", "From a requeue to the next allocation.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with pictures.")
 @json_option
-def command(nodes: int, days: float, seeds: int, policy: Path | None, as_json: bool, **options: Any) -> None:
+def command(
+    nodes: int, days: float, seeds: int, policy: Path | None, html: Path | None, as_json: bool, **options: Any
+) -> None:
     """Run the state machine, the cadence and the accounting through simulated failures."""
     from jurymast.core.spares import auto_spares
+    from jurymast.report.assumed import simulated_lines
     from jurymast.report.simulate_text import simulate_blocks
     from jurymast.sim.cadences import cadence_factory
+    from jurymast.sim.measured import read_measured
     from jurymast.sim.results import simulate, summary
     from jurymast.sim.simulation import Setup
+    from jurymast.sim.tiers import write_every_s
 
     began = time.perf_counter()
     resolved = _resolved(policy)
-    durations = _durations(options)
+    settings = resolved.settings()
+    measured = read_measured(options["figures"])
+    durations = _durations(measured, nodes, settings, options)
     rate, faults, draw = _faults(options, resolved, days * 86_400.0)
     spares = _spares(options["spares"], resolved.policy.spares)
     if spares is None:
         spares = auto_spares(nodes, rate, durations.repair_s, days * 86_400.0)
-    cadence = options["cadence"] or _policy_cadence(resolved)
+    cadence = options["cadence"] or _policy_cadence(settings)
     try:
-        factory = cadence_factory(cadence, nodes, rate, durations, options["prior"])
+        factory = cadence_factory(cadence, nodes, rate, durations, options["prior"], settings.max_loss_s)
     except ValueError as error:
         raise UsageError(f"--cadence: {error}") from error
     setup = Setup(
-        nodes=nodes, spares=spares, seconds=days * 86_400.0, durations=durations, settings=resolved.settings()
-    )
+        nodes=nodes, spares=spares, seconds=days * 86_400.0, durations=durations, settings=settings,
+        write_every_s=write_every_s(settings, durations, nodes, rate),
+        parts=PARTS if html is not None else 0,
+    )  # fmt: skip
     bar: Any = nullcontext()
     if not as_json and sys.stderr.isatty():
         bar = click.progressbar(length=1000, label="simulating", file=sys.stderr)
     with bar as shown:
         told = _advance(shown) if shown is not None else None
         outcomes = simulate(setup, lambda rng: draw(nodes + spares, rng), factory, seeds, told)
+    about = {"nodes": nodes, "spares": spares, "days": days, "rate": rate, "replicas": settings.replicas}
     found = {
-        **summary(outcomes), "nodes": nodes, "spares": spares, "days": days, "rate": rate, "faults": faults,
+        **summary(outcomes), **about, "faults": faults,
         "cadence": cadence, "restart_seconds": durations.restart_s, "stall_seconds": durations.stall_s,
         "definitions": "goodput: time in steps that counted / time since the first launch",
+        "assumed": simulated_lines(measured, durations, about, options),
         "wall_seconds": round(time.perf_counter() - began, 3),
     }  # fmt: skip
-    show_json(found) if as_json else show(simulate_blocks(found))
+    if html is not None:
+        from jurymast.report.simulate_html import page
+
+        write_page(page(found, outcomes), html)
+    if as_json:
+        show_json(found)
+    elif html is None:
+        show(simulate_blocks(found))
 
 
 def _advance(bar: Any) -> Callable[[float], None]:
@@ -125,8 +161,7 @@ def _resolved(file: Path | None) -> Resolved:
     return resolve(site_layers(os.environ) + (file_layers(file, str(file)) if file is not None else []))
 
 
-def _policy_cadence(resolved: Resolved) -> str:
-    settings = resolved.settings()
+def _policy_cadence(settings: Settings) -> str:
     if settings.cadence_steps is not None:
         return f"{settings.cadence_steps} steps"
     return "adaptive" if settings.cadence_s is None else f"{settings.cadence_s:g}s"
@@ -143,23 +178,28 @@ def _spares(given: str | None, policy: int | None) -> int | None:
     return int(given)
 
 
-def _durations(options: dict[str, Any]) -> Durations:
-    """The default durations with what was given in their place."""
-    from jurymast.sim.durations import Durations
-
-    names = {"stall": "stall_s", "drain": "drain_s", "step": "step_s", "repair": "repair_s",
-             "requeue": "requeue_s"}  # fmt: skip
+def _durations(measured: Measured, nodes: int, settings: Settings, options: dict[str, Any]) -> Durations:
+    """What was measured, at this size, with what was said in its place."""
+    storage = options["storage_gb_per_s"] and options["storage_gb_per_s"] * 1e9
     try:
-        durations = Durations(
-            **{field: options[name] for name, field in names.items() if options[name] is not None}
-        )
+        durations = measured.durations(nodes, options["checkpoint_bytes"], storage)
+        if not (
+            settings.memory and settings.replicas > 0
+        ):  # each save goes to storage, behind training's back
+            durations = replace(durations, drain_s=durations.read_s, restore_s=durations.read_s, write_s=None)
+        if settings.node_lost_after_s is not None:
+            durations = replace(durations, detection_s=settings.node_lost_after_s)
+        names = {"stall": "stall_s", "drain": "drain_s", "step": "step_s", "repair": "repair_s",
+                 "requeue": "requeue_s"}  # fmt: skip
+        said = {field: options[name] for name, field in names.items() if options[name] is not None}
+        durations = replace(durations, **said)
         if options["restart"] is not None:
-            rest_s = options["restart"] - (durations.restart_s - durations.restore_s)
+            rest_s = options["restart"] - (durations.restart_s - durations.warm_up_s)
             if rest_s < 0.0:  # quicker than the usual parts: in proportion
                 part = options["restart"] / durations.restart_s
                 parts = ("detection_s", "stop_s", "launch_s", "restore_s", "warm_up_s")
                 return replace(durations, **{name: part * getattr(durations, name) for name in parts})
-            return replace(durations, restore_s=rest_s)
+            return replace(durations, warm_up_s=rest_s)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return durations
@@ -168,7 +208,7 @@ def _durations(options: dict[str, Any]) -> Durations:
 def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tuple[float, str, Draw]:
     """The rate, what to call the faults, and how to draw them for a number of nodes."""
     from jurymast.core.failure_rate import PRIOR_RATE
-    from jurymast.sim.faults import FaultModel, parse_pattern, read_trace
+    from jurymast.sim.faults import FaultModel, parse_patterns, read_trace
 
     if options["trace"] is not None:
         if options["rate"] is not None:
@@ -183,5 +223,8 @@ def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tupl
     name = options["faults"]
     rate = resolved.policy.failures.rate if options["rate"] is None else options["rate"]
     rate = PRIOR_RATE if rate is None else rate
-    model = FaultModel(rate=rate, application_rate=options["script_rate"], **parse_pattern(name))
+    model = FaultModel(
+        rate=rate, application_rate=options["script_rate"], hang_rate=options["hang_rate"],
+        **parse_patterns(name),
+    )  # fmt: skip
     return rate, f"{name} faults", lambda nodes, rng: model.draw(nodes, seconds, rng)

@@ -121,6 +121,8 @@ def _policy(path: Path | None, spares: int | str | None) -> Resolved:
 
 def _request(line: CommandLine, policy: Resolved, options: dict[str, Any], runs: Path) -> Request:
     """Everything that can be found wrong without asking Slurm is found here."""
+    from jurymast.cluster.earlier import with_earlier
+    from jurymast.cluster.exclusions import keep_out
     from jurymast.cluster.planning import Asked, make_plan
     from jurymast.cluster.request import build_request, check_runs_directory
 
@@ -134,6 +136,11 @@ def _request(line: CommandLine, policy: Resolved, options: dict[str, Any], runs:
         python=sys.executable,
     )
     check_runs_directory(runs)
+    plan = with_earlier(plan, runs, plan.submitted_at)
+    partition = line.last("partition") or os.environ.get("SBATCH_PARTITION", "")
+    plan, notes = keep_out(plan, runs, partition, plan.submitted_at)
+    for note in notes:
+        click.echo(f"jurymast: note: {note}", err=True)
     return build_request(plan, policy)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
     the job pending. Raises ClusterUnavailableError when the job cannot be requeued at all.
     """
     job = f"JobId={allocation.job}"
-    banned = ",".join(sorted({*plan.exclude, *exclude}))
+    banned = ",".join(sorted({*plan.excluded_at(time.time()), *exclude}))
     sizes = f"{plan.active}-{plan.nodes}"
     trouble: list[str] = []
 
@@ -61,6 +62,21 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
     if banned:
         attempt(["scontrol", "update", job, f"ExcNodeList={banned}"])
     return trouble
+
+
+def give_back(job: str, node: str) -> bool:
+    """Let this running job go on without `node`, which lives; False when the job no longer has it. Raises
+    ClusterUnavailableError: the node is the batch host, or the site forbids it (disable_job_shrink).
+
+    Measured on 22.05: the step of the agents goes on, whatever still runs on the node is killed, and a later
+    requeue asks for any nodes again.
+    """
+    nodes = run_command(["scontrol", "show", "hostnames", job_fields(job)["NodeList"]]).split()
+    if node not in nodes:
+        return False
+    kept = ",".join(name for name in nodes if name != node)
+    run_command(["scontrol", "update", f"JobId={job}", f"NodeList={kept}"])
+    return True
 
 
 def write_lift_script(plan: RunPlan) -> Path:

@@ -115,7 +115,8 @@ def render_script(plan: RunPlan) -> str:
 
 def command(plan: RunPlan) -> tuple[str, ...]:
     """sbatch's command line. The user's options stand here, where they win over those in the script."""
-    exclude = (f"--exclude={','.join(plan.exclude)}",) if plan.exclude else ()
+    nodes = plan.excluded_at(plan.submitted_at)
+    exclude = (f"--exclude={','.join(nodes)}",) if nodes else ()
     return ("sbatch", "--parsable", *plan.sbatch_options, *exclude, str(script_file(plan)))
 
 

@@ -1,39 +1,64 @@
 """Who is at fault? Root cause against cascade, from what one incident gathered.
 
-When a rank dies its peers' collectives fail a moment later, so the loudest report is rarely the cause.
-Order of belief: a lost node, a request by hand, a killed process, a stopped process, an exception of the
-user's code, an exit code without one, a collective that failed, a hang. Within a class the earliest report.
+When a rank dies its peers' collectives fail a moment later, so the loudest report is rarely the cause. Of
+all reports those count that came within `FIRST_S` of the first one that could be a root. Order of belief:
+
+1. a lost node (more than two, over a tenth of the run: the fabric), a request by hand;
+2. a finding for which a node leaves, unless the program failed before it;
+3. an end of a rank that a finding on its node explains (within `NEAR_S`), or that speaks of broken hardware;
+4. a process killed from outside, then one that stands still;
+5. an exception of the user's code, or an exit code without one; a torchrun host that died; a crash;
+6. a process asked to end;
+7. and when only collectives failed or hang: a suspect finding near, trouble with storage near, what many
+   nodes reported at once, ranks that never came to the collective in which the others hang, a collective
+   that timed out, one that failed, a hang.
+
+A node that was chosen to leave for its slowness is the cause unless ranks failed for a reason of their own.
+
+Within one of these the earliest report.
+
+What ranks say when they end is read with the tables in `core.clues`; classes are those of `core.causes`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
+from jurymast.core import causes, clues, health, stacks
+from jurymast.core.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
+from jurymast.core.causes import APPLICATION, CAUSES
+from jurymast.core.clues import SIGNAL_NAMES
+from jurymast.core.events import Asked, NodeLost, RanksHung, StacksTaken, Straggling, WorkerFailed
+from jurymast.core.health import Finding, Verdict
 
-# What torch, gloo, NCCL and the socket layer say when the *other* side went away.
-_COMMUNICATION = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|peer closed|socket (closed|timeout)|"
-    r"ncclremoteerror|nccl(system|internal)error|remote process exited|nccl communicator was aborted|"
-    r"timed out waiting .*(recv|send|operation)|gloo.*(timeout|timed out|read error|write error)|"
-    r"\bdist(network|store|backend)error|rendezvous.*(closed|timeout)|tcpstore|watchdog",
-    re.IGNORECASE,
-)
+# A finding so long before an end of ranks, or after it, has to do with it (seconds).
+NEAR_S = 180.0
+# Reports of one failure arrive within this time; what comes later is its consequence (seconds).
+FIRST_S = 2.0
+MANY_LOST, MANY_LOST_FRACTION = 2, 0.1
+LOCAL_PATHS = ("/tmp", "/var/tmp", "/dev/shm")
 
-SIGNAL_NAMES = {
-    1: "SIGHUP",
-    4: "SIGILL",
-    6: "SIGABRT",
-    7: "SIGBUS",
-    8: "SIGFPE",
-    9: "SIGKILL",
-    11: "SIGSEGV",
-    15: "SIGTERM",
+# Ends of ranks that a broken machine explains as well as the program, by the kinds of findings that do.
+_MACHINE = (health.HARDWARE, health.HOST)
+_EXPLAINED_BY = {
+    "worker_crash": (health.HARDWARE,),
+    "gpu_exception": (health.HARDWARE,),
+    "gpu_unavailable": _MACHINE,
+    "bus_error": _MACHINE,
+    "worker_killed": _MACHINE,
+    "host_died": _MACHINE,
 }
-# Python and CUDA code dies of these by itself; the machine is not to blame.
-_OWN_SIGNALS = frozenset({4, 6, 8, 11})
+# What every node shows at once is the program's doing, although on one node it is the node's.
+_OF_ONE_NODE = ("bus_error", "shm_full", "gpu_unavailable", "disk_full")
+# What many nodes report at once comes to, by the kind of finding.
+_OF_MANY = {
+    health.NETWORK: "fabric_fault",
+    health.SYMPATHETIC: "fabric_fault",
+    health.STORAGE: "storage_failed",
+}
+_KILLED = ("out_of_memory", "worker_killed", "bus_error", "shm_full")
+_CASCADES = ("communication", "collective_timeout", "worker_terminated")
 
 
 @dataclass(frozen=True)
@@ -51,76 +76,236 @@ class Cause:
     signature: str
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What was found around the failure: (node, finding) pairs, earliest first.
+
+    `leaving`: those for which nodes are to leave; `near`: others on placed nodes, within `NEAR_S`; `common`:
+    what many nodes reported at once, with `common_kind`, the kind of finding. `nodes`: how many have ranks.
+    `straggling`: what the ranks were stopped for; `stacks`: where they stood then, if they hung.
+    """
+
+    leaving: Sequence[tuple[str, Finding]] = ()
+    near: Sequence[tuple[str, Finding]] = ()
+    common: str = ""
+    common_kind: str = ""
+    nodes: int = 0
+    local_paths: tuple[str, ...] = LOCAL_PATHS
+    straggling: Straggling | None = None
+    stacks: Sequence[StacksTaken] = ()
+
+    def against(self, node: str, kinds: Collection[str] = ACTING_KINDS) -> Finding | None:
+        """The worst finding on this node that is of one of these kinds."""
+        found = [f for n, f in (*self.leaving, *self.near) if n == node and acts(f) and f.kind in kinds]
+        return min(found, key=lambda f: f.verdict is not Verdict.BAD, default=None)
+
+    def has(self, node: str, code: str) -> bool:
+        return any(n == node and f.code == code for n, f in (*self.leaving, *self.near))
+
+
 def is_communication(failure: WorkerFailed) -> bool:
     """True for an exception that another rank's or node's end explains."""
-    return failure.exit_code > 0 and bool(_COMMUNICATION.search(f"{failure.error} {failure.message}"))
+    return _class_of(failure, Surroundings()) in ("communication", "collective_timeout")
 
 
 def attribute(
-    lost: Sequence[NodeLost], asked: Asked | None, failures: Sequence[WorkerFailed], hung: RanksHung | None
+    lost: Sequence[NodeLost],
+    asked: Asked | None,
+    failures: Sequence[WorkerFailed],
+    hung: RanksHung | None,
+    around: Surroundings | None = None,
 ) -> Cause:
     """The root cause of an incident with these findings; at least one must be given (ValueError)."""
+    around = around or Surroundings()
     if lost:
-        return _lost_cause(lost)
+        return _lost_cause(lost, around)
     if asked is not None:
         where = f" {asked.node}" if asked.node else ""
-        return _cause(f"{asked.what}_asked", "nobody", asked.node, f"{asked.what}{where} asked by {asked.by}")
-    killed = [f for f in failures if f.exit_code < 0 and f.rank >= 0 and -f.exit_code not in _OWN_SIGNALS]
-    if killed:
-        return _failure_cause("worker_killed", "infrastructure", killed)
-    if hung is not None and hung.ranks:
-        return _hang_cause("rank_frozen", hung)
-    raised = [f for f in failures if f.exit_code > 0 and f.rank >= 0 and not is_communication(f)]
-    if raised:
-        return _failure_cause("worker_exception" if raised[0].error else "worker_exit", "application", raised)
-    died = [f for f in failures if f.rank < 0]
-    if died:
-        return _failure_cause("host_died", "infrastructure", died)
-    crashed = [f for f in failures if f.exit_code < 0]
-    if crashed:
-        return _failure_cause("worker_crash", "application", crashed)
-    if failures:
-        return _failure_cause("communication", "infrastructure", failures)
-    if hung is not None:
-        return _hang_cause("hang", hung)
-    raise ValueError("an incident without any finding has no cause")
+        return _cause(f"{asked.what}_asked", asked.node, f"{asked.what}{where} asked by {asked.by}")
+    classed = [(_class_of(failure, around), failure) for failure in failures]
+    if around.leaving and not _program_failed_before(classed, around.leaving):
+        return _found_cause(around.leaving)
+    first = min((f.t for kind, f in classed if kind not in _CASCADES), default=0.0)
+    roots = [pair for pair in classed if pair[0] in _CASCADES or pair[1].t <= first + FIRST_S]
+    frozen = hung is not None and bool(hung.ranks)
+    for believed in (causes.FROM_FINDINGS, _KILLED, None, ("host_died",), ("worker_crash",)):
+        if believed is None and frozen and hung is not None:
+            return _hang_cause("rank_frozen", hung, around)
+        if believed is None:
+            later = (*_CASCADES, "host_died", "worker_crash")
+            found = [pair for pair in roots if pair[0] not in later]
+        else:
+            found = [pair for pair in roots if pair[0] in believed]
+        if found:
+            return _failure_cause(found, around)
+    if around.straggling is not None:
+        return _straggler_cause(around.straggling)
+    return _collective_cause(roots, hung, around)
 
 
-def _cause(kind: str, charged: str, node: str, evidence: str, *, signature: str = "") -> Cause:
+def _program_failed_before(
+    classed: Sequence[tuple[str, WorkerFailed]], leaving: Sequence[tuple[str, Finding]]
+) -> bool:
+    """A node may turn bad while ranks are being stopped for something else."""
+    since = min(finding.at for _, finding in leaving)
+    nodes = {node for node, _ in leaving}
+    return any(
+        CAUSES[kind].charged == APPLICATION and f.t < since and f.node not in nodes for kind, f in classed
+    )
+
+
+def _collective_cause(
+    classed: Sequence[tuple[str, WorkerFailed]], hung: RanksHung | None, around: Surroundings
+) -> Cause:
+    """No rank's own end explains it: what else was seen?"""
+    terminated = [pair for pair in classed if pair[0] == "worker_terminated"]
+    if terminated:
+        return _failure_cause(terminated, around)
+    if not classed and hung is None and not around.common:
+        raise ValueError("an incident without any finding has no cause")
+    suspects = [
+        (node, finding) for node, finding in around.near
+        if acts(finding) and (finding.kind != health.HOST or finding.verdict is Verdict.BAD)
+    ]  # fmt: skip
+    if suspects:
+        return _found_cause(suspects[:1])
+    storage = [f"{n}: {describe(f)}" for n, f in around.near if f.kind == health.STORAGE]
+    if storage:
+        return _cause("storage_failed", "", "; ".join(storage[:3]))
+    if around.common:
+        return _cause(_OF_MANY.get(around.common_kind, "common_fault"), "", around.common)
+    if hung is not None and _absent(around):
+        return _hang_cause("hang", hung, around)
+    for kind in ("collective_timeout", "communication"):
+        found = [pair for pair in classed if pair[0] == kind]
+        if found:
+            return _failure_cause(found, around)
+    assert hung is not None
+    return _hang_cause("hang", hung, around)
+
+
+def _class_of(failure: WorkerFailed, around: Surroundings) -> str:
+    """The class of one rank's end, as far as it and its node tell."""
+    kind = _own_class(failure, around)
+    finding = around.against(failure.node, _EXPLAINED_BY.get(kind, ()))
+    return kind if finding is None else causes.of_finding(finding)
+
+
+def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
+    if failure.rank < 0:
+        return "out_of_memory" if failure.oom_kills else "host_died"
+    if failure.exit_code < 0:
+        number = -failure.exit_code
+        if number == 9:
+            killed = failure.oom_kills > 0 or around.has(failure.node, OOM_KILL)
+            return "out_of_memory" if killed else "worker_killed"
+        if number == 7 and (failure.shm_used >= clues.SHM_FULL or around.has(failure.node, SHM_FULL)):
+            return "shm_full"
+        if number == 6 and clues.WATCHDOG.search(failure.log):
+            return "collective_timeout"
+        return clues.SIGNALS.get(number, "worker_killed")
+    text = f"{failure.error}: {failure.message}"
+    kind = clues.exception_class(text, around.local_paths)
+    if kind:
+        return kind
+    if clues.COMMUNICATION.search(text):
+        return "collective_timeout" if clues.WATCHDOG.search(text) else "communication"
+    return "worker_exception" if failure.error else "worker_exit"
+
+
+# Causes from what was chosen.
+
+
+def _cause(kind: str, node: str, evidence: str, *, signature: str = "") -> Cause:
+    charged = CAUSES[kind].charged if kind in CAUSES else causes.NOBODY
     return Cause(kind, charged, node, (node,) if node else (), None, 0, evidence, signature or kind)
 
 
-def _lost_cause(lost: Sequence[NodeLost]) -> Cause:
+def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
     names = tuple(dict.fromkeys(event.node for event in lost))
     words = {"closed": "its agent's connection was reset", "left": "its agent left"}
     parts = []
     for event in lost:
         told = words.get(event.how) or f"silent for {event.silent_s:.1f} s (limit {event.limit_s:.1f} s)"
-        parts.append(f"{event.node}: {told}" + (f", {event.evidence}" if event.evidence else ""))
+        found = around.against(event.node)
+        before = f", before that {describe(found)}" if found else ""
+        parts.append(f"{event.node}: {told}" + (f", {event.evidence}" if event.evidence else "") + before)
     kind = "node_lost" if lost[0].how == "silent" else "node_crash"
+    if len(names) > max(MANY_LOST, MANY_LOST_FRACTION * around.nodes) and around.nodes:
+        kind = "fabric_fault"
     node = names[0] if len(names) == 1 else ""
-    return Cause(kind, "infrastructure", node, names, None, 0, "; ".join(parts), f"{kind} {node}")
+    return Cause(kind, causes.INFRASTRUCTURE, node, names, None, 0, "; ".join(parts), f"{kind} {node}")
 
 
-def _failure_cause(kind: str, charged: str, failures: Sequence[WorkerFailed]) -> Cause:
-    first = failures[0]
-    nodes = tuple(dict.fromkeys(f.node for f in failures))
-    told = describe_exit(first.exit_code)
-    if first.error:
-        told = f"{first.error}: {first.message}" if first.message else first.error
-    also = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-    node = nodes[0] if len(nodes) == 1 else ""
+def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
+    """Bad before suspect, then the earliest."""
+    (node, finding), *more = sorted(found, key=lambda pair: pair[1].verdict is not Verdict.BAD)
+    kind = causes.of_finding(finding)
+    evidence = "; ".join(f"{n}: {describe(f)}" for n, f in ((node, finding), *more))
+    nodes = tuple(dict.fromkeys(n for n, _ in ((node, finding), *more)))
+    return Cause(kind, CAUSES[kind].charged, node, nodes, None, 0, evidence, f"{kind} {node} {finding.code}")
+
+
+def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundings) -> Cause:
+    kind, first = found[0]
+    same = [failure for other, failure in found if other == kind]
+    nodes = tuple(dict.fromkeys(f.node for f in same))
+    charged = CAUSES[kind].charged
+    if kind in _OF_ONE_NODE and len(nodes) > 1 and len(nodes) == around.nodes:
+        charged = APPLICATION
+    # What is nobody's node's fault names none, or the next incident would hold it against the node.
+    named = len(nodes) == 1 and not kind.startswith("storage_")
+    also = f" (and {len(same) - 1} more ranks)" if len(same) > 1 else ""
+    evidence = f"rank {first.rank} on {first.node}: {_told(first)}{also}"
+    finding = around.against(first.node) if kind in causes.FROM_FINDINGS else None
+    evidence += f"; {describe(finding)}" if finding else ""
+    evidence += "".join(
+        f"; {describe(f)}" for n, f in around.near if n == first.node and f.kind == health.APPLICATION
+    )
     return Cause(
-        kind, charged, node, nodes, first.rank, first.exit_code,
-        f"rank {first.rank} on {first.node}: {told}{also}",
+        kind, charged, nodes[0] if named else "", nodes, first.rank, first.exit_code, evidence,
         f"{kind} {first.exit_code} {first.error} {first.message}"[:400],
     )  # fmt: skip
 
 
-def _hang_cause(kind: str, hung: RanksHung) -> Cause:
-    rank = hung.ranks[0] if hung.ranks else None
-    nodes = (hung.node,) if hung.node else ()
-    return Cause(kind, "infrastructure", hung.node, nodes, rank, 0, hung.evidence, kind)
+def _told(failure: WorkerFailed) -> str:
+    told = describe_exit(failure.exit_code)
+    if failure.error:
+        told = f"{failure.error}: {failure.message}" if failure.message else failure.error
+    if failure.oom_kills and (failure.exit_code < 0 or failure.rank < 0):
+        told += f", after {failure.oom_kills} kill(s) for want of memory in the node's cgroup"
+    elif failure.exit_code == -7:
+        told += f", {failure.shm_used:.0%} of /dev/shm in use"
+    return f"{told}; its log ends: {failure.log}" if failure.log else told
+
+
+def _straggler_cause(event: Straggling) -> Cause:
+    kind = "straggler"
+    return Cause(
+        kind,
+        CAUSES[kind].charged,
+        event.node,
+        (event.node,),
+        event.rank,
+        0,
+        event.evidence,
+        f"{kind} {event.node}",
+    )
+
+
+def _absent(around: Surroundings) -> dict[int, str]:
+    """Rank -> node of those that never came to where the others wait."""
+    node_of = {rank: event.node for event in around.stacks for rank in event.ranks}
+    return {rank: node_of[rank] for rank in stacks.absent(stacks.places(around.stacks))}
+
+
+def _hang_cause(kind: str, hung: RanksHung, around: Surroundings) -> Cause:
+    missing = {} if hung.ranks else _absent(around)
+    nodes = tuple(dict.fromkeys(missing.values())) or ((hung.node,) if hung.node else ())
+    node = nodes[0] if len(nodes) == 1 else ""
+    rank = next(iter(hung.ranks or missing), None)
+    evidence = "; ".join([hung.evidence, *stacks.evidence(around.stacks)])
+    return Cause(kind, causes.INFRASTRUCTURE, node, nodes, rank, 0, evidence, kind)
 
 
 def describe_exit(exit_code: int) -> str:

@@ -1,4 +1,8 @@
-"""When to save: the formulas, and how ranks agree on a step without talking at every step.
+"""When to save: how often loses least, and how all ranks come to save at the same steps.
+
+In a run of jurymast the supervisor decides, from what all ranks' saves cost and how often things fail, and
+tells the ranks by a `Schedule` (see `worker.schedule` for how they agree on it). Under plain torchrun ranks
+meet: rank 0's clock counts, and the others hear of it at steps that all have agreed on before.
 
 Times are seconds, steps count from the start of the run.
 """
@@ -7,10 +11,12 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 
 from jurymast.core.failure_rate import DAY_S
-from jurymast.core.optimum import young_s
+from jurymast.core.forecast import DURABLE_SHARE
+from jurymast.core.optimum import Saving, async_goodput, optimal_interval_s, two_levels, young_s
 
 # Stalls may take at most a tenth of the time, however short the time between failures.
 STALLS_PER_INTERVAL_MIN = 10.0
@@ -18,6 +24,17 @@ AUTO_INTERVAL_MAX_S = 1800.0
 # The first automatic save comes early: it measures the stall, and shows that the storage can be written.
 AUTO_FIRST_SAVE_S = 300.0
 STALL_GUESS_S = 10.0
+NEVER = sys.maxsize
+# Goodput is flat around the best interval: at 1.25 times it, a save and its rework cost 2.5 % more than they
+# must. A cadence that moved with every measurement would be no cadence.
+HYSTERESIS = 1.25
+# The share of failures that only durable saves survive, where no copies are kept on other nodes: each lost
+# node then is one, and that is about half of all failures.
+DURABLE_SHARE_ALONE = 0.5
+# How many failures it takes for what was seen to weigh as much as what was expected.
+SHARE_WEIGHT = 20.0
+# Until a run has a past, its durable copies are never further apart than this share of its age.
+AGE_SHARE = 0.1
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
 _STEPS = re.compile(r"(\d+)\s*(?:steps?)?")
@@ -89,3 +106,73 @@ def next_meeting(step: int, gap: int, remaining_s: float, step_s: float) -> int:
         return step
     half_way = remaining_s / step_s / 2.0 if step_s > 0.0 else math.inf
     return step + int(max(1.0, min(2.0 * gap, half_way)))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """From the step `at` on: save at the step `first`, and every `every` steps after it (0: not again).
+
+    `number` grows from one schedule to the next. What a rank saves is a function of the schedule and the
+    step alone, so a rank that heard of it late does as the others from then on.
+    """
+
+    number: int
+    at: int
+    first: int
+    every: int
+
+    def due_after(self, step: int) -> int:
+        """The first step after `step` that is to be saved; NEVER if there is none."""
+        if step < self.first:
+            return self.first
+        if self.every <= 0:
+            return NEVER
+        return self.first + ((step - self.first) // self.every + 1) * self.every
+
+
+def best_interval_s(saving: Saving, mtbf_s: float, max_loss_s: float) -> float:
+    """Time between saves that loses least, within bounds: a failure costs at most `max_loss_s` of training,
+    unless stalls would then take more than a tenth of the time, or saves overtake each other."""
+    best_s = optimal_interval_s(saving, mtbf_s)
+    return max(
+        min(best_s, max_loss_s - saving.drain_s), STALLS_PER_INTERVAL_MIN * saving.stall_s, saving.drain_s
+    )
+
+
+def why_interval(saving: Saving, mtbf_s: float, max_loss_s: float) -> str:
+    """Which of the bounds of `best_interval_s` counts, in words."""
+    chosen_s = best_interval_s(saving, mtbf_s, max_loss_s)
+    if chosen_s > max_loss_s - saving.drain_s:
+        return "as often as the cost of a save allows"
+    if chosen_s < optimal_interval_s(saving, mtbf_s):
+        return "so that no failure costs more than max_loss"
+    return "what loses least at this failure rate"
+
+
+def moved(before: float, now: float) -> bool:
+    """Whether a cadence is so far from the wanted one that changing it is worth it."""
+    return before <= 0.0 or not 1.0 / HYSTERESIS < now / before < HYSTERESIS
+
+
+def cost_if(interval_s: float, saving: Saving, mtbf_s: float, factor: float = 2.0) -> float:
+    """Goodput lost, 0..1, because the interval stays while failures come `factor` times as often."""
+    true_s = mtbf_s / factor
+    best = async_goodput(optimal_interval_s(saving, true_s), saving, true_s)
+    return max(0.0, best - async_goodput(interval_s, saving, true_s))
+
+
+def durable_share(failures: int, durable: int, copies_elsewhere: bool) -> float:
+    """Which share of failures only durable saves survive, after `durable` of `failures` were such: the mean
+    of a Beta posterior."""
+    expected = DURABLE_SHARE if copies_elsewhere else DURABLE_SHARE_ALONE
+    return (SHARE_WEIGHT * expected + durable) / (SHARE_WEIGHT + failures)
+
+
+def durable_interval_s(
+    cheap: Saving, durable: Saving, mtbf_s: float, share: float, max_loss_s: float, age_s: float
+) -> float:
+    """Time between durable saves by the two-level optimum; bounded, as the share is a guess at first, by
+    `max_loss_s` and by a tenth of what the run has to lose, its age."""
+    interval_s = best_interval_s(cheap, mtbf_s, max_loss_s)
+    found = two_levels(cheap, durable, mtbf_s, share, interval_s if interval_s > 0.0 else 1.0)
+    return min(found.durable_interval_s, max_loss_s, AGE_SHARE * age_s)

@@ -97,7 +97,11 @@ class WorkersStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
-    """A rank's process ended badly: `exit_code` as the shell would say it, negative for a signal."""
+    """A rank's process ended badly: `exit_code` as the shell would say it, negative for a signal.
+
+    What its node showed then: `oom_kills` of its cgroup during the attempt, `shm_used` the share of /dev/shm
+    in use (0..1), `log` the end of the rank's log (only after a signal).
+    """
 
     node: str
     attempt: int
@@ -106,6 +110,9 @@ class WorkerFailed(Event):
     error: str = ""
     message: str = ""
     traceback: str = ""
+    oom_kills: int = 0
+    shm_used: float = 0.0
+    log: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +236,30 @@ class Signalled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CadenceSet(Event):
+    """All ranks have agreed on when to save: from `from_step` on, at `first_step` and every `every_steps`
+    after it (0: there only, else as the script itself says).
+
+    `interval_s` is the time wanted between saves, from `stall_s` (0.0: not measured yet) and `mtbf_s`;
+    `slowdown` is how much slower training is while copies are written. `by` asked for a save now, if anybody.
+    """
+
+    attempt: int
+    number: int
+    from_step: int
+    first_step: int
+    every_steps: int
+    reason: str
+    by: str = ""
+    step_s: float = 0.0
+    interval_s: float = 0.0
+    stall_s: float = 0.0
+    drain_s: float = 0.0
+    slowdown: float = 0.0
+    mtbf_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class HealthFound(Event):
     """A probe's finding on a node; the fields are `core.health.Finding`'s, `at` seconds since the epoch."""
 
@@ -260,7 +291,8 @@ class NodeTested(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggling(Event):
-    """A rank has long been slower than the others: `slowness` is its own part of a step over the median."""
+    """A rank has long been slower than the others: `slowness` is its own part of a step over the median, and
+    all ranks lose `lost_s` to it in every step of `step_s`."""
 
     attempt: int
     node: str
@@ -270,6 +302,24 @@ class Straggling(Event):
     typical_s: float
     since_s: float
     evidence: str
+    lost_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StacksTaken(Event):
+    """Where the ranks of a node stood just before they were stopped for a hang: for each of `ranks` the kind
+    of place (see `core.stacks`) and its description. `records` are the ranks whose flight recorder has
+    written what collectives it saw, `recorded` tells whether any was asked to. All of it is in `folder`."""
+
+    node: str
+    attempt: int
+    ranks: tuple[int, ...]
+    kinds: tuple[str, ...]
+    places: tuple[str, ...]
+    folder: str = ""
+    recorded: bool = False
+    records: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +341,8 @@ class _Registry:
         for cls in (
             RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady,
             NodeLost, WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
-            RestorePlanned, Fetched, Restored, Asked, Signalled, HealthFound, NodeTested, Straggling, Noted,
-            Tick,
+            RestorePlanned, Fetched, Restored, Asked, Signalled, CadenceSet, HealthFound, NodeTested,
+            Straggling, StacksTaken, Noted, Tick,
         )
     }  # fmt: skip
 

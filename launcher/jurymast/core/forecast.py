@@ -23,8 +23,8 @@ from jurymast.core.optimum import (
 )
 from jurymast.core.spares import REPLACE_S, outages, size_spares
 
-# From a node's death to new steps. jurymast's own part takes seconds; communicators, compilation and data
-# loaders of a real training take the rest.
+# From a node's death to new steps, when nothing was measured. jurymast's own part takes seconds;
+# communicators, compilation and data loaders of a real training take the rest.
 RESTART_S = 60.0
 # Of a save: each node's share is copied at this speed while training waits (all GPUs of a node together), and
 # hashed and sent to another node at that one.

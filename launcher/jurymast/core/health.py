@@ -25,6 +25,8 @@ HOST = "host"  # the rest of the machine: driver, memory, disk, clock
 STORAGE = "storage"  # paths that several nodes share: never one node's fault
 APPLICATION = "application"  # the user's code: an illegal address, out of memory
 SYMPATHETIC = "sympathetic"  # what a GPU says when another one, or another node, went away
+# The code of what a probe has no right, or no way, to look at; it is never told as "none seen".
+NOT_OBSERVABLE = "not-observable"
 KINDS = (HARDWARE, NETWORK, HOST, STORAGE, APPLICATION, SYMPATHETIC)
 
 
@@ -34,6 +36,7 @@ class Finding:
     "ib-link-down", "oom-kill"); `device` is "" or the part it speaks of ("gpu3", "mlx5_0", "/scratch").
 
     Equal (probe, code, device) is the same finding. `at`: when it happened, seconds since the epoch.
+    `once`: an event (a Xid), which happened and is not over when the next look does not tell of it again.
     """
 
     probe: str
@@ -43,6 +46,7 @@ class Finding:
     message: str
     device: str = ""
     at: float = 0.0
+    once: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict.value}

@@ -23,10 +23,12 @@ class Launch(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class StopWorkers(Instruction):
-    """Stop the ranks of `attempt` on these nodes; each answers with WorkersStopped."""
+    """Stop the ranks of `attempt` on these nodes; each answers with WorkersStopped. `stacks`: first with
+    StacksTaken, because they hang."""
 
     attempt: int
     nodes: tuple[str, ...]
+    stacks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,25 @@ class Dismiss(Instruction):
     """This node is out: it kills its ranks; its agent stays and may be asked back as a spare."""
 
     node: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Test(Instruction):
+    """Test these nodes, on which no ranks run, for at most `limit_s`; each answers with NodeTested.
+
+    `partners` are idle nodes to pair them with; nothing becomes of those.
+    """
+
+    nodes: tuple[str, ...]
+    limit_s: float
+    partners: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaiseAlert(Instruction):
+    """Tell people: something that they must decide, first seen on these nodes."""
+
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jurymast.core import blame, causes
 from jurymast.core.attribution import Cause
 from jurymast.core.incident import Incident
 from jurymast.core.settings import Budget
-from jurymast.core.state import Role, RunState
+from jurymast.core.state import Blame, Role, RunState
 from jurymast.errors import RunFailedError
 
 # A cause that comes back without one new step between is not going away by itself.
@@ -20,17 +21,24 @@ SAME_APPLICATION_ERROR = 3
 SAME_INFRASTRUCTURE_ERROR = 5
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
+# What people mend elsewhere, and no other node helps against: the run waits for them, an hour and a half.
+PATIENT = frozenset({"storage_full", "storage_failed", "fabric_fault"})
+SAME_PATIENT_ERROR = 20
+PATIENT_FIRST_S = 15.0
+PATIENT_MAX_S = 300.0
 
 
 @dataclass(frozen=True)
 class Decision:
-    """`action`: restart, swap, requeue or stop; `bad`: nodes that leave the placement."""
+    """`action`: restart, swap, requeue or stop; `bad`: nodes that leave the placement, those of `blames` for
+    a finding."""
 
     action: str
     reason: str
     bad: tuple[str, ...] = ()
     backoff_s: float = 0.0
     exit_code: int = 0
+    blames: tuple[Blame, ...] = ()
 
 
 def decide(state: RunState, cause: Cause) -> Decision:
@@ -40,25 +48,38 @@ def decide(state: RunState, cause: Cause) -> Decision:
         return stop
     bad, why = _bad_nodes(state, cause)
     wait_s = backoff_s(state.fruitless)
-    if not bad:
-        return Decision("restart", f"{cause.evidence}; {why}", backoff_s=wait_s)
     spares = [node.name for node in state.spare_nodes() if node.name not in bad]
+    aside = _set_aside(state, cause, bad, spares)
+    blames = _blames(state, cause, bad) + tuple(aside)
+    if aside:
+        bad += tuple(b.node for b in aside)
+        why += "; on the occasion out: " + ", ".join(f"{b.node} ({b.evidence})" for b in aside)
+    if not bad:
+        wait_s = patient_s(state.fruitless) if cause.kind in PATIENT else wait_s
+        return Decision("restart", f"{cause.evidence}; {why}", backoff_s=wait_s)
     coming = [
         n for n in state.nodes.values() if n.role is Role.JOINING and n.incarnation and n.name not in bad
     ]
     if len(spares) + len(coming) >= len(bad):
         names = ", ".join(bad)
-        return Decision("swap", f"{cause.evidence}; {why}: {names} out, a spare in", bad, wait_s)
-    if cause.kind != "drain_asked" and not any(state.nodes[name].role is Role.FAILED for name in bad):
+        return Decision(
+            "swap", f"{cause.evidence}; {why}: {names} out, a spare in", bad, wait_s, blames=blames
+        )
+    lost = any(state.nodes[name].role is Role.FAILED for name in bad)
+    must_go = lost or cause.kind == "drain_asked" or any(b.bad for b in blames)
+    if not must_go or (blames and not lost and not state.may_requeue):
         # Blamed but alive, and nothing to put in its place: a requeue costs more than another try.
         return Decision(
             "restart",
             f"{cause.evidence}; {why}, but no spare is left: tried again in place",
             backoff_s=wait_s,
         )
-    if state.requeue_allowed and within(state.settings.requeues, state.restarts):
+    if state.may_requeue:
         return Decision(
-            "requeue", f"{cause.evidence}; {len(bad)} node(s) to replace, {len(spares)} spare(s) ready", bad
+            "requeue",
+            f"{cause.evidence}; {len(bad)} node(s) to replace, {len(spares)} spare(s) ready",
+            bad,
+            blames=blames,
         )
     return Decision(
         "stop",
@@ -68,14 +89,14 @@ def decide(state: RunState, cause: Cause) -> Decision:
     )
 
 
-def within(limit: int | None, used: int) -> bool:
-    """True while `used` is below `limit` (None: unlimited)."""
-    return limit is None or used < limit
-
-
 def backoff_s(fruitless: int) -> float:
     """Wait before the next attempt: nothing after a first failure, then 0.5 s doubling up to 30 s."""
     return 0.0 if fruitless <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** (fruitless - 2))
+
+
+def patient_s(fruitless: int) -> float:
+    """Wait before the next attempt when only other people can help: as above, but 15 s up to 5 minutes."""
+    return 0.0 if fruitless <= 1 else min(PATIENT_MAX_S, PATIENT_FIRST_S * 2.0 ** (fruitless - 2))
 
 
 def job_exit_code(cause: Cause) -> int:
@@ -92,6 +113,7 @@ def _give_up(state: RunState, cause: Cause) -> Decision | None:
     exit_code = job_exit_code(cause)
     repeated = repeats(state.incidents, cause, state.fruitless)
     most = SAME_APPLICATION_ERROR if cause.charged == "application" else SAME_INFRASTRUCTURE_ERROR
+    most = SAME_PATIENT_ERROR if cause.kind in PATIENT else most
     if repeated >= most and cause.kind not in ("node_lost", "node_crash"):
         return Decision(
             "stop",
@@ -127,10 +149,17 @@ def spent(incidents: Sequence[Incident], charged: str, budget: Budget, now: floa
 def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
     """Which placed nodes have to go, and why (or why none has)."""
     gone = tuple(name for name in state.placement if state.nodes[name].role is not Role.ACTIVE)
+    if gone and cause.kind in causes.FROM_FINDINGS:
+        found, why = _found_bad(state, cause)
+        return tuple(dict.fromkeys((*gone, *found))), why
     if gone:
         return gone, "replaced"
     if cause.kind == "drain_asked":
         return tuple(n for n in state.placement if n == cause.node), "drained by hand"
+    if cause.kind == "straggler":
+        return cause.nodes, "a swap pays"
+    if cause.kind in causes.FROM_FINDINGS:
+        return _found_bad(state, cause)
     if cause.charged != "infrastructure" or not cause.node:
         return (), "restarted in place, no node is at fault"
     if len(cause.nodes) > 1:
@@ -143,3 +172,70 @@ def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
     if earlier and earlier[-1].node not in ("", cause.node):
         return (), "another node showed the same cause before, so the node is not blamed"
     return (), "restarted in place, first time on this node"
+
+
+def _found_bad(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
+    """Nodes that leave for a finding, or for an end of a rank that says as much."""
+    if state.settings.bad_nodes == "report":
+        return (), "the policy only reports bad nodes"
+    if (
+        cause.kind == "network_suspect"
+        and state.settings.workaround
+        and not any(
+            (i.cause, i.node) == (cause.kind, cause.node) and i.detected_at >= state.allocated_at
+            for i in state.incidents[:-1]
+        )
+    ):
+        return (), "restarted in place, where its ranks do without the device"
+    bad: list[str] = []
+    for name in cause.nodes:
+        refused = blame.beyond_limits(state, name, bad)
+        if refused and not _again(state, cause, name):
+            return tuple(bad), f"{name} stays, because {refused}"
+        bad.append(name)
+    return tuple(bad), "out for what was found"
+
+
+def _again(state: RunState, cause: Cause, name: str) -> bool:
+    """The last incident was the same: the limits are for findings, and here ranks failed twice."""
+    return bool(state.incidents[:-1]) and (state.incidents[-2].cause, state.incidents[-2].node) == (
+        cause.kind,
+        name,
+    )
+
+
+def _blames(state: RunState, cause: Cause, bad: tuple[str, ...]) -> tuple[Blame, ...]:
+    """For those of `bad` that leave because of a finding, of what a rank said of its GPU, or of slowness."""
+    if cause.kind not in causes.FROM_FINDINGS and cause.kind != "straggler":
+        return ()
+    found = []
+    for name in bad:
+        if name in cause.nodes and state.nodes[name].role is Role.ACTIVE:
+            finding = state.findings.health.get(name) or blame.standing(state, state.nodes[name])
+            if finding is not None:
+                found.append(blame.blame_for(state, name, finding))
+            else:
+                is_bad = cause.kind.endswith("_bad")
+                found.append(Blame(name, state.now, cause.kind, cause.evidence, is_bad, cause.kind))
+    return tuple(found)
+
+
+def _set_aside(state: RunState, cause: Cause, bad: tuple[str, ...], spares: Sequence[str]) -> list[Blame]:
+    """Nodes with a finding that could not leave when it came: the ranks stand still now anyway, so they go as
+    far as `spares` last."""
+    aside: list[Blame] = []
+    if state.settings.bad_nodes == "report":
+        return aside
+    trusted = sum(state.nodes[name].role is Role.SPARE for name in spares)
+    for name in state.placement:
+        node = state.nodes[name]
+        if len(bad) + len(aside) >= trusted:
+            break
+        if not node.findings or node.role is not Role.ACTIVE or name in bad or name in cause.nodes:
+            continue
+        finding = blame.standing(state, node)
+        if finding is None or blame.worked_around(state, finding):
+            continue
+        if not blame.beyond_limits(state, name, [*bad, *(b.node for b in aside)]):
+            aside.append(blame.blame_for(state, name, finding))
+    return aside

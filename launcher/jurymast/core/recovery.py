@@ -5,12 +5,14 @@ The second half of the run's state machine; `core.run` feeds it.
 
 from __future__ import annotations
 
-from jurymast.core.attribution import attribute
+from jurymast.core import blame, testing
+from jurymast.core.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute
 from jurymast.core.failure_rate import INFRASTRUCTURE
+from jurymast.core.health import Finding
 from jurymast.core.incident import Incident
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.ladder import Decision, decide, within
-from jurymast.core.state import Findings, Phase, Role, RunState
+from jurymast.core.ladder import Decision, decide
+from jurymast.core.state import Exclusion, Findings, Phase, Role, RunState
 from jurymast.errors import RunFailedError
 
 # Once enough nodes are ready, wait this long for the rest, so that the slowest become the spares.
@@ -46,7 +48,12 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
     state.phase, state.deadline, state.stopped = Phase.STOPPING, detected_at + STOP_LIMIT_S, set()
     asked = state.findings.asked
     reason = f"{asked.what} asked by {asked.by}" if asked else "a failure ends the attempt for every rank"
-    return [StopWorkers(attempt=state.attempt, nodes=not_stopped(state), reason=reason)]
+    for name, finding in state.findings.health.items():
+        reason = f"{name} leaves for {blame.describe(finding)}"
+    if state.findings.straggling is not None:
+        reason = state.findings.straggling.evidence
+    hangs = state.findings.hung is not None
+    return [StopWorkers(attempt=state.attempt, nodes=not_stopped(state), reason=reason, stacks=hangs)]
 
 
 def not_stopped(state: RunState) -> tuple[str, ...]:
@@ -90,13 +97,14 @@ def advance(state: RunState) -> list[Instruction]:
         return _start(state)
     if state.phase is Phase.WAITING:
         return _replace(state)
-    return []
+    return testing.suspects(state)
 
 
 def _diagnose(state: RunState) -> list[Instruction]:
     """All ranks are stopped: name the cause and choose the rung."""
     incident = state.incidents[-1]
-    cause = attribute(state.findings.lost, state.findings.asked, state.findings.failures, state.findings.hung)
+    found = state.findings
+    cause = attribute(found.lost, found.asked, found.failures, found.hung, _surroundings(state, incident))
     incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
     incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence
     incident.traceback = next((f.traceback for f in state.findings.failures if f.rank == cause.rank), "")
@@ -104,14 +112,60 @@ def _diagnose(state: RunState) -> list[Instruction]:
     _count_failure(state, incident)
     decision = decide(state, cause)
     incident.action, incident.reason = decision.action, decision.reason
-    return _carry_out(state, decision)
+    return _alert_on(state, cause) + _carry_out(state, decision)
+
+
+def _surroundings(state: RunState, incident: Incident) -> Surroundings:
+    """What was found on the placed nodes around `incident`; what many nodes show speaks against none."""
+    leaving = [(name, f) for name, f in state.findings.health.items() if not blame.on_many(state, f)]
+    near: list[tuple[str, Finding]] = []
+    for name in state.placement:
+        for told in state.nodes[name].findings.values():
+            finding = blame.escalated(state, name, told)
+            close = abs(finding.at - incident.detected_at) <= NEAR_S or blame.is_bad(finding)
+            if (name, finding) in leaving or not close:
+                continue
+            if blame.speaks(finding) and not blame.on_many(state, finding):
+                near.append((name, finding))
+    lately = [*state.findings.health.values(), *(s.finding for s in state.recent)]
+    common, kind = next(((why, f.kind) for f in lately if (why := blame.on_many(state, f))), ("", ""))
+    local = (*LOCAL_PATHS, *([state.settings.local_path] if state.settings.local_path else []))
+    for found in (leaving, near):
+        found.sort(key=lambda pair: pair[1].at)
+    return Surroundings(
+        leaving,
+        near,
+        common,
+        kind,
+        len(state.placement),
+        local,
+        state.findings.straggling,
+        state.findings.stacks,
+    )
+
+
+def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
+    """Of a fault of many nodes: those that were lost in it are replaced, but not excluded."""
+    if cause.kind != "fabric_fault" or not cause.nodes:
+        return []
+    for node in state.nodes.values():
+        if node.role is Role.FAILED and not (node.bad or node.drained) and node.since >= state.now - NEAR_S:
+            node.faultless = True
+    message = f"{len(cause.nodes)} nodes were lost at once: their switch or power, so none is blamed"
+    return blame.raise_alert(state, "nodes lost at once", message, cause.nodes)
 
 
 def _carry_out(state: RunState, decision: Decision) -> list[Instruction]:
     instructions: list[Instruction] = []
     state.findings = Findings()
+    for blamed in decision.blames:
+        instructions += blame.put_out(state, blamed)
+        if not blamed.bad:
+            instructions.append(Dismiss(node=blamed.node, reason=decision.reason))
     for name in decision.bad:
         node = state.nodes[name]
+        if any(blamed.node == name for blamed in decision.blames):
+            continue
         if node.role is not Role.FAILED:
             node.drained = state.incidents[-1].cause == "drain_asked"
             node.become(Role.FAILED if node.drained else Role.SUSPECT, decision.reason, state.now)
@@ -127,9 +181,11 @@ def _carry_out(state: RunState, decision: Decision) -> list[Instruction]:
 
 
 def _requeue(state: RunState, reason: str) -> Requeue:
+    oldest = state.now - state.settings.exclusion_s
+    state.excluded = {name: told for name, told in state.excluded.items() if told.at > oldest}
     for node in state.nodes.values():
-        if node.role is Role.FAILED:
-            state.excluded[node.name] = node.reason
+        if node.role is Role.FAILED and not node.faultless:
+            state.excluded[node.name] = Exclusion(node.reason, state.now)
     state.phase, state.deadline, state.placement = Phase.REQUEUED, None, ()
     state.started, state.finished = set(), set()
     return Requeue(exclude=tuple(sorted(state.excluded)), reason=reason)
@@ -137,11 +193,15 @@ def _requeue(state: RunState, reason: str) -> Requeue:
 
 def _start(state: RunState) -> list[Instruction]:
     """First placement in an allocation: allocation order, the batch host and the slowest stay spares."""
+    if testing.going_on(state):
+        return []
     ready = state.spare_nodes()
     if len(ready) >= state.active:
         state.enough_since = state.now if state.enough_since is None else state.enough_since
         all_here = len(ready) == len(state.nodes)
-        if all_here or state.now >= state.enough_since + SPARE_GRACE_S:
+        if all_here or state.now >= state.enough_since + SPARE_GRACE_S or state.pretested:
+            if tests := testing.before_first_attempt(state):
+                return tests
             chosen = sorted(ready[: state.active], key=lambda node: node.order)
             return [
                 _launch(state, tuple(n.name for n in chosen), f"{state.active} of {len(ready)} ready nodes")
@@ -169,7 +229,7 @@ def _try_elsewhere(state: RunState, reason: str) -> Instruction:
         if incident.launched_at is not None or incident.action != "requeue":
             break
         starts += 1
-    if state.requeue_allowed and within(state.settings.requeues, state.restarts) and starts <= STARTS_MAX:
+    if state.may_requeue and starts <= STARTS_MAX:
         return _requeue(state, reason)
     return finish(state, "failed", RunFailedError.exit_code, reason)
 
@@ -187,11 +247,15 @@ def _replace(state: RunState) -> list[Instruction]:
         return []
     spares = spares if missing <= 0 else state.spare_nodes()
     if len(spares) >= len(open_places):
+        likely = [n for i, n in enumerate(spares) if i < len(open_places) or n.name in state.placement]
+        doubtful = [node for node in likely if node.role is Role.SUSPECT]
+        if (tests := testing.before_use(state, doubtful)) is not None:
+            return tests
         return _fill(state, open_places, [node.name for node in spares])
     incident = state.incidents[-1]
     incident.action = "requeue"
     incident.reason += "; no spare came in time"
-    if state.requeue_allowed and within(state.settings.requeues, state.restarts):
+    if state.may_requeue:
         return [_requeue(state, incident.reason)]
     incident.action = "stop"
     return [finish(state, "failed", RunFailedError.exit_code, incident.reason)]
@@ -219,8 +283,10 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
         reason += f"; {state.incidents[-1].action} after incident {state.incidents[-1].id}"
     state.attempt += 1
     state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, state.now + LAUNCH_LIMIT_S
-    state.started, state.finished, state.stopped, state.restore = set(), set(), set(), None
+    state.started, state.finished, state.stopped = set(), set(), set()
+    state.restore = state.cadence = None
     state.step, state.first_step_at, state.stepped_at = 0, None, state.now
+    state.testing.difference_update(placement)
     for rank, name in enumerate(placement):
         state.nodes[name].become(Role.ACTIVE, f"group rank {rank}", state.now)
     if state.incident is not None:
@@ -235,12 +301,12 @@ def _count_failure(state: RunState, incident: Incident) -> None:
         state.failures.incident(incident.fault_at)
 
 
-def expected_mtbf_s(state: RunState) -> float:
-    """Mean time between failures of the active nodes, from the policy's rate and what this run has seen."""
+def expected_mtbf_s(state: RunState, now: float) -> float:
+    """Mean time between failures of the active nodes, in seconds, from the policy's rate and what this run
+    and earlier ones have seen until `now`; 0.0 before the first nodes came."""
     if state.failures is None:
         return 0.0
-    state.failures.watched(state.now, state.active)
-    return round(state.failures.posterior.mtbf_s(state.active), 1)
+    return round(state.failures.posterior_at(now, state.active).mtbf_s(state.active), 1)
 
 
 def launch_instruction(state: RunState, reason: str) -> Launch:
@@ -249,5 +315,5 @@ def launch_instruction(state: RunState, reason: str) -> Launch:
         state.nodes[name].ready = False
     return Launch(
         attempt=state.attempt, placement=state.placement, master_address=master.address,
-        master_port=master.store_port, reason=reason, mtbf_s=expected_mtbf_s(state),
+        master_port=master.store_port, reason=reason, mtbf_s=expected_mtbf_s(state, state.now),
     )  # fmt: skip

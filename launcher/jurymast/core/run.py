@@ -7,12 +7,14 @@ replays to the same state and the simulator drives the same code.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from jurymast.core import blame, recovery, straggler, testing
 from jurymast.core import events as ev
-from jurymast.core import recovery
 from jurymast.core.copies import MEMORY, SHARED
-from jurymast.core.failure_rate import FailureRate, prior
+from jurymast.core.failure_rate import DAY_S, FailureRate, prior
+from jurymast.core.health import Verdict
 from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.state import ENDED, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.errors import RunCancelledError, RunFailedError
@@ -39,7 +41,7 @@ def resume(state: RunState) -> list[Instruction]:
         return [recovery.launch_instruction(state, why)]
     if state.phase is Phase.REQUEUED:
         return [Requeue(exclude=tuple(state.excluded), reason=why)]
-    return []
+    return testing.again(state, why)
 
 
 def _run_started(state: RunState, event: ev.RunStarted) -> list[Instruction]:
@@ -62,11 +64,16 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
     state.nodes = {
         name: Node(name, order, since=event.t) for order, name in enumerate(dict.fromkeys(event.nodes))
     }
-    state.host = event.host
+    state.host, state.allocated_at = event.host, event.t
     if state.failures is None:
-        state.failures = FailureRate(event.t, prior(state.settings.rate))
+        state.began_at = event.t
+        state.failures = FailureRate(
+            event.t, prior(state.settings.rate), state.settings.half_life_s / DAY_S,
+            state.settings.burst_s, state.earlier,
+        )  # fmt: skip
     state.placement, state.started, state.finished, state.stopped = (), set(), set(), set()
     state.findings = Findings()
+    state.pretested, state.testing = False, set()
     state.phase, state.deadline, state.enough_since = (
         Phase.STARTING,
         event.t + state.settings.join_limit_s,
@@ -89,7 +96,7 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
         return []
     was_placed = node.name in state.placement and node.role is Role.ACTIVE
     node.address, node.incarnation, node.pid = event.address, event.incarnation, event.pid
-    node.ready = False
+    node.ready, node.gpus = False, event.gpus
     if was_placed and state.phase in (Phase.RUNNING, Phase.LAUNCHING, Phase.STOPPING):
         # Its agent is a new one, so the ranks of the old one are gone.
         lost = ev.NodeLost(
@@ -99,7 +106,7 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
         node.become(Role.JOINING, "its agent restarted", event.t)
         state.stopped.add(node.name)
         return instructions
-    if node.drained:
+    if node.drained or node.bad:
         return [Dismiss(node=node.name, reason=node.reason)]
     if node.role is Role.FAILED:
         if state.phase is Phase.STOPPING and node.name in state.placement:
@@ -123,9 +130,11 @@ def _node_ready(state: RunState, event: ev.NodeReady) -> list[Instruction]:
 
 def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
     node = state.nodes.get(event.node)
-    if node is None or node.role is Role.FAILED:
+    if node is None:
         return []
     node.ready = False
+    if node.role is Role.FAILED:
+        return []
     how = {"silent": f"silent for {event.silent_s:.1f} s", "closed": "its agent's connection was reset"}
     node.become(Role.FAILED, how.get(event.how, event.evidence or "its agent left"), event.t)
     if event.node not in state.placement:
@@ -172,6 +181,8 @@ def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
                 state, "cancelled", RunCancelledError.exit_code, f"cancel asked by {event.by}"
             )
         ]
+    if event.what == "save":
+        return []  # nothing to decide: the ranks save at their next common step
     if event.what == "drain" and (event.node not in state.placement or state.phase is Phase.WAITING):
         # Nothing runs on it: it is out at once, and if it had a place, that is one more to fill.
         node = state.nodes.get(event.node)
@@ -291,6 +302,36 @@ def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
     return []
 
 
+def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
+    node = state.nodes.get(event.node)
+    finding = blame.take(state, event) if node is not None else None
+    if node is None or finding is None:
+        return []
+    ruling = blame.rule(state, node, finding)
+    instructions: list[Instruction] = []
+    if ruling.alert is not None:
+        subject, message = ruling.alert
+        instructions += blame.raise_alert(state, subject, message, (node.name,))
+    if ruling.note:
+        state.notes.append((event.t, ruling.note))
+    if not ruling.out:
+        return instructions
+    running = state.phase in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING)
+    if running and node.name in state.placement:
+        before = state.findings.health.get(node.name)
+        if before is None or before.verdict is not Verdict.BAD:
+            state.findings.health[node.name] = ruling.finding
+        # Steps that were done after it are done.
+        fault_at = min(event.t, max(finding.at, state.stepped_at))
+        return instructions + recovery.begin(state, event.t, fault_at)
+    return instructions + blame.put_out(state, blame.blame_for(state, node.name, ruling.finding))
+
+
+def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:
+    found = testing.result(state, event)
+    return _health_found(state, found) if found is not None else []
+
+
 def _signalled(state: RunState, event: ev.Signalled) -> list[Instruction]:
     if event.signal == "timeout":
         return [
@@ -298,6 +339,36 @@ def _signalled(state: RunState, event: ev.Signalled) -> list[Instruction]:
                 state, "failed", RunFailedError.exit_code, "the Slurm job reached its time limit"
             )
         ]
+    return []
+
+
+def _cadence_set(state: RunState, event: ev.CadenceSet) -> list[Instruction]:
+    if event.attempt == state.attempt:
+        state.cadence = event
+    return []
+
+
+def _straggling(state: RunState, event: ev.Straggling) -> list[Instruction]:
+    if not straggler.is_current(state, event):
+        return []
+    told = f"{event.node}: {event.evidence}"
+    again = straggler.swapped_before(state, event)
+    if again:
+        message = f"{told}; {again} was swapped for the same before, so it is the data or the code"
+        return blame.raise_alert(state, "slow again", message, (event.node,))
+    why_not = straggler.refusal(state, event)
+    if why_not:
+        state.notes.append((event.t, f"{told}; {why_not}"))
+        return []
+    state.findings.straggling = replace(
+        event, evidence=f"{event.evidence}; {straggler.worth(state, event)[1]}"
+    )
+    return recovery.begin(state, event.t, event.t)
+
+
+def _stacks_taken(state: RunState, event: ev.StacksTaken) -> list[Instruction]:
+    if event.attempt == state.attempt and state.phase is Phase.STOPPING:
+        state.findings.stacks.append(event)
     return []
 
 
@@ -347,6 +418,11 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = 
     ev.Restored: _restored,
     ev.Asked: _asked,
     ev.Signalled: _signalled,
+    ev.CadenceSet: _cadence_set,
+    ev.HealthFound: _health_found,
+    ev.NodeTested: _node_tested,
+    ev.Straggling: _straggling,
+    ev.StacksTaken: _stacks_taken,
     ev.Noted: _noted,
     ev.Tick: _tick,
 }

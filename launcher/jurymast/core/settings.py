@@ -21,16 +21,19 @@ class Settings:
     `node_lost_after_s` and `hang_s` are None for `auto`; `hang_s` 0 switches hang detection off.
     `cadence_steps` and `cadence_s` are both None for `auto`; at most one of them is set. `replicas` are
     copies of each image on other nodes; with a `parity` of 2 or more, the XOR of groups of so many nodes
-    instead. `shared_every_s` is None for `auto`: every save when the
-    cadence is given, else as often as leaves the storage idle nine tenths of the time. Paths and addresses
-    are "" when off. `rate` is the policy's failures per 1,000 node-days, None for `auto`; `max_loss_s` bounds
-    an automatic cadence.
+    instead. `shared_every_s` is None for `auto`: every save when the cadence is given, else what loses least
+    and leaves the storage idle nine tenths of the time. Paths and addresses are "" when off.
+
+    `rate` is the policy's failures per 1,000 node-days, None for `auto`; failures within `burst_s` of one
+    count as one, and what was seen counts half after `half_life_s`. `max_loss_s` bounds an automatic cadence.
 
     `probes_off` names probes that do not run, `xid` and `thresholds` override the packaged tables.
     `preflight_s` is the time that tests before a first attempt may take, None for `auto` (on nodes with GPUs
-    only), 0 for off; `straggler` the slowness at which a rank counts as one, 0 for off. `bad_nodes` is
+    only), 0 for off; `straggler` the slowness at which a rank counts as one, 0 for off. `workaround`: ranks
+    do without a failing network device where the node has another one. `bad_nodes` is
     exclude, drain or report (nothing is done); at most `excluded_fraction` of the run's nodes, and one in any
     case, are blamed at a time, and an exclusion is forgotten after `exclusion_s`.
+    `spool` is the site's directory for verdicts, with `bad_nodes` drain.
     """
 
     heartbeat_s: float = 0.5
@@ -54,6 +57,8 @@ class Settings:
     object_url: str = ""
     object_every_s: float = 21600.0
     rate: float | None = None
+    half_life_s: float = 14 * 86400.0
+    burst_s: float = 600.0
     max_loss_s: float = 900.0
     probes_off: tuple[str, ...] = ()
     xid: dict[str, str] = field(default_factory=dict)
@@ -61,9 +66,11 @@ class Settings:
     data_paths: tuple[str, ...] = ()
     preflight_s: float | None = None
     straggler: float = 1.5
+    workaround: bool = True
     bad_nodes: str = "exclude"
     excluded_fraction: float = 0.02
     exclusion_s: float = 86400.0
+    spool: str = "/var/spool/jurymast"
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Settings:
@@ -76,6 +83,16 @@ class Settings:
             if key in kept:
                 kept[key] = tuple(kept[key])
         return cls(**kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Avoided:
+    """A node that earlier runs speak against, kept out `until` then (seconds since the epoch; None: for
+    good)."""
+
+    node: str
+    until: float | None
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +112,25 @@ class RunPlan:
     working_directory: str = "."
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()  # by hand
+    avoided: tuple[Avoided, ...] = ()
     requeue: bool = True  # False: the user said --no-requeue, the Slurm job must never be requeued
     submitted_at: float = 0.0
     policy_hash: str = ""
+    earlier_incidents: float = 0.0  # of the infrastructure, in other runs, after forgetting
+    earlier_node_days: float = 0.0
+    earlier_text: str = ""  # where these two come from, for people
     settings: Settings = field(default_factory=Settings)
 
     @property
     def nodes(self) -> int:
         return self.active + self.spares
+
+    def excluded_at(self, now: float) -> tuple[str, ...]:
+        """Nodes, and ranges of nodes, that the run does not want from the start. `now`: seconds since the
+        epoch."""
+        avoided = (node.node for node in self.avoided if node.until is None or node.until > now)
+        return tuple(dict.fromkeys((*self.exclude, *avoided)))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,4 +142,5 @@ class RunPlan:
             key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known
         }
         kept["settings"] = Settings.from_json(values.get("settings", {}))
+        kept["avoided"] = tuple(Avoided(**node) for node in values.get("avoided", ()))
         return cls(**kept)

@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jurymast.core.events import Asked, NodeLost, RanksHung, RestorePlanned, WorkerFailed
+from jurymast.core.events import (
+    Asked,
+    CadenceSet,
+    NodeLost,
+    RanksHung,
+    RestorePlanned,
+    StacksTaken,
+    Straggling,
+    WorkerFailed,
+)
 from jurymast.core.failure_rate import FailureRate
+from jurymast.core.health import Finding, Verdict
 from jurymast.core.incident import Incident
+from jurymast.core.preflight import MATTERS
 from jurymast.core.settings import Settings
 
 
@@ -50,11 +61,23 @@ class Node:
     ready: bool = False
     store_port: int = 0
     drained: bool = False  # by hand: it stays out
+    bad: bool = False  # a finding took it out: it stays out while the finding holds
+    faultless: bool = False  # lost, but with so many others that it is not excluded
+    findings: dict[str, Finding] = field(default_factory=dict)  # that hold, or events of this allocation
+    gpus: int = 0
+    tested: str = ""  # verdict of its last tests; "" again once it becomes a suspect
+    slowness: float = 1.0  # in those tests, over the median of the nodes tested with it
 
     def become(self, role: Role, reason: str, t: float) -> None:
         if role is not self.role:
             self.since = t
+            self.tested = "" if role is Role.SUSPECT else self.tested
         self.role, self.reason = role, reason
+
+    @property
+    def marked(self) -> bool:
+        """Something was found on it, which need not have been enough to take it out."""
+        return any(found.verdict in (Verdict.BAD, Verdict.SUSPECT) for found in self.findings.values())
 
     @property
     def usable(self) -> bool:
@@ -63,15 +86,59 @@ class Node:
 
 @dataclass
 class Findings:
-    """What one incident gathered while its ranks were being stopped."""
+    """What one incident gathered while its ranks were being stopped. `health`: the nodes that are to leave
+    for a finding, with it."""
 
     lost: list[NodeLost] = field(default_factory=list)
     failures: list[WorkerFailed] = field(default_factory=list)
     hung: RanksHung | None = None
     asked: Asked | None = None
+    health: dict[str, Finding] = field(default_factory=dict)
+    straggling: Straggling | None = None
+    stacks: list[StacksTaken] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.lost or self.failures or self.hung or self.asked)
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A node that the run does not want back, since `at`."""
+
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A node left the active ones for a finding, which was of the class `cause`. `bad`: it left the run;
+    else it is a spare that has to be tested. Findings of one `group` are counted together."""
+
+    node: str
+    at: float
+    cause: str
+    evidence: str
+    bad: bool
+    group: str
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A finding as it was told, at `t` by the supervisor's clock."""
+
+    t: float
+    node: str
+    group: str
+    finding: Finding
+
+
+@dataclass
+class Alert:
+    """Something that people must decide, because no node may be blamed for it. It goes on while more `nodes`
+    come, the last of them at `until`; alerts of one `subject` soon after each other are one."""
+
+    subject: str
+    at: float
+    until: float
+    message: str
+    nodes: dict[str, None]
 
 
 @dataclass
@@ -100,6 +167,8 @@ class RunState:
     ranks_per_node: int = 1
     submitted_at: float = 0.0
     failures: FailureRate | None = None  # since the first nodes came
+    began_at: float = 0.0  # when the first nodes came
+    earlier: tuple[float, float] = (0.0, 0.0)  # incidents and node-days of other runs, as of the submission
     requeue_allowed: bool = True
 
     phase: Phase = Phase.QUEUED
@@ -110,7 +179,12 @@ class RunState:
     restarts: int = 0  # requeues so far
     host: str = ""  # the batch host: active only when nothing else is left
     nodes: dict[str, Node] = field(default_factory=dict)
-    excluded: dict[str, str] = field(default_factory=dict)  # node -> why
+    allocated_at: float = 0.0  # when the present allocation was first heard of
+    excluded: dict[str, Exclusion] = field(default_factory=dict)
+    blames: list[Blame] = field(default_factory=list)  # over all allocations
+    seen: dict[str, list[Sighting]] = field(default_factory=dict)  # by node, of the last day
+    recent: list[Sighting] = field(default_factory=list)  # on all nodes, of the last minutes
+    alerts: list[Alert] = field(default_factory=list)
 
     attempt: int = 0
     placement: tuple[str, ...] = ()  # index = group rank
@@ -119,6 +193,9 @@ class RunState:
     stopped: set[str] = field(default_factory=set)
     deadline: float | None = None  # of the present phase
     enough_since: float | None = None  # N nodes were ready from here on
+    pretested: bool = False  # the nodes of this allocation: once, before its first attempt
+    testing: set[str] = field(default_factory=set)  # nodes under test, until `test_until` at the latest
+    test_until: float = 0.0
     not_before: float = 0.0  # back-off
 
     step: int = 0  # newest step done, of this attempt
@@ -131,6 +208,7 @@ class RunState:
     save_failures: int = 0  # in a row
     saved: dict[str, TierState] = field(default_factory=dict)
     restore: RestorePlanned | None = None  # what this attempt was told to restore
+    cadence: CadenceSet | None = None  # what this attempt's ranks agreed on last
 
     findings: Findings = field(default_factory=Findings)
     incidents: list[Incident] = field(default_factory=list)
@@ -159,10 +237,26 @@ class RunState:
             return "recovering"
         return "running" if self.phase in (Phase.RUNNING, Phase.STOPPING) else "starting"
 
+    @property
+    def may_requeue(self) -> bool:
+        return self.requeue_allowed and (
+            self.settings.requeues is None or self.restarts < self.settings.requeues
+        )
+
     def spare_nodes(self) -> list[Node]:
-        """Usable spares, best first: suspects late, the batch host last, then allocation order."""
+        """Usable spares, best first: suspects and nodes with findings late, slow ones before them, the batch
+        host last of the others, then allocation order."""
         usable = [node for node in self.nodes.values() if node.usable]
-        return sorted(usable, key=lambda n: (n.role is Role.SUSPECT, n.name == self.host, n.order))
+
+        def rank(n: Node) -> tuple[bool, float, bool, int]:
+            return (
+                n.role is Role.SUSPECT or (n.marked and self.settings.bad_nodes != "report"),
+                n.slowness if n.slowness > MATTERS else 0.0,
+                n.name == self.host,
+                n.order,
+            )
+
+        return sorted(usable, key=rank)
 
     def check(self) -> None:
         """Invariants; AssertionError names the one broken."""

@@ -21,16 +21,21 @@ class Context:
     """What a probe may know of the run on this node. Times in seconds.
 
     `thresholds` are the packaged ones with the policy's on top; `xid` maps codes to the policy's verdicts.
-    `paths` are the checkpoint and data paths to look at, `gpus` what Slurm granted (None: not known).
-    `started_at` is when the job started here, seconds since the epoch: older events are not of this run.
+    `paths` are directories that several nodes share and that the run writes to, `data_paths` those it only
+    reads, `local_path` a directory on this node's own disk ("": none). `gpus` is what Slurm granted (None:
+    not known). `started_at` is when the job started here, seconds since the epoch: older events are not of
+    this run. `fresh`: the run has done nothing here yet that a probe could see.
     """
 
     node: str = ""
     thresholds: Mapping[str, float] = field(default_factory=dict)
     xid: Mapping[str, str] = field(default_factory=dict)
     paths: Sequence[str] = ()
+    data_paths: Sequence[str] = ()
+    local_path: str = ""
     gpus: int | None = None
     started_at: float = 0.0
+    fresh: bool = True
 
 
 @runtime_checkable
@@ -39,7 +44,7 @@ class Probe(Protocol):
 
     The first look takes the baseline: counters are lifetime totals, and only what they gain counts. A look
     returns every finding that holds now, not only new ones; events (an Xid) are returned once. A look that
-    raises, or takes longer than three intervals, is itself a finding.
+    raises, or takes longer than three intervals (and look-limit-s), is itself a finding.
     """
 
     name: str
@@ -52,3 +57,12 @@ class Probe(Protocol):
     def close(self) -> None:
         """Give handles back; called once."""
         ...
+
+
+def granted_gpus(environment: Mapping[str, str]) -> int | None:
+    """How many GPUs Slurm gave this job on this node; None when it does not say."""
+    count = environment.get("SLURM_GPUS_ON_NODE", "")
+    if count.isdigit():
+        return int(count)
+    visible = [part for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    return len(visible) or None

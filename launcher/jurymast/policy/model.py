@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -41,6 +42,9 @@ AutoOffDuration = Annotated[
 ]
 Count = Annotated[int, BeforeValidator(values.whole_number), WithJsonSchema(_COUNT)]
 OneOrMore = Annotated[int, BeforeValidator(values.one_or_more), WithJsonSchema(_ONE_OR_MORE)]
+OnOff = Annotated[bool, BeforeValidator(values.on_or_off), _either({"enum": [True, "on"]}, _OFF)]
+XidCode = Annotated[str, AfterValidator(values.xid_code)]
+ThresholdName = Annotated[str, AfterValidator(values.threshold_name)]
 Restarts = Annotated[
     Budget,
     BeforeValidator(values.budget),
@@ -152,6 +156,8 @@ class Failures(Section):
         BeforeValidator(values.auto_or_rate),
         _either(_AUTO, {"type": "number", "exclusiveMinimum": 0}),
     ] = _key("auto", "failures per 1,000 node-days, if you know it")
+    half_life: Duration = _key("14d", "after this long a failure counts half in the rate that was learnt")
+    burst: Duration = _key("10m", "failures this soon after one are the same trouble")
     restarts: RestartBudgets = _key({}, "how many restarts in how much time")
     requeues: Annotated[
         int | None, BeforeValidator(values.unlimited_or_count), _either({"const": "unlimited"}, _COUNT)
@@ -160,10 +166,12 @@ class Failures(Section):
 
 class Health(Section):
     skip: list[str] = _key([], "probes that do not run, by name: nvidia, amd, infiniband, host, storage")
-    xid: dict[str, Literal["ok", "suspect", "bad", "application", "sympathetic"]] = _key(
+    xid: dict[XidCode, Literal["ok", "suspect", "bad", "application", "sympathetic"]] = _key(
         {}, "your own reading of NVIDIA's Xid codes; jurymast health --explain XID shows the packaged one"
     )
-    thresholds: dict[str, float] = _key({}, "your own limits; jurymast health --thresholds lists them")
+    thresholds: dict[ThresholdName, float] = _key(
+        {}, "your own limits; jurymast health --thresholds lists them"
+    )
     data: list[str] = _key([], "paths with training data that must respond on every node")
     preflight: AutoOffDuration = _key(
         "auto", "time for tests of nodes before their first attempt: auto (with GPUs only), off, or how long"
@@ -173,6 +181,9 @@ class Health(Section):
         BeforeValidator(values.off_or_factor),
         _either(_OFF, {"type": "number", "exclusiveMinimum": 1}),
     ] = _key(1.5, "swap out a rank that stays this many times slower than the others; or off")
+    workaround: OnOff = _key(
+        True, "on: ranks leave out a failing network device of a node that has another one; or off"
+    )
 
 
 class NodesPolicy(Section):
@@ -186,6 +197,9 @@ class NodesPolicy(Section):
         ),
     ] = _key("2%", "largest share of the run's nodes that may be blamed at a time; one always may")
     expire: Duration = _key("24h", "when an exclusion is forgotten")
+    spool: str = _key(
+        "/var/spool/jurymast", "with drain: where the site's health check looks for word of bad nodes"
+    )
 
 
 class Notification(Section):

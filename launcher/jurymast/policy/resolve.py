@@ -68,6 +68,8 @@ class Resolved:
             object_url=tiers.object.url if tiers.object else "",
             object_every_s=tiers.object.every if tiers.object else Settings.object_every_s,
             rate=policy.failures.rate,
+            half_life_s=policy.failures.half_life,
+            burst_s=policy.failures.burst,
             max_loss_s=policy.checkpoint.max_loss,
             probes_off=tuple(policy.health.skip),
             xid=dict(policy.health.xid),
@@ -75,9 +77,11 @@ class Resolved:
             data_paths=tuple(policy.health.data),
             preflight_s=policy.health.preflight,
             straggler=policy.health.straggler,
+            workaround=policy.health.workaround,
             bad_nodes=policy.nodes_policy.bad,
             excluded_fraction=policy.nodes_policy.max_fraction,
             exclusion_s=policy.nodes_policy.expire,
+            spool=policy.nodes_policy.spool,
         )
 
     def yaml(self, *, origins: bool = False) -> str:
@@ -113,7 +117,7 @@ def _problems(layer: Layer) -> Iterator[str]:
         Policy.model_validate(layer.values)
     except ValidationError as error:
         for one in error.errors(include_url=False):
-            key = tuple(one["loc"])
+            key = tuple(part for part in one["loc"] if part != "[key]")  # said of a mapping's own names
             if one["type"] == "extra_forbidden":
                 what = f"unknown key{did_you_mean(str(key[-1]), _keys(key[:-1]))}"
             elif one["type"] == "value_error":
@@ -179,7 +183,7 @@ def _lines(values: dict[str, Any], key: Key, origins: dict[Key, str] | None) -> 
         text = (
             value if isinstance(value, str) and _plain_word(value) else json.dumps(value, ensure_ascii=False)
         )
-        text = "off" if value is False else text
+        text = {True: "on", False: "off"}[value] if isinstance(value, bool) else text
         line = f"{indent}{name}: {text}"
         yield f"{line:<40} # {origins.get(place, DEFAULT)}\n" if origins is not None else f"{line}\n"
 

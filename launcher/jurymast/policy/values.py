@@ -6,7 +6,9 @@ import math
 import re
 from dataclasses import dataclass
 
+from jurymast.core.nearest import did_you_mean
 from jurymast.core.settings import Budget
+from jurymast.reference import thresholds, xids
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 PART = r"(\d+(?:\.\d+)?)(ms|s|m|h|d)"
@@ -116,6 +118,15 @@ def fraction(value: object) -> float:
     return share
 
 
+def on_or_off(value: object) -> bool:
+    """YAML reads both words as true and false."""
+    if isinstance(value, bool):
+        return value
+    if value in ("on", "off"):
+        return value == "on"
+    raise ValueError(f"{written(value)} is neither on nor off")
+
+
 def off_or_factor(value: object) -> float:
     """A factor above 1; 0 for "off" (which YAML reads as false)."""
     if value in (False, "off"):
@@ -134,6 +145,26 @@ def auto_or_rate(value: object) -> float | None:
             f"{written(value)} is no failure rate; write auto, or failures per 1,000 node-days, like 6.5"
         )
     return float(value)
+
+
+def xid_code(value: str) -> str:
+    """A code of the packaged Xid table, as text."""
+    codes = [str(code) for code in xids()]
+    if value not in codes:
+        raise ValueError(
+            f"{written(value)} is no Xid code that this version knows{did_you_mean(value, codes)}; "
+            f"they are {', '.join(codes)}"
+        )
+    return value
+
+
+def threshold_name(value: str) -> str:
+    if value not in thresholds():
+        raise ValueError(
+            f"there is no threshold {written(value)}{did_you_mean(value, thresholds())}; "
+            "jurymast health --thresholds lists them"
+        )
+    return value
 
 
 def written(value: object) -> str:

@@ -11,7 +11,7 @@ from jurymast.core.state import RunState
 from jurymast.journal import Entry
 from jurymast.report.layout import clean
 from jurymast.report.liveness import Liveness, look
-from jurymast.report.sentences import ROUTINE, sentence
+from jurymast.report.sentences import is_routine, sentence
 from jurymast.report.view import Watcher, exit_code_of, public_state, shown_step
 from jurymast.report.words import count, duration
 from jurymast.rundir import RunDirectory
@@ -24,8 +24,8 @@ PROGRESS_EVERY_S = 30.0
 # A job that has just ended may have written its last words a moment ago.
 LAST_WORDS_S = 2.0
 # Told by the incident's own line, in fewer words.
-_TOLD_ELSEWHERE = ROUTINE | {"Progress", "Saved", "NodeJoined", "NodeLost", "WorkerFailed", "RanksHung"}
-_DECISIONS_SHOWN = frozenset({"Launch", "Requeue"})
+_TOLD_ELSEWHERE = frozenset({"Progress", "Saved", "NodeJoined", "NodeLost", "WorkerFailed", "RanksHung"})
+_DECISIONS_SHOWN = frozenset({"Launch", "Requeue", "RaiseAlert"})
 
 
 class Progress:
@@ -93,7 +93,11 @@ class Follower:
     def _tell(self, entry: Entry) -> None:
         kind = entry.get("decision") or entry.get("event")
         failed_save = kind == "Saved" and not entry["ok"]
-        if kind in _DECISIONS_SHOWN if "decision" in entry else kind not in _TOLD_ELSEWHERE or failed_save:
+        if "decision" in entry:
+            shown = kind in _DECISIONS_SHOWN
+        else:
+            shown = not is_routine(entry) and (kind not in _TOLD_ELSEWHERE or failed_save)
+        if shown:
             self._progress.say(sentence(entry), entry["t"])
 
     def _tell_incidents(self, until: float) -> None:

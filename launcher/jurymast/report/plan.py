@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jurymast.core.failure_rate import DAY_S
-from jurymast.core.forecast import Forecast, Needed, SpareChoice, Way, durable_per_day
+from jurymast.core.forecast import (
+    COPY_BYTES_PER_S,
+    REPLICATE_BYTES_PER_S,
+    Forecast,
+    Needed,
+    SpareChoice,
+    Way,
+    durable_per_day,
+)
 from jurymast.core.optimum import RATE_FACTOR
 from jurymast.core.reliability import LEVEL
 
@@ -17,9 +26,10 @@ DEFINITIONS = {
 }
 
 
-def plan_view(found: Forecast) -> dict[str, Any]:
+def plan_view(found: Forecast, restart: Sequence[str] = ()) -> dict[str, Any]:
     """Times in minutes or seconds as named, sizes in bytes, bandwidths in GB (1e9 bytes) per second, ratios
-    0..1. None: needs the checkpoint's size or the storage's speed."""
+    0..1. None: needs the checkpoint's size or the storage's speed. `restart`: what the restart time rests on
+    when nobody said it."""
     question, way = found.question, found.way
     size = question.checkpoint_bytes
     bytes_per_day = None if size is None else size * durable_per_day(way)
@@ -52,7 +62,7 @@ def plan_view(found: Forecast) -> dict[str, Any]:
         "gain": {"storage_twice_as_fast": found.faster_storage, "one_more_spare": _one_more(found)},
         "sensitivity": {"rate_factor": RATE_FACTOR, "goodput_lost": found.sensitivity},
         "needed_for_target": [_needed(each) for each in found.needed] if size is not None else [],
-        "assumed": _assumed(found),
+        "assumed": _assumed(found, restart),
     }  # fmt: skip
 
 
@@ -85,7 +95,7 @@ def _needed(needed: Needed) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _assumed(found: Forecast) -> list[str]:
+def _assumed(found: Forecast, restart: Sequence[str]) -> list[str]:
     """What was not said and stands on a guess, for people."""
     question = found.question
     said = []
@@ -96,6 +106,13 @@ def _assumed(found: Forecast) -> list[str]:
         said.append(f"training waits {question.stall_used_s:.2g} s for each save, {source} (--stall-s)")
     if question.rate.incidents == 0.0:
         said.append(f"{question.rate.rate:.3g} failures per 1,000 node-days, not measured here (--rate)")
-    said.append(f"{question.restart_s:g} s from a failure to new steps (--restart-s)")
+    said.append(f"{question.restart_s:.3g} s from a failure to new steps (--restart-s)")
+    said += [f"  {line}" for line in restart]
+    said.append("failures are noticed, and ranks restarted, as quickly among all these nodes as among four")
+    if found.way.name == "memory":
+        said.append(
+            f"{100 * question.durable_share:g} % of failures take both copies in memory along; a node copies "
+            f"{COPY_BYTES_PER_S / GB:g} GB/s in its memory, {REPLICATE_BYTES_PER_S / GB:g} GB/s to another"
+        )
     said.append(f"a lost node is replaced in {question.replace_s / 3600.0:g} h (--replace-h)")
     return said

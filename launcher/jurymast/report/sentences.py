@@ -7,12 +7,19 @@ from typing import Any
 
 from jurymast.core.attribution import describe_exit
 from jurymast.core.copies import MEMORY
+from jurymast.core.health import APPLICATION, SYMPATHETIC
 from jurymast.report.words import amounts, count, duration, size, some
 
 Entry = Mapping[str, Any]
 
-# Shown only when asked for: one a node and attempt, or nothing but the passing of time.
+# One a node and attempt, or nothing but the passing of time.
 ROUTINE = frozenset({"NodeReady", "WorkersStarted", "WorkersStopped", "NodeFinished", "Tick"})
+
+
+def is_routine(entry: Entry) -> bool:
+    """Shown only when asked for: routine, or a probe that could not see something."""
+    unseen = entry.get("verdict") == "unknown" and entry.get("kind") not in (APPLICATION, SYMPATHETIC)
+    return entry.get("event") in ROUTINE or (entry.get("event") == "HealthFound" and unseen)
 
 
 def sentence(entry: Entry) -> str:
@@ -111,6 +118,44 @@ def _asked(e: Entry) -> str:
     return f"{e['what']}{node} asked by {e['by'] or 'somebody'}"
 
 
+def _cadence_set(e: Entry) -> str:
+    if e.get("by"):
+        return f"all ranks save at step {e['first_step']}, asked by {e['by']}"
+    every_s = e["every_steps"] * e["step_s"]
+    return (
+        f"all ranks save every {count(e['every_steps'], 'step')} ({duration(every_s)}) from step "
+        f"{e['from_step']} on, next at step {e['first_step']}: {e['reason']}"
+    )
+
+
+def _node_tested(e: Entry) -> str:
+    told = {
+        "ok": "passed its tests",
+        "suspect": "is suspect after its tests",
+        "bad": "FAILED its tests",
+        "unknown": "could not be judged by tests",
+    }.get(e["verdict"], e["verdict"])
+    partner = f", paired with {e['partner']} last" if e.get("partner") else ""
+    return f"node {e['node']} {told}: {e['message']} ({duration(e.get('seconds'))}{partner})"
+
+
+def _health_found(e: Entry) -> str:
+    what = f"{e['code']}{' on ' + e['device'] if e.get('device') else ''}"
+    if e["verdict"] == "ok":
+        return f"node {e['node']}: {what} is over"
+    word = {"bad": "BAD", "suspect": "suspect", "unknown": "seen"}.get(e["verdict"], e["verdict"])
+    return f"node {e['node']}: {word}, {what}: {e['message']} ({e['kind']}, {e['probe']} probe)"
+
+
+def _straggling(e: Entry) -> str:
+    return f"node {e['node']} is {e['slowness']:.1f} times as slow as the others: {e['evidence']}"
+
+
+def _stacks_taken(e: Entry) -> str:
+    stood = [f"rank {rank} {place}" for rank, place in zip(e["ranks"], e["places"], strict=False)]
+    return f"before the stop on {e['node']}: {some(stood, 4)}"
+
+
 _EVENTS: dict[str, Callable[[Entry], str]] = {
     "RunStarted": _run_started,
     "AllocationStarted": _allocation_started,
@@ -133,6 +178,11 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Signalled": lambda e: (
         f"Slurm sent {e['signal']}" if e["signal"].startswith("SIG") else f"Slurm ends the job: {e['signal']}"
     ),
+    "CadenceSet": _cadence_set,
+    "HealthFound": _health_found,
+    "NodeTested": _node_tested,
+    "Straggling": _straggling,
+    "StacksTaken": _stacks_taken,
     "Noted": lambda e: f"note{' on ' + e['node'] if e.get('node') else ''}: {e['message']}",
     "Tick": lambda e: "time passed",
 }
@@ -140,7 +190,13 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
 _DECISIONS: dict[str, Callable[[Entry], str]] = {
     "Launch": lambda e: f"launch attempt {e['attempt']} on {some(list(e['placement']))}",
     "StopWorkers": lambda e: f"stop attempt {e['attempt']} on {some(list(e['nodes'])) or 'no node'}",
+    "Test": lambda e: (
+        f"test {some(list(e['nodes']))}"
+        + (f" with {some(list(e['partners']))}" if e.get("partners") else "")
+        + f", for {duration(e['limit_s'])} at most"
+    ),
     "Dismiss": lambda e: f"dismiss node {e['node']}",
+    "RaiseAlert": lambda e: f"ALERT on {some(list(e['nodes']))}",
     "Requeue": lambda e: f"requeue, without {some(list(e['exclude'])) or 'excluding a node'}",
     "Finish": lambda e: (
         f"the run {e['state']} with exit code {e['exit_code']}"

@@ -47,7 +47,15 @@ def simulate_blocks(found: Mapping[str, Any]) -> list[Block]:
         Line(f"incidents  {found['incidents']:.1f} a run ({mean})" + (f": {actions}" if actions else ""))
     )
     blocks.append(Line(f"saves      {found['saves']:.1f} a run; requeues {found['requeues']:.1f} a run"))
+    if found["restores"]:
+        restores = ", ".join(f"{name} {number:.1f}" for name, number in found["restores"].items())
+        blocks.append(Line(f"restores   from {restores} a run"))
+    for cause, cost in found["by_cause"].items():
+        blocks.append(
+            Line(f"{cause:<17} {cost['incidents']} in all runs, each {duration(cost['seconds'])} (median)")
+        )
     for reason, number in found["gave_up"].items():
         blocks.append(Line(f"gave up    {count(number, 'run')} of {found['seeds']}: {reason}", "bold red"))
+    blocks += [Line(""), Line("assumed:"), *(Line(f"  {line}") for line in found["assumed"])]
     blocks.append(Line(f"computed in {duration(found['wall_seconds'])}"))
     return blocks

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from jurymast.core.causes import CAUSES
+from jurymast.report.cadence import cadence_lines
 from jurymast.report.layout import STYLES, Block, Line, Table
-from jurymast.report.words import count, duration, percent
+from jurymast.report.words import count, duration, percent, some
 
 # With more nodes than this, those that just do their work are counted instead of listed.
 NODES_LISTED_MAX = 32
 INCIDENTS_LISTED = 10
+ALERTS_LISTED = 3
 
 View = Mapping[str, Any]
 
@@ -24,11 +27,17 @@ def status_blocks(view: View, *, now: float, everything: bool = False) -> list[B
         Line(f"state      {word}{_state_detail(view, now)}", STYLES.get(word, "")),
         Line(f"training   {_training(view, now)}"),
     ]
+    blocks += [Line(text) for text in cadence_lines(view)]
     jobs = ", ".join(view["slurm_jobs"]) or ("none yet" if view["cluster"] == "slurm" else view["job"]["id"])
     if jobs:
         blocks.append(Line(f"{'job' if len(view['slurm_jobs']) < 2 else 'jobs':<10} {jobs}"))
     blocks.append(Line(f"directory  {view['directory']}"))
     blocks += [Line(f"warning    {text}", "bold yellow") for text in view["warnings"]]
+    alerts = view["alerts"] if everything else view["alerts"][-ALERTS_LISTED:]
+    blocks += [
+        Line(f"alert      {_clock(a['at'])} on {some(a['nodes'])}: {a['message']}", "bold yellow")
+        for a in alerts
+    ]
     if word == "failed" and view["incidents"]:
         blocks += cause_blocks(view["incidents"][-1])
     blocks += _node_blocks(view, everything)
@@ -69,9 +78,11 @@ def cause_blocks(incident: View) -> list[Block]:
     """Why a run failed: cause, node, rank, evidence and the traceback."""
     where = [f"rank {incident['rank']}"] if incident["rank"] is not None else []
     where += [f"node {incident['node']}"] if incident["node"] else []
+    told = CAUSES.get(incident["cause"])
     blocks: list[Block] = [
         Line(""),
         Line(f"cause      {incident['cause']}" + (f" ({', '.join(where)})" if where else ""), "bold red"),
+        *([Line(f"meaning    {told.meaning}" + (f"; {told.todo}" if told.todo else ""))] if told else []),
         Line(f"evidence   {incident['evidence']}"),
         Line(f"decision   {incident['action'] or 'none yet'}: {incident['reason']}"),
     ]

@@ -6,12 +6,13 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jurymast.core.cadence import next_save_step
+from jurymast.core.causes import meaning
 from jurymast.core.copies import MEMORY
 from jurymast.core.incident import Incident
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
+from jurymast.report.cadence import cadence_json, next_save
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.tail import JournalTail
 from jurymast.report.words import count, duration, iso, some
@@ -115,7 +116,8 @@ def status_view(watcher: Watcher, life: Liveness, now: float) -> dict[str, Any]:
         "attempt": state.attempt, "step": shown_step(state),
         "step_seconds": round(state.step_s, 6) or None,
         "stepped_at": iso(state.stepped_at) if state.first_step_at is not None else None,
-        "saved_step": state.saved_step, "next_save_step": _next_save(state), "tiers": _tiers(state),
+        "saved_step": state.saved_step, "next_save_step": next_save(state), "tiers": _tiers(state),
+        "cadence": cadence_json(state, plan, now),
         "next": _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else "",
         "slurm_jobs": [job for job, _ in slurm_jobs(watcher.directory, state)],
         "cluster": plan.cluster, "active": state.active, "spares": state.spares,
@@ -124,7 +126,11 @@ def status_view(watcher: Watcher, life: Liveness, now: float) -> dict[str, Any]:
             {"name": node.name, "role": node.role.value, "reason": node.reason, "since": iso(node.since)}
             for node in state.nodes.values()
         ],
-        "excluded": dict(state.excluded),
+        "excluded": {name: told.reason for name, told in state.excluded.items()},
+        "alerts": [
+            {"at": iso(a.at), "until": iso(a.until), "message": a.message, "nodes": list(a.nodes)}
+            for a in state.alerts
+        ],
         "incidents": [incident_json(incident) for incident in state.incidents],
         "directory": str(watcher.directory.root.absolute()),
         "supervisor": {**asdict(place), "hosts": list(place.hosts)} if place else None,
@@ -141,6 +147,7 @@ def incident_json(incident: Incident) -> dict[str, Any]:
     """The incident's own JSON, its times as ISO 8601."""
     values = incident.to_json()
     values["at"], values["recovered_at"] = iso(values["at"]), iso(values["recovered_at"])
+    values["meaning"] = meaning(incident.cause) or None
     return values
 
 
@@ -154,13 +161,6 @@ def _tiers(state: RunState) -> dict[str, Any]:
         }
         for name, tier in state.saved.items()
     }  # fmt: skip
-
-
-def _next_save(state: RunState) -> int | None:
-    every = state.settings.cadence_steps
-    if every is None or state.phase is not Phase.RUNNING or state.first_step_at is None:
-        return None
-    return next_save_step(state.step, every)
 
 
 def _next(state: RunState, life: Liveness, now: float) -> str:
@@ -182,7 +182,7 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
         return "waits until every node of the next attempt is ready"
     if state.first_step_at is None:
         return f"first step of attempt {state.attempt}"
-    save = _next_save(state)
+    save = next_save(state)
     return f"saves after step {save}" if save else ""
 
 

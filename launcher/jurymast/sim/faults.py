@@ -16,6 +16,7 @@ from pathlib import Path
 from jurymast.core.failure_rate import DAY_S, PRIOR_RATE
 from jurymast.core.nearest import did_you_mean
 from jurymast.errors import UsageError
+from jurymast.sim.durations import HANG, POWER_LOSS, SCRIPT
 
 # Follow-ups of a burst come within this time (the published trace: most of its early failures are bursts).
 BURST_S = 300.0
@@ -26,12 +27,16 @@ BUNDLED_NODES, BUNDLED_DAYS = 400, 348.98
 
 @dataclass(frozen=True)
 class Fault:
-    """At `t` seconds from the start `nodes` die together; none: the script fails. `down_s`: until they are
-    repaired (None: as long as repairs take)."""
+    """At `t` seconds from the start `nodes` are lost together (`kind`: power_loss or node_crash), a rank on
+    one of them is killed (worker_kill), the script fails, or all ranks hang. `down_s`: until lost nodes are
+    repaired (None: as long as repairs take). With a `step` it strikes when that was done for the first time,
+    and `t` says nothing: so a plan suits a real run, too."""
 
     t: float
     nodes: tuple[int, ...] = ()
+    kind: str = POWER_LOSS
     down_s: float | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +46,8 @@ class FaultModel:
     `shape` is the Weibull shape of the time between incidents (1: exponential; below 1: clustered).
     `bursts` is the share of incidents that others follow within minutes, two on average. `multi` is the
     share that takes several nodes at once (at least two, neighbours). `lemons` is the share of nodes that
-    fail `lemon_factor` times as often as the others. `application_rate`: failures of the script, in the
-    same unit.
+    fail `lemon_factor` times as often as the others. `application_rate` and `hang_rate`: failures of the
+    script, and hangs, in the same unit.
     """
 
     rate: float = PRIOR_RATE
@@ -52,6 +57,7 @@ class FaultModel:
     lemons: float = 0.0
     lemon_factor: float = 10.0
     application_rate: float = 0.0
+    hang_rate: float = 0.0
 
     def draw(self, nodes: int, seconds: float, rng: random.Random) -> list[Fault]:
         """A plan for `nodes` over `seconds`. Equal generators give equal plans."""
@@ -66,8 +72,9 @@ class FaultModel:
                 count = 1 if rng.random() >= self.multi else rng.choice((2, 2, 3, 3))  # 2.5: 1.5 more
                 first = self._node(nodes, rng)
                 faults.append(Fault(time, tuple((first + i) % nodes for i in range(min(count, nodes)))))
-        per_second = nodes * self.application_rate / 1000.0 / DAY_S
-        faults += [Fault(t) for t in _arrivals(per_second, 1.0, seconds, rng)]
+        for kind, rate in ((SCRIPT, self.application_rate), (HANG, self.hang_rate)):
+            per_second = nodes * rate / 1000.0 / DAY_S
+            faults += [Fault(t, kind=kind) for t in _arrivals(per_second, 1.0, seconds, rng)]
         return sorted((fault for fault in faults if fault.t < seconds), key=lambda fault: fault.t)
 
     def _node(self, nodes: int, rng: random.Random) -> int:
@@ -90,20 +97,27 @@ PATTERNS: dict[str, dict[str, float]] = {
 }
 
 
-def parse_pattern(text: str) -> dict[str, float]:
-    """Read "lemons" or, with a value of one's own, "lemons:0.1". Raises UsageError."""
-    name, _, value = text.partition(":")
-    if name not in PATTERNS:
-        raise UsageError(f"there is no pattern of faults {name}{did_you_mean(name, PATTERNS)}")
-    if not value:
-        return PATTERNS[name]
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0.0
-    if not 0.0 < number <= (1.0 if name != "weibull" else 10.0):
-        raise UsageError(f"--faults {text}: {value!r} is not a number above 0 (a share: to 1)")
-    return dict.fromkeys(PATTERNS[name], number)
+def parse_patterns(text: str) -> dict[str, float]:
+    """Read "lemons", with a value of one's own "lemons:0.1", or several: "lemons,multi".
+
+    Raises UsageError.
+    """
+    fields: dict[str, float] = {}
+    for each in text.split(","):
+        name, _, value = each.strip().partition(":")
+        if name not in PATTERNS:
+            raise UsageError(f"there is no pattern of faults {name}{did_you_mean(name, PATTERNS)}")
+        if not value:
+            fields |= PATTERNS[name]
+            continue
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not 0.0 < number <= (1.0 if name != "weibull" else 10.0):
+            raise UsageError(f"--faults {each}: {value!r} is not a number above 0 (a share: to 1)")
+        fields |= dict.fromkeys(PATTERNS[name], number)
+    return fields
 
 
 def _arrivals(per_second: float, shape: float, until: float, rng: random.Random) -> list[float]:
@@ -159,7 +173,7 @@ class Trace:
                 if t >= seconds:
                     return plan
                 number = (node + self.nodes * rng.randrange(copies)) % nodes
-                plan.append(Fault(t, (number,), down * DAY_S if repair else None))
+                plan.append(Fault(t, (number,), down_s=down * DAY_S if repair else None))
             lap += 1
         return plan
 

@@ -8,26 +8,38 @@ compares them), and cost the same for 12,500 nodes as for ten.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
+from jurymast.core.attribution import MANY_LOST, MANY_LOST_FRACTION
 from jurymast.sim.faults import Fault
 
 OTHERS = "others"
 NAMED = 6
 # Names come free when the next attempt is launched, well within this time.
 WINDOW_S = 60.0
+# What is lost within this time may be one incident: detection, and stopping the ranks.
+TOGETHER_S = 15.0
 
 
 def names_needed(faults: Sequence[Fault]) -> int:
-    """Most nodes of a fault plan that are hit within a minute, and some names for those after them."""
+    """Most nodes of a fault plan that are hit within a minute, and some names for those after them. Where
+    several are hit at once, as many names as make them the share of the names that the state machine would
+    take for a fault of the fabric only if it were one of the nodes, too."""
+    together = _most_within(faults, TOGETHER_S)
+    wide = math.ceil(together / MANY_LOST_FRACTION) if together > MANY_LOST else 0
+    return max(NAMED + _most_within(faults, WINDOW_S), wide)
+
+
+def _most_within(faults: Sequence[Fault], window_s: float) -> int:
     most = hit = first = 0
     for fault in faults:
         hit += len(fault.nodes)
-        while fault.t - faults[first].t > WINDOW_S:
+        while fault.t - faults[first].t > window_s:
             hit -= len(faults[first].nodes)
             first += 1
         most = max(most, hit)
-    return NAMED + most
+    return most
 
 
 class Names:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jurymast.core.accounting import ordered
+from jurymast.core.incident import Incident
 from jurymast.sim.cadences import Factory
 from jurymast.sim.faults import Fault
 from jurymast.sim.simulation import Outcome, Setup, Simulation
@@ -49,14 +50,27 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
+def _cost(incidents: Sequence[Incident]) -> dict[str, float]:
+    """How many of a cause, and the median time from the failure to where training was before, seconds."""
+    times = [sum(incident.seconds().values()) for incident in incidents]
+    return {"incidents": len(incidents), "seconds": quantile(times, 0.5)}
+
+
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Means over the runs; `categories` and `total_node_seconds` are those of a mean run."""
+    """Means over the runs; `categories` and `total_node_seconds` are those of a mean run, `by_cause` counts
+    the incidents of all runs."""
     runs = len(outcomes)
     totals: Counter[str] = Counter()
     for outcome in outcomes:
         totals.update(outcome.categories)
     incidents = sum(len(outcome.incidents) for outcome in outcomes)
     actions = Counter(i.action or "open" for outcome in outcomes for i in outcome.incidents)
+    restores: Counter[str] = Counter()
+    causes: dict[str, list[Incident]] = {}
+    for outcome in outcomes:
+        restores.update(outcome.restores)
+        for incident in outcome.incidents:
+            causes.setdefault(incident.cause or "open", []).append(incident)
     wall_s = sum(outcome.wall_s for outcome in outcomes)
     ends = Counter(outcome.reason for outcome in outcomes if outcome.state == "failed")
     return {
@@ -71,6 +85,8 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "actions": {name: number / runs for name, number in sorted(actions.items())},
         "requeues": sum(outcome.requeues for outcome in outcomes) / runs,
         "saves": sum(outcome.saves for outcome in outcomes) / runs,
+        "restores": {name: number / runs for name, number in sorted(restores.items())},
+        "by_cause": {name: _cost(found) for name, found in sorted(causes.items())},
         "gave_up": dict(ends),
         "seeds": runs,
     }

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core.accounting import Account, ordered, to_us
 from jurymast.core.copies import SHARED
+from jurymast.core.hang import HangLimits, RankView, judge
 from jurymast.core.incident import Incident
 from jurymast.core.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ledger import Ledger
@@ -23,12 +25,15 @@ from jurymast.core.recovery import SPARE_GRACE_S
 from jurymast.core.settings import Settings
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.sim.cadences import SimCadence
-from jurymast.sim.durations import START, Durations
+from jurymast.sim.durations import HANG, NODE_CRASH, POWER_LOSS, START, WORKER_KILL, Durations
 from jurymast.sim.faults import Fault
 from jurymast.sim.names import OTHERS, Names, names_needed
+from jurymast.sim.tiers import SimTiers
 
 # A fault for which no name is left is noticed this much later.
 LATER_S = 10.0
+# Without a hang detector a stuck collective ends by torch's own time limit.
+COLLECTIVE_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +41,9 @@ class Setup:
     """What is simulated: `nodes` active and `spares` idle nodes for `seconds`.
 
     `named`: how many placed nodes have a name of their own; None: as many as the faults need.
-    `saves_at_once`: saves without anything between them that one event may tell of.
+    `saves_at_once`: saves without anything between them that one event may tell of. `write_every_s`: saves
+    are written to durable storage no more often. `parts`: of so many equal parts of the time the outcome
+    says what the placed nodes did.
     """
 
     nodes: int
@@ -47,12 +54,15 @@ class Setup:
     requeue: bool = True
     named: int | None = None
     saves_at_once: int = 32
+    write_every_s: float = 0.0
+    parts: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
     """One run's account. `categories` are node-microseconds that sum to `total_us`, the allocated and the
-    queued node-time; `state` tells whether the run gave up."""
+    queued node-time; `state` tells whether the run gave up. `restores`: how often from which tier. `history`:
+    microseconds by category of the placed nodes (or of the queue), for each part of the time."""
 
     ratios: dict[str, float | None]
     categories: dict[str, int]
@@ -61,8 +71,10 @@ class Outcome:
     incidents: tuple[Incident, ...]
     requeues: int
     saves: int
+    restores: dict[str, int]
     state: str
     reason: str
+    history: tuple[dict[str, int], ...] = ()
 
 
 class Simulation:
@@ -73,7 +85,8 @@ class Simulation:
         told: Callable[[float], None] | None = None,
     ) -> None:  # fmt: skip
         self.setup, self.cadence, self._told = setup, cadence, told
-        self._faults = faults
+        self._faults = [fault for fault in faults if fault.step is None]
+        self._scripted = deque(fault for fault in faults if fault.step is not None)
         self._d = setup.durations
         self.now = START
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -89,8 +102,10 @@ class Simulation:
         self._segment = (0.0, 0, False)  # start, steps before it, copies drain during it
         self._next_save = 0  # step
         self._next_fault, self._end, self._saves = START, START + setup.seconds, 0
-        self._copies = [(0, 0.0), (0, 0.0)]  # the two newest saves: step, complete at
-        self._restorable = 0
+        self._tiers = SimTiers(self._d, setup.settings.replicas, setup.write_every_s)
+        self._restorable = (0, SHARED, 0.0)  # step, its tier, seconds
+        self._restores: Counter[str] = Counter()
+        self._kind = POWER_LOSS  # of the newest failure
         self._woken = 0.0
 
     def _fresh_state(self) -> RunState:
@@ -164,14 +179,15 @@ class Simulation:
         d = self._d
         if isinstance(instruction, StopWorkers):
             self._halt()
-            self._at(self.now + d.stop_s, self._stopped, instruction.attempt, instruction.nodes)
+            stop_s = d.parts(self._kind).stop_s
+            self._at(self.now + stop_s, self._stopped, instruction.attempt, instruction.nodes)
         elif isinstance(instruction, Launch):
             self._generation += 1
             self._names.placed(instruction.placement)
-            self._at(self.now + d.launch_s, self._started, self._generation)
+            self._at(self.now + d.parts(self._kind).launch_s, self._started, self._generation)
         elif isinstance(instruction, Requeue):
+            self._at(self.now + self._tiers.given_back() + d.requeue_s, self._allocate_again)
             self._allocation_ended("requeue")
-            self._at(self.now + d.requeue_s, self._allocate_again)
         elif isinstance(instruction, Finish):
             self._halt()
             self._allocation_ended(instruction.state)
@@ -208,42 +224,97 @@ class Simulation:
     def _fault(self, fault: Fault) -> None:
         if self.state.phase in (Phase.QUEUED, Phase.REQUEUED):
             return
-        if not fault.nodes and self.state.phase in (Phase.LAUNCHING, Phase.RUNNING):
-            self._halt()
+        if fault.kind in (POWER_LOSS, NODE_CRASH):
+            for number in fault.nodes:
+                self._node_fault(number, fault, self._allocation)
+        elif fault.kind == HANG:
+            self._hang()
+        elif self.state.phase in (Phase.LAUNCHING, Phase.RUNNING):
+            self._rank_fault(fault)
+
+    def _hang(self) -> None:
+        if self.state.phase is not Phase.RUNNING:
+            return  # ranks that were being started are started again by the launch's own limit
+        limit_s = self._hang_limit_s()
+        self._halt()
+        self.cadence.failed(self.now)
+        self._at(self.now + limit_s, self._hung, self._generation, limit_s)
+
+    def _hang_limit_s(self) -> float:
+        """What the hang detector waits for when all ranks sit in a collective."""
+        longest_s, settings = self._d.step_s + self._d.stall_s, self.state.settings
+        ranks = [RankView(0, "", "stepping" if self._training else "restoring", int(self._training), math.inf,
+                          longest_s, math.inf, 0.0)]  # fmt: skip
+        limits = HangLimits(settings.hang_s, settings.start_limit_s, self.state.hang_patience)
+        verdict = judge(ranks, limits)
+        return COLLECTIVE_LIMIT_S if verdict is None else verdict.limit_s
+
+    def _hung(self, generation: int, silent_s: float) -> None:
+        if generation == self._generation and self.state.phase is Phase.RUNNING:
+            self._kind = HANG
             self._feed(
-                ev.WorkerFailed(
-                    t=self.now, node=self.state.placement[0], attempt=self.state.attempt, rank=0, exit_code=1,
-                    error="RuntimeError", message=f"failure at {fault.t:.0f} s",
+                ev.RanksHung(
+                    t=self.now, attempt=self.state.attempt, ranks=(), node="", silent_s=silent_s,
+                    limit_s=silent_s, evidence=f"no rank stepped for {silent_s:.1f} s",
                 )
             )  # fmt: skip
-        for number in fault.nodes:
-            self._node_fault(number, fault.down_s, self._allocation)
 
-    def _node_fault(self, number: int, down_s: float | None, allocation: int) -> None:
+    def _rank_fault(self, fault: Fault) -> None:
+        """The script fails, or somebody kills a rank."""
+        node: str | None = self.state.placement[0]
+        killed = fault.kind == WORKER_KILL
+        if killed and fault.nodes:
+            node = self._names.of(fault.nodes[0], self._healthy())
+        if node not in self.state.placement or node in self._dead:
+            return
+        self._halt()
+        if killed:
+            self.cadence.failed(self.now)
+        failed = ev.WorkerFailed(
+            t=self.now, node=node or "", attempt=self.state.attempt, rank=0, exit_code=-9 if killed else 1,
+            error="" if killed else "RuntimeError", message="" if killed else f"failure at {self.now:.0f} s",
+        )  # fmt: skip
+        self._at(
+            self.now + self._d.parts(fault.kind).detect_s, self._noticed, self._generation, fault.kind, failed
+        )
+
+    def _noticed(self, generation: int, kind: str, event: ev.WorkerFailed) -> None:
+        if generation == self._generation:
+            self._kind = kind
+            self._feed(replace(event, t=self.now))
+
+    def _healthy(self) -> set[str]:
+        nodes = self.state.nodes
+        return {n for n in self.state.placement if nodes[n].role is Role.ACTIVE and n not in self._dead}
+
+    def _node_fault(self, number: int, fault: Fault, allocation: int) -> None:
         if allocation != self._allocation or self.state.ended:
             return
-        nodes = self.state.nodes
-        healthy = {n for n in self.state.placement if nodes[n].role is Role.ACTIVE and n not in self._dead}
-        name = self._names.of(number, healthy)
+        name = self._names.of(number, self._healthy())
         if name is None:
-            self._at(self.now + LATER_S, self._node_fault, number, down_s, allocation)
+            self._at(self.now + LATER_S, self._node_fault, number, fault, allocation)
             return
-        if name in self._dead or nodes[name].role is Role.FAILED:
+        if name in self._dead or self.state.nodes[name].role is Role.FAILED:
             return  # it is being repaired
         self._dead.add(name)
+        self._tiers.lost(self.now)
         if name in self.state.placement:
             self._halt()
             self.cadence.failed(self.now)
-        noticed = self.now + self._d.detection_s
-        self._at(noticed, self._lost, name, allocation)
-        back = self.now + (self._d.repair_s if down_s is None else down_s)
-        self._at(max(back, noticed + self._d.stop_s), self._repaired, name, allocation)
+        parts = self._d.parts(fault.kind)
+        noticed = self.now + parts.detect_s
+        self._at(noticed, self._lost, name, fault.kind, allocation)
+        back = self.now + (self._d.repair_s if fault.down_s is None else fault.down_s)
+        self._at(max(back, noticed + parts.stop_s), self._repaired, name, allocation)
 
-    def _lost(self, name: str, allocation: int) -> None:
+    def _lost(self, name: str, kind: str, allocation: int) -> None:
         if allocation == self._allocation:
             self._dead.discard(name)
-            silent_s = self._d.detection_s
-            self._feed(ev.NodeLost(t=self.now, node=name, how="silent", silent_s=silent_s, limit_s=silent_s))
+            if name in self.state.placement:
+                self._kind = kind
+            silent_s = self._d.parts(kind).detect_s
+            how = "silent" if kind == POWER_LOSS else "closed"
+            self._feed(ev.NodeLost(t=self.now, node=name, how=how, silent_s=silent_s, limit_s=silent_s))
 
     def _repaired(self, name: str, allocation: int) -> None:
         if allocation == self._allocation and self.state.nodes[name].role is Role.FAILED:
@@ -264,19 +335,19 @@ class Simulation:
             if name not in self._dead:
                 self._feed(ev.WorkersStarted(t=self.now, node=name, attempt=attempt, pids=()))
         # Late ranks, if any, are those of a node whose loss is about to be noticed.
-        self._at(self.now + self._d.restore_s, self._restored, generation)
+        self._restorable = self._tiers.survivor()
+        self._at(self.now + self._restorable[2], self._restored, generation)
 
     def _restored(self, generation: int) -> None:
         if generation != self._generation or self.state.phase is not Phase.RUNNING:
             return
-        self._feed(
-            ev.Restored(
-                t=self.now, attempt=self.state.attempt, step=self._restorable, tier=SHARED,
-                seconds=self._d.restore_s,
-            )
-        )  # fmt: skip
+        step, tier, seconds = self._restorable
+        self._tiers.restored(step)
+        if self.state.incident is not None:
+            self._restores[tier] += 1
+        self._feed(ev.Restored(t=self.now, attempt=self.state.attempt, step=step, tier=tier, seconds=seconds))
         first_s = self._d.warm_up_s + self._d.step_s
-        self._at(self.now + first_s, self._train, generation, self._restorable + 1, False)
+        self._at(self.now + first_s, self._train, generation, step + 1, False)
 
     def _train(self, generation: int, at_step: int, draining: bool) -> None:
         """Steps go on from `at_step`, until the next save or fault."""
@@ -284,13 +355,13 @@ class Simulation:
             return
         d = self._d
         if not self._training:
-            self._copies = [(self._restorable, 0.0)] * 2
             self._progress(at_step)
         self._training, self._segment = True, (self.now, at_step, draining)
         steps = max(1.0, self.cadence.interval_s(self.now) / d.step_s, d.drain_s / d.step_s)
         until = at_step + round(min(steps, 1e12))
         self._next_save = until
         due = self.now + d.time_of(until - at_step, draining=draining)
+        self._strike_within(generation, at_step, until, draining)
         more, cycle_s = self._more_saves(until - at_step, due + d.stall_s)
         last = until + more * (until - at_step)
         self._at(due + d.stall_s + more * cycle_s, self._saved, generation, last, more + 1, until - at_step)
@@ -300,6 +371,16 @@ class Simulation:
             if first <= until:
                 due = self.now + d.time_of(first - at_step, draining=draining)
                 self._at(due, self._regained, generation, first)
+
+    def _strike_within(self, generation: int, at_step: int, until: int, draining: bool) -> None:
+        """The next fault that waits for a step, if it is one of these."""
+        if self._scripted and (step := max(at_step, self._scripted[0].step or 0)) <= until:
+            strikes_at = self.now + self._d.time_of(step - at_step, draining=draining)
+            self._at(strikes_at, self._strike, generation)
+
+    def _strike(self, generation: int) -> None:
+        if generation == self._generation:
+            self._fault(self._scripted.popleft())
 
     def _progress(self, at_step: int) -> None:
         self._feed(
@@ -318,7 +399,7 @@ class Simulation:
         and the time from one to the next. One event tells of all of them, and all times come out the same.
         """
         cycle_s = self._d.time_of(steps, draining=True) + self._d.stall_s
-        if self.state.incident is not None:
+        if self.state.incident is not None or self._scripted:
             return 0, cycle_s
         until = min(self._next_fault, self._end, self._heap[0][0] if self._heap else math.inf)
         fit = (until - first_at) / cycle_s
@@ -334,8 +415,9 @@ class Simulation:
                 stall_s=saves * d.stall_s,
             )
         )  # fmt: skip
-        before = self._copies[1] if saves == 1 else (at_step - steps, self.now - d.step_s)
-        self._copies = [before, (at_step, self.now + d.drain_s)]
+        cycle_s = d.time_of(steps, draining=True) + d.stall_s
+        for more in reversed(range(saves)):
+            self._tiers.saved(self.now - more * cycle_s, at_step - more * steps)
         self._saves += saves
         self._train(generation, at_step, True)
 
@@ -350,7 +432,7 @@ class Simulation:
         done = before + self._d.steps_in(self.now - start, draining=draining)
         done = min(done, self._next_save)  # after that they stood still for the save
         done_at = min(self.now, start + self._d.time_of(done - before, draining=draining))
-        self._restorable = next(at for at, complete in reversed(self._copies) if complete <= self.now)
+        self._tiers.halted(self.now)
         if self.state.phase is Phase.RUNNING and done > before:
             self._feed(
                 ev.Progress(
@@ -380,5 +462,21 @@ class Simulation:
         return Outcome(
             ratios, {name: totals[name] for name in ordered(list(totals))}, total_us,
             (account.end - to_us(START)) / 1e6, tuple(self.state.incidents), self.state.restarts,
-            self._saves, self.state.phase.value, self.state.end_reason,
+            self._saves, dict(self._restores), self.state.phase.value, self.state.end_reason,
+            _history(account, to_us(self._end), self.setup.parts),
         )  # fmt: skip
+
+
+def _history(account: Account, end: int, parts: int) -> tuple[dict[str, int], ...]:
+    """Microseconds by category in each of `parts` equal parts of the time until `end`."""
+    start = to_us(START)
+    found: list[dict[str, int]] = [{} for _ in range(parts)]
+    width = -(-(end - start) // max(1, parts))
+    for interval in (*account.waits, *account.timeline) if parts else ():
+        at = interval.start
+        while at < min(interval.end, end):
+            part = (at - start) // width
+            until = min(interval.end, start + (part + 1) * width, end)
+            found[part][interval.category] = found[part].get(interval.category, 0) + until - at
+            at = until
+    return tuple(found)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -20,9 +19,9 @@ from collections.abc import Callable
 import psutil
 
 from jurymast.checkpoint.directory import one_line
+from jurymast.processes import become_helper
 from jurymast.storage import local, object_store, shared
 from jurymast.storage.job import Job, Message, StorageFailure
-from jurymast.worker.forkserver import die_with_parent
 
 TIERS: dict[str, dict[str, Callable[[Message, Job], Message]]] = {
     "local": {"drain": local.drain, "prune": local.prune},
@@ -85,16 +84,8 @@ class Service:
 
 
 def main() -> None:
-    die_with_parent()
-    # Slurm signals everything there is; whether to end is the agent's decision.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    os.umask(0o077)
-    os.nice(NICE)
+    output = become_helper(NICE)
     psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
-    # stdout is for answers alone: what libraries print goes to stderr
-    output = os.dup(1)
-    os.dup2(2, 1)
     service = Service(output)
     for line in sys.stdin.buffer:
         service.take(json.loads(line))

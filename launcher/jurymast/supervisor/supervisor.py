@@ -16,21 +16,27 @@ from jurymast.checkpoint.directory import BadCheckpoint
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
 from jurymast.core.copies import RestorePlan
-from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.errors import AuthenticationError, ProtocolError, SubmissionError
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.supervisor.asks import Asks
+from jurymast.supervisor.cadence import Cadence
 from jurymast.supervisor.clock import Clock
+from jurymast.supervisor.health import Health
+from jurymast.supervisor.preflight import Preflight
+from jurymast.supervisor.progress import Progress
+from jurymast.supervisor.sick_nodes import SickNodes
+from jurymast.supervisor.stragglers import Stragglers
 from jurymast.supervisor.tiers import Tiers, on_storage
-from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
+from jurymast.supervisor.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
 from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel, Message
 
-PROGRESS_INTERVAL_S = 2.0
-PROGRESS_INTERVAL_MAX_S = 30.0
-PROGRESS_EVENTS = 500
+# While a run just runs, only silence is looked for at every look; the rest at every so many.
+STEADY_LOOKS = 3
 # An agent whose connection broke but that lives is back sooner than this.
 RECONNECT_GRACE_S = 0.25
 HELLO_KEYS = {
@@ -79,13 +85,19 @@ class Supervisor:
         self._epoch = epoch
         self._clock = Clock(not_before=state.now)
         self._watch = Watch(state.settings, time.monotonic())
+        self._progress = Progress(state, self._watch, self.feed, self.now)
         self._tiers = Tiers(state, self._tell, self.feed, self.now)
+        self._cadence = Cadence(state, self._tell, self.feed, self.now, self._tiers.copying)
+        self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now)
+        self._health = Health(self.feed, self.now)
+        self._preflight = Preflight(state, self._tell, self.feed, self.now)
+        self._stragglers = Stragglers(state, self.feed, self.now, self._spawn, self._cadence.save_first)
+        self._sick = SickNodes(state, self._tell, self.feed, self.now, self._spawn)
         self._channels: dict[str, Channel] = {}
         self._node = ""
         self._allocation = ""
         self._isolated_since: float | None = None
         self._restore: RestorePlan | None = None
-        self._progress_at = 0.0
         self._answered: dict[str, float] = {}
         self._terminating = False
         self._leaving = False
@@ -107,6 +119,7 @@ class Supervisor:
         ):
             return
         self._journal.event(event)
+        self._cadence.heard(event)
         for instruction in instructions:
             self._journal.decision(self.state.now, instruction)
         if any(isinstance(i, Launch | Requeue | Finish) for i in instructions):
@@ -124,12 +137,15 @@ class Supervisor:
         elif isinstance(instruction, StopWorkers):
             self._watch.attempt_over(self.state)
             for node in instruction.nodes:
-                self._tell(node, {"do": "stop", "attempt": instruction.attempt})
+                self._tell(node, {"do": "stop", "attempt": instruction.attempt, "stacks": instruction.stacks})
         elif isinstance(instruction, Dismiss):
             self._tell(instruction.node, {"do": "dismiss"})
-        elif isinstance(instruction, Requeue):
-            self._spawn(self._leave())  # the batch process does it, once its agents are gone
-        elif isinstance(instruction, Finish):
+            self._sick.dismissed(instruction.node)
+        elif isinstance(instruction, Test):
+            self._spawn(self._preflight.carry_out(instruction))
+        elif isinstance(
+            instruction, Requeue | Finish
+        ):  # the batch process requeues, once its agents are gone
             self._spawn(self._leave())
 
     async def _launch(self, launch: Launch) -> None:
@@ -194,7 +210,7 @@ class Supervisor:
         endpoint.announce(self._directory.epochs, place)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self._spawn(self._terminated()))
-        loop.add_signal_handler(signal.SIGUSR2, self._warned)
+        loop.add_signal_handler(signal.SIGUSR2, self._asks.warned)
         for name, known in self.state.nodes.items():
             if known.incarnation and known.role is not Role.FAILED:
                 self._watch.expect(name)
@@ -231,9 +247,13 @@ class Supervisor:
         }
         write_atomically(self._directory.outcome_file, json.dumps(outcome).encode())
 
+    def _steady(self) -> bool:
+        return self.state.phase is Phase.RUNNING and self.state.incident is None
+
     async def _watch_all(self) -> None:
+        count = itertools.count()
         while not self._over.is_set():
-            await asyncio.sleep(WATCH_INTERVAL_S)
+            await asyncio.sleep(STEADY_INTERVAL_S if self._steady() else WATCH_INTERVAL_S)
             self._watch.clock.tick(time.monotonic())
             if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED:
                 continue
@@ -241,10 +261,13 @@ class Supervisor:
                 continue
             for node, silent_s, limit_s in self._watch.silent():
                 self._lose(node, "silent", silent_s, limit_s)
-            self._report_progress(forced=False)
+            if next(count) % STEADY_LOOKS and self._steady():
+                continue
+            self._progress.report(forced=False)
             self._tiers.look()
+            self._cadence.look()
             if self.state.phase is Phase.RUNNING:
-                self._judge_hang()
+                self._progress.judge_hang()
             self.feed(ev.Tick(t=self.now()))
 
     async def _look_at_storage(self) -> None:
@@ -283,49 +306,6 @@ class Supervisor:
                 return
             await asyncio.sleep(endpoint.PULSE_INTERVAL_S)
 
-    def _judge_hang(self) -> None:
-        verdict = self._watch.hang(self.state)
-        if verdict is not None:
-            self._report_progress(forced=True)
-            self.feed(
-                ev.RanksHung(
-                    t=self.now(), attempt=self.state.attempt, ranks=verdict.ranks, node=verdict.node,
-                    silent_s=verdict.silent_s, limit_s=verdict.limit_s, evidence=verdict.evidence,
-                )
-            )  # fmt: skip
-
-    def _report_progress(self, *, forced: bool) -> None:
-        """Journal how far the run is: at the first step, when it ends an incident, else now and then."""
-        if self.state.phase not in (Phase.RUNNING, Phase.STOPPING):
-            return
-        reach = self._watch.reach(self.state)
-        first = self.state.first_step_at is None
-        if reach is None or (not first and reach.step <= self.state.step):
-            return
-        incident = self.state.incident
-        ends = (
-            incident is not None
-            and self.state.phase is Phase.RUNNING
-            and (not reach.absolute or reach.step > incident.step_lost_from)
-        )
-        now = self.now()
-        if forced or first or ends or now >= self._progress_at + self._progress_interval_s(now):
-            self._progress_at = now
-            stepped_at = now - reach.ago_s
-            done = reach.step - self.state.step
-            step_s = (stepped_at - self.state.stepped_at) / done if done > 0 and not first else 0.0
-            self.feed(
-                ev.Progress(
-                    t=now, attempt=self.state.attempt, step=reach.step, stepped_at=stepped_at,
-                    absolute=reach.absolute, step_s=max(0.0, step_s),
-                )
-            )  # fmt: skip
-
-    def _progress_interval_s(self, now: float) -> float:
-        """Longer as the run grows older: a journal of months must still be read in a second."""
-        age_s = now - self.state.submitted_at
-        return min(PROGRESS_INTERVAL_MAX_S, max(PROGRESS_INTERVAL_S, age_s / PROGRESS_EVENTS))
-
     def _lose(
         self, node: str, how: str, silent_s: float = 0.0, limit_s: float = 0.0, evidence: str = ""
     ) -> None:
@@ -333,7 +313,7 @@ class Supervisor:
         connection = self._channels.pop(node, None)
         if connection is not None:
             connection.close()
-        self._report_progress(forced=True)
+        self._progress.report(forced=True)
         self._tiers.lost(node)
         self.feed(
             ev.NodeLost(
@@ -355,7 +335,7 @@ class Supervisor:
             writer.close()
             return
         if hello.get("say") == "ask":
-            await self._answer(connection, hello)
+            await self._asks.answer(connection, hello)
         elif hello.get("say") == "hello" and hello.keys() >= HELLO_KEYS:
             if hello["allocation"] == self._allocation:
                 await self._serve_agent(connection, hello)
@@ -365,26 +345,6 @@ class Supervisor:
         else:
             print(f"refused {connection.peer_address}: not a greeting of this version", flush=True)
         connection.close()
-
-    async def _answer(self, connection: Channel, asked: Message) -> None:
-        known = {"cancel", "restart", "drain", "rollback"}
-        node, back_to = str(asked.get("node") or ""), asked.get("step")
-        if asked.get("what") not in known:
-            answer = {"ok": False, "why": f"unknown request {asked.get('what')!r}"}
-        elif asked["what"] == "drain" and node not in self.state.nodes:
-            answer = {
-                "ok": False,
-                "why": f"no node {node!r} in this run; it has {', '.join(self.state.nodes)}",
-            }
-        elif asked["what"] == "rollback" and not isinstance(back_to, int):
-            answer = {"ok": False, "why": "a rollback needs the step to go back to"}
-        else:
-            answer = {"ok": True}
-            if isinstance(back_to, int) and asked["what"] == "rollback":
-                self._tiers.go_back(back_to)
-            self.feed(ev.Asked(t=self.now(), what=asked["what"], by=str(asked.get("by", "")), node=node))
-        connection.send(answer)
-        await connection.drain()
 
     async def _serve_agent(self, connection: Channel, hello: Message) -> None:
         node = hello["node"]
@@ -400,6 +360,7 @@ class Supervisor:
                 pid=hello["pid"], boot_id=hello["boot_id"], gpus=hello["gpus"],
             )
         )  # fmt: skip
+        self._health.joined(node, hello)
         self._catch_up(node, hello)
         while True:
             try:
@@ -444,16 +405,18 @@ class Supervisor:
             self._tell(node, {"do": "stop", "attempt": instruction.attempt})
 
     def _stopped(self, node: str, attempt: int, store_port: int) -> None:
-        self._report_progress(forced=True)
+        self._progress.report(forced=True)
         self.feed(ev.WorkersStopped(t=self.now(), node=node, attempt=attempt, store_port=store_port))
 
     def _hear(self, node: str, message: Message) -> None:
         said, now = message["say"], self.now()
         if said == "beat":
             self._watch.beat(node, message["attempt"], message["ranks"])
+            self._cadence.beat(node, message)
+            self._stragglers.beat(node, message)
             if now >= self._answered.get(node, 0.0) + ANSWER_INTERVAL_S:
                 self._answered[node] = now
-                self._tell(node, {"do": "go on"})
+                self._tell(node, {"do": "go on", "time": time.time()})
         elif said == "ready":
             self.feed(ev.NodeReady(t=now, node=node, store_port=message["store_port"]))
         elif said == "started":
@@ -461,21 +424,21 @@ class Supervisor:
                 ev.WorkersStarted(t=now, node=node, attempt=message["attempt"], pids=tuple(message["pids"]))
             )
         elif said == "failed":
-            self._report_progress(forced=True)
-            self.feed(
-                ev.WorkerFailed(
-                    t=now, node=node, attempt=message["attempt"], rank=message["rank"],
-                    exit_code=message["exit_code"], error=message.get("error", ""),
-                    message=message.get("message", ""), traceback=message.get("traceback", ""),
-                )
-            )  # fmt: skip
+            self._progress.report(forced=True)
+            self.feed(ev.from_json({**message, "event": "WorkerFailed", "t": now, "node": node}))
+        elif said == "stacks":
+            self.feed(ev.from_json({**message, "event": "StacksTaken", "t": now, "node": node}))
         elif said == "stopped":
             self._stopped(node, message["attempt"], message["store_port"])
         elif said == "finished":
-            self._report_progress(forced=True)
+            self._progress.report(forced=True)
             self.feed(ev.NodeFinished(t=now, node=node, attempt=message["attempt"]))
+        elif said == "health":
+            self._health.hear(node, message)
         elif said == "event":
             self._rank_event(node, message)
+        elif said == "verdict":
+            self._sick.answered(node, message)
         elif said == "terminated":
             self._spawn(self._agent_terminated(node))
         elif said == "leaving":
@@ -485,9 +448,11 @@ class Supervisor:
 
     def _hear_of_copies(self, node: str, message: Message) -> None:
         try:
-            self._tiers.hear(node, message)
+            about = self._preflight if message["say"] == "tested" else self._tiers
+            about.hear(node, message)
         except (KeyError, TypeError, ValueError) as error:
-            self.feed(ev.Noted(t=self.now(), node=node, message=f"malformed word on checkpoints: {error!r}"))
+            note = f"malformed word ({message['say']}): {error!r}"
+            self.feed(ev.Noted(t=self.now(), node=node, message=note))
 
     def _rank_of(self, node: str, event: Message) -> int:
         place = self.state.placement.index(node) if node in self.state.placement else 0
@@ -510,9 +475,6 @@ class Supervisor:
 
     # The end of an epoch.
 
-    def _warned(self) -> None:
-        self.feed(ev.Signalled(t=self.now(), signal="SIGUSR2"))
-
     async def _agent_terminated(self, node: str) -> None:
         """An agent got a SIGTERM: the job ends, or Slurm takes just this node away."""
         why = await asyncio.to_thread(self._why_ending)
@@ -526,7 +488,7 @@ class Supervisor:
         if self.state.phase is Phase.REQUEUED or self.state.ended or self._terminating:
             return
         self._terminating = True
-        self._report_progress(forced=True)
+        self._progress.report(forced=True)
         self.feed(ev.Signalled(t=self.now(), signal="SIGTERM"))
         why = await asyncio.to_thread(self._why_ending)
         if why == STILL_RUNNING:  # a stray signal, not the end of the job

@@ -17,14 +17,13 @@ from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core import parity
 from jurymast.core.copies import Copies, Key, RestorePlan, Source
+from jurymast.core.durable import IDLE_SHARE, durable_every_s
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.keeper.page import REFUSED
 from jurymast.rundir import RunDirectory
 from jurymast.wire.channel import Message
 
-# With `every: auto` the shared storage is left idle nine tenths of the time.
-IDLE_SHARE = 9.0
 SHARED_PAUSE_MIN_S = 1.0
 # Looking at the copies of a hundred thousand ranks takes a while: at most a tenth of the time goes into it.
 REST_SHARE = 9.0
@@ -340,6 +339,10 @@ class Tiers:
         idle = self._free(tier) and now >= self._next_at.get(tier, 0.0)
         return idle and self._tried.get(tier) != key and self.copies.in_memory(key)
 
+    def copying(self) -> bool:
+        """Whether images are on their way to some storage."""
+        return bool(self._drains)
+
     def _free(self, tier: str) -> bool:
         """True when nothing is on its way there, and the last failure is a while ago."""
         return tier not in self._drains and self.now() >= self._failed_at.get(tier, -math.inf) + RETRY_S
@@ -352,7 +355,8 @@ class Tiers:
         if settings.cadence_steps is not None or settings.cadence_s is not None:
             return 0.0
         first, self._drained_before = not self._drained_before, True
-        return SHARED_PAUSE_MIN_S if first else max(SHARED_PAUSE_MIN_S, IDLE_SHARE * took_s)
+        least_s = SHARED_PAUSE_MIN_S if first else max(SHARED_PAUSE_MIN_S, IDLE_SHARE * took_s)
+        return max(least_s, (durable_every_s(self.state, took_s, self.now()) or 0.0) - took_s)
 
     def drain(self, tier: str, key: Key) -> bool:
         """Have the agents copy a set of images to a tier; False when no agent has some image whole."""

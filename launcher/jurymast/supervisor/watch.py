@@ -11,6 +11,8 @@ from jurymast.core.settings import Settings
 from jurymast.core.state import RunState
 
 WATCH_INTERVAL_S = 0.05
+# While a run just runs: nobody waits for a closer look, and the ranks want the processors.
+STEADY_INTERVAL_S = 0.1
 # An agent may still look for a supervisor that has just taken over.
 REJOIN_LIMIT_S = 8.0
 
@@ -40,7 +42,7 @@ class Watch:
 
     def __init__(self, settings: Settings, real_now: float) -> None:
         self._settings = settings
-        self.clock = WatcherClock(WATCH_INTERVAL_S, real_now)
+        self.clock = WatcherClock(STEADY_INTERVAL_S, real_now)
         self.nodes: dict[str, NodeWatch] = {}
         self.longest_before_s = 0.0
 

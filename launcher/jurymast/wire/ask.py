@@ -1,4 +1,4 @@
-"""Asking a run's supervisor by hand: cancel, restart, drain, rollback."""
+"""Asking a run's supervisor by hand: cancel, restart, drain, rollback, save."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ class AgentPipe:
         self._lock = threading.Lock()
         self._launches: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._stop_up_to = 0
+        self.stop_signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once a stop was asked
         threading.Thread(target=self._read, name="agent-pipe", daemon=True).start()
 
     @classmethod
@@ -41,6 +42,7 @@ class AgentPipe:
                 message = json.loads(line)
                 if message["do"] == "stop":
                     self._stop_up_to = max(self._stop_up_to, message["attempt"])
+                    os.eventfd_write(self.stop_signal, 1)
                 else:
                     self._launches.put(message)
         os._exit(0)
@@ -52,6 +54,11 @@ class AgentPipe:
             self._socket.sendall(line)
 
     def stop_asked(self, attempt: int) -> bool:
+        """Whether the agent wants this attempt stopped; takes `stop_signal` back."""
+        try:
+            os.eventfd_read(self.stop_signal)
+        except BlockingIOError:
+            pass
         return self._stop_up_to >= attempt
 
     def next_launch(self) -> dict[str, Any]:

@@ -7,20 +7,24 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch.distributed import is_nccl_available
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from jurymast.worker import entry, error_file
+from jurymast.worker import entry, error_file, stack_signal
 from jurymast.worker.rendezvous import AgentRendezvous
 
-# Looks take processor time that the ranks want too.
-MONITOR_INTERVAL_S = 0.05
+# torch polls its ranks; here a look waits until one has ended or a stop was asked, which takes no processor
+# time from the ranks. Now and then it looks anyway.
+MONITOR_INTERVAL_S = 0.001
+LOOK_LIMIT_S = 1.0
 # torch counts its own restarts; ours are decided and counted by the supervisor.
 UNLIMITED = 2**31
 KILL_LIMIT_S = 2.0
@@ -42,16 +46,22 @@ class RankLogs(LogsSpecs):
         attempt = self._rendezvous.attempt
         folder = self._logs / f"attempt-{attempt:04d}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        record = self._rendezvous.environment.get(stack_signal.FLIGHT_VARIABLE)
+        if record and is_nccl_available():  # the others keep no record of their flight
+            Path(record).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for local_rank, environment in envs.items():
             rank = int(environment["RANK"])
             failure = str(self._temporary / f"error-{attempt}-{local_rank}.json")
             self.error_files[local_rank] = failure
             environment[error_file.PATH_VARIABLE] = failure
+            stacks = stack_signal.file_name(attempt, local_rank)
+            environment[stack_signal.PATH_VARIABLE] = str(self._temporary / stacks)
             environment[entry.LOG_VARIABLE] = str(folder / f"rank-{rank:05d}.log")
             environment["JURYMAST_ATTEMPT"] = str(attempt)
             if self._rendezvous.mtbf_s:
                 environment["JURYMAST_MTBF_S"] = str(self._rendezvous.mtbf_s)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)
+            environment.update(self._rendezvous.environment)
         console = dict.fromkeys(envs, "")
         return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict(self.error_files))
 
@@ -99,7 +109,12 @@ class ImpatientAgent(LocalElasticAgent):
                 )  # fmt: skip
         return failed
 
+    def _wait_for_news(self) -> None:
+        running = [process.sentinel for process in self._processes() if process.exitcode is None]
+        connection.wait([*running, self._rendezvous_handler.pipe.stop_signal], LOOK_LIMIT_S)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._wait_for_news()
         if self._report_failures():
             return RunResult(state=WorkerState.FAILED)
         if all(process.exitcode == 0 for process in self._processes()):

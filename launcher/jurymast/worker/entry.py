@@ -12,8 +12,8 @@ import traceback
 from dataclasses import dataclass
 from types import TracebackType
 
-from jurymast.worker import error_file, hooks, link
-from jurymast.worker.forkserver import die_with_parent
+from jurymast.processes import die_with_parent
+from jurymast.worker import error_file, hooks, link, stack_signal
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
@@ -35,8 +35,9 @@ def run(script: Script) -> None:
     _redirect_output()
     _restore_environment()
     _reseed()
+    stack_signal.listen()
     rank_link = link.current()
-    hooks.count_optimizer_steps(rank_link)
+    hooks.watch_steps(rank_link)
     code = 1
     try:
         code = _execute(script)

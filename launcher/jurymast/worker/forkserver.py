@@ -7,15 +7,15 @@ two share their memory.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import multiprocessing
 import os
-import signal
 import socket
 import sys
 from multiprocessing import connection, forkserver
 from typing import Any
+
+from jurymast.processes import die_with_parent
 
 # What ranks will import anyway. Only modules that are safe to fork after: they touch no device.
 PRELOAD = [
@@ -27,12 +27,6 @@ PRELOAD = [
     "jurymast.worker.entry",
     "jurymast.checkpoint.checkpointer",
 ]
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """SIGKILL for this process when its parent's thread that started it ends, however that happens."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def start(close_in_server: int) -> None:

@@ -1,22 +1,129 @@
-"""Step heartbeats for scripts that know nothing of jurymast: torch's global optimizer hook."""
+"""Heartbeats of scripts that know nothing of jurymast, and where the time of their steps goes.
+
+All data-parallel ranks take equally long for a step, because collectives wait for the slowest. Which one that
+is shows in the parts of a step:
+
+    forward    from the optimizer's end to the start of backward: the rank's own data loading and Python
+    backward   from there to the optimizer: gradients are reduced in it, so the faster ranks wait here
+    update     the optimizer itself
+
+A step with several backwards (gradient accumulation) has the time between them under forward. DDP's exchange
+of buffers before a forward counts as backward, because there, too, a rank waits for others. What else waits
+in a forward (sharded parameters, tensor parallelism) is not told from work; then all ranks look alike.
+
+These are times of the host. Work on a GPU runs behind them, so a slow GPU shows only as far as the host waits
+for it; what is found on the GPU itself (clocks, throttling) is the nvidia probe's.
+"""
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Callable
 from typing import Any
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from jurymast.worker.link import Link
 
 
-def count_optimizer_steps(link: Link) -> None:
-    """Beat after each step of the optimizer that steps first; others (a GAN's second) are the same step."""
+class StepParts:
+    """Adds up the parts of this process's steps, in seconds, from the first optimizer's first step on.
+
+    Reentrant checkpointing runs backwards within a backward, on whatever thread: only the outermost counts.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._steps = 0
+        self._forward_s = self._backward_s = self._update_s = 0.0
+        self._mark = 0.0  # where the present part began; 0.0: nothing was timed yet
+        self._ended = 0.0  # the newest backward's end, while the step is in the part that begins with it
+        self._depth = 0
+
+    def backward_begins(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or not self._mark:
+            return
+        now = time.monotonic()
+        if self._ended:
+            self._backward_s += self._ended - self._mark
+            self._forward_s += now - self._ended
+            self._ended = 0.0
+        else:
+            self._forward_s += now - self._mark
+        self._mark = now
+
+    def backward_ends(self) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._mark:
+            self._ended = time.monotonic()
+
+    def update_begins(self) -> None:
+        if self._mark:
+            now = time.monotonic()
+            if self._ended:
+                self._backward_s += now - self._mark
+            else:
+                self._forward_s += now - self._mark
+            self._mark, self._ended = now, 0.0
+
+    def update_ends(self, *, step_done: bool) -> None:
+        now = time.monotonic()
+        if self._mark:
+            self._update_s += now - self._mark
+            self._steps += step_done
+            self._link.timed(self._steps, self._forward_s, self._backward_s, self._update_s)
+        self._mark = now
+
+
+def watch_steps(link: Link) -> None:
+    """Beat after each step of the optimizer that steps first, and time all parts; others (a GAN's second)
+    belong to the same step."""
+    parts = StepParts(link)
     counted: list[int] = []
+
+    def begins(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        parts.update_begins()
 
     def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not counted:
             counted.append(id(optimizer))
-        if counted[0] == id(optimizer):
+        first = counted[0] == id(optimizer)
+        parts.update_ends(step_done=first)
+        if first:
             link.optimizer_stepped()
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_pre_hook(_not_compiled(begins))
+    register_optimizer_step_post_hook(_not_compiled(stepped))
+    # torch has no hooks for these. Both are looked up where they are called from.
+    torch.autograd.backward = _waiting(torch.autograd.backward, parts)
+    sync = getattr(DistributedDataParallel, "_sync_buffers", None)
+    if sync is not None:
+        DistributedDataParallel._sync_buffers = _waiting(sync, parts)
+
+
+def _waiting(function: Callable[..., None], parts: StepParts) -> Callable[..., None]:
+    """The function, with its time counted as backward."""
+
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> None:
+        parts.backward_begins()
+        try:
+            function(*args, **kwargs)
+        finally:
+            parts.backward_ends()
+
+    return _not_compiled(timed)
+
+
+def _not_compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """A compiled training does not trace into it; called as it is, it costs no more than before."""
+    disabled: Callable[..., None] = torch.compiler.disable(function, recursive=False)
+    return disabled

@@ -12,13 +12,14 @@ import logging
 import os
 import signal
 
+from jurymast.processes import die_with_parent
 from jurymast.worker import forkserver
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
 
 def main() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning signal reaches every process of a step
-    forkserver.die_with_parent()
+    die_with_parent()
     forkserver.start(int(os.environ[FD_VARIABLE]))
     from jurymast.worker.elastic import serve
 

@@ -15,10 +15,18 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-SLOT_BYTES = 64
+from jurymast.worker.schedule import ScheduleRecord
+
+SLOT_BYTES = 128
 # step, beats, pid, phase, time of the last beat, longest time between beats, time of the last phase change
 # (times: seconds on the machine's CLOCK_MONOTONIC)
 SLOT = struct.Struct("<qqqqddd")
+# Behind them: the number of the newest schedule of saves that the rank has settled (see `worker.schedule`).
+SETTLED = struct.Struct("q")
+# On the second line of the cache: optimizer steps timed, and what their parts took in all (seconds; see
+# `worker.hooks`): forward, backward, update. In the machine's own order, so that each is read in one piece.
+TIMED = struct.Struct("qddd")
+TIMED_OFFSET = 64
 STARTING, STEPPING, RESTORING, SAVING, DONE = range(5)
 PHASES = ("starting", "stepping", "restoring", "saving", "done")
 # Added to the phase while the script gives its own step numbers.
@@ -44,10 +52,14 @@ class Beat:
     beat_at: float
     longest_s: float
     phase_at: float
+    settled: int = 0
+    timed: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
 
 
 def read_slot(page: mmap.mmap, local_rank: int) -> Beat:
-    step, beats, pid, phase, beat_at, longest_s, phase_at = SLOT.unpack_from(page, local_rank * SLOT_BYTES)
+    offset = local_rank * SLOT_BYTES
+    step, beats, pid, phase, beat_at, longest_s, phase_at = SLOT.unpack_from(page, offset)
+    (settled,) = SETTLED.unpack_from(page, offset + SLOT.size)
     return Beat(
         step,
         beats,
@@ -57,11 +69,14 @@ def read_slot(page: mmap.mmap, local_rank: int) -> Beat:
         beat_at,
         longest_s,
         phase_at,
+        settled,
+        TIMED.unpack_from(page, offset + TIMED_OFFSET),
     )
 
 
 class Link:
-    """One rank's way to its agent. `page` has `SLOT_BYTES` a local rank; `events_fd` is a pipe or -1."""
+    """One rank's way to its agent. `page` has `SLOT_BYTES` a local rank, and behind them the schedule of
+    saves; `events_fd` is a pipe or -1."""
 
     def __init__(self, page: mmap.mmap | None, events_fd: int, local_rank: int) -> None:
         # Set once the script reports its own step numbers (Checkpointer): they are absolute, the optimizer
@@ -83,6 +98,16 @@ class Link:
     def attached(self) -> bool:
         """True when an agent listens."""
         return self._page is not None
+
+    @property
+    def schedule(self) -> ScheduleRecord | None:
+        """Where the agent says when to save."""
+        return None if self._page is None else ScheduleRecord(self._page)
+
+    def settled(self, number: int) -> None:
+        """Show that this rank has decided about the schedule `number`."""
+        if self._page is not None:
+            SETTLED.pack_into(self._page, self._offset + SLOT.size, number)
 
     def _write(self) -> None:
         if self._page is not None:
@@ -113,6 +138,11 @@ class Link:
                 self._longest_s,
                 self._phase_at,
             )
+
+    def timed(self, steps: int, forward_s: float, backward_s: float, update_s: float) -> None:
+        """Record where the time of `steps` optimizer steps went."""
+        if self._page is not None:
+            TIMED.pack_into(self._page, self._offset + TIMED_OFFSET, steps, forward_s, backward_s, update_s)
 
     def optimizer_stepped(self) -> None:
         """The hook's beat: counts optimizer steps of this process unless the script gives step numbers."""

@@ -1,0 +1,110 @@
+"""What a node shows when one of its ranks has ended badly: kills for want of memory, a full /dev/shm, the end
+of the rank's log. For the supervisor, which only sees an exit code otherwise."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+SHM = "/dev/shm"
+# Logs are on shared storage, which may hang; the failure must be told all the same.
+LOG_LIMIT_S = 0.2
+LOG_BYTES = 16_000
+LOG_LINES = 3
+LOG_CHARACTERS = 600
+# Where a crash begins to tell of itself: Python's fault handler, C++, NCCL's watchdog, assertions.
+_TELLING = re.compile(
+    r"fatal python error|terminate called|what\(\):|watchdog|assert|\berror\b", re.IGNORECASE
+)
+
+
+class Evidence:
+    """`kills_file` has the counter `oom_kill` of the agent's cgroup, None where there is none."""
+
+    def __init__(self, kills_file: Path | None = None) -> None:
+        self._kills_file = kills_file or kills_file_of(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+        self._before = 0
+        self.attempt_begins()
+
+    def attempt_begins(self) -> None:
+        """Kills so far are not this attempt's."""
+        self._before = oom_kills(self._kills_file)
+
+    def look(self, exit_code: int, log: Path | None = None) -> dict[str, Any]:
+        """Fields for the word of a failure with this exit code (negative for a signal)."""
+        kills = max(0, oom_kills(self._kills_file) - self._before)
+        found: dict[str, Any] = {"oom_kills": kills, "shm_used": round(used_share(SHM), 4)}
+        if exit_code < 0 and log is not None:
+            found["log"] = end_of(log)
+        return found
+
+
+def kills_file_of(own: Path, root: Path) -> Path | None:
+    """Where the cgroups of a process (`own`: its /proc/PID/cgroup) count kills for want of memory, below
+    `root`. See cgroups(7): lines are ID:CONTROLLERS:PATH, of version 2 with ID 0 and no controllers."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    for number, controllers, path in (line for line in lines if len(line) == 3):
+        below = path.lstrip("/")
+        if "memory" in controllers.split(","):
+            mounts, name = [root / "memory"], "memory.oom_control"
+        elif number == "0":
+            mounts, name = [root, root / "unified"], "memory.events"
+        else:
+            continue
+        for mount in mounts:
+            # In a container the path may be the host's, and the mount the container's own cgroup.
+            for file in (mount / below / name, mount / name):
+                if file.is_file():
+                    return file
+    return None
+
+
+def oom_kills(file: Path | None) -> int:
+    """The counter `oom_kill` in `file`; 0 when it cannot be read."""
+    try:
+        lines = file.read_text().splitlines() if file is not None else []
+    except OSError:
+        return 0
+    for line in lines:
+        name, _, value = line.partition(" ")
+        if name == "oom_kill" and value.isdigit():
+            return int(value)
+    return 0
+
+
+def used_share(path: str) -> float:
+    """0..1 of the file system at `path`; 0.0 when it cannot be told."""
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return 0.0
+    return 1.0 - status.f_bavail / status.f_blocks if status.f_blocks else 0.0
+
+
+def end_of(log: Path) -> str:
+    """What a log ends with, lines joined with " | ": from the last one that tells of an error on, else the
+    last ones. "" when there are none, or storage does not answer."""
+    read: list[str] = []
+
+    def look() -> None:
+        try:
+            with log.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+                text = file.read(LOG_BYTES).decode(errors="replace")
+        except OSError:
+            return
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        telling = [place for place, line in enumerate(lines) if _TELLING.search(line)]
+        start = telling[-1] if telling else -LOG_LINES
+        read.append(" | ".join(lines[start:][:LOG_LINES])[:LOG_CHARACTERS])
+
+    reader = threading.Thread(target=look, daemon=True)
+    reader.start()
+    reader.join(LOG_LIMIT_S)
+    return read[0] if read else ""

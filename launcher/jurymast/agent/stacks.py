@@ -1,0 +1,232 @@
+"""Where the ranks of a node stand when they hang: their stacks, and what the kernel and NCCL know of them.
+
+Taken between the supervisor's order to stop and the stop itself, on all nodes at the same time, within
+`LIMIT_S`; usually a few hundredths of a second. What comes too late is left out: recovery goes first. The
+files go to `evidence/attempt-NNNN` of the run directory meanwhile, on a thread, because storage may hang.
+
+Three sources: the rank itself (`worker.stack_signal`); py-spy, where it is installed, for ranks that do not
+answer; and /proc. torch's flight recorder keeps the newest collectives of each rank and writes them when they
+time out, or when its pipe is written to. That file is a pickle: it is named, and never read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jurymast.agent.ranks import process_state
+from jurymast.core import stacks
+from jurymast.core.settings import RunPlan
+from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.wire.channel import Message
+from jurymast.worker import stack_signal
+
+LIMIT_S = 2.0
+POLL_S = 0.02
+# A file that has not grown for so many looks is complete: faulthandler writes no end mark.
+STILL_LOOKS = 2
+STACK_BYTES_MAX = 256 * 1024
+PROC_FILES = ("status", "wchan", "syscall", "stack")
+FLIGHT_EVENTS = "2000"
+PY_SPY = "py-spy"
+# The names in newer and in older releases of torch.
+BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+RECORD_VARIABLES = (stack_signal.FLIGHT_VARIABLE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+TIMEOUT_VARIABLES = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
+PIPE_VARIABLES = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",)
+
+
+@dataclass
+class _Rank:
+    rank: int
+    pid: int
+    dump: Path
+    size: int = 0
+    still: int = 0
+    text: str = ""
+    proc: dict[str, str] = field(default_factory=dict)
+
+    def answered(self) -> bool:
+        """Its file has the main thread's stack, and grows no more."""
+        try:
+            size = self.dump.stat().st_size
+        except OSError:
+            return False
+        self.still = self.still + 1 if size and size == self.size else 0
+        self.size = size
+        if self.still < STILL_LOOKS:
+            return False
+        self.text = self.dump.read_text(errors="replace")[:STACK_BYTES_MAX]
+        return stack_signal.OWN_THREAD in self.text
+
+    def process(self) -> str:
+        """What /proc says of it, in a few words: "state D, in nfs_wait_on_request"."""
+        state = process_state(self.pid)[0]
+        where = self.proc.get("wchan", "").strip()
+        waits = where and where != "0" and not where.startswith("(")
+        return f"state {state or 'gone'}" + (f", in {where}" if waits else "")
+
+    def place(self) -> stacks.Place:
+        return stacks.place(stacks.frames(self.text), self.process())
+
+
+class Stacks:
+    """`say` sends a message to the supervisor; `temporary` is the agent's own directory, which also has the
+    files and pipes that the ranks make."""
+
+    def __init__(
+        self, directory: RunDirectory, plan: RunPlan, temporary: Path, say: Callable[[Message], None]
+    ) -> None:
+        self._directory = directory
+        self._count = plan.ranks_per_node
+        self._temporary = temporary
+        self._say = say
+        self._attempt = 0
+        self._first = 0
+
+    def launch(self, message: Message) -> dict[str, str]:
+        """A new attempt: what its ranks need in their environment, unless the user has set it under any of
+        the names that torch's releases have for it."""
+        self._attempt, self._first = message["attempt"], message["rank"] * self._count
+        values = (
+            (BUFFER_VARIABLES, FLIGHT_EVENTS),
+            (TIMEOUT_VARIABLES, "1"),
+            (RECORD_VARIABLES, str(self._flight_record(""))),
+            (PIPE_VARIABLES, self._flight_pipe),
+        )
+        return {name: value for names, value in values if not _users(names) for name in names}
+
+    @property
+    def _flight_pipe(self) -> str:
+        """What torch puts RANK.pipe behind; a pipe cannot be on every shared storage."""
+        return str(self._temporary / f"flight-{self._attempt}-")
+
+    def _flight_record(self, rank: object) -> Path:
+        return self._directory.evidence(self._attempt) / f"flight-{rank}"
+
+    async def take(self, pids: list[int]) -> None:
+        """Say where these ranks stand; ends within `LIMIT_S`."""
+        names = (stack_signal.file_name(self._attempt, i) for i in range(len(pids)))
+        ranks = [
+            _Rank(self._first + i, pid, self._temporary / name)
+            for i, (pid, name) in enumerate(zip(pids, names, strict=True))
+        ]
+        folder, end = self._directory.evidence(self._attempt), time.monotonic() + LIMIT_S
+        asked, records = self._ask_flight_recorders(ranks), list[int]()
+        looked, recorded = threading.Event(), threading.Event()
+
+        def look() -> None:
+            _look(ranks, end)
+            looked.set()
+            _save(ranks, folder)  # what was asked to write a record needs the directory, too
+            while len(records) < len(asked) and time.monotonic() < end:
+                time.sleep(POLL_S)
+                records[:] = [rank for rank in asked if _has_bytes(self._flight_record(rank))]
+            recorded.set()
+
+        threading.Thread(target=look, name="stacks", daemon=True).start()
+        known = recorded if asked else looked  # only records are waited for on storage
+        while not known.is_set() and time.monotonic() < end:
+            await asyncio.sleep(POLL_S)
+        places = [rank.place() for rank in ranks]
+        self._say(
+            {
+                "say": "stacks", "attempt": self._attempt, "ranks": [rank.rank for rank in ranks],
+                "kinds": [place.kind for place in places], "places": [place.text for place in places],
+                "folder": str(folder.relative_to(self._directory.root)),
+                "recorded": bool(asked), "records": list(records),
+            }
+        )  # fmt: skip
+
+    def _ask_flight_recorders(self, ranks: list[_Rank]) -> list[int]:
+        """Those that were asked to write; ranks that do without NCCL have no pipe. Where the user wants the
+        records elsewhere, they are not ours to ask for."""
+        asked: list[int] = []
+        if _users(RECORD_VARIABLES):
+            return asked
+        for rank in ranks:
+            try:
+                pipe = os.open(
+                    f"{self._flight_pipe}{rank.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+                )
+            except OSError:
+                continue
+            with open(pipe, "wb", buffering=0) as file:
+                file.write(b"1\n")
+            asked.append(rank.rank)
+        return asked
+
+
+def _users(names: tuple[str, ...]) -> bool:
+    return any(name in os.environ for name in names)
+
+
+def _look(ranks: list[_Rank], end: float) -> None:
+    """Ask all at once, read what the kernel knows meanwhile, and wait for those that can answer."""
+    waiting = []
+    for rank in ranks:
+        if _can_answer(rank) and stack_signal.listens(rank.pid):
+            os.kill(rank.pid, stack_signal.NUMBER)
+            waiting.append(rank)
+    for rank in ranks:
+        rank.proc = {name: _text_of(f"/proc/{rank.pid}/{name}") for name in PROC_FILES}
+    while waiting and time.monotonic() < end:
+        time.sleep(POLL_S)
+        waiting = [rank for rank in waiting if _can_answer(rank) and not rank.answered()]
+    for rank in ranks:
+        if not rank.text:
+            rank.text = _from_outside(rank.pid, end - time.monotonic())
+
+
+def _can_answer(rank: _Rank) -> bool:
+    """Not gone, and not stopped."""
+    return process_state(rank.pid)[0] not in ("", "T", "Z")
+
+
+def _from_outside(pid: int, limit_s: float) -> str:
+    """py-spy reads the process's memory, which works on a stopped one too; "" without it, or the right."""
+    program = shutil.which(PY_SPY)
+    if program is None or limit_s <= 0.0:
+        return ""
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout[:STACK_BYTES_MAX]
+
+
+def _save(ranks: list[_Rank], folder: Path) -> None:
+    """One file a rank; best effort, the incident has the gist."""
+    try:
+        for directory in (folder.parent, folder):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        for rank in ranks:
+            parts = [f"rank {rank.rank}, process {rank.pid}: {rank.place().text}\n", rank.text]
+            parts += [f"/proc/{rank.pid}/{name}:\n{text.strip()}\n" for name, text in rank.proc.items()]
+            text = "\n".join(part for part in parts if part)
+            write_atomically(folder / f"rank-{rank.rank:05d}.txt", text.encode(), durable=False)
+    except OSError:
+        return
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError as error:
+        return f"({error.strerror})"
+
+
+def _has_bytes(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False

@@ -1,0 +1,32 @@
+"""`jurymast doctor`: is this site ready?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from jurymast.cli.find import default_runs
+from jurymast.cli.options import json_option, runs_option, show, show_json
+
+
+@click.command()
+@json_option
+@runs_option
+def command(as_json: bool, runs: Path | None) -> int:
+    """Tell whether this site is ready, and what to do about each no. Run it on a login node, then with srun
+    on a compute node. Exit code 1 when something has to be done."""
+    from jurymast.policy.load import site_layers
+    from jurymast.policy.resolve import resolve
+    from jurymast.report.doctor import NO, doctor_blocks, examine
+
+    place = runs.expanduser().absolute() if runs is not None else default_runs()
+    settings = resolve(site_layers(os.environ)).settings()
+    checks = list(examine(place, Path(settings.spool)))
+    ready = all(check.answer != NO for check in checks)
+    if as_json:
+        show_json({"ready": ready, "checks": [check.to_json() for check in checks]})
+    else:
+        show(doctor_blocks(checks))
+    return 0 if ready else 1

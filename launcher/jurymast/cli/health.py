@@ -1,0 +1,189 @@
+"""`jurymast health`: look at this machine through every probe, now."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jurymast.cli.options import json_option, resolved_policy, show, show_json
+from jurymast.core.nearest import did_you_mean
+from jurymast.errors import UsageError
+
+if TYPE_CHECKING:
+    from jurymast.core.settings import Settings
+    from jurymast.health.watcher import Watcher
+    from jurymast.policy.resolve import Resolved
+
+# Nagios' codes, and the words it begins a line with.
+OK, WARNING, CRITICAL, UNKNOWN = range(4)
+WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
+# How far back the kernel's log is read, seconds.
+LOG_S = 3600.0
+
+
+@click.command()
+@click.option("--probe", "names", multiple=True, metavar="NAME", help="Only this probe; can be given again.")
+@click.option(
+    "--limit", type=click.FloatRange(0.1), metavar="S",
+    help="Seconds for a look; one that takes longer is tried once more.  [look-limit-s: 30]",
+)  # fmt: skip
+@click.option("--explain", type=int, metavar="XID", help="Tell what a Xid code of NVIDIA's driver means.")
+@click.option("--thresholds", is_flag=True, help="List the probes' limits.")
+@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="With this policy's limits.")
+@json_option
+@click.pass_context
+def command(
+    click_context: click.Context, names: tuple[str, ...], limit: float | None, explain: int | None,
+    thresholds: bool, policy: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Look at this machine through every probe, now.
+
+    Ends with 0: nothing that a run would act on. 1: something is suspect. 2: something is bad.
+    3: nothing could be seen. The kernel's log, where it may be read, counts for the last hour.
+    """
+    resolved = resolved_policy(policy)
+    if explain is not None:
+        _explain(explain, resolved, as_json)
+    elif thresholds:
+        _list_thresholds(resolved, as_json)
+    else:
+        click_context.exit(_look(resolved.settings(), names, limit, as_json))
+
+
+def _look(settings: Settings, names: tuple[str, ...], limit_s: float | None, as_json: bool) -> int:
+    from jurymast.health.discover import installed
+    from jurymast.health.probe import Context, granted_gpus
+    from jurymast.health.watcher import Watcher, names_to_ask
+
+    for name in names:
+        if name not in installed():
+            raise UsageError(
+                f"there is no probe {name}{did_you_mean(name, installed())}",
+                hint=f"installed are {', '.join(installed())}",
+            )
+    limits = settings.thresholds | ({"look-limit-s": limit_s} if limit_s is not None else {})
+    context = Context(
+        node=socket.gethostname(), thresholds=limits, xid=settings.xid, data_paths=settings.data_paths,
+        local_path=os.path.expandvars(settings.local_path), gpus=granted_gpus(os.environ),
+        started_at=time.time() - LOG_S,
+    )  # fmt: skip
+    watcher = Watcher(context, names or names_to_ask(settings.probes_off), lambda finding: None, once=True)
+    asyncio.run(_watch(watcher))
+    view = _view(watcher, context.node)
+    if as_json:
+        show_json(view)
+    else:
+        _show(view)
+    return int(view["exit_code"])
+
+
+async def _watch(watcher: Watcher) -> None:
+    try:
+        await watcher.run()
+    finally:
+        await watcher.close()
+
+
+def _view(watcher: Watcher, node: str) -> dict[str, Any]:
+    from jurymast.core.health import Verdict
+
+    findings = watcher.findings()
+    verdicts = {finding.verdict for finding in findings}
+    if Verdict.BAD in verdicts:
+        code = CRITICAL
+    elif Verdict.SUSPECT in verdicts:
+        code = WARNING
+    else:
+        code = OK if any(probe.state == "looked" for probe in watcher.probes.values()) else UNKNOWN
+    return {
+        "node": node,
+        "verdict": (Verdict.OK, Verdict.SUSPECT, Verdict.BAD, Verdict.UNKNOWN)[code].value,
+        "exit_code": code,
+        "probes": [{"name": name, "state": probe.state} for name, probe in sorted(watcher.probes.items())],
+        "findings": [finding.to_json() for finding in findings],
+    }
+
+
+def _show(view: dict[str, Any]) -> None:
+    from jurymast.report.layout import Block, Line, Table
+
+    by_state: dict[str, list[str]] = {}
+    for probe in view["probes"]:
+        by_state.setdefault(probe["state"], []).append(probe["name"])
+    said = {
+        "looked": "looked through", "nothing": "nothing to look at for", "failed": "failed:",
+        "left out": "left out:",
+    }  # fmt: skip
+    parts = [f"{said[state]} {', '.join(by_state[state])}" for state in said if state in by_state]
+    style = ("green", "yellow", "bold red", "yellow")[view["exit_code"]]
+    blocks: list[Block] = [Line(f"{WORDS[view['exit_code']]}: {view['node']}: {'; '.join(parts)}", style)]
+    rows = [
+        (f["verdict"], f["kind"], f["probe"], f["code"], f["device"] or "-", f["message"])
+        for f in sorted(view["findings"], key=lambda f: ("bad", "suspect", "unknown").index(f["verdict"]))
+    ]
+    if rows:
+        blocks.append(Table(("VERDICT", "KIND", "PROBE", "CODE", "DEVICE", "WHAT"), rows))
+    show(blocks)
+
+
+def _explain(code: int, resolved: Resolved, as_json: bool) -> None:
+    """The packaged reading of a Xid code, and the policy's. Raises UsageError for one that is not known."""
+    from jurymast.health.probe import Context
+    from jurymast.health.tables import reading
+    from jurymast.reference import recovery_actions, xids
+    from jurymast.report.layout import Line
+
+    entry = xids().get(code)
+    if entry is None:
+        raise UsageError(
+            f"Xid {code} is not in the table; a run would report it and do nothing",
+            hint=f"known are {', '.join(map(str, xids()))}",
+        )
+    own = resolved.settings().xid.get(str(code))
+    verdict, kind = reading(code, "", Context(xid={str(code): own} if own else {}))
+    follows = entry.group == "text" and not own
+    view = {
+        "xid": code, "class": entry.group, "verdict": verdict.value, "kind": kind, "meaning": entry.meaning,
+        "action": entry.action, "source": entry.source, "policy": own,
+        "origin": resolved.origins.get(("health", "xid", str(code))) if own else None,
+    }  # fmt: skip
+    if as_json:
+        show_json(view)
+        return
+    by_text = ", ".join(f"{words}: {verdict.value}" for words, verdict in recovery_actions().items())
+    lines = [
+        ("Xid", f"{code}: {entry.meaning}"),
+        ("class", entry.group),
+        ("verdict", f"by its text ({by_text})" if follows else f"{verdict.value} ({kind})"),
+        ("action", entry.action),
+        ("source", entry.source),
+        ("policy", f"reads it as {own} ({view['origin']})" if own else "does not say otherwise"),
+    ]
+    show([Line(f"{name:<9}{text}") for name, text in lines])
+
+
+def _list_thresholds(resolved: Resolved, as_json: bool) -> None:
+    from jurymast.reference import thresholds
+    from jurymast.report.layout import Table
+
+    own = resolved.settings().thresholds
+    view = [
+        {
+            "name": name, "value": own.get(name, limit.value), "unit": limit.unit, "meaning": limit.meaning,
+            "source": resolved.origins.get(("health", "thresholds", name), limit.source),
+        }
+        for name, limit in thresholds().items()
+    ]  # fmt: skip
+    if as_json:
+        show_json(view)
+        return
+    rows = [
+        (str(v["name"]), f"{v['value']:g}", str(v["unit"]), f"{v['meaning']} [{v['source']}]") for v in view
+    ]
+    show([Table(("NAME", "VALUE", "UNIT", "MEANING"), rows, right=frozenset({1}))])

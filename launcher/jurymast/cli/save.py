@@ -1,0 +1,58 @@
+"""`jurymast save`: a checkpoint now, of a run that goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from jurymast.cli.asking import ask_supervisor
+from jurymast.cli.options import json_option, run_argument, runs_option, show_json, the_run
+from jurymast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from jurymast.report.view import Watcher
+
+POLL_S = 0.1
+
+
+@click.command()
+@run_argument
+@click.option(
+    "--limit", type=click.IntRange(1), default=120, show_default=True, metavar="SECONDS",
+    help="How long to wait until it is saved.",
+)  # fmt: skip
+@json_option
+@runs_option
+def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
+    """Have all ranks save at their next common step, and wait until that is complete."""
+    from jurymast.report.view import read_status
+
+    directory = the_run(run, runs)
+    watcher = read_status(directory)
+    done = watcher.state.step
+    ask_supervisor(directory, "save")
+    saved = _await_save(watcher, done, limit)
+    if saved is None:
+        raise CheckpointError(
+            f"step {done} of {directory.root.name}, or a later one, was not saved within {limit} s",
+            hint=f"jurymast events {directory.root} tells what became of it",
+        )
+    step, tier = saved
+    if as_json:
+        show_json({"run": directory.root.name, "step": step, "tier": tier})
+    else:
+        click.echo(f"step {step} of {directory.root.name} is saved in the {tier} tier")
+
+
+def _await_save(watcher: Watcher, done: int, limit_s: float) -> tuple[int, str] | None:
+    """(step, tier) of a checkpoint that the journal tells of from now on, of step `done` or later."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end and not watcher.state.ended:
+        for entry in watcher.poll():
+            if entry.get("event") == "Saved" and entry["ok"] and entry["step"] >= done:
+                return entry["step"], entry["tier"]
+        time.sleep(POLL_S)
+    return None

@@ -1,0 +1,343 @@
+"""What findings of probes come to: whether a node leaves the active ones for one, and why not.
+
+A `bad` finding takes its node out of the run, a `suspect` one makes it a spare that is tested before it is
+used again, `unknown` never acts; and only findings on a node's own hardware, network and machine do. On top:
+
+- what happened before the allocation is not this run's business, and what is told twice happened once;
+- the same on many nodes within three minutes is nobody's fault (one NVLink crash flagged 77 healthy nodes at
+  one site): on more than two for sympathetic Xids, else on over a tenth of them and at least three;
+- at most `excluded_fraction` of the run's nodes (one in any case) are blamed at a time, and four an hour;
+- nobody leaves when nothing can take the place, or when the policy only wants to be told.
+
+Where one of these keeps a node in, people are alerted instead. Times in seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from jurymast.core import causes, health
+from jurymast.core.events import HealthFound
+from jurymast.core.health import Finding, Verdict
+from jurymast.core.instructions import Dismiss, Instruction, RaiseAlert
+from jurymast.core.state import Alert, Blame, Exclusion, Node, Phase, Role, RunState, Sighting
+
+# Findings so close in time have one origin.
+TOGETHER_S = 180.0
+FEW_NODES = 2
+MANY_FRACTION = 0.1
+PER_HOUR = 4
+HOUR_S = 3600.0
+# What comes back within a day is not chance.
+REPEAT_S = 86_400.0
+FATAL_TIMES = 5
+# Two probes, or two lines of the kernel log, tell of one event within this time.
+DUPLICATE_S = 5.0
+# A node's clock may be off by so much, and the supervisor starts some seconds after the job.
+CLOCK_SLACK_S = 30.0
+ALERTS_KEPT = 100
+MANY = "many "  # the subject of an alert, before the group of findings
+
+ACTING_KINDS = (health.HARDWARE, health.NETWORK, health.HOST)
+ACTING_VERDICTS = (Verdict.BAD, Verdict.SUSPECT)
+PAGE_FAULT, GRAPHICS_EXCEPTION = "xid-31", "xid-13"
+# The job's own use of memory, whatever the probe thinks of it; and what a SIGBUS may come from.
+OOM_KILL, SHM_FULL = "oom-kill", "shm-full"
+_UNIT = re.compile(r"GPC\W*(\d+)\D+TPC\W*(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What is to be done about a finding: `out`, its node leaves the active ones for `finding`; `alert`: tell
+    people instead; or `note` it."""
+
+    finding: Finding
+    out: bool = False
+    note: str = ""
+    alert: tuple[str, str] | None = None  # subject, message
+
+
+def take(state: RunState, event: HealthFound) -> Finding | None:
+    """Enter a finding on a known node into the state; None when it is over, too old or known already."""
+    finding = Finding(
+        probe=event.probe, code=event.code, verdict=Verdict(event.verdict), kind=event.kind,
+        message=event.message, device=event.device, at=event.at or event.t,
+    )  # fmt: skip
+    node = state.nodes[event.node]
+    key = f"{finding.probe} {finding.code} {finding.device}"
+    if finding.verdict is Verdict.OK:
+        node.findings.pop(key, None)
+        _recovered(state, node)
+        return None
+    if finding.at < state.allocated_at - CLOCK_SLACK_S:
+        return None
+    known = node.findings.get(key)
+    node.findings[key] = finding
+    told = [s.finding for s in _of_node(state, node.name, finding)] + ([known] if known else [])
+    if any(f.verdict is finding.verdict and abs(f.at - finding.at) <= DUPLICATE_S for f in told):
+        return None
+    if finding.kind in (health.SYMPATHETIC, health.APPLICATION) or finding.verdict in ACTING_VERDICTS:
+        _remember(state, Sighting(state.now, node.name, _group(finding), finding))
+    return finding
+
+
+def _remember(state: RunState, sighting: Sighting) -> None:
+    here = [s for s in state.seen.get(sighting.node, ()) if s.t >= state.now - REPEAT_S]
+    state.seen[sighting.node] = [*here, sighting]
+    if state.recent and state.recent[0].t < state.now - 2 * TOGETHER_S:
+        state.recent = [s for s in state.recent if s.t >= state.now - TOGETHER_S]
+    state.recent.append(sighting)
+
+
+def rule(state: RunState, node: Node, raw: Finding) -> Ruling:
+    """What follows from a new finding on `node`."""
+    finding = escalated(state, node.name, raw)
+    common = on_many(state, finding)
+    if common:
+        return Ruling(finding, alert=(f"{MANY}{_group(finding)}", common))
+    if not acts(finding) or node.role is Role.FAILED:
+        return Ruling(finding)
+    if finding.verdict is Verdict.SUSPECT and node.role is Role.SUSPECT:
+        return Ruling(finding)
+    told = f"{node.name}: {describe(finding)}"
+    if state.settings.bad_nodes == "report":
+        message = f"{told}; it would leave the active nodes, but the policy only reports bad nodes"
+        return Ruling(finding, alert=("reported only", message))
+    refused = beyond_limits(state, node.name)
+    if refused:
+        return Ruling(finding, alert=("limit of blame", f"{told}; it stays, because {refused}"))
+    if finding.verdict is Verdict.SUSPECT and node.role is Role.ACTIVE:
+        if worked_around(state, finding):
+            return Ruling(finding, note=f"{told}; ranks of the next attempt there leave the device out")
+        if not any(n.role is Role.SPARE for n in state.spare_nodes()):
+            return Ruling(finding, note=f"{told}; no spare is ready, so it is looked at in the next incident")
+    elif finding.verdict is Verdict.BAD and not _replaceable(state, node):
+        return Ruling(finding, alert=("no replacement", f"{told}; it stays: nothing can take its place"))
+    return Ruling(finding, out=True)
+
+
+def acts(finding: Finding) -> bool:
+    """Whether a finding of this verdict and kind can make a node leave."""
+    return finding.kind in ACTING_KINDS and finding.verdict in ACTING_VERDICTS and finding.code != OOM_KILL
+
+
+def is_bad(finding: Finding) -> bool:
+    return finding.verdict is Verdict.BAD and acts(finding)
+
+
+def worked_around(state: RunState, finding: Finding) -> bool:
+    """Ranks can do without one network device of several: the agent sees to that at each launch."""
+    network = finding.kind == health.NETWORK and finding.verdict is Verdict.SUSPECT
+    return network and state.settings.workaround
+
+
+def speaks(finding: Finding) -> bool:
+    """Whether a finding can explain the end of ranks: what acts, and what is nobody's fault."""
+    if finding.kind == health.APPLICATION or finding.code in (OOM_KILL, SHM_FULL):
+        return True
+    return finding.verdict in ACTING_VERDICTS and finding.kind != health.SYMPATHETIC
+
+
+def describe(finding: Finding) -> str:
+    """ "xid-79 on gpu3: the GPU fell off the bus"."""
+    return f"{finding.code}{f' on {finding.device}' if finding.device else ''}: {finding.message}"
+
+
+def standing(state: RunState, node: Node) -> Finding | None:
+    """The worst finding that still speaks against `node`; None when nothing does."""
+    found = [escalated(state, node.name, finding) for finding in node.findings.values()]
+    against = [f for f in found if acts(f) and not on_many(state, f)]
+    return min(against, key=lambda f: (f.verdict is not Verdict.BAD, f.at), default=None)
+
+
+def passed_tests(state: RunState, node: Node) -> None:
+    """Active tests say that a suspect works: what was found on it before no longer speaks against it."""
+    node.findings = {key: f for key, f in node.findings.items() if f.verdict is Verdict.BAD}
+    state.seen.pop(node.name, None)
+
+
+# Counting.
+
+
+def escalated(state: RunState, name: str, finding: Finding) -> Finding:
+    """The finding as its earlier ones make it look: what is the program's fault on many GPUs is a GPU's own
+    when it comes back there and nowhere else."""
+    if finding.code not in (PAGE_FAULT, GRAPHICS_EXCEPTION) and not _is_fatal(finding):
+        return finding
+    here = [s.finding for s in _of_node(state, name, finding) if state.now - s.t <= REPEAT_S]
+    if _is_fatal(finding):
+        if sum(map(_is_fatal, here)) < FATAL_TIMES:
+            return finding
+        message = f"{finding.message}; {FATAL_TIMES} fatal ones within a day: contact the vendor's support"
+        return replace(finding, message=message)
+    if finding.kind != health.APPLICATION or _elsewhere(state, name, finding):
+        return finding
+    unit = _UNIT.search(finding.message)
+    if finding.code == GRAPHICS_EXCEPTION:
+        units = [found for f in here if (found := _UNIT.search(f.message))]
+        here = [f for f in here if unit and (m := _UNIT.search(f.message)) and m.groups() == unit.groups()]
+        if len(units) != len(here):  # on other units as well: the program's
+            return finding
+    if len(here) < 2:
+        return finding
+    where = f" on GPC {unit[1]}, TPC {unit[2]}" if unit and finding.code == GRAPHICS_EXCEPTION else ""
+    message = f"{finding.message}; {len(here)} times within a day{where} of this GPU, and on no other"
+    return replace(finding, verdict=Verdict.SUSPECT, kind=health.HARDWARE, message=message)
+
+
+def _is_fatal(finding: Finding) -> bool:
+    return finding.code.startswith("xid-") and finding.verdict is Verdict.BAD
+
+
+def _of_node(state: RunState, name: str, like: Finding) -> list[Sighting]:
+    """Earlier sightings of the same code on the same device (of any fatal code for a fatal one)."""
+    return [
+        s for s in state.seen.get(name, ())
+        if s.finding.device == like.device
+        and (s.finding.code == like.code or (_is_fatal(s.finding) and _is_fatal(like)))
+    ]  # fmt: skip
+
+
+def _elsewhere(state: RunState, name: str, finding: Finding) -> bool:
+    return any(
+        s.finding.code == finding.code and (s.node, s.finding.device) != (name, finding.device)
+        for sightings in state.seen.values()
+        for s in sightings
+    )
+
+
+def _group(finding: Finding) -> str:
+    """What is counted together: networks and storage fail in many ways at once."""
+    return finding.kind if finding.kind in (health.NETWORK, health.STORAGE) else finding.code
+
+
+def on_many(state: RunState, finding: Finding) -> str:
+    """Why nobody is blamed for `finding`, when many nodes show the like at once; else ""."""
+    sympathetic = finding.kind == health.SYMPATHETIC
+    if finding.kind == health.APPLICATION or not (sympathetic or finding.verdict in ACTING_VERDICTS):
+        return ""
+    group, run_nodes = _group(finding), state.active + state.spares
+    alert = _open_alert(state, f"{MANY}{group}")
+    if alert is None:
+        most = FEW_NODES if sympathetic else max(FEW_NODES, MANY_FRACTION * run_nodes)
+        nodes: set[str] = set()
+        for sighting in reversed(state.recent):
+            if sighting.t < state.now - TOGETHER_S or len(nodes) > most:
+                break
+            if sighting.group == group:
+                nodes.add(sighting.node)
+        if len(nodes) <= most:
+            return ""
+    return (
+        f"{group} on many nodes within {TOGETHER_S:.0f} s has one cause outside of them, so none is blamed; "
+        f"for example {describe(finding)}"
+    )
+
+
+def beyond_limits(state: RunState, name: str, also: Collection[str] = ()) -> str:
+    """Why `name` (with `also`) may not be blamed now although something was found; "" when it may."""
+    now, settings = state.now, state.settings
+    leaving = {*state.findings.health, *also} - {name}
+    out = leaving | {blame.node for blame in state.blames if _is_out(state, blame)} - {name}
+    most = max(1, int(settings.excluded_fraction * (state.active + state.spares)))
+    if len(out) >= most:
+        return f"at most {most} of the run's nodes are blamed at a time, and {', '.join(sorted(out))} is out"
+    lately = leaving | {blame.node for blame in state.blames if blame.at > now - HOUR_S} - {name}
+    if len(lately) >= PER_HOUR:
+        return f"{len(lately)} nodes were blamed within the hour, and no more than {PER_HOUR} are"
+    return ""
+
+
+def _is_out(state: RunState, blame: Blame) -> bool:
+    if blame.bad:
+        return blame.node in state.excluded and blame.at + state.settings.exclusion_s > state.now
+    return blame.node in state.nodes and state.nodes[blame.node].role is Role.SUSPECT
+
+
+def _replaceable(state: RunState, node: Node) -> bool:
+    others = [n for n in state.nodes.values() if n is not node]
+    if state.phase is Phase.STARTING:
+        enough = sum(n.role is not Role.FAILED for n in others) >= state.active
+    else:
+        spare = node.name not in state.placement
+        coming = [n for n in others if n.role is Role.JOINING and n.incarnation]
+        enough = spare or bool(coming) or any(n is not node for n in state.spare_nodes())
+    return enough or state.may_requeue
+
+
+# Consequences.
+
+
+def put_out(state: RunState, blame: Blame) -> list[Instruction]:
+    """Carry a blame out on a node on which no ranks run any more."""
+    node = state.nodes[blame.node]
+    state.blames.append(blame)
+    if not blame.bad:
+        node.become(Role.SUSPECT, blame.evidence, state.now)
+        return []
+    node.bad = True
+    node.become(Role.FAILED, blame.evidence, state.now)
+    state.excluded[node.name] = Exclusion(blame.evidence, state.now)
+    return [Dismiss(node=node.name, reason=blame.evidence)]
+
+
+def blame_for(state: RunState, name: str, finding: Finding) -> Blame:
+    bad = finding.verdict is Verdict.BAD
+    return Blame(name, state.now, causes.of_finding(finding), describe(finding), bad, _group(finding))
+
+
+def raise_alert(state: RunState, subject: str, message: str, nodes: Collection[str]) -> list[Instruction]:
+    """Tell people, once for what comes together. When many nodes show the same, those that were the first to
+    be blamed for it are cleared."""
+    group = subject.removeprefix(MANY)
+    alert = _open_alert(state, subject)
+    if alert is not None:
+        alert.nodes.update(dict.fromkeys(nodes))
+        alert.until = state.now
+        if group != subject:
+            _forgive(state, nodes, group)
+        return []
+    seen = dict.fromkeys(nodes)
+    if group != subject:
+        since = state.now - TOGETHER_S
+        seen = dict.fromkeys(s.node for s in state.recent if s.group == group and s.t >= since) | seen
+        _take_back(state, group, message)
+        _forgive(state, seen, group)
+    state.alerts = [*state.alerts[1 - ALERTS_KEPT :], Alert(subject, state.now, state.now, message, seen)]
+    return [RaiseAlert(nodes=tuple(seen), reason=message)]
+
+
+def _open_alert(state: RunState, subject: str) -> Alert | None:
+    for alert in reversed(state.alerts):
+        if alert.subject == subject and alert.until >= state.now - TOGETHER_S:
+            return alert
+    return None
+
+
+def _forgive(state: RunState, names: Collection[str], group: str) -> None:
+    """What many nodes showed at once is not held against them later, either."""
+    for node in (state.nodes[name] for name in names if name in state.nodes):
+        for key, finding in node.findings.items():
+            if _group(finding) == group and acts(finding):
+                node.findings[key] = replace(finding, verdict=Verdict.UNKNOWN)
+
+
+def _take_back(state: RunState, group: str, why: str) -> None:
+    hasty = [b for b in state.blames if b.group == group and b.at >= state.now - TOGETHER_S]
+    state.blames = [blame for blame in state.blames if blame not in hasty]
+    for blame in hasty:
+        state.excluded.pop(blame.node, None)
+        node = state.nodes.get(blame.node)
+        if node is not None and node.bad:
+            node.bad = False
+            node.become(Role.SUSPECT, f"cleared: {why}", state.now)
+
+
+def _recovered(state: RunState, node: Node) -> None:
+    """What took the node out is over: it may serve again, after all others and its tests."""
+    if node.bad and standing(state, node) is None:
+        node.bad = False
+        state.excluded.pop(node.name, None)
+        node.become(Role.SUSPECT, f"no longer found: {node.reason}", state.now)

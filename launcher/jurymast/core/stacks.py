@@ -1,0 +1,152 @@
+"""Where hanging ranks stand, and which of them never came to where the others wait: from dumps of stacks.
+
+A rank waits for others when it is in `torch.distributed`, or in a backward (gradients are reduced in it). On
+a GPU collectives run behind the program, which then waits at a line of its own code that needs their result;
+so when no rank is seen to wait, the place where most of them stand counts as the waiting one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jurymast.core.events import StacksTaken
+
+COLLECTIVE, BACKWARD, LOADER, CODE, UNKNOWN = "collective", "backward", "loader", "code", "unknown"
+WAITING = (COLLECTIVE, BACKWARD)
+PLACES_TOLD = 4
+RANKS_TOLD = 6
+# faulthandler: File "train.py", line 57 in main; py-spy: main (train.py:57)
+_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
+_PY_SPY_FRAME = re.compile(r"^ +(?P<function>\S+) \((?P<file>[^()]+):(?P<line>\d+)\)$")
+_MAIN_THREAD = re.compile(r'^(Current thread |Thread .*"MainThread")')
+_THREAD = re.compile(r"^(Current thread |Thread )")
+# Neither the user's script nor what it is made of.
+_NOT_THE_USERS = re.compile(r"^<|/lib/python3[^/]*/|/(site|dist)-packages/|/jurymast/(worker|checkpoint)/")
+# By a frame's file; the innermost frame that is in this table, or the user's, says where the rank stands.
+_PLACES = (
+    (re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)"), COLLECTIVE),
+    (re.compile(r"/torch/autograd/"), BACKWARD),
+    (re.compile(r"/torch/utils/data/"), LOADER),
+)
+_SAID = {COLLECTIVE: "", BACKWARD: "backward", LOADER: "the data loader"}
+# Decorators, and what a collective is made of.
+_INNER = re.compile(r"^(wrapper|inner|_?wait\w*|_\w+)$")
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: `kind` of those above, `text` for people: "in all_reduce at train.py:57"."""
+
+    kind: str
+    text: str
+
+
+def frames(dump: str) -> list[Frame]:
+    """The main thread's, innermost first, from what faulthandler or py-spy wrote; [] when it has none."""
+    found: list[Frame] = []
+    inside = False
+    for line in dump.splitlines():
+        if _THREAD.match(line):
+            if inside and found:
+                break
+            inside = bool(_MAIN_THREAD.match(line))
+        frame = _FRAME.match(line) or _PY_SPY_FRAME.match(line)
+        if inside and frame:
+            found.append(Frame(frame["file"], int(frame["line"]), frame["function"]))
+    return found
+
+
+def place(stack: Sequence[Frame], process: str = "") -> Place:
+    """`process`: what the kernel says of it, for a rank that gave no stack."""
+    if not stack:
+        return Place(UNKNOWN, f"without a stack{f' ({process})' if process else ''}")
+    users = next((frame for frame in stack if not _NOT_THE_USERS.search(frame.file)), None)
+    for frame in stack:
+        if frame is users:
+            break
+        kind = next((kind for pattern, kind in _PLACES if pattern.search(frame.file)), "")
+        if kind:
+            where = (users or frame).place
+            return Place(kind, f"in {_SAID[kind] or _collective(stack, frame)} at {where}")
+    innermost = users or stack[0]
+    return Place(CODE, f"in {innermost.function} at {innermost.place}")
+
+
+def _collective(stack: Sequence[Frame], innermost: Frame) -> str:
+    """What the user would call the collective whose innermost frame of torch this is."""
+    for frame in stack[stack.index(innermost) :]:
+        if not _NOT_THE_USERS.search(frame.file):
+            break
+        if _PLACES[0][0].search(frame.file) and not _INNER.match(frame.function):
+            return f"DDP's {frame.function}" if "/nn/parallel/" in frame.file else frame.function
+    return "a collective"
+
+
+def absent(places: Mapping[int, Place]) -> tuple[int, ...]:
+    """The ranks that never came to where the others wait; () when all do, or it cannot be told."""
+    waiting = {rank for rank, at in places.items() if at.kind in WAITING}
+    if not waiting:
+        texts = [at.text for at in places.values() if at.kind != UNKNOWN]
+        most = max(texts, key=texts.count, default="")
+        waiting = {
+            rank for rank, at in places.items() if at.text == most and 2 * texts.count(most) > len(places)
+        }
+    return tuple(sorted(set(places) - waiting)) if waiting else ()
+
+
+def describe(places: Mapping[int, Place]) -> str:
+    """One sentence: those that are alone somewhere first. "" without any."""
+    groups: dict[str, list[int]] = {}
+    for rank, at in sorted(places.items()):
+        groups.setdefault(at.text, []).append(rank)
+    fewest = sorted(groups.items(), key=lambda group: len(group[1]))
+    parts = [f"{_ranks(ranks)} {text}" for text, ranks in fewest[:PLACES_TOLD]]
+    if len(fewest) > PLACES_TOLD:
+        parts.append(f"the others in {len(fewest) - PLACES_TOLD} more places")
+    return ", ".join(parts)
+
+
+def places(taken: Sequence[StacksTaken]) -> dict[int, Place]:
+    """Of all ranks of all nodes."""
+    return {
+        rank: Place(kind, text)
+        for event in taken
+        for rank, kind, text in zip(event.ranks, event.kinds, event.places, strict=False)
+    }
+
+
+def evidence(taken: Sequence[StacksTaken]) -> list[str]:
+    """What an incident says of stacks: where the ranks stood, which were missing, where it is kept."""
+    at = places(taken)
+    if not at:
+        return []
+    told = [describe(at)]
+    missing = absent(at)
+    if missing:
+        told.append(f"{_ranks(missing)} never came to where the others wait")
+    asked = [rank for event in taken if event.recorded for rank in event.ranks]
+    silent = sorted(set(asked) - {rank for event in taken for rank in event.records})
+    if silent:
+        told.append(f"no flight record from {_ranks(silent)}")
+    folder = next((event.folder for event in taken if event.folder), "")
+    return [*told, f"stacks in {folder}"] if folder else told
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > RANKS_TOLD:
+        return f"{len(ranks)} ranks"
+    names = ", ".join(map(str, ranks))
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

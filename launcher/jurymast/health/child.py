@@ -1,0 +1,116 @@
+"""The probe child: looks at this machine through every probe, each at its own interval, until its stdin ends.
+
+stdin: one line, {"context": {...}, "probes": [names], "once": bool}. Answers, a JSON object a line:
+    {"say": "look", "probe", "limit_s"}    before anything of a probe's is called: who hangs if it never ends
+    {"say": "looked", "probe", "state", "findings", "next_s"}    all that holds, and the events since;
+        `state` is looked, nothing (not for this machine) or failed; `next_s` until any probe looks again
+With `once` it ends after one look of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jurymast.core.health import Finding, Verdict
+from jurymast.health import discover
+from jurymast.health.probe import Context, Probe
+from jurymast.health.tables import threshold
+
+# Drivers that are not in use may take seconds a GPU to open.
+OPEN_LOOKS = 3
+INTERVALS = 3
+FINDINGS_MAX = 100
+
+
+@dataclass
+class Open:
+    """A probe that looks; `due` on the monotonic clock."""
+
+    probe: Probe
+    due: float
+
+
+class Child:
+    def __init__(self, order: dict[str, Any], output: int) -> None:
+        self._context = Context(**order["context"])
+        self._names: Sequence[str] = order["probes"]
+        self._once = bool(order["once"])
+        self._output = output
+        self._least_s = threshold(self._context, "look-limit-s")
+        self._open: dict[str, Open] = {}
+
+    def run(self) -> None:
+        """Until stdin ends, or after one look of each."""
+        points = discover.installed()
+        for name in self._names:
+            if name in points:
+                self._begin(name, points[name])
+        while not self._once and not self._told_to_end():
+            name, due = min(self._open.items(), key=lambda item: item[1].due)
+            if due.due <= time.monotonic():
+                self._look(name)
+        for opened in self._open.values():
+            opened.probe.close()
+
+    def _begin(self, name: str, point: Any) -> None:
+        self._say({"say": "look", "probe": name, "limit_s": self._limit_s(OPEN_LOOKS * self._least_s)})
+        try:
+            probe = discover.open_probe(point, self._context)
+        except Exception as error:  # the edge to other people's code, which may raise anything
+            self._looked(name, "failed", [discover.failed(name, error, "be opened").to_json()])
+            return
+        if probe is None:
+            self._looked(name, "nothing", [])
+            return
+        self._open[name] = Open(probe, time.monotonic())
+        self._look(name)
+
+    def _look(self, name: str) -> None:
+        probe = self._open[name].probe
+        self._say({"say": "look", "probe": name, "limit_s": self._limit_s(INTERVALS * probe.interval_s)})
+        try:
+            found = [checked(f) for f in probe.look(time.time()) if f.verdict is not Verdict.OK]
+            state = "looked"
+        except Exception as error:  # as above
+            found, state = [discover.failed(name, error, "look").to_json()], "failed"
+        self._open[name].due = time.monotonic() + max(0.1, probe.interval_s)
+        self._looked(name, state, found)
+
+    def _looked(self, name: str, state: str, found: Sequence[dict[str, Any]]) -> None:
+        self._say(
+            {
+                "say": "looked", "probe": name, "state": state, "findings": found[:FINDINGS_MAX],
+                "next_s": self._next_s(),
+            }
+        )  # fmt: skip
+
+    def _limit_s(self, wanted_s: float) -> float:
+        """With `once` somebody waits for the result."""
+        return self._least_s if self._once else max(self._least_s, wanted_s)
+
+    def _next_s(self) -> float:
+        due = min((opened.due for opened in self._open.values()), default=time.monotonic())
+        return max(0.0, due - time.monotonic())
+
+    def _told_to_end(self) -> bool:
+        """Waits for the next look to be due. True: stdin has ended, or no probe is left to look."""
+        return not self._open or bool(select.select([sys.stdin.fileno()], [], [], self._next_s())[0])
+
+    def _say(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(self._output, data) :]
+
+
+def checked(finding: Finding) -> dict[str, Any]:
+    """A finding for the wire. Raises for one that its reader would not take."""
+    values = finding.to_json()
+    Finding.from_json(values)
+    return values

@@ -1,0 +1,61 @@
+"""What probes look up: the reading of a Xid code and a limit, the policy's own before the packaged ones."""
+
+from __future__ import annotations
+
+from jurymast.core import health
+from jurymast.core.health import Finding, Verdict
+from jurymast.core.nearest import did_you_mean
+from jurymast.health.probe import Context
+from jurymast.reference import Xid, recovery_actions, thresholds, xids
+
+TEXT_MAX = 200
+# What a policy may say of a code (health.xid), as a verdict and a kind.
+READINGS = {
+    "ok": (Verdict.OK, health.SYMPATHETIC),
+    "suspect": (Verdict.SUSPECT, health.HARDWARE),
+    "bad": (Verdict.BAD, health.HARDWARE),
+    "application": (Verdict.UNKNOWN, health.APPLICATION),
+    "sympathetic": (Verdict.UNKNOWN, health.SYMPATHETIC),
+}
+
+
+def xid_finding(code: int, device: str, text: str, at: float, context: Context) -> Finding:
+    """The finding for one Xid event on `device` ("gpu3"), at `at` (seconds since the epoch). `text` is the
+    driver's own, or "" from where it is not given; Xid 154 goes by it. Whichever probe hears of the event,
+    the finding is the nvidia probe's, so that one event heard twice is one. A verdict of ok: ignore it."""
+    entry = xids().get(code)
+    verdict, kind = reading(code, text, context)
+    said = f" ({' '.join(text.split())[:TEXT_MAX]})" if text else ""
+    meaning = f"{entry.meaning}; {entry.action}" if entry else "not in the table of known codes"
+    if str(code) in context.xid:
+        meaning += f"; the policy reads it as {context.xid[str(code)]}"
+    return Finding(
+        probe="nvidia", code=f"xid-{code}", verdict=verdict, kind=kind, device=device, at=at, once=True,
+        message=f"Xid {code}: {meaning}{said}",
+    )  # fmt: skip
+
+
+def reading(code: int, text: str, context: Context) -> tuple[Verdict, str]:
+    """(verdict, kind) of a code: the policy's, else the table's; `unknown` for a code in neither."""
+    if str(code) in context.xid:
+        return READINGS[context.xid[str(code)]]
+    entry = xids().get(code)
+    if entry is None:
+        return Verdict.UNKNOWN, health.HARDWARE
+    return (_recommended(text, entry) if entry.group == "text" else entry.verdict), entry.kind
+
+
+def _recommended(text: str, entry: Xid) -> Verdict:
+    """Xid 154: "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)"."""
+    target = text.lower().rpartition(" to ")[2]
+    return next((verdict for words, verdict in recovery_actions().items() if words in target), entry.verdict)
+
+
+def threshold(context: Context, name: str) -> float:
+    """The limit `name`: the context's, else the packaged one. KeyError for a name that is in neither."""
+    if name in context.thresholds:
+        return float(context.thresholds[name])
+    table = thresholds()
+    if name not in table:
+        raise KeyError(f"no threshold {name}{did_you_mean(name, table)}")
+    return table[name].value

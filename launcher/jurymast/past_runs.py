@@ -1,0 +1,203 @@
+"""Earlier runs of a runs directory in brief: what node history and the failure rate are made of.
+
+A journal is replayed once; what it comes to is kept in the runs directory until the journal changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jurymast.core import events as ev
+from jurymast.core.incident import Incident
+from jurymast.core.node_history import Departure, PastRun, Span
+from jurymast.core.run import step
+from jurymast.core.state import Node, Phase, Role, RunState
+from jurymast.errors import RunDirectoryError
+from jurymast.journal import events, initial_state, read
+from jurymast.rundir import RunDirectory, write_atomically
+
+VERSION = 1
+SUMMARY_FILE = ".past-runs.json"
+CLEARED = "cleared: "  # how the state machine begins the reason of a node that it no longer blames
+FORGIVEN_FILE = ".forgiven-nodes.json"
+
+Stamp = list[list[int]]
+
+
+def past_runs(runs: Path) -> list[PastRun]:
+    """Every run below `runs` on Slurm nodes, oldest first. Unreadable ones are left out."""
+    kept = _load(runs / SUMMARY_FILE)
+    known: dict[str, Any] = {}
+    found = []
+    for name in _names(runs):
+        directory = RunDirectory(runs / name)
+        stamp = _stamp(directory)
+        known[name] = kept.get(name)
+        try:
+            run = _kept(known[name], stamp)
+        except (KeyError, TypeError, ValueError):  # changed since, or of another version
+            try:
+                run = _read(directory)
+            except (RunDirectoryError, OSError, KeyError, TypeError, ValueError):
+                del known[name]
+                continue
+            known[name] = {"stamp": stamp, "run": run.to_json() if run is not None else None}
+        if run is not None:
+            found.append(run)
+    if known != kept:
+        _save(runs / SUMMARY_FILE, known)
+    return found
+
+
+def _kept(entry: Any, stamp: Stamp) -> PastRun | None:
+    """What the summary has of a run. Raises KeyError, TypeError or ValueError: nothing that still counts."""
+    if entry["stamp"] != stamp:
+        raise ValueError("the journal has changed")
+    return PastRun.from_json(entry["run"]) if entry["run"] is not None else None
+
+
+def forgiven_nodes(runs: Path) -> dict[str, float]:
+    """Nodes whose record somebody wiped, with when (seconds since the epoch)."""
+    kept = _load(runs / FORGIVEN_FILE)
+    return {name: float(at) for name, at in kept.items() if isinstance(at, int | float)}
+
+
+def forgive(runs: Path, node: str, now: float) -> None:
+    """What `node` did so far no longer keeps it out of runs. Raises OSError."""
+    kept = {**forgiven_nodes(runs), node: now}
+    write_atomically(runs / FORGIVEN_FILE, json.dumps({"v": VERSION, "entries": kept}).encode())
+
+
+def _names(runs: Path) -> list[str]:
+    """Run ids, oldest first (they begin with their time)."""
+    try:
+        return sorted(entry.name for entry in os.scandir(runs) if not entry.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _stamp(directory: RunDirectory) -> Stamp:
+    """Changes whenever the run's journal does: size (bytes) and time of change (ns) of its files."""
+    stamp = []
+    for path in directory.journal_files():
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        stamp.append([status.st_size, status.st_mtime_ns])
+    return stamp
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+        entries = content["entries"] if content["v"] == VERSION else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _save(path: Path, entries: dict[str, Any]) -> None:
+    try:
+        write_atomically(path, json.dumps({"v": VERSION, "entries": entries}).encode(), durable=False)
+    except OSError:
+        pass  # somebody else's runs directory, or a full disk: the next reader replays once more
+
+
+def _read(directory: RunDirectory) -> PastRun | None:
+    """Replay one run; None for a local one, whose nodes are no machines. Raises RunDirectoryError."""
+    plan = directory.plan()
+    if plan.cluster != "slurm":
+        return None
+    reader = _Reader(initial_state(plan))
+    for event in events(read(directory)):
+        reader.take(event)
+    return reader.summary(plan.run, plan.exclude)
+
+
+class _Reader:
+    """Folds a journal with the run's own state machine, and writes down which nodes left when and why."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._spans: list[Span] = []
+        self._held: tuple[float, tuple[str, ...]] | None = None  # the allocation that is open
+        self._roles: dict[str, Role] = {}
+        self._left: list[Departure] = []
+        self._xids: list[tuple[float, str, str]] = []
+        self._excluded: set[str] = set()
+
+    def take(self, event: ev.Event) -> None:
+        state = self._state
+        if isinstance(event, ev.AllocationStarted):
+            self._close(state.now)  # a job that died left no word
+            self._held = (event.t, event.nodes)
+            self._roles = {}
+        phase = state.phase
+        step(state, event)
+        if isinstance(event, ev.AllocationEnded):
+            self._close(event.t)
+        if isinstance(event, ev.HealthFound) and event.code.startswith("xid-"):
+            self._xids.append((event.at or event.t, event.node, event.code))
+        if len(state.excluded) != len(self._excluded):
+            self._excluded |= state.excluded.keys()
+        for node in self._changed(event, phase):
+            before, now = self._roles.get(node.name, Role.JOINING), node.role
+            self._roles[node.name] = now
+            out = (Role.FAILED, Role.SUSPECT)
+            if node.reason.startswith(CLEARED) and self._left:
+                self._clear(node.name)
+            if now in out and before not in out:
+                self._left.append(
+                    Departure(
+                        node=node.name, at=state.now, cause="", evidence=node.reason,
+                        failed=now is Role.FAILED and not node.faultless, by_hand=node.drained,
+                    )
+                )  # fmt: skip
+
+    def _clear(self, node: str) -> None:
+        """Its newest departure was taken back: many nodes had the same, so none is to blame."""
+        for number in reversed(range(len(self._left))):
+            if self._left[number].node == node:
+                self._left[number] = replace(self._left[number], failed=False)
+                return
+
+    def _changed(self, event: ev.Event, before: Phase) -> Iterator[Node]:
+        """Nodes whose role this event may have changed: looking at all each time would take too long."""
+        if self._state.phase is not before:
+            yield from self._state.nodes.values()
+        elif (node := self._state.nodes.get(getattr(event, "node", ""))) is not None:
+            yield node
+
+    def _close(self, t: float) -> None:
+        if self._held is not None:
+            self._spans.append(Span(start=self._held[0], end=max(t, self._held[0]), nodes=self._held[1]))
+        self._held = None
+
+    def summary(self, run: str, excluded: tuple[str, ...]) -> PastRun:
+        self._close(self._state.now)
+        return PastRun(
+            run=run,
+            active=self._state.active,
+            spans=tuple(self._spans),
+            failures=tuple(i.fault_at for i in self._state.incidents if i.charged == "infrastructure"),
+            departures=tuple(replace(left, cause=_cause(self._state.incidents, left)) for left in self._left),
+            xids=tuple(self._xids),
+            excluded=tuple(sorted({*excluded, *self._excluded})),
+            jobs=tuple(self._state.slurm_jobs),
+            ended=self._state.ended,
+        )
+
+
+def _cause(incidents: Sequence[Incident], left: Departure) -> str:
+    """The class of the incident in which the node left; a spare leaves in none."""
+    for incident in incidents:
+        until = incident.decided_at or incident.ended_at or left.at
+        if incident.detected_at <= left.at <= until and incident.node in ("", left.node):
+            return incident.cause
+    return "drain_asked" if left.by_hand else "lost as a spare"

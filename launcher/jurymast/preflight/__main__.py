@@ -1,0 +1,59 @@
+"""`python -m jurymast.preflight LOCAL_RANK`: tests one device of this node at the agent's word.
+
+JSON lines. In: {"do": "alone"} or {"do": "group", "name", "host", "port", "rank", "world", "limit_s"}. Out:
+{"said": "ready", "port"} once torch is there, then an answer an order, {"said": "done", "times", "wrong",
+"error"}; see `core.preflight.Alone` for the last three. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from typing import Any
+
+from jurymast.processes import die_with_parent
+
+STORE_LIMIT_S = 30.0
+
+
+def main() -> int:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning signal reaches every process of a step
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides
+    die_with_parent()
+    # What a library prints must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    local_rank = int(sys.argv[1])
+    # NCCL would end this process when a partner does not answer; so a wait for it raises instead.
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+
+    import torch.distributed as dist
+
+    from jurymast.preflight import device, group
+
+    # Every pairing that this node leads meets at this store, under a name of its own.
+    store = dist.TCPStore(
+        "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_LIMIT_S)
+    )
+    answers.write(json.dumps({"said": "ready", "port": store.port}) + "\n")
+    for line in sys.stdin:
+        order: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = {"said": "done", "times": {}, "wrong": "", "error": ""}
+        try:
+            if order["do"] == "alone":
+                answer["times"], answer["wrong"] = device.test(device.choose(local_rank))
+            else:
+                answer["times"] = group.test(order, device.choose(local_rank))
+        except (RuntimeError, OSError, ValueError) as error:  # torch's and CUDA's errors are RuntimeErrors
+            answer["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        answers.write(json.dumps(answer) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    main()
+    sys.stderr.flush()
+    os._exit(0)  # unloading torch takes a second, and there is nothing to give back

@@ -1,0 +1,28 @@
+"""How a process becomes a helper that lives and dies with the one that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """SIGKILL for this process when its parent's thread that started it ends, however that happens."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def become_helper(nice: int) -> int:
+    """Become the agent's helper: `nice` to the ranks, and deaf to what Slurm signals to everything in the
+    job, since whether to end is the agent's decision. Returns a descriptor for answers on what was stdout:
+    what libraries print goes to stderr from now on."""
+    os.nice(nice)
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.umask(0o077)
+    output = os.dup(1)
+    os.dup2(2, 1)
+    return output

@@ -1,0 +1,68 @@
+"""The packaged tables that health probes go by, and that a policy may override: Xid codes and thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jurymast.core.health import Verdict
+
+DATA = Path(__file__).parent / "health" / "data"
+
+
+@dataclass(frozen=True)
+class Xid:
+    """One code of NVIDIA's driver. `group` is the class of the table: application, informational, reset,
+    drain, decode, text or support; `kind` is one of `core.health.KINDS`."""
+
+    code: int
+    group: str
+    verdict: Verdict
+    kind: str
+    meaning: str
+    action: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Threshold:
+    name: str
+    value: float
+    unit: str
+    meaning: str
+    source: str
+
+
+@cache
+def _table(name: str) -> dict[Any, Any]:
+    table: dict[Any, Any] = yaml.safe_load((DATA / f"{name}.yaml").read_text(encoding="utf-8"))
+    return table
+
+
+@cache
+def xids() -> Mapping[int, Xid]:
+    """Every code of the table, by number."""
+    table, found = _table("xid"), {}
+    for code, entry in table["codes"].items():
+        group = table["classes"][entry["class"]]
+        found[code] = Xid(
+            code=code, group=entry["class"], verdict=Verdict(group["verdict"]), kind=group["kind"],
+            meaning=entry["meaning"], action=group["action"], source=table["sources"][entry["source"]],
+        )  # fmt: skip
+    return found
+
+
+@cache
+def recovery_actions() -> Mapping[str, Verdict]:
+    """What the recovery actions that a driver names come to; lower case, in the words of Xid 154."""
+    return {words: Verdict(verdict) for words, verdict in _table("xid")["recovery"].items()}
+
+
+@cache
+def thresholds() -> Mapping[str, Threshold]:
+    return {name: Threshold(name, **entry) for name, entry in _table("thresholds").items()}

@@ -1,0 +1,332 @@
+"""Is this site ready? One check after the other, each with what to do about a no."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jurymast.cluster.allocation import run_command
+from jurymast.cluster.verdicts import seal
+from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.report.layout import Block, Line, Table
+from jurymast.rundir import RunDirectory
+
+COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel")
+OLDEST_SLURM = (22, 5)
+OLDEST_TORCH = (2, 6)
+CLOCKS_AGREE_S = 2.0
+SPOOL_MODE = 0o1733
+# The time that the last checkpoint may take once Slurm ends a job, and how soon a lost node is Slurm's, too.
+LEAST_KILL_WAIT_S = 30
+SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "9p", "wekafs", "pvfs", "orangefs", "cifs")
+
+YES, NO, NOTE = "yes", "no", "note"
+
+
+@dataclass(frozen=True)
+class Check:
+    """`answer`: yes, no (something to do), or note (works, but less well; or could not be seen)."""
+
+    name: str
+    answer: str
+    found: str
+    todo: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"check": self.name, "answer": self.answer, "found": self.found, "todo": self.todo or None}
+
+
+@dataclass(frozen=True)
+class Site:
+    """`conf`: slurm.conf as `scontrol show config` tells it, empty where Slurm does not answer."""
+
+    runs: Path
+    spool: Path
+    conf: dict[str, str]
+
+
+def examine(runs: Path, spool: Path) -> Iterator[Check]:
+    """All checks, in the order in which to mend things."""
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if missing:
+        yield Check(
+            "slurm commands", NO, f"not in PATH: {', '.join(missing)}",
+            "install Slurm's commands here or load their module; without Slurm only --cluster local works",
+        )  # fmt: skip
+    conf, trouble = slurm_conf() if not missing else ({}, "its commands are missing")
+    site = Site(runs, spool, conf)
+    if not missing:
+        yield _slurm(conf, trouble)
+    checks: Sequence[Callable[[Site], Check]] = (
+        _runs_directory, _torch, _gpu_library, _munge, _requeue, _shrink, _kill_wait, _node_timeout, _drain,
+        _health_check, _spool, _clock,
+    )  # fmt: skip
+    for check in checks:
+        yield check(site)
+
+
+def slurm_conf() -> tuple[dict[str, str], str]:
+    """({key: value}, "") or ({}, why not)."""
+    try:
+        told = run_command(["scontrol", "show", "config"])
+    except ClusterUnavailableError as error:
+        return {}, str(error)
+    pairs = (line.split("=", 1) for line in told.splitlines() if "=" in line)
+    return {key.strip(): value.strip() for key, value in pairs}, ""
+
+
+def _slurm(conf: dict[str, str], trouble: str) -> Check:
+    if not conf:
+        return Check("slurm", NO, trouble, "is slurmctld up, and is SLURM_CONF right? try: scontrol ping")
+    version = conf.get("SLURM_VERSION", "")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_SLURM:
+        return Check(
+            "slurm", NOTE, version, "older than 22.05, which is the oldest that jurymast is tested with"
+        )
+    return Check("slurm", YES, f"{version}, cluster {conf.get('ClusterName', '?')}")
+
+
+def _runs_directory(site: Site) -> Check:
+    name, place = "runs directory", site.runs
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        probe = RunDirectory(place / f".jurymast-doctor-{os.getpid()}")
+        probe.create()
+        shutil.rmtree(probe.root)
+    except (RunDirectoryError, OSError) as error:
+        return Check(name, NO, str(error), "choose another with --runs DIR or JURYMAST_RUNS")
+    kind = filesystem(place)
+    if not kind.startswith(SHARED):
+        return Check(
+            name, NOTE, f"{site.runs} can be written, on {kind or 'an unknown file system'}",
+            "make sure that every node sees the same directory; the supervisor's successor needs it, too",
+        )  # fmt: skip
+    return Check(name, YES, f"{site.runs} can be written, on {kind}")
+
+
+def filesystem(path: Path) -> str:
+    """Type of the file system that `path` is on; "" when the kernel does not say."""
+    best, kind = -1, ""
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        point, of = line.split()[1:3]
+        if path.absolute().is_relative_to(point) and len(point) >= best:
+            best, kind = len(point), of
+    return kind
+
+
+def _torch(site: Site) -> Check:
+    """By its metadata: importing it takes seconds."""
+    python = f"{sys.executable} (Python {sys.version_info.major}.{sys.version_info.minor})"
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Check(
+            "torch", NO, f"none in {python}", "pip install torch beside jurymast, where all nodes see it"
+        )
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TORCH:
+        return Check("torch", NO, f"{version} in {python}", "torch 2.6 or newer is needed")
+    if closed := closed_above(Path(sys.executable)):
+        return Check("torch", NO, f"{python} lies below {closed}, which others cannot enter",
+                     "install it where the nodes and other users can read it")  # fmt: skip
+    return Check("torch", YES, f"{version} in {python}")
+
+
+def closed_above(path: Path) -> Path | None:
+    """The first directory above `path` that only its owner may enter; None if that is the user itself."""
+    for directory in reversed(path.parents):
+        status = directory.stat()
+        if not status.st_mode & stat.S_IXOTH and status.st_uid not in (os.getuid(),):
+            return directory
+    return None
+
+
+def _gpu_library(site: Site) -> Check:
+    """Login nodes seldom have one; what counts is on the nodes."""
+    code = "import pynvml as p; p.nvmlInit(); print(p.nvmlSystemGetDriverVersion(), p.nvmlDeviceGetCount())"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check("gpu library", NO, "NVML does not answer", "the driver hangs: reboot this machine")
+    if done.returncode == 0:
+        driver, gpus = done.stdout.split()
+        return Check("gpu library", YES, f"driver {driver}, {gpus} GPUs here")
+    what = "pynvml is not installed" if "No module" in done.stderr else "no NVIDIA driver on this machine"
+    todo = "on the GPU nodes: pip install 'jurymast[nvidia]', then srun jurymast health"
+    return Check("gpu library", NOTE, what, todo)
+
+
+def _munge(site: Site) -> Check:
+    try:
+        seal(b"doctor")
+    except ClusterUnavailableError as error:
+        todo = "start munged, or install munge's commands; only nodes_policy.bad: drain needs them"
+        return Check("munge", NO if site.conf else NOTE, str(error), todo)
+    return Check("munge", YES, "makes credentials")
+
+
+def _requeue(site: Site) -> Check:
+    if not site.conf:
+        return _unseen("requeue")
+    allowed = site.conf.get("JobRequeue", "1") == "1"
+    found = f"JobRequeue={site.conf.get('JobRequeue', '?')}"
+    return Check("requeue", YES, found + ("" if allowed else "; jurymast asks for --requeue itself"))
+
+
+def _shrink(site: Site) -> Check:
+    if not site.conf:
+        return _unseen("give nodes back")
+    if "disable_job_shrink" in site.conf.get("SchedulerParameters", ""):
+        return Check(
+            "give nodes back", NOTE, "SchedulerParameters has disable_job_shrink",
+            "a sick node stays in the job, idle, until that ends; take it out of slurm.conf to change this",
+        )  # fmt: skip
+    return Check("give nodes back", YES, "a running job may give a sick node back")
+
+
+def _kill_wait(site: Site) -> Check:
+    wait_s = seconds(site.conf.get("KillWait", ""))
+    if wait_s is None:
+        return _unseen("time to save")
+    if wait_s < LEAST_KILL_WAIT_S:
+        return Check(
+            "time to save", NOTE, f"KillWait={wait_s} s",
+            f"{LEAST_KILL_WAIT_S} s or more leave time to bring the last checkpoint to storage",
+        )  # fmt: skip
+    return Check("time to save", YES, f"KillWait={wait_s} s")
+
+
+def _node_timeout(site: Site) -> Check:
+    wait_s = seconds(site.conf.get("SlurmdTimeout", ""))
+    if wait_s is None:
+        return _unseen("lost nodes")
+    found = f"SlurmdTimeout={wait_s} s; jurymast notices by itself, within seconds"
+    if wait_s == 0:
+        return Check("lost nodes", NOTE, found, "with 0 Slurm never takes a dead node out of the job")
+    return Check("lost nodes", YES, found)
+
+
+def _drain(site: Site) -> Check:
+    """Which way a bad node can be taken out of service."""
+    if not site.conf:
+        return _unseen("drain")
+    level = _admin_level()
+    if os.geteuid() == 0 or level == "Administrator":
+        return Check(
+            "drain", YES, "you are Slurm's administrator; runs use the site's health check all the same"
+        )
+    program = site.conf.get("HealthCheckProgram", "(null)")
+    if _is_ours(program):
+        return Check("drain", YES, "by the site's health check, on munge's word: nodes_policy.bad: drain")
+    return Check(
+        "drain", NOTE, "not for users; runs exclude bad nodes from themselves (nodes_policy.bad: exclude)",
+        "ask the site to install slurm/site/healthcheck if bad nodes should be drained for everybody",
+    )  # fmt: skip
+
+
+def _admin_level() -> str:
+    if shutil.which("sacctmgr") is None:
+        return ""
+    try:
+        command = ["sacctmgr", "--noheader", "--parsable2", "show", "user", "format=AdminLevel"]
+        return run_command([*command, f"where=name={os.environ.get('USER', '')}"], limit_s=10.0).strip()
+    except ClusterUnavailableError:
+        return ""
+
+
+def _is_ours(program: str) -> bool:
+    try:
+        return b"jurymast" in Path(program).read_bytes()[:4096] or "jurymast" in program
+    except OSError:
+        return "jurymast" in program
+
+
+def _health_check(site: Site) -> Check:
+    if not site.conf:
+        return _unseen("health check")
+    program, every = (site.conf.get(f"HealthCheck{key}", "(null)") for key in ("Program", "Interval"))
+    if program == "(null)":
+        return Check("health check", NOTE, "HealthCheckProgram is not set", "see slurm/site/README.md")
+    if not _is_ours(program):
+        return Check(
+            "health check", NOTE, f"{program} is not jurymast's", "let it call slurm/site/healthcheck, too"
+        )
+    if seconds(every) == 0:
+        return Check("health check", NO, f"{program}, HealthCheckInterval=0", "set HealthCheckInterval=300")
+    if not os.access(program, os.X_OK):
+        return Check("health check", NOTE, f"{program} is not on this machine", "it must be on every node")
+    return Check("health check", YES, f"{program}, every {every}")
+
+
+def _spool(site: Site) -> Check:
+    spool, name = site.spool, "verdicts"
+    try:
+        status = spool.lstat()
+    except OSError:
+        todo = f"on every node, as root: install -d -m 1733 -o root {spool}; only drain needs it"
+        return Check(name, NOTE, f"{spool} is not on this machine", todo)
+    if status.st_uid != 0 or stat.S_IMODE(status.st_mode) != SPOOL_MODE:
+        todo = f"as root: chown root {spool} && chmod 1733 {spool}"
+        return Check(
+            name, NO, f"{spool} has mode {stat.S_IMODE(status.st_mode):o}, uid {status.st_uid}", todo
+        )
+    return Check(name, YES, f"{spool} takes them")
+
+
+def _clock(site: Site) -> Check:
+    """Against the controller's: scontrol ends its answer with when slurmctld answered."""
+    if not site.conf:
+        return _unseen("clocks")
+    try:
+        before = time.time()
+        told = run_command(["scontrol", "show", "config"])
+        match = re.search(r"Configuration data as of (\S+)", told)
+        if match is None:
+            return _unseen("clocks")
+        theirs = time.mktime(time.strptime(match.group(1), "%Y-%m-%dT%H:%M:%S"))
+    except (ClusterUnavailableError, ValueError):
+        return _unseen("clocks")
+    offset = theirs - int(before)
+    if abs(offset) > CLOCKS_AGREE_S:
+        return Check(
+            "clocks", NO, f"this machine and slurmctld differ by {offset:.0f} s", "mend NTP: munge needs it"
+        )
+    return Check("clocks", YES, "this machine and slurmctld agree to the second")
+
+
+def _unseen(name: str) -> Check:
+    return Check(name, NOTE, "not known without Slurm's answer")
+
+
+def seconds(text: str) -> int | None:
+    """Slurm's "30 sec"; None when there is no number."""
+    match = re.match(r"(\d+)", text)
+    return int(match.group(1)) if match else None
+
+
+def doctor_blocks(checks: Sequence[Check]) -> list[Block]:
+    """A table, then what to do."""
+    rows = [(check.name, check.answer, check.found) for check in checks]
+    blocks: list[Block] = [Table(("CHECK", "READY", "FOUND"), rows)]
+    for answer, title in ((NO, "to do"), (NOTE, "worth knowing")):
+        todos = [f"  {check.name}: {check.todo}" for check in checks if check.answer == answer and check.todo]
+        if todos:
+            blocks += [Line(""), Line(title, "bold"), *map(Line, todos)]
+    return blocks

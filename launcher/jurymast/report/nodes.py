@@ -1,0 +1,105 @@
+"""Nodes over all runs: rows for `jurymast nodes`, and their table."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jurymast.cluster.earlier import watched_in
+from jurymast.cluster.exclusions import out_of_service, until_text
+from jurymast.core.failure_rate import learned_before, node_rate, prior
+from jurymast.core.node_history import NodeRecord, history
+from jurymast.past_runs import forgiven_nodes, past_runs
+from jurymast.report.layout import Block, Line, Table
+from jurymast.report.words import clock, count, duration, iso
+
+Row = dict[str, Any]
+
+
+def node_rows(runs: Path, exclusion_s: float) -> list[Row]:
+    """One row a node that served a run below `runs`, those with most against them first."""
+    now = time.time()
+    out = out_of_service(now)
+    earlier = past_runs(runs)
+    fleet = prior().learned(*learned_before((one for run in earlier for one in watched_in(run)), now)).rate
+    records = history(
+        earlier, now, exclusion_s, out_s={name: seconds for name, (seconds, _) in out.items()},
+        forgiven=forgiven_nodes(runs),
+    )  # fmt: skip
+    worst = sorted(
+        records.values(),
+        key=lambda r: (
+            not r.for_good,
+            not r.excluded,
+            -r.lemon_score,
+            -r.strikes,
+            -len(r.departures),
+            r.name,
+        ),
+    )
+    return [_row(record, out.get(record.name), fleet) for record in worst]
+
+
+def _row(record: NodeRecord, out: tuple[float, str] | None, fleet: float) -> Row:
+    """`fleet`: failures per 1,000 node-days of all nodes."""
+    last = record.departures[-1] if record.departures else None
+    failed = sum(1 for departure in record.departures if departure.failed and not departure.by_hand)
+    return {
+        "node": record.name, "runs": record.runs, "node_days": round(record.node_days, 3),
+        "incidents": len(record.departures), "strikes": record.strikes,
+        "last_cause": last.cause if last else None, "last_at": iso(last.at) if last else None,
+        "last_evidence": last.evidence if last else None,
+        "lemon_score": record.lemon_score,
+        "expected_rate": round(node_rate(fleet, failed, record.node_days), 3),
+        "signals": [
+            {"name": s.name, "value": s.value, "limit": s.limit, "shows": s.shows, "evidence": s.evidence}
+            for s in record.signals
+        ],
+        "excluded": record.excluded, "excluded_for_good": record.for_good,
+        "excluded_until": iso(record.excluded_until), "why": record.why or None,
+        "out_of_service_s": round(out[0], 1) if out else None, "slurm_reason": out[1] if out else None,
+        "history": [{**asdict(departure), "at": iso(departure.at)} for departure in record.departures],
+    }  # fmt: skip
+
+
+def node_blocks(rows: list[Row], *, everything: bool) -> list[Block]:
+    """A table; without `everything` only nodes with something against them."""
+    shown = [r for r in rows if everything or r["incidents"] or r["lemon_score"] or r["excluded"]]
+    blocks: list[Block] = []
+    if shown:
+        headers = ("NODE", "RUNS", "INCIDENTS", "LAST", "STRIKES", "LEMON", "KEPT OUT", "LAST CAUSE")
+        table = [_cells(row) for row in shown]
+        blocks.append(Table(headers, table, frozenset({1, 2, 4, 5})))
+    quiet = len(rows) - len(shown)
+    if quiet:
+        blocks.append(Line(f"{count(quiet, 'node')} without an incident", "dim"))
+    return blocks
+
+
+def _cells(row: Row) -> list[str]:
+    signs = [s["evidence"] for s in row["signals"] if s["shows"]]
+    cause = f"{row['last_cause']}: {row['last_evidence']}" if row["last_cause"] else "-"
+    if signs:
+        cause += f" ({'; '.join(signs)})"
+    if row["out_of_service_s"] is not None:
+        cause += (
+            f"; in Slurm out for {duration(row['out_of_service_s'])}: {row['slurm_reason'] or 'no reason'}"
+        )
+    return [
+        row["node"], str(row["runs"]), str(row["incidents"]), _when(row["last_at"]), str(row["strikes"]),
+        f"{row['lemon_score']}/{len(row['signals'])}", _kept_out(row), cause,
+    ]  # fmt: skip
+
+
+def _when(at: str | None) -> str:
+    return clock(datetime.fromisoformat(at).timestamp())[:16] if at else "-"
+
+
+def _kept_out(row: Row) -> str:
+    if row["excluded_for_good"]:
+        return until_text(None)
+    until = row["excluded_until"]
+    return until_text(datetime.fromisoformat(until).timestamp()) if until else "-"

@@ -1,0 +1,66 @@
+"""What people ask of a run by hand: cancel, restart, drain, rollback, save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jurymast.core import events as ev
+from jurymast.core.state import Phase, RunState
+from jurymast.supervisor.cadence import Cadence
+from jurymast.supervisor.tiers import Tiers
+from jurymast.wire.channel import Channel, Message
+
+KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
+# A drain by hand can wait so long for a save; with steps of minutes it loses some of them instead.
+SAVE_LIMIT_S = 60.0
+
+
+@dataclass
+class Asks:
+    """`feed` journals an event, `now` is the supervisor's clock."""
+
+    state: RunState
+    tiers: Tiers
+    cadence: Cadence
+    feed: Callable[[ev.Event], None]
+    now: Callable[[], float]
+
+    async def answer(self, connection: Channel, asked: Message) -> None:
+        """Say {"ok": bool, "why": text when refused}, and do it."""
+        what, by = str(asked.get("what")), str(asked.get("by", ""))
+        node, back_to = str(asked.get("node") or ""), asked.get("step")
+        why = self._refusal(what, node, back_to)
+        if what == "save" and not why and not self.cadence.ask(by):
+            why = "its ranks have no Checkpointer, or have not done a step with it yet"
+        connection.send({"ok": False, "why": why} if why else {"ok": True})
+        await connection.drain()
+        if why:
+            return
+        if what == "drain" and node in self.state.placement:
+            await self._save_before(f"drain of {node}, {by}")
+        if what == "rollback" and isinstance(back_to, int):
+            self.tiers.go_back(back_to)
+        self.feed(ev.Asked(t=self.now(), what=what, by=by, node=node))
+
+    def _refusal(self, what: str, node: str, back_to: object) -> str:
+        if what not in KNOWN:
+            return f"unknown request {what!r}"
+        if what == "drain" and node not in self.state.nodes:
+            return f"no node {node!r} in this run; it has {', '.join(self.state.nodes)}"
+        if what == "rollback" and not isinstance(back_to, int):
+            return "a rollback needs the step to go back to"
+        if what == "save" and self.state.phase is not Phase.RUNNING:
+            return f"the run is {self.state.public_state}: no steps are being done"
+        return ""
+
+    def warned(self) -> None:
+        """Slurm's warning (SIGUSR2) that a time limit or a preemption is near: what is done is kept."""
+        self.feed(ev.Signalled(t=self.now(), signal="SIGUSR2"))
+        if self.state.phase is Phase.RUNNING and self.cadence.ask("Slurm's warning"):
+            self.feed(ev.Asked(t=self.now(), what="save", by="Slurm's warning"))
+
+    async def _save_before(self, by: str) -> None:
+        self.feed(ev.Asked(t=self.now(), what="save", by=by))
+        if not await self.cadence.save_first(by, SAVE_LIMIT_S) and self.state.phase is Phase.RUNNING:
+            self.feed(ev.Noted(t=self.now(), message=f"nothing was saved before the {by}"))

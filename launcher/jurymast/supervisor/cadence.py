@@ -1,0 +1,306 @@
+"""The supervisor's hand in the cadence: it decides when all ranks save, and brings them to agree.
+
+How they agree is told in `worker.schedule`; this is the proposing side. Everything here is learnt anew from
+heartbeats, so a supervisor that takes over goes on; what was agreed is journalled before ranks hear of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from jurymast.core import events as ev
+from jurymast.core.cadence import Schedule, best_interval_s, first_interval_s, moved, why_interval
+from jurymast.core.copies import PEER
+from jurymast.core.forecast import SLOWDOWN
+from jurymast.core.optimum import Saving
+from jurymast.core.recovery import expected_mtbf_s
+from jurymast.core.state import Phase, RunState
+from jurymast.wire.channel import Message
+
+LOOK_INTERVAL_S = 0.5
+# Between two changes; the first schedules of an attempt go by the times of its first steps.
+HOLD_S = 5.0
+SAMPLE_S = 2.0
+RECENT = 9
+# So many samples while copies are written, and as many while none are, tell how much they slow training.
+SLOWDOWN_SAMPLES, SLOWDOWN_MAX = 8, 0.5
+# A proposal counts from this many heartbeats ahead: one to show it, one for what is on its way.
+MARGIN_BEATS = 3.0
+MARGIN_MAX_S = 60.0
+# A save that was asked for and skipped, as the ranks' memory was busy, is tried again so often.
+TRIES = 3
+SAVED_POLL_S = 0.02
+
+
+@dataclass
+class _Seen:
+    """What a node's newest heartbeat shows: its fastest and slowest rank's step, the oldest schedule that a
+    rank has settled last, and the agent's page."""
+
+    fastest: int
+    slowest: int
+    settled: int
+    number: int
+    decided: int
+
+
+def _see(ranks: list[dict[str, Any]], report: Mapping[str, Any]) -> _Seen | None:
+    """None until every rank has done a step with its Checkpointer."""
+    if not all(rank["explicit"] and rank["beats"] for rank in ranks):
+        return None
+    steps = [rank["step"] for rank in ranks]
+    settled = min(rank["settled"] for rank in ranks)
+    return _Seen(max(steps), min(steps), settled, report["number"], report["decided"])
+
+
+@dataclass
+class Cadence:
+    """`tell` sends a message to a node's agent, `feed` journals an event, `now` is the supervisor's clock,
+    `copying` says whether agents write copies to storage."""
+
+    state: RunState
+    tell: Callable[[str, Message], None]
+    feed: Callable[[ev.Event], None]
+    now: Callable[[], float]
+    copying: Callable[[], bool] = lambda: False
+    samples: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=64))
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def __post_init__(self) -> None:
+        self._look_at = 0.0
+        self._attempt = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new attempt: its pages are blank. What saves and steps cost is still known."""
+        self._attempt = self.state.attempt
+        self._places = frozenset(self.state.placement)
+        self._heard: dict[str, tuple[Any, Any]] = {}  # ranks and cadence of each node's newest heartbeat
+        self._seen: dict[str, _Seen] = {}  # the same, as of the newest look
+        self._steps: int | None = None  # what the script asks for
+        self._seconds: float | None = None
+        self._current: Schedule | None = None
+        self._decided = 0
+        self._shown: set[str] = set()
+        self._every = 0  # steps between saves as confirmed last
+        self._changed_at = -math.inf
+        self._proposed: ev.CadenceSet | None = None
+        self._asks: list[str] = []
+        self._tries = TRIES
+        self._margin_s = MARGIN_BEATS * self.state.settings.heartbeat_s
+        self._saved_step = -1
+        self._first: tuple[int, float] | None = None  # the first step seen, and when
+        self._sampled: tuple[int, float] | None = None
+
+    # ---- what is heard
+
+    def beat(self, node: str, message: Mapping[str, Any]) -> None:
+        """A heartbeat; those of ranks that use a Checkpointer tell of the cadence."""
+        if self._attempt != self.state.attempt:
+            self._begin()
+        report, ranks = message.get("cadence"), message["ranks"]
+        if message["attempt"] != self._attempt or node not in self._places or not report or not ranks:
+            return
+        self._heard[node] = ranks, report
+        current = self._current
+        shown = self._decided and (report["number"], report["decided"])
+        if current is None or shown == (current.number, self._decided):
+            return  # as almost always: thousands of nodes say so every half a second
+        seen = _see(ranks, report)
+        if seen is not None and self.state.phase is Phase.RUNNING:
+            self._answer(node, seen, current)
+
+    def heard(self, event: ev.Event) -> None:
+        """What was journalled: saves tell their cost."""
+        if not isinstance(event, ev.Saved) or event.copied or event.attempt != self._attempt:
+            return
+        if event.ok:
+            self.stalls.append(event.stall_s)
+            self._saved_step = max(self._saved_step, event.step)
+        elif self.state.cadence is not None and event.step == self.state.cadence.first_step:
+            by = self.state.cadence.by
+            if by and self._tries > 0:
+                self._tries -= 1
+                self._asks.append(by)
+
+    def ask(self, by: str) -> bool:
+        """Save as soon as all ranks can at one step; False when this run has no Checkpointer, or not yet."""
+        if not self._heard or self._attempt != self.state.attempt:
+            return False
+        self._look_at = 0.0
+        if by not in self._asks:
+            self._asks.append(by)
+        self._tries = TRIES
+        return True
+
+    async def save_first(self, by: str, limit_s: float) -> bool:
+        """Ask, and wait until what all ranks have done by now is saved; False when it was not in time."""
+        if self.state.phase is not Phase.RUNNING or not self.ask(by):
+            return False
+        self._see_all()
+        attempt, done, end = self._attempt, self._slowest(), self.now() + limit_s
+        while self._saved_step < done and self.now() < end:
+            await asyncio.sleep(SAVED_POLL_S)
+            if (self.state.attempt, self.state.phase) != (attempt, Phase.RUNNING):
+                return False
+        return self._saved_step >= done
+
+    # ---- bringing ranks to agree
+
+    def _answer(self, node: str, seen: _Seen, current: Schedule) -> None:
+        """What follows from one node's heartbeat: tell it what it lacks, or decide."""
+        if seen.number != current.number or (self._decided and seen.decided != self._decided):
+            self._send(node, current)
+        elif not self._decided and seen.fastest >= current.at:
+            self._decide(-current.number)
+        elif not self._decided:
+            self._shown.add(node)
+            if self._shown == self._places:
+                self._decide(current.number)
+
+    def _send(self, node: str, schedule: Schedule) -> None:
+        self.tell(
+            node,
+            {
+                "do": "cadence", "attempt": self._attempt, "number": schedule.number, "at": schedule.at,
+                "first": schedule.first, "every": schedule.every, "decided": self._decided,
+            },
+        )  # fmt: skip
+
+    def _decide(self, decided: int) -> None:
+        current, proposed = self._current, self._proposed
+        assert current is not None
+        self._decided, self._proposed = decided, None
+        if proposed is not None and decided > 0:
+            self._every, self._changed_at = current.every or self._every, self.now()
+            self._margin_s = MARGIN_BEATS * self.state.settings.heartbeat_s
+            self.feed(proposed)
+        elif proposed is not None:
+            self._margin_s = min(2.0 * self._margin_s, MARGIN_MAX_S)
+            self._asks += [proposed.by] if proposed.by else []
+        for node in self._places:
+            self._send(node, current)
+
+    def _adopt(self) -> bool:
+        """What an earlier supervisor left undecided is settled: confirmed if it had journalled or told it."""
+        number = max(seen.number for seen in self._seen.values())
+        if self._current is not None or number == 0:
+            return False
+        self._current = Schedule(number, 0, 0, 0)
+        told = self.state.cadence
+        self._every = told.every_steps if told is not None else 0
+        confirmed = any(seen.decided == number for seen in self._seen.values())
+        confirmed |= told is not None and told.number == number
+        self._decide(number if confirmed else -number)
+        return True
+
+    # ---- deciding
+
+    def look(self) -> None:
+        """Propose whatever is due. Cheap when nothing is."""
+        now = self.now()
+        if now < self._look_at or self.state.phase is not Phase.RUNNING:
+            return
+        self._look_at = now + LOOK_INTERVAL_S
+        if self._attempt != self.state.attempt or not self._see_all():
+            return
+        self._measure(now)
+        if self._adopt() or not self.samples or self._undecided():
+            return
+        self._look_at = now + SAMPLE_S
+        if self._asks:
+            by, self._asks = "; ".join(self._asks), []
+            self._propose(0, 0.0, f"asked by {by}", by)
+        elif self._steps is None and now >= self._changed_at + HOLD_S:
+            interval_s, reason = self._interval()
+            every = max(1, round(interval_s / self.step_s))
+            if moved(self._every, every):
+                self._propose(every, interval_s, reason)
+
+    def _see_all(self) -> bool:
+        """True when all ranks of every node have done a step in this attempt."""
+        seen = {node: _see(ranks, report) for node, (ranks, report) in self._heard.items()}
+        self._seen = {node: one for node, one in seen.items() if one is not None}
+        for _, report in self._heard.values():  # it is one script: they all say the same
+            self._steps, self._seconds = report["steps"], report["seconds"]
+            break
+        return len(self._seen) == len(self._places)
+
+    def _undecided(self) -> bool:
+        current = self._current
+        if current is None:
+            return False
+        return not self._decided or any(seen.settled < current.number for seen in self._seen.values())
+
+    def _slowest(self) -> int:
+        return min((seen.slowest for seen in self._seen.values()), default=0)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a step takes, saves and all; there are samples."""
+        return median([took_s for took_s, _ in self.samples][-RECENT:] if self.samples else [1.0])
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer steps take while copies are written, as a share: measured, or as expected."""
+        during = [took_s for took_s, copying in self.samples if copying]
+        quiet = [took_s for took_s, copying in self.samples if not copying]
+        if min(len(during), len(quiet)) < SLOWDOWN_SAMPLES:
+            return SLOWDOWN
+        return min(SLOWDOWN_MAX, max(0.0, median(during) / median(quiet) - 1.0))
+
+    def _measure(self, now: float) -> None:
+        """A sample of the time a step takes, every few seconds."""
+        step = self._slowest()
+        if self._first is None:
+            self._first = self._sampled = (step, now)
+        before, at = self._sampled or (step, now)
+        if step > before and now >= at + SAMPLE_S:
+            self.samples.append(((now - at) / (step - before), self.copying()))
+            self._sampled = (step, now)
+
+    @property
+    def saving(self) -> Saving | None:
+        """What a save costs; None until one was made. Its copy is safe once other nodes have it."""
+        if not self.stalls:
+            return None
+        peer = self.state.saved.get(PEER)
+        return Saving(median(self.stalls), peer.seconds if peer else 0.0, self.slowdown)
+
+    def _interval(self) -> tuple[float, str]:
+        """Time wanted between saves, in seconds, and why."""
+        if self._seconds is not None:
+            return self._seconds, "as the script or the policy asks"
+        mtbf_s, most_s = expected_mtbf_s(self.state, self.now()), self.state.settings.max_loss_s
+        saving = self.saving
+        if saving is None:
+            return min(first_interval_s(mtbf_s), most_s), "early, to learn what a save costs"
+        return best_interval_s(saving, mtbf_s, most_s), why_interval(saving, mtbf_s, most_s)
+
+    def _propose(self, every: int, interval_s: float, reason: str, by: str = "") -> None:
+        """`every` 0: one save now, and on with what is there."""
+        ahead_s = self._margin_s + self.state.settings.heartbeat_s
+        fastest = max(seen.fastest for seen in self._seen.values())
+        at = fastest + math.ceil(ahead_s / self.step_s) + 2
+        base = max(self._saved_step, self._first[0] if self._first else 0)
+        first = at if by else max(at, base + every)
+        repeat = every or (self._every if self._steps is None else 0)
+        number = max(seen.number for seen in self._seen.values()) + 1
+        self._current, self._decided, self._shown = Schedule(number, at, first, repeat), 0, set()
+        saving = self.saving or Saving(0.0)
+        told = self.state.cadence
+        self._proposed = ev.CadenceSet(
+            t=self.now(), attempt=self._attempt, number=number, from_step=at, first_step=first,
+            every_steps=repeat, reason=reason, by=by, step_s=round(self.step_s, 6),
+            interval_s=round(interval_s or (told.interval_s if told else 0.0), 3),
+            stall_s=round(saving.stall_s, 6), drain_s=round(saving.drain_s, 3),
+            slowdown=round(saving.slowdown, 4), mtbf_s=expected_mtbf_s(self.state, self.now()),
+        )  # fmt: skip
+        for node in self._places:
+            self._send(node, self._current)

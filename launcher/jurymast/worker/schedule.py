@@ -1,0 +1,138 @@
+"""How all ranks of an attempt come to save at the same steps, without a word between them.
+
+The supervisor proposes a schedule that counts from a step `at` that no rank has reached. Each agent writes it
+into its ranks' page, and its next heartbeat shows it together with how far its ranks are by then. Once every
+agent has shown it, and no rank had reached `at`, every rank is bound to see the proposal at `at`: the
+supervisor journals it and confirms. If some rank was faster, it withdraws it and proposes a later step.
+
+A rank looks at one word of shared memory at each step. At `at` it follows the schedule if that is confirmed,
+goes on as before if it is withdrawn, and waits if neither is known: then the others are about to learn the
+same. So all ranks do the same at every step, however late a message is. The wait normally does not happen,
+as `at` is some heartbeats ahead; it ends after DOUBT_LIMIT_S if no supervisor comes to decide, and then
+this rank may save at other steps than the rest, which never become a checkpoint.
+
+Each rank then shows the number of what it has settled, and the next proposal waits for all of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from collections.abc import Callable
+from enum import IntEnum
+
+from jurymast.core.cadence import NEVER, Schedule
+
+SCHEDULE_BYTES = 64
+# In the machine's own order: such a word is read and written in one piece.
+WORD = struct.Struct("q")
+DOUBT_LIMIT_S = 30.0
+POLL_S = 0.001
+
+
+class _Word(IntEnum):
+    NUMBER = 0  # of the schedule in the next three words; 0: none, or it is being written
+    AT = 1
+    FIRST = 2
+    EVERY = 3
+    DECIDED = 4  # the number of the newest schedule that is confirmed; negative: withdrawn
+
+
+class ScheduleRecord:
+    """The last words of the ranks' page, written by the agent."""
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self._page = page
+        self._start = len(page) - SCHEDULE_BYTES
+
+    def __getitem__(self, word: _Word) -> int:
+        found: int = WORD.unpack_from(self._page, self._start + WORD.size * word)[0]
+        return found
+
+    def __setitem__(self, word: _Word, value: int) -> None:
+        WORD.pack_into(self._page, self._start + WORD.size * word, value)
+
+    @property
+    def number(self) -> int:
+        return self[_Word.NUMBER]
+
+    @property
+    def decided(self) -> int:
+        return self[_Word.DECIDED]
+
+    def propose(self, schedule: Schedule) -> None:
+        """Never seen half: the number is there last."""
+        self[_Word.NUMBER] = 0
+        self[_Word.AT] = schedule.at
+        self[_Word.FIRST] = schedule.first
+        self[_Word.EVERY] = schedule.every
+        self[_Word.NUMBER] = schedule.number
+
+    def decide(self, decided: int) -> None:
+        self[_Word.DECIDED] = decided
+
+    def read(self) -> Schedule | None:
+        """What is proposed; None when nothing is, or at the very moment when it changes."""
+        number = self.number
+        found = Schedule(number, *(self[word] for word in (_Word.AT, _Word.FIRST, _Word.EVERY)))
+        return found if number and self.number == number else None
+
+
+def wait_for(known: Callable[[], bool]) -> None:
+    """Until `known`, or for DOUBT_LIMIT_S."""
+    end = time.monotonic() + DOUBT_LIMIT_S
+    while not known() and time.monotonic() < end:
+        time.sleep(POLL_S)
+
+
+class Follower:
+    """One rank's side. `settled` is told the number of each schedule that this rank is done deciding about;
+    a rank whose script has its own cadence does not `repeat` saves. `wait` waits, but not for ever."""
+
+    def __init__(
+        self,
+        record: ScheduleRecord,
+        settled: Callable[[int], None],
+        *,
+        repeat: bool = True,
+        wait: Callable[[Callable[[], bool]], None] = wait_for,
+    ) -> None:
+        self._record = record
+        self._settled = settled
+        self._repeat = repeat
+        self._wait = wait
+        self._seen = 0
+        self._pending: Schedule | None = None
+        self._following: Schedule | None = None
+        self._due = NEVER
+
+    def due(self, step: int) -> bool:
+        """True when the schedule has `step` saved. To be called once a step, whose heartbeat was made."""
+        number = self._record.number
+        if number != self._seen:
+            self._look()
+        pending = self._pending
+        if pending is not None and (step >= pending.at or self._record.decided == -pending.number):
+            self._settle(pending)
+        return step >= self._due
+
+    def passed(self, step: int) -> None:
+        """`step` is saved, or was tried to be."""
+        if self._following is not None:
+            following = self._following.due_after(step)
+            self._due = following if self._repeat or following == self._following.first else NEVER
+
+    def _look(self) -> None:
+        found = self._record.read()
+        if found is not None:
+            self._pending, self._seen = found, found.number
+
+    def _settle(self, schedule: Schedule) -> None:
+        """At the schedule's step: follow it or not, as all others do."""
+        self._wait(lambda: abs(self._record.decided) >= schedule.number)
+        if self._record.decided == schedule.number:
+            self._following = schedule
+            self._due = schedule.first
+        self._pending = None
+        self._settled(schedule.number)

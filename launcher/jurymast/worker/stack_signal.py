@@ -1,0 +1,47 @@
+"""A rank's answer to the question where it stands: the Python stacks of its threads, into a file.
+
+`faulthandler` writes them from within the signal's handler, so a rank that is stuck in C code, or holds the
+interpreter's lock, answers too. One that is stopped, or stuck in the kernel, does not.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+
+# A real-time signal in the middle of the range: C libraries take from the lower end, people use the ends.
+NUMBER = signal.SIGRTMIN + 17
+PATH_VARIABLE = "JURYMAST_STACKS"
+# Where torch's flight recorder writes, in a directory that must be there.
+FLIGHT_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
+
+# Above the stack of the thread that took the signal: the main thread, unless that blocks it.
+OWN_THREAD = "Current thread"
+
+
+def file_name(attempt: int, local_rank: int) -> str:
+    """Of the file in the agent's own temporary directory."""
+    return f"stacks-{attempt}-{local_rank}.txt"
+
+
+def listen() -> None:
+    """Answer from now on, into the file that the environment names; without one nothing is done."""
+    path = os.environ.get(PATH_VARIABLE)
+    if not path:
+        return
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return  # a rank without a place to answer trains all the same
+    faulthandler.register(NUMBER, file=file, all_threads=True)
+
+
+def listens(pid: int) -> bool:
+    """True when the process catches the signal, which would end it otherwise. See proc(5): SigCgt."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8") as file:
+            caught = next((line for line in file if line.startswith("SigCgt:")), "")
+    except OSError:
+        return False
+    return bool(int(caught.partition(":")[2] or "0", 16) >> (NUMBER - 1) & 1)

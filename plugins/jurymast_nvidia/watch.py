@@ -1,0 +1,202 @@
+"""The probe itself: all checks of the job's GPUs every 15 s, and the driver's events every second."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pynvml
+
+from jurymast.core.health import Finding, Verdict
+from jurymast.health.probe import Context
+from jurymast.health.tables import threshold, xid_finding
+from jurymast_nvidia import checks, nvml, visible
+from jurymast_nvidia.checks import ACTIONS, RECOVERY_ACTION, Watched
+from jurymast_nvidia.nvml import Gpu, NvmlError, Problem
+
+NAME = "nvidia"
+BATCH_S = 15.0
+EVENTS_S = 1.0
+EVENTS_MAX = 100  # of one look: a GPU can say the same thing for ever
+XID = pynvml.nvmlEventTypeXidCriticalError
+XID_RECOVERY_ACTION = 154
+# Xids are told as they are. The others only make the next batch come at once: it sees what they are about.
+EVENTS = XID | 0x2 | 0x4000 | 0x8000  # double-bit ECC error, GPU unavailable, recovery action
+
+
+class NvidiaProbe:
+    """After `nvml.start`. `gpus` are the job's; `expected`: how many it should have, 0 if nothing says so.
+
+    Raises NvmlError when the GPUs cannot be counted.
+    """
+
+    name = NAME
+    interval_s = EVENTS_S
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._since: dict[tuple[str, str], float] = {}
+        self._standing: list[Finding] = []
+        self._due = 0.0
+        self._events: Any = None
+        self._waiting_failed = False
+        indices, named = self._find()
+        self.expected = (context.gpus or 0) if named is None else named
+        self.gpus = [Watched(Gpu(index), partial(threshold, context)) for index in indices]
+        self._by_address: dict[int, Gpu] = {}
+
+    def look(self, now: float) -> Sequence[Finding]:
+        events = [*self._new_events(now)]
+        if now >= self._due or now < self._due - BATCH_S:  # the latter: the clock was set back
+            self._due = now + BATCH_S
+            self._standing = self.batch(now)
+        return [*(event for event in events if event.verdict is not Verdict.OK), *self._standing]
+
+    def close(self) -> None:
+        with suppress(NvmlError):
+            if self._events is not None:
+                pynvml.nvmlEventSetFree(self._events)
+            nvml.stop()
+
+    # Which GPUs.
+
+    def _find(self) -> tuple[list[int], int | None]:
+        reachable = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                pynvml.nvmlDeviceGetHandleByIndex(index)
+            except NvmlError as error:
+                if error.value == pynvml.NVML_ERROR_NO_PERMISSION:
+                    continue
+            reachable.append(index)
+        return visible.of_this_job(reachable, os.environ.get("CUDA_VISIBLE_DEVICES"), _uuid)
+
+    def _reach(self, watched: Watched, at: float) -> Iterator[Problem]:
+        """Reads the fields for the checks that follow, and meets the error of a GPU that is gone."""
+        gpu = watched.gpu
+        if gpu.handle is None:
+            gpu.open(checks.FIELDS, checks.LINK_FIELDS)
+            self._by_address[nvml.address(gpu.handle)] = gpu
+            watched.deaf = self._listen(gpu)
+        gpu.read_fields()
+        yield from ()
+
+    def _listen(self, gpu: Gpu) -> str:
+        """Why its events cannot be heard, or ""."""
+        try:
+            if self._events is None:
+                self._events = pynvml.nvmlEventSetCreate()
+            supported = gpu.ask("nvmlDeviceGetSupportedEventTypes")
+            gpu.ask("nvmlDeviceRegisterEvents", supported & EVENTS, self._events)
+        except NvmlError as error:
+            return str(error)
+        return "" if supported & XID else "the driver has no such events"
+
+    # Events.
+
+    def _new_events(self, now: float) -> Iterator[Finding]:
+        if self._events is None:
+            return
+        for _ in range(EVENTS_MAX):
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
+            except NvmlError as error:
+                failed = error.value != pynvml.NVML_ERROR_TIMEOUT  # a lost GPU, for one
+                if failed and not self._waiting_failed:
+                    self._due = now
+                self._waiting_failed = failed
+                return
+            self._due = now
+            if event.eventType & XID:
+                gpu = self._by_address.get(nvml.address(event.device))
+                code = int(event.eventData)
+                if gpu is None:
+                    yield xid_finding(code, "", "", now, self._context)
+                    continue
+                text = f"PCI {gpu.bus}"
+                if code == XID_RECOVERY_ACTION:
+                    text += f", GPU recovery action changed to {_recommended(gpu)}"
+                yield xid_finding(code, gpu.name, text, now, self._context)
+
+    # The batch.
+
+    def batch(self, now: float) -> list[Finding]:
+        """What all checks find. A finding's `at` is when it was first seen."""
+        before, self._since, found = self._since, {}, []
+        for device, bus, problem in self._problems(now):
+            key = problem.code, device
+            if key in self._since:
+                continue
+            self._since[key] = before.get(key, now)
+            where = f" (PCI {bus})" if bus else ""
+            found.append(
+                Finding(
+                    probe=NAME, code=problem.code, verdict=problem.verdict, kind=problem.kind, device=device,
+                    message=f"{problem.message}{where}", at=self._since[key],
+                )
+            )  # fmt: skip
+        return found
+
+    def _problems(self, now: float) -> Iterator[tuple[str, str, Problem]]:
+        """(device, PCI address, problem), worst first where one code has several."""
+        yield from (("", "", problem) for problem in self._count_gpus())
+        for watched in self.gpus:
+            found = self._check(watched, now)
+            found.sort(key=lambda problem: problem.verdict is not Verdict.BAD)
+            yield from ((watched.gpu.name, watched.gpu.bus, problem) for problem in found)
+        yield from self._compare_links()
+
+    def _check(self, watched: Watched, now: float) -> list[Problem]:
+        """All checks of one GPU; once it is gone, no more of them."""
+        found: list[Problem] = []
+        for name, check in (("GPU", self._reach), *checks.CHECKS):
+            problems, gone = checks.attempt(name, check, watched, now)
+            found += problems
+            if gone or watched.gpu.handle is None:
+                break
+        return found
+
+    def _count_gpus(self) -> Iterator[Problem]:
+        """Against what Slurm granted, and against what was here at the start."""
+        try:
+            there = pynvml.nvmlDeviceGetCount()
+        except NvmlError as error:
+            problem = nvml.problem_of(error, "GPU count")
+            yield from [problem] if problem else []
+            return
+        seen = len(self.gpus)
+        if seen < self.expected:
+            yield Problem(
+                "gpu-missing", Verdict.BAD, f"{seen} of {self.expected} GPUs granted here are there"
+            )
+        elif self.gpus and there <= max(watched.gpu.index for watched in self.gpus):
+            yield Problem("gpu-missing", Verdict.BAD, f"of the GPUs that were here, only {there} are left")
+
+    def _compare_links(self) -> Iterator[tuple[str, str, Problem]]:
+        """Fewer NVLinks up than on the node's other GPUs, from the start. None may be how it is wired."""
+        up = {watched.gpu: len(watched.links_at_first or ()) for watched in self.gpus}
+        most = max(up.values(), default=0)
+        for gpu, links in up.items():
+            if 0 < links < most:
+                words = f"{links} NVLinks are up, {most} are on other GPUs of this node"
+                yield gpu.name, gpu.bus, Problem("gpu-nvlink-missing", Verdict.SUSPECT, words)
+
+
+def _recommended(gpu: Gpu) -> str:
+    """What the driver recommends now, in the words in which Xid 154 says it in the kernel log."""
+    try:
+        gpu.read_fields()
+        action = int(gpu.field(RECOVERY_ACTION))
+    except NvmlError as error:
+        return f"one that cannot be read ({error})"
+    return ACTIONS[action][0] if action in ACTIONS else f"{action:#x}" if action else "None"
+
+
+def _uuid(index: int) -> str:
+    try:
+        return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
+    except NvmlError:
+        return ""

@@ -1,0 +1,202 @@
+"""Slurm's HealthCheckProgram: looks at this node as root, reads verdicts, drains the node or lets it back.
+
+A verdict only makes root look at it: the node is drained when root's own probes find something bad of the
+same kind. So nobody can drain a node by lying about it, not even a node of one's own job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jurymast_site import slurm, verdicts
+from jurymast_site.config import DEFAULT, Config, ConfigError, load
+from jurymast_site.system import Failed, Log, load_state, require_roots, run, save_state, state_directory
+from jurymast_site.verdicts import Here, Refused, Verdict
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Storage that nodes share, the application and what other nodes' trouble brings are never this node's fault.
+KINDS = ("hardware", "network", "host")
+# `jurymast health` ends with the Nagios code of what it found.
+HEALTH_CODES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What root's own probes said: `bad` findings that speak against this node, and whether all was well."""
+
+    bad: tuple[Mapping[str, Any], ...]
+    all_well: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0; 1 when nothing could be looked at. Slurm only logs it."""
+    parser = argparse.ArgumentParser(description="jurymast's HealthCheckProgram; runs as root on a node")
+    parser.add_argument("--config", type=Path, default=DEFAULT, help=f"default: {DEFAULT}")
+    path: Path = parser.parse_args(arguments).config
+    try:
+        config = load(path)
+        log = Log("jurymast-healthcheck", config.log)
+    except ConfigError as error:
+        Log("jurymast-healthcheck", "").say(str(error))
+        return 1
+    try:
+        os.environ.update(config.environment)
+        os.chdir("/")  # Python's -m imports from where it is started, and that must be nobody's directory
+        state = state_directory(config.state)
+        lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        HealthCheck(config, state, log).run()
+    except BlockingIOError:
+        return 0  # the last one is still at it
+    except (Failed, OSError) as error:
+        log.say(f"failed: {error}")
+        return 1
+    return 0
+
+
+class HealthCheck:
+    """One round."""
+
+    def __init__(self, config: Config, state: Path, log: Log) -> None:
+        self._config = config
+        self._state = state
+        self._log = log
+        self._now = time.time()
+        self._node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+        self._boot_id = BOOT_ID.read_text().strip()
+
+    def run(self) -> None:
+        """Raises Failed and OSError."""
+        jobs = self._jobs_lately()
+        look = self._look()
+        reason = self._reason_by_verdict(look, jobs)
+        if not reason and self._config.act_on_own_findings and look is not None and look.bad:
+            reason = self._reason(look.bad[0], "-")
+        if reason:
+            self._drain(reason)
+        elif look is not None and look.all_well and self._config.resume:
+            self._let_back()
+
+    def _look(self) -> Look | None:
+        """Root's own probes; None when they could not be run, and then they confirm nothing."""
+        config = self._config
+        try:
+            require_roots(Path(config.health_command[0]))
+            told = run(config.health_command, limit_s=config.health_limit_s, codes=HEALTH_CODES)
+            look = parsed(told)
+        except (Failed, ValueError) as error:
+            self._log.say(f"the probes could not be run: {error}")
+            return None
+        for finding in look.bad:
+            self._log.say(f"found {finding['code']} {finding['device']}: {finding['message']}")
+        return look
+
+    def _jobs_lately(self) -> dict[str, int]:
+        """{job id: uid}: a run may give its sick node back before this is called again."""
+        path = self._state / "jobs.json"
+        seen = {
+            job: [uid, at]
+            for job, (uid, at) in load_state(path).items()
+            if at > self._now - self._config.max_age_s
+        }
+        seen.update({job: [uid, self._now] for job, uid in slurm.jobs_on(self._node).items()})
+        save_state(path, seen)
+        return {job: uid for job, (uid, _) in seen.items()}
+
+    def _reason_by_verdict(self, look: Look | None, jobs: Mapping[str, int]) -> str:
+        """The reason to drain that verdicts lead to; "" for none. Every refusal is logged."""
+        path = self._state / "nonces.json"
+        # Older ones cannot come back: they would be too old.
+        kept = self._now - self._config.max_age_s - 3600.0
+        nonces = {nonce: at for nonce, at in load_state(path).items() if at > kept}
+        reason = ""
+        for content in verdicts.taken(self._config.spool, self._node, self._now):
+            try:
+                if isinstance(content, Refused):
+                    raise content
+                verdict = verdicts.decoded(content)
+                here = Here(self._node, self._boot_id, self._now, self._config.max_age_s, jobs, nonces)
+                verdicts.check(verdict, here)
+                nonces[verdict.nonce] = self._now
+                save_state(path, nonces)  # before anything is done
+                confirmed = confirming(look, verdict)
+                if not self._config.act_on_verdicts:
+                    raise Refused(f"uid {verdict.uid}: this site does not act on verdicts")
+                reason = reason or self._reason(confirmed, verdict.job)
+            except Refused as refusal:
+                self._log.say(f"verdict refused: {refusal}")
+        return reason
+
+    def _reason(self, finding: Mapping[str, Any], job: str) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now))
+        device = str(finding["device"])
+        what = f"gpu={device[3:]}" if device.startswith("gpu") else f"device={device or '-'}"
+        told = f"[{finding['kind']}] code={finding['code']} {what} job={job} ts={stamp} boot={self._boot_id}"
+        return slurm.PREFIX + "".join(c for c in told if c.isalnum() or c in " []=_.:/-")
+
+    def _drain(self, reason: str) -> None:
+        """Take this node out, unless somebody else did, or too many are out already. Raises Failed."""
+        state, before = slurm.node_state(self._node)
+        if slurm.is_foreign(state, before):
+            self._log.say(f"not drained: it is {state} already, by somebody else: {before or 'no reason'}")
+            return
+        if slurm.is_out(state):
+            return  # by us, earlier
+        drained, nodes = slurm.drained_by_us()
+        most = max(1, int(self._config.max_fraction * nodes))
+        if drained >= most:
+            self._log.say(f"not drained: {drained} of {nodes} nodes are, most is {most}: {reason}")
+            return
+        if self._config.dry_run:
+            self._log.say(f"would drain (dry run): {reason}")
+            return
+        slurm.drain(self._node, reason)
+        state, after = slurm.node_state(self._node)
+        self._log.say(f"drained ({state}): {after}")
+
+    def _let_back(self) -> None:
+        """Back into service if we took it out, in an earlier boot. Raises Failed."""
+        state, reason = slurm.node_state(self._node)
+        ours = reason.startswith(slurm.PREFIX) and "boot=" in reason
+        if not state.startswith("drain") or not ours or f"boot={self._boot_id}" in reason:
+            return
+        if self._config.dry_run:
+            self._log.say(f"would let it back (dry run): {reason}")
+            return
+        slurm.resume(self._node)
+        self._log.say(f"back in service after a reboot, all checks pass; it was out for: {reason}")
+
+
+def parsed(told: str) -> Look:
+    """`jurymast health --json`: {"findings": [...]}. Raises ValueError."""
+    content = json.loads(told)
+    if not isinstance(content, dict) or not isinstance(content.get("findings"), list):
+        raise ValueError("the health command did not print findings as JSON")
+    against = []
+    for finding in content["findings"]:
+        if not isinstance(finding, dict):
+            raise ValueError("the health command printed something else than findings")
+        words = {key: str(finding.get(key, "")) for key in ("verdict", "kind", "code", "device", "message")}
+        if words["verdict"] == "bad" and words["kind"] in KINDS:
+            against.append(words)
+    # Not "unknown": where nothing could be seen, nothing is well.
+    return Look(tuple(against), content.get("verdict") == "ok")
+
+
+def confirming(look: Look | None, verdict: Verdict) -> Mapping[str, Any]:
+    """Root's own finding that bears the verdict out. Raises Refused when there is none."""
+    for finding in look.bad if look is not None else ():
+        same_part = not verdict.device or not finding["device"] or finding["device"] == verdict.device
+        if finding["kind"] == verdict.kind and (finding["code"] == verdict.code or same_part):
+            return finding
+    told = f"{verdict.code} {verdict.device}".strip()
+    raise Refused(f"uid {verdict.uid}: root's own probes do not find {told}")

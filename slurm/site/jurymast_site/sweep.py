@@ -1,0 +1,206 @@
+"""For Prolog and Epilog: what users without a job left on this node, reported or removed.
+
+Calls no Slurm command (a Prolog must not): who has a job here is read off the processes that slurmstepd
+holds. A user with a job is left alone entirely, as is everybody below `min_uid`, and everybody in a login
+session of their own. Always ends with 0: a failing Prolog drains the node, a failing Epilog too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pwd
+import re
+import signal
+import stat
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jurymast_site.config import DEFAULT, Config, ConfigError, load
+from jurymast_site.system import Log
+
+PROC = Path("/proc")
+SHARED_MEMORY = Path("/dev/shm")
+# Processes and files younger than this may belong to a job that starts at this moment.
+YOUNG_S = 60.0
+KILL_AFTER_S = 2.0
+POLL_S = 0.05
+_OF_SLURM = re.compile(r"/(?:slurm[^/]*|uid_\d+)/")
+_OF_LOGIN = re.compile(r"/user\.slice/|/session-[^/]*\.scope")
+_GPU_DEVICE = re.compile(r"/dev/(?:nvidia\d+|kfd|dri/renderD\d+)$")
+
+
+@dataclass(frozen=True)
+class Process:
+    """`started` is in clock ticks since boot: with the pid it names this process and no later one."""
+
+    pid: int
+    uid: int
+    parent: int
+    name: str
+    cgroup: str
+    started: int
+    age_s: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="sweep what users without a job left on this node")
+    parser.add_argument("--config", type=Path, default=DEFAULT, help=f"default: {DEFAULT}")
+    path: Path = parser.parse_args(arguments).config
+    log = Log("jurymast-sweep", "")
+    try:
+        config = load(path)
+        log = Log("jurymast-sweep", config.log)
+        sweep(config, log)
+    except (ConfigError, OSError) as error:
+        log.say(f"failed: {error}")
+    return 0
+
+
+def sweep(config: Config, log: Log) -> None:
+    """Report, and remove what the site said to remove."""
+    job_uid = os.environ.get("SLURM_JOB_UID", "")
+    found = list(processes())
+    busy = users_with_jobs(found) | ({int(job_uid)} if job_uid.isdigit() and not _is_epilog() else set())
+    if config.sweep_processes != "off":
+        strays = list(orphans(found, busy, config.min_uid))
+        for process in strays:
+            held = "".join(f", holds {device}" for device in sorted(gpus_held(process.pid)))
+            log.say(f"stray {described(process)}, {process.age_s:.0f} s old{held}")
+        if config.sweep_processes == "kill":
+            for process in end(strays):
+                log.say(f"stray {described(process)} does not end")
+    if config.sweep_shared_memory != "off":
+        alive = {process.uid for process in processes()}
+        for entry, uid, size in stale_files(SHARED_MEMORY, alive | busy, config.min_uid):
+            log.say(f"stale shared memory {entry} of {user(uid)}: {size} bytes")
+            if config.sweep_shared_memory == "remove":
+                _unlink(entry, uid)
+
+
+def _is_epilog() -> bool:
+    return os.environ.get("SLURM_SCRIPT_CONTEXT", "").startswith("epilog")
+
+
+def processes() -> Iterator[Process]:
+    """Everything that runs here."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    uptime_s = float((PROC / "uptime").read_text().split()[0])
+    for entry in PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            name, _, rest = (entry / "stat").read_text(errors="replace").rpartition(")")
+            fields = rest.split()
+            started = int(fields[19])
+            yield Process(
+                pid=int(entry.name), uid=entry.stat().st_uid, parent=int(fields[1]),
+                name=name.partition("(")[2], cgroup=(entry / "cgroup").read_text(), started=started,
+                age_s=uptime_s - started / ticks,
+            )  # fmt: skip
+        except (OSError, IndexError, ValueError):
+            continue  # it has ended
+
+
+def users_with_jobs(found: Iterable[Process]) -> set[int]:
+    """Users of whom a process descends from a slurmstepd, or lies in a cgroup of Slurm's."""
+    by_pid = {process.pid: process for process in found}
+    users = set()
+    for process in by_pid.values():
+        above: Process | None = process
+        # Anybody may call a process of theirs so; Slurm's runs as root.
+        while above is not None and not (above.uid == 0 and above.name.startswith("slurmstepd")):
+            above = by_pid.get(above.parent) if above.parent != above.pid else None
+        if above is not None or _OF_SLURM.search(process.cgroup):
+            users.add(process.uid)
+    return users
+
+
+def orphans(found: Iterable[Process], busy: set[int], min_uid: int) -> Iterator[Process]:
+    """Processes of users who have no job here and did not log in."""
+    for process in found:
+        logged_in = _OF_LOGIN.search(process.cgroup)
+        if process.uid >= min_uid and process.uid not in busy and process.age_s >= YOUNG_S and not logged_in:
+            yield process
+
+
+def gpus_held(pid: int) -> set[str]:
+    """GPU devices that the process has open: its memory there stays taken."""
+    held = set()
+    try:
+        for descriptor in (PROC / str(pid) / "fd").iterdir():
+            target = os.readlink(descriptor)
+            if _GPU_DEVICE.match(target):
+                held.add(target)
+    except OSError:
+        pass  # it has ended
+    return held
+
+
+def end(strays: Sequence[Process]) -> list[Process]:
+    """SIGTERM, then SIGKILL; returns those that are still there (stuck in the kernel)."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in strays:
+            _signal(process, number)
+        deadline = time.monotonic() + KILL_AFTER_S
+        while (left := [p for p in strays if _alive(p)]) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        strays = left
+    return list(strays)
+
+
+def _signal(process: Process, number: signal.Signals) -> None:
+    """By a descriptor of the process, so that a later one with its pid is never hit."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:
+        return
+    try:
+        if _alive(process):
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _alive(process: Process) -> bool:
+    try:
+        fields = (PROC / str(process.pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return int(fields[19]) == process.started and fields[0] != "Z"
+    except (OSError, IndexError, ValueError):
+        return False
+
+
+def stale_files(directory: Path, alive: set[int], min_uid: int) -> Iterator[tuple[Path, int, int]]:
+    """(path, owner's uid, bytes) of files whose owner has no process and no job here."""
+    for entry in directory.iterdir():
+        try:
+            status = entry.lstat()
+        except OSError:
+            continue
+        old = status.st_mtime < time.time() - YOUNG_S
+        if stat.S_ISREG(status.st_mode) and status.st_uid >= min_uid and status.st_uid not in alive and old:
+            yield entry, status.st_uid, status.st_size
+
+
+def _unlink(path: Path, uid: int) -> None:
+    """The directory is sticky, so the name is still this user's unless they have replaced it themselves."""
+    try:
+        if path.lstat().st_uid == uid:
+            path.unlink()
+    except OSError:
+        pass
+
+
+def described(process: Process) -> str:
+    return f"process {process.pid} ({process.name}) of {user(process.uid)}"
+
+
+def user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"

@@ -1,0 +1,108 @@
+"""What the site's programs share: the log, running a program within a time limit, root's own files."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import syslog
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+COMMAND_LIMIT_S = 10.0
+
+
+class Failed(Exception):
+    """A program could not be run, or refused; one line."""
+
+
+def run(
+    command: Sequence[str],
+    *,
+    limit_s: float = COMMAND_LIMIT_S,
+    given: bytes = b"",
+    codes: Sequence[int] = (0,),
+) -> str:
+    """Standard output of a program whose exit code is one of `codes` (empty: any). Raises Failed."""
+    try:
+        done = subprocess.run(list(command), input=given, capture_output=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{command[0]} did not end within {limit_s:g} s") from None
+    except OSError as error:
+        raise Failed(f"{command[0]}: {error.strerror}") from error
+    if codes and done.returncode not in codes:
+        words = done.stderr.decode(errors="replace").split()
+        raise Failed(f"{command[0]}: exit code {done.returncode}: {' '.join(words)[:300]}")
+    return done.stdout.decode(errors="replace")
+
+
+def require_roots(program: Path) -> None:
+    """Raises Failed unless only root can change the program."""
+    try:
+        status = program.stat()
+    except OSError as error:
+        raise Failed(f"{program}: {error.strerror}") from error
+    if status.st_uid != 0 or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Failed(f"{program}: others than root can write it, so root does not run it")
+
+
+class Log:
+    """Lines for syslog, and for the site's own file if it wants one. What users wrote comes in as text."""
+
+    def __init__(self, program: str, path: str) -> None:
+        self._program = program
+        self._path = path
+        syslog.openlog(program, syslog.LOG_PID, syslog.LOG_DAEMON)
+
+    def say(self, text: str) -> None:
+        line = clean(text)
+        syslog.syslog(syslog.LOG_NOTICE, line)
+        if self._path:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                descriptor = os.open(self._path, flags, 0o640)
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    file.write(f"{stamp} {self._program}[{os.getpid()}]: {line}\n")
+            except OSError:
+                pass  # syslog has it
+
+
+def clean(text: str) -> str:
+    """On one line and printable, whatever somebody put into it."""
+    return "".join(c if c.isprintable() else "?" for c in text)[:600]
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """One of root's own JSON files; empty when it is missing or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def save_state(path: Path, content: Mapping[str, Any]) -> None:
+    """Raises OSError: what must not be forgotten could not be written."""
+    partial = path.with_suffix(".partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def state_directory(path: Path) -> Path:
+    """Root's own, closed to others; made when it is missing. Raises Failed."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise Failed(f"{path}: {error.strerror}") from error
+    if path.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise Failed(f"{path}: must be root's own directory, and writable by nobody else")
+    return path

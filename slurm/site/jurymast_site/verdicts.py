@@ -1,0 +1,178 @@
+"""Reads verdicts that users left in the spool, and refuses those that prove nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jurymast_site.system import Failed, run
+
+SIZE_MAX = 16_384
+# Of one node in one look; what a user heaps up beyond that is removed unread.
+READ_MAX = 32
+SPOOL_MODE = 0o1733
+# Files of nodes that never looked at them.
+ABANDONED_S = 7 * 86_400.0
+_METADATA_KEYS = "STATUS,ENCODE_TIME,TTL,UID"
+# Of the numbers that unmunge calls a credential's status.
+_MUNGE_WORDS = {
+    "15": "it has expired",
+    "16": "it comes from the future: clocks differ",
+    "17": "it was here before (replayed)",
+}
+_TEXT = ("node", "boot_id", "job", "kind", "code", "device", "message", "nonce")
+_NONCE = re.compile(r"[0-9a-f]{32}")
+
+
+class Refused(Exception):
+    """Why a verdict counts for nothing; one line."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`uid` and `sealed_at` (seconds since the epoch) are munge's word; all else is the user's."""
+
+    uid: int
+    sealed_at: float
+    node: str
+    boot_id: str
+    job: str
+    kind: str
+    code: str
+    device: str
+    message: str
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Here:
+    """What root knows itself. `jobs`: {job id: uid} of those that have or lately had this node."""
+
+    node: str
+    boot_id: str
+    now: float
+    max_age_s: float
+    jobs: Mapping[str, int]
+    nonces: Mapping[str, Any]
+
+
+def taken(spool: Path, node: str, now: float) -> Iterator[bytes | Refused]:
+    """Every verdict for this node, or why it cannot be read; each is removed first. Raises Failed."""
+    descriptor = _open_spool(spool)
+    try:
+        names = sorted(name for name in os.listdir(descriptor) if name.startswith(f"{node}."))
+        read = 0
+        for name in names:
+            found: bytes | Refused
+            try:
+                found = _read(name, descriptor) if read < READ_MAX else b""
+            except Refused as refusal:
+                found = refusal
+            # What cannot be removed, a directory that somebody filled, must not fill the log at every look.
+            if _remove(name, descriptor) and read < READ_MAX:
+                read += 1
+                yield found
+        _remove_abandoned(descriptor, now)
+    finally:
+        os.close(descriptor)
+
+
+def _open_spool(spool: Path) -> int:
+    """Raises Failed unless it is root's own and nobody can list it or replace another's file."""
+    try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(spool, flags)
+    except OSError as error:
+        raise Failed(f"the spool {spool}: {error.strerror}") from error
+    status = os.fstat(descriptor)
+    if status.st_uid != 0 or stat.S_IMODE(status.st_mode) != SPOOL_MODE:
+        os.close(descriptor)
+        raise Failed(f"the spool {spool} must be root's, with mode {SPOOL_MODE:o}")
+    return descriptor
+
+
+def _read(name: str, directory: int) -> bytes:
+    """A file's content, if it is an ordinary small one with one name. Raises Refused."""
+    try:
+        # O_NONBLOCK: opening a pipe must not wait for somebody at its other end.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=directory)
+    except OSError as error:
+        raise Refused(f"{name}: {error.strerror}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise Refused(f"{name}: no ordinary file")
+        if status.st_size > SIZE_MAX:
+            raise Refused(f"{name}: {status.st_size} bytes, most is {SIZE_MAX}")
+        return os.read(descriptor, SIZE_MAX)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(name: str, directory: int) -> bool:
+    """False when it is still there, or was gone already."""
+    try:
+        os.unlink(name, dir_fd=directory)
+        return True
+    except IsADirectoryError:
+        pass
+    except OSError:
+        return False
+    try:
+        os.rmdir(name, dir_fd=directory)
+        return True
+    except OSError:
+        return False
+
+
+def _remove_abandoned(directory: int, now: float) -> None:
+    for name in os.listdir(directory):
+        try:
+            if os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime < now - ABANDONED_S:
+                _remove(name, directory)
+        except FileNotFoundError:
+            pass
+
+
+def decoded(content: bytes) -> Verdict:
+    """Ask munge who sealed it, and when. Raises Refused: forged, expired, replayed, or no verdict at all."""
+    try:
+        told = run(["unmunge", "--numeric", f"--keys={_METADATA_KEYS}"], given=content, codes=())
+    except Failed as error:
+        raise Refused(str(error)) from error
+    metadata, _, payload = told.partition("\n\n")
+    values = dict(line.split(":", 1) for line in metadata.splitlines() if ":" in line)
+    status = values.get("STATUS", "").strip()
+    if status != "0":
+        raise Refused(f"munge: {_MUNGE_WORDS.get(status, 'it is no credential of this cluster')}")
+    try:
+        uid, sealed_at = int(values["UID"]), float(values["ENCODE_TIME"])
+        body = json.loads(payload)
+        if body["v"] != 1 or not all(isinstance(body[key], str) for key in _TEXT):
+            raise Refused(f"uid {uid}: a verdict of another version")
+        return Verdict(uid, sealed_at, **{key: body[key] for key in _TEXT})
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise Refused(f"no verdict: {error!r}") from error
+
+
+def check(verdict: Verdict, here: Here) -> None:
+    """Raises Refused unless it is this boot's, fresh, new, and from somebody whose job has this node."""
+    who = f"uid {verdict.uid}"
+    if verdict.node != here.node:
+        raise Refused(f"{who}: it speaks of node {verdict.node}")
+    if verdict.boot_id != here.boot_id:
+        raise Refused(f"{who}: it speaks of another boot of this node")
+    age_s = here.now - verdict.sealed_at
+    if not -60.0 <= age_s <= here.max_age_s:
+        raise Refused(f"{who}: sealed {age_s:.0f} s ago, most is {here.max_age_s:.0f} s")
+    if not _NONCE.fullmatch(verdict.nonce) or verdict.nonce in here.nonces:
+        raise Refused(f"{who}: it was here before")
+    if here.jobs.get(verdict.job) != verdict.uid:
+        raise Refused(f"{who}: job {verdict.job} is not theirs, or was not on this node lately")

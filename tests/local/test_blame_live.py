@@ -1,0 +1,112 @@
+"""Findings and ends of ranks in real local runs: who leaves, who stays, and that no bit is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from jurymast.core import events as ev
+from jurymast.core.state import Role
+from support.runs import RunUnderTest, jurymast, local_run, result, undisturbed_weights, wait_gone
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.torch
+
+TRAIN = ("--steps", "400", "--step-time", "0.02", "--save-every", "20 steps")
+# On which nodes something is found says a directory with a file a node, which holds the verdict.
+PROBE = """
+from pathlib import Path
+from jurymast.core.health import Finding, Verdict
+
+class Gauge:
+    name, interval_s = "gauge", 0.1
+    def __init__(self, node):
+        self.file = Path(__file__).parent / "nodes" / node
+    def look(self, now):
+        if not self.file.exists():
+            return []
+        return [Finding(probe="gauge", code="gpu-broken", verdict=Verdict(self.file.read_text()),
+                        kind="hardware", message="its smoke is out", device="gpu0", at=now)]
+    def close(self):
+        pass
+
+def gauge(context):
+    return Gauge(context.node)
+"""
+
+
+@pytest.fixture
+def nodes_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory to put a verdict a node into; runs started after this have the probe."""
+    package = tmp_path / "package"
+    (package / "nodes").mkdir(parents=True)
+    (package / "gauge_probe.py").write_text(PROBE)
+    metadata = package / "gauge_probe-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: gauge-probe\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[jurymast.probes]\ngauge = gauge_probe:gauge\n")
+    paths = filter(None, (str(package), os.environ.get("PYTHONPATH", "")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    return package / "nodes"
+
+
+def findings(run: RunUnderTest) -> list[ev.HealthFound]:
+    return [e for e in run.events() if isinstance(e, ev.HealthFound) and e.probe == "gauge"]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "cause", "role"), [("bad", "gpu_bad", Role.FAILED), ("suspect", "gpu_suspect", Role.SUSPECT)]
+)
+def test_a_node_with_a_finding_is_swapped_out_and_no_bit_is_lost(
+    tmp_path: Path, nodes_found: Path, verdict: str, cause: str, role: Role
+) -> None:
+    undisturbed = undisturbed_weights(tmp_path / "undisturbed", *TRAIN)
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
+        victim = run.wait_safe(40).placement[1]
+        (nodes_found / victim).write_text(verdict)
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    (incident,) = state.incidents
+    assert (incident.cause, incident.node, incident.action) == (cause, victim, "swap"), run.story()
+    assert state.nodes[victim].role is role
+    assert (victim in state.excluded) is (verdict == "bad")
+    assert [blame.node for blame in state.blames] == [victim]
+    assert (state.exit_code, result(out)["sha256"]) == (0, undisturbed)
+    told = jurymast("events", str(run.directory.root)).stdout
+    assert "gpu-broken on gpu0: its smoke is out (hardware, gauge probe)" in told
+
+
+def test_the_same_on_every_node_stops_nobody_for_long_and_alerts(tmp_path: Path, nodes_found: Path) -> None:
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
+        nodes = list(run.wait_safe(40).nodes)
+        for node in nodes:
+            (nodes_found / node).write_text("bad")
+        wait_until("finding on every node", lambda: {e.node for e in findings(run)} == set(nodes), 30.0)
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    assert state.excluded == {}
+    assert all(node.role is not Role.FAILED for node in state.nodes.values()), run.story()
+    assert "so none is blamed" in jurymast("status", str(run.directory.root)).stdout
+
+
+def test_a_rank_that_crashes_leaves_the_end_of_its_log(tmp_path: Path) -> None:
+    with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(tmp_path / "out.json"))) as run:  # fmt: skip
+        state = run.wait_saved(20)
+        pid = run.pids(state.placement[0])[0]
+        os.kill(pid, signal.SIGSEGV)
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    (failed,) = [e for e in run.events() if isinstance(e, ev.WorkerFailed)]
+    assert (failed.exit_code, failed.oom_kills) == (-signal.SIGSEGV, 0)
+    assert failed.log.startswith("Fatal Python error: Segmentation fault"), failed.log
+    assert (state.incidents[0].cause, state.exit_code) == ("worker_crash", 0)
+    assert "its log ends: " in state.incidents[0].evidence

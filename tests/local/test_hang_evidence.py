@@ -1,0 +1,62 @@
+"""Ranks that hang on the local cluster: where each of them stood, taken from the real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from jurymast.core import events as ev
+from jurymast.core.stacks import WAITING
+from support.runs import local_run, wait_gone
+
+pytestmark = pytest.mark.torch
+
+TRAIN = ("--steps", "160", "--step-time", "0.01", "--save-every", "20 steps")
+
+
+def test_the_rank_that_never_came_to_the_collective_is_named(tmp_path: Path) -> None:
+    """Rank 1 waits for nobody in its own code, the others for its gradients."""
+    with local_run(tmp_path / "runs", "--nodes", "3", "--spares", "0", script="train_tiny.py",
+                   arguments=(*TRAIN, "--hang-once", "50:1")) as run:  # fmt: skip
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    (incident,) = state.incidents
+    culprit = state.placement[1]
+    assert (incident.cause, incident.action) == ("hang", "restart")
+    assert (incident.rank, incident.node) == (1, culprit), incident.evidence
+    assert "rank 1 in main at train_tiny.py:" in incident.evidence
+    (at,) = [event for event in run.events() if isinstance(event, ev.StacksTaken) and event.node != culprit][
+        :1
+    ]
+    assert at.kinds[0] in WAITING, at
+    assert "rank 1 never came to where the others wait; stacks in evidence/attempt-0001" in incident.evidence
+    parts = incident.seconds()
+    assert parts["diagnose"] < 6, "the look is short"
+    folder = run.directory.evidence(1)
+    files = sorted(folder.glob("rank-*.txt"))
+    assert [file.name for file in files] == [f"rank-0000{rank}.txt" for rank in range(3)], run.story()
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    assert "threading.py" in files[1].read_text()
+    assert "torch" in files[0].read_text()
+
+
+def test_a_stopped_rank_does_not_hold_the_look_up(tmp_path: Path) -> None:
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                   arguments=TRAIN) as run:  # fmt: skip
+        victim = run.wait_safe(40).placement[1]
+        os.kill(run.pids(victim)[0], signal.SIGSTOP)
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    (incident,) = state.incidents
+    assert (incident.cause, incident.rank, incident.node) == ("rank_frozen", 1, victim)
+    assert "rank 1 without a stack (state T" in incident.evidence
+    taken = [event for event in run.events() if isinstance(event, ev.StacksTaken)]
+    assert {event.node for event in taken} == set(state.placement)
+    assert incident.seconds()["diagnose"] < 6

@@ -1,0 +1,427 @@
+"""The host's and the storage probe, over what this machine's kernel really does to them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from jurymast.core.health import Finding, Verdict
+from jurymast.health.probe import Context, Probe
+from jurymast.health.readings import waits_for_storage
+from jurymast_host import HostProbe, _is_shared, oom_file
+from jurymast_host.kernel_log import KernelLog
+from jurymast_storage import StorageProbe, probe
+from support.probes import Acme
+from support.waiting import wait_until
+
+ROOT = Path("/")
+CGROUPS = Path("/sys/fs/cgroup")
+# Nothing is short by these.
+EASY = {"memory-available": 0.0, "shm-used": 2.0, "disk-used": 2.0, "inodes-used": 2.0, "load-per-core": 1e6}
+
+
+def codes(found: Sequence[Finding]) -> list[tuple[str, str]]:
+    return [(finding.code, finding.verdict.value) for finding in found]
+
+
+def host(root: Path = ROOT, limits: Mapping[str, float] = EASY, *, fresh: bool = True) -> HostProbe:
+    """For a job that starts now."""
+    return HostProbe(Context(thresholds={**EASY, **limits}, fresh=fresh, started_at=time.time()), root)
+
+
+def test_they_are_probes(tmp_path: Path) -> None:
+    assert isinstance(host(), Probe)
+    assert isinstance(probe(Context(paths=[str(tmp_path)])), Probe)
+    assert probe(Context()) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "code"),
+    [
+        ("memory-available", 1.01, "memory-low"),
+        ("shm-used", 0.0, "shm-full"),
+        ("disk-used", 0.0, "disk-full"),
+        ("inodes-used", -1.0, "inodes-used-up"),
+    ],
+)
+def test_what_is_short_at_the_start_is_the_node_s_and_later_maybe_the_run_s(
+    limit: str, value: float, code: str
+) -> None:
+    now = time.time()
+    for fresh, verdict in ((True, "suspect"), (False, "unknown")):
+        looking = host(limits={limit: value}, fresh=fresh)
+        assert (code, verdict) in codes(looking.look(now))
+        assert (code, verdict) in codes(looking.look(now + 10))  # and stays it
+        looking.close()
+
+
+def test_a_machine_with_enough_of_everything_has_no_findings() -> None:
+    now = time.time()
+    looking = host()
+    assert [f for f in looking.look(now) if not f.once and f.code != "not-observable"] == []
+    looking.close()
+
+
+def test_high_load_is_told_and_blames_nobody() -> None:
+    assert ("load-high", "unknown") in codes(host(limits={"load-per-core": 0.0}).look(time.time()))
+
+
+@pytest.fixture
+def memory_cgroup() -> Iterator[Path]:
+    group = CGROUPS / "memory" / f"jurymast-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("48M")
+    except OSError:
+        pytest.skip("needs root and the memory controller of cgroups version 1")
+    yield group
+    wait_until("empty cgroup", lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+EATS = """
+import os, sys, time
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from jurymast.health.probe import Context
+from jurymast_host import HostProbe
+probe = HostProbe(Context(started_at=time.time() + 1e6))
+before = [f.code for f in probe.look(time.time()) if f.once]
+child = os.fork()
+if child == 0:
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    eaten = bytearray(200 * 2**20)
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+found = [[f for f in probe.look(time.time()) if f.once] for _ in range(2)]
+print(before, os.WTERMSIG(status), [(f.code, f.verdict.value, f.kind) for f in found[0]], found[1])
+print(found[0][0].message)
+"""
+
+
+def test_a_process_that_the_kernel_kills_for_memory_is_an_event(memory_cgroup: Path) -> None:
+    """In the job's cgroup, which may be all that a user can see of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", EATS, str(memory_cgroup)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout.startswith("[] 9 [('oom-kill', 'unknown', 'application')] []\n"), done
+    assert "killed 1 of the job's processes" in done.stdout
+
+
+def test_the_cgroup_s_count_is_found_in_both_versions(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    cases = {
+        "0::/system.slice/job_7/step_0": "system.slice/job_7/step_0/memory.events",
+        "4:cpu:/x\n3:memory,hugetlb:/slurm/uid_0/job_7\n0::/": "memory/slurm/uid_0/job_7/memory.oom_control",
+    }
+    for said, place in cases.items():
+        (tmp_path / "proc/self/cgroup").write_text(f"{said}\n")
+        file = tmp_path / "sys/fs/cgroup" / place
+        file.parent.mkdir(parents=True)
+        file.write_text("low 0\noom 3\noom_kill 2\n")
+        assert oom_file(tmp_path) == file
+
+
+@pytest.fixture
+def frozen() -> Iterator[int]:
+    """A process of ours in state D: the freezer's, which the kernel shows so."""
+    group = CGROUPS / "freezer" / f"jurymast-host-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("needs root and the freezer of cgroups version 1")
+    sleeper = subprocess.Popen(["sleep", "1000"])
+    (group / "cgroup.procs").write_text(str(sleeper.pid))
+    (group / "freezer.state").write_text("FROZEN")
+    wait_until("frozen process", lambda: (group / "freezer.state").read_text() == "FROZEN\n")
+    yield sleeper.pid
+    (group / "freezer.state").write_text("THAWED")
+    sleeper.kill()
+    sleeper.wait()
+    wait_until("empty cgroup", lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+def test_a_process_that_stands_still_in_the_kernel_is_told_of(frozen: int) -> None:
+    looking, now = host(limits={"stuck-process-s": 100.0}), time.time()
+
+    def stuck(at: float) -> list[Finding]:
+        return [f for f in looking.look(now + at) if f.device == f"pid {frozen}"]
+
+    assert [stuck(at) for at in (0, 60)] == [[], []]
+    (finding,) = stuck(120)
+    assert finding.code == "process-stuck"
+    assert "sleep" in finding.message
+    assert "120 s" in finding.message
+
+
+def test_disks_that_other_nodes_see_are_left_to_the_storage_probe(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(
+        "22 1 0:21 / / rw - ext4 /dev/sda rw\n"
+        "30 22 0:30 / /home rw shared:1 - nfs4 server:/home rw\n"
+        "31 30 0:31 / /home/local rw - xfs /dev/sdb rw\n"
+    )
+    shared = {
+        path: _is_shared(path, tmp_path)
+        for path in ("/tmp", "/home", "/homely", "/home/a/b", "/home/local/x")
+    }
+    assert shared == {
+        "/tmp": False,
+        "/home": True,
+        "/homely": False,
+        "/home/a/b": True,
+        "/home/local/x": False,
+    }
+
+
+def test_uncorrectable_memory_errors_count_from_the_first_look(tmp_path: Path) -> None:
+    count = tmp_path / "sys/devices/system/edac/mc/mc0/ue_count"
+    count.parent.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    count.write_text("5\n")
+    looking, now = host(tmp_path), time.time()
+    found = []
+    for value in ("5\n", "6\n"):
+        count.write_text(value)
+        found.append([f for f in looking.look(now) if f.code == "memory-uncorrectable"])
+    assert found[0] == []
+    assert [(f.verdict, f.kind) for f in found[1]] == [(Verdict.BAD, "hardware")]
+
+
+# (code, verdict, device) of what kernels and drivers really print.
+LINES = {
+    (
+        "xid-79",
+        "bad",
+        "gpu1",
+    ): "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus.",
+    (
+        "xid-31",
+        "unknown",
+        "0000:aa:00",
+    ): "NVRM: Xid (PCI:0000:aa:00): 31, pid=7, name=python, Ch 00000008, MMU Fault",
+    (
+        "memory-uncorrectable",
+        "bad",
+        "MC0",
+    ): "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#0_DIMM#0",
+    (
+        "memory-uncorrectable",
+        "bad",
+        "",
+    ): "Memory failure: 0x3fa2b: recovery action for dirty LRU page: Recovered",
+    (
+        "machine-check",
+        "bad",
+        "",
+    ): "mce: [Hardware Error]: CPU 3: Machine Check Exception: 5 Bank 8: be00000000800400",
+    ("machine-check-corrected", "unknown", ""): "{1}[Hardware Error]: event severity: corrected",
+    ("disk-error", "suspect", "nvme0"): "nvme nvme0: I/O 23 QID 5 timeout, reset controller",
+    ("disk-error", "suspect", "sda"): "blk_update_request: I/O error, dev sda, sector 2048 op 0x0:(READ)",
+    ("disk-error", "suspect", "dm-3"): "Buffer I/O error on dev dm-3, logical block 0, lost async page write",
+    ("disk-error", "suspect", "sda1"): "EXT4-fs error (device sda1): ext4_find_entry:1234: inode #2",
+    (
+        "disk-error",
+        "suspect",
+        "nvme1n1",
+    ): "XFS (nvme1n1): metadata I/O error in xfs_trans_read_buf_map at daddr 0x8",
+    (
+        "pcie-fatal",
+        "suspect",
+        "0000:00:01.0",
+    ): "pcieport 0000:00:01.0: AER: PCIe Bus Error: severity=Uncorrected (Fatal), type=Transaction Layer",
+    ("cpu-lockup", "suspect", "CPU#17"): "watchdog: BUG: soft lockup - CPU#17 stuck for 23s! [python:99]",
+    ("oom-kill", "unknown", ""): "Memory cgroup out of memory: Killed process 99 (python) total-vm:1kB",
+    ("oom-kill-host", "unknown", ""): "Out of memory: Killed process 99 (python) total-vm:1kB",
+    ("task-blocked", "unknown", ""): "INFO: task python:4242 blocked for more than 122 seconds.",
+    ("storage-hangs", "unknown", "filer1"): "nfs: server filer1 not responding, still trying",
+    (
+        "cpu-throttled",
+        "unknown",
+        "CPU5",
+    ): "mce: CPU5: Package temperature above threshold, cpu clock throttled (total events = 1)",
+}
+HARMLESS = (
+    "n2: left promiscuous mode",
+    # A user's process named so that its crash looks like something else.
+    "traps: EDAC MC0: 1 UE [4242] trap int3 ip:7f sp:7f error:0",
+    "python[7]: segfault at 0 ip 0 sp 0 error 4 in NVRM: Xid (PCI:0000:3b:00): 79",
+)
+
+
+def kernel_log(folder: Path, lines: Sequence[str], *, prefix: str = "3,1,{us},-;") -> list[Finding]:
+    """What a log with these lines of this moment comes to, for a job that started a minute ago."""
+    (folder / "dev").mkdir(parents=True)
+    for address in ("0000:18:00.0", "0000:3b:00.0"):
+        (folder / "proc/driver/nvidia/gpus" / address).mkdir(parents=True)
+    us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+    (folder / "dev/kmsg").write_text(
+        "".join(f"{prefix.format(us=us)}{line}\n SUBSYSTEM=pci\n" for line in lines)
+    )
+    log = KernelLog(folder, Context(started_at=time.time() - 60))
+    try:
+        return list(log.look(time.time()))
+    finally:
+        log.close()
+
+
+def test_the_kernel_s_words_come_to_findings(tmp_path: Path) -> None:
+    found = kernel_log(tmp_path, list(LINES.values()))
+    assert [(f.code, f.verdict.value, f.device) for f in found] == list(LINES)
+    assert all(f.once and abs(f.at - time.time()) < 60 for f in found)
+
+
+def test_what_users_can_make_the_kernel_say_comes_to_nothing(tmp_path: Path) -> None:
+    assert kernel_log(tmp_path, HARMLESS) == []
+
+
+def test_other_processes_words_and_older_ones_do_not_count(tmp_path: Path) -> None:
+    assert kernel_log(tmp_path / "daemon", list(LINES.values()), prefix="27,1,{us},-;") == []
+    assert kernel_log(tmp_path / "garbled", list(LINES.values()), prefix="x,{us};") == []
+    assert kernel_log(tmp_path / "old", list(LINES.values()), prefix="3,1,0,-;") == []
+
+
+def test_a_log_that_cannot_be_read_is_not_observable(tmp_path: Path) -> None:
+    (finding,) = KernelLog(tmp_path, Context()).look(time.time())
+    assert (finding.code, finding.verdict) == ("not-observable", Verdict.UNKNOWN)
+    assert "/dev/kmsg cannot be read" in finding.message
+
+
+def test_this_machine_s_log_is_read_to_its_end_without_waiting() -> None:
+    log = KernelLog(ROOT, Context(started_at=time.time()))
+    before = time.monotonic()
+    assert all(f.code == "not-observable" or f.once for f in log.look(time.time()))
+    assert time.monotonic() - before < 5
+    log.close()
+
+
+# Storage.
+
+
+def test_a_path_that_works_is_written_to_and_nothing_is_left(tmp_path: Path) -> None:
+    looking = StorageProbe(Context(node="n1", paths=[str(tmp_path)], data_paths=["/proc"]))
+    assert [looking.look(time.time()) for _ in range(3)] == [[], [], []]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_storage_that_is_missing_full_or_almost_so_is_told_of(tmp_path: Path) -> None:
+    looking = StorageProbe(
+        Context(paths=[str(tmp_path / "no")], data_paths=[str(tmp_path)], thresholds={"storage-used": 0.0})
+    )
+    found = {f.code: f for f in looking.look(time.time())}
+    assert {(code, f.device, f.kind) for code, f in found.items()} == {
+        ("storage-error", str(tmp_path / "no"), "storage"), ("storage-full", str(tmp_path), "storage"),
+    }  # fmt: skip
+
+
+def mount(kind: str, target: Path, options: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"jurymast-test", str(target).encode(), kind.encode(), 0, options.encode()):
+        pytest.skip(f"cannot mount {kind}: {os.strerror(ctypes.get_errno())}")
+
+
+def unmount(target: Path) -> None:
+    detach = 2
+    ctypes.CDLL(None, use_errno=True).umount2(str(target).encode(), detach)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one page."""
+    target = tmp_path / "small"
+    target.mkdir()
+    mount("tmpfs", target, "size=4k,nr_inodes=10")
+    yield target
+    unmount(target)
+
+
+def test_a_full_file_system_cannot_be_written_to(small: Path) -> None:
+    looking = StorageProbe(Context(paths=[str(small)], thresholds={"storage-used": 2.0}))
+    assert looking.look(time.time()) == []  # writes no more than a page
+    (small / "filler").write_bytes(b"x" * 4096)
+    full = StorageProbe(Context(paths=[str(small)], thresholds={"storage-used": 2.0}))
+    assert [(f.code, f.verdict) for f in full.look(time.time())] == [("storage-full", Verdict.SUSPECT)]
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A file system whose server never answers, and the descriptor that ends it: FUSE."""
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        pytest.skip("needs root and FUSE")
+    target = tmp_path / "silent"
+    target.mkdir()
+    mount("fuse", target, f"fd={server},rootmode=40000,user_id=0,group_id=0")
+    yield target, server
+    unmount(target)
+    os.close(server)
+
+
+def test_storage_that_hangs_is_told_of_the_rest_is_looked_at_and_it_may_come_back(
+    silent: tuple[Path, int], tmp_path: Path
+) -> None:
+    target, server = silent
+    looking = StorageProbe(
+        Context(paths=[str(tmp_path)], data_paths=[str(target)], thresholds={"storage-slow-s": 0.2})
+    )
+    for _ in range(2):
+        began = time.monotonic()
+        assert [(f.code, f.device, f.kind) for f in looking.look(time.time())] == [
+            ("storage-hangs", str(target), "storage")
+        ]
+        assert time.monotonic() - began < 5
+    os.dup2(os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC), server)  # the server is gone: no more hang
+    wait_until("answer", lambda: codes(looking.look(time.time())) == [("storage-error", "suspect")])
+    unmount(target)
+    wait_until("recovery", lambda: looking.look(time.time()) == [])
+
+
+def test_a_driver_s_probe_that_waits_for_storage_blames_no_node(
+    silent: tuple[Path, int], tmp_path: Path
+) -> None:
+    """A look may import modules from the storage that hangs: that is not the driver."""
+    (tmp_path / "package").mkdir()
+    acme = Acme(tmp_path / "package", "nvidia")
+    acme.tell("nvidia", f"stat {silent[0]}")
+    done = subprocess.run(
+        [sys.executable, "-m", "jurymast", "health", "--probe", "nvidia", "--limit", "3", "--json"],
+        env={**os.environ, "PYTHONPATH": acme.python_path}, capture_output=True, text=True, check=False,
+        timeout=60,
+    )  # fmt: skip
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert (finding["code"], finding["verdict"], finding["kind"]) == (
+        "driver-wedged",
+        "unknown",
+        "storage",
+    ), finding
+
+
+@pytest.mark.parametrize(
+    ("where", "storage"),
+    [
+        ("rpc_wait_bit_killable", True),
+        ("nfs4_do_close", True),
+        ("ptlrpc_set_wait", True),
+        ("folio_wait_bit_common", True),
+        ("nvidia_unlocked_ioctl", False),
+        ("os_acquire_mutex", False),
+        ("do_sys_poll", False),
+        ("", False),
+    ],
+)
+def test_where_the_kernel_holds_a_process_tells_what_it_waits_for(where: str, storage: bool) -> None:
+    assert waits_for_storage(where) is storage

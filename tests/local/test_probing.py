@@ -1,0 +1,366 @@
+"""Health probes in their real child process: a third party's, found by entry point, that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jurymast.agent.probing import Probing
+from jurymast.core import events as ev
+from jurymast.core.health import Finding
+from jurymast.core.settings import RunPlan, Settings
+from jurymast.health.probe import Context
+from jurymast.health.watcher import Watcher
+from jurymast.rundir import RunDirectory
+from support.probes import Acme
+from support.runs import local_run, wait_gone
+from support.waiting import wait_until
+
+# Long enough for a busy machine, short enough to wait for it twice.
+LOOK_LIMIT_S = 3.0
+FREEZER = Path("/sys/fs/cgroup/freezer")
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Acme]:
+    """Makes the package with probes of these names, and has children and this process find it first."""
+
+    def make(*names: str) -> Acme:
+        folder = tmp_path / "acme"
+        folder.mkdir()
+        package = Acme(folder, *names)
+        monkeypatch.setenv("PYTHONPATH", package.python_path)
+        monkeypatch.syspath_prepend(str(folder))
+        return package
+
+    return make
+
+
+class Watched:
+    """A watcher at work, and all that it told of."""
+
+    def __init__(self, *names: str, once: bool = False) -> None:
+        self.told: list[Finding] = []
+        context = Context(node="n1", thresholds={"look-limit-s": LOOK_LIMIT_S})
+        self.watcher = Watcher(context, names, self.told.append, once=once)
+
+    async def until(self, what: str, condition: Callable[..., Any], *arguments: Any) -> None:
+        end = time.monotonic() + 30.0
+        while not condition(*arguments):
+            assert time.monotonic() < end, f"no {what}; told of {self.told}"
+            await asyncio.sleep(0.02)
+
+    def codes(self) -> list[tuple[str, str, str]]:
+        return [(finding.probe, finding.code, finding.verdict.value) for finding in self.told]
+
+    def said_last(self, code: tuple[str, str, str]) -> bool:
+        return self.codes()[-1:] == [code]
+
+    def child(self) -> psutil.Process:
+        process = self.watcher._process
+        assert process is not None
+        return psutil.Process(process.pid)
+
+
+def watch(watched: Watched, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Do `work` while the watcher watches; its child is gone afterwards."""
+
+    async def both() -> None:
+        watching = asyncio.ensure_future(watched.watcher.run())
+        try:
+            await work()
+        finally:
+            await watched.watcher.close()
+            await asyncio.wait_for(watching, 10.0)
+
+    asyncio.run(both())
+    assert not [p for p in psutil.Process().children() if "jurymast.health" in " ".join(p.cmdline())]
+
+
+def test_a_finding_is_told_when_it_is_new_when_it_changes_and_when_it_is_over(
+    acme: Callable[..., Acme],
+) -> None:
+    package, watched = acme("acme"), Watched("acme")
+
+    async def work() -> None:
+        await watched.until("look", lambda: package.looks("acme"))
+        for verdict in ("suspect", "bad"):
+            package.tell("acme", f"find {verdict}")
+            await watched.until(verdict, watched.said_last, ("acme", "acme-high", verdict))
+        held = watched.watcher.findings()
+        assert [(f.code, f.device, f.at > 0) for f in held] == [("acme-high", "acme0", True)]
+        package.tell("acme", "ok")
+        await watched.until("end of it", lambda: len(watched.told) == 3)
+        assert watched.watcher.findings() == []
+
+    watch(watched, work)
+    assert [verdict for _, _, verdict in watched.codes()] == ["suspect", "bad", "ok"]
+
+
+def test_an_event_is_told_once_and_is_not_over_when_it_is_not_told_again(acme: Callable[..., Acme]) -> None:
+    package, watched = acme("acme"), Watched("acme")
+    first, later = time.time(), time.time() + 60.0
+
+    async def work() -> None:
+        # The same within seconds, as two channels tell of it; then another.
+        for at in (first, first + 2.0, later):
+            package.tell("acme", f"event {at}")
+            seen = len(package.looks("acme"))
+            await watched.until("look at it", package.looked_more, "acme", seen + 2)
+
+    watch(watched, work)
+    assert [finding.at for finding in watched.told] == [first, later]
+    assert [finding.at for finding in watched.watcher.findings()] == [first, later]
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "kind"),
+    [("acme", "suspect", "host"), ("nvidia", "bad", "host"), ("storage", "unknown", "storage")],
+)
+def test_a_probe_that_hangs_twice_is_a_finding_and_the_others_go_on(
+    acme: Callable[..., Acme], name: str, verdict: str, kind: str
+) -> None:
+    package, watched = acme(name, "other"), Watched(name, "other")
+    package.tell(name, "hang")
+    package.tell("other", "find suspect")
+    pids = set()
+
+    async def work() -> None:
+        await watched.until("first child", lambda: package.looks(name) == ["hang"])
+        pids.add(package.pid(name))
+        os.kill(package.pid(name), 15)  # deaf to it, and hangs on
+        await watched.until("verdict", lambda: len(package.looks("other")) > 2)
+        pids.add(package.pid(name))
+
+    watch(watched, work)
+    assert package.looks(name) == ["hang", "hang"]
+    assert len(pids) == 2
+    wedged = next(finding for finding in watched.told if finding.code == "driver-wedged")
+    assert (wedged.probe, wedged.verdict.value, wedged.kind) == (name, verdict, kind)
+    assert "twice" in wedged.message
+    assert "in state S" in wedged.message
+    assert ("other", "acme-high", "suspect") in watched.codes()
+    assert watched.watcher.probes[name].state == "left out"
+
+
+def test_a_probe_that_hangs_once_is_looked_through_again(acme: Callable[..., Acme]) -> None:
+    package, watched = acme("acme"), Watched("acme")
+    package.tell("acme", "hang")
+
+    async def work() -> None:
+        await watched.until("hang", lambda: package.looks("acme"))
+        package.tell("acme", "ok")
+        await watched.until("fresh child", lambda: package.looks("acme")[-1] == "ok")
+        package.tell("acme", "hang")  # a first time again: it looked well in between
+        await watched.until("hang", lambda: package.looks("acme")[-1] == "hang")
+        package.tell("acme", "find suspect")
+        await watched.until("finding", lambda: watched.told)
+
+    watch(watched, work)
+    assert watched.codes() == [("acme", "acme-high", "suspect")]
+
+
+def test_a_look_that_only_wants_the_processor_is_not_taken_for_one_that_hangs(
+    acme: Callable[..., Acme],
+) -> None:
+    package, watched = acme("nvidia"), Watched("nvidia")
+    package.tell("nvidia", f"spin {1.5 * LOOK_LIMIT_S}")
+
+    async def work() -> None:
+        await watched.until("look", lambda: package.looks("nvidia"))
+        first = package.pid("nvidia")
+        package.tell("nvidia", "find suspect")
+        await watched.until("finding", lambda: watched.told)
+        assert package.pid("nvidia") == first
+
+    watch(watched, work)
+    assert watched.codes() == [("nvidia", "acme-high", "suspect")]
+
+
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """A cgroup whose frozen processes not even SIGKILL ends, as with a driver that holds them."""
+    group = FREEZER / f"jurymast-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("needs root and the freezer of cgroups version 1")
+    yield group
+    (group / "freezer.state").write_text("THAWED")
+    wait_until("empty cgroup", lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+def test_a_child_that_survives_sigkill_is_a_finding_at_once(acme: Callable[..., Acme], freezer: Path) -> None:
+    package, watched = acme("nvidia", "other"), Watched("nvidia", "other")
+    package.tell("nvidia", "hang")
+
+    async def work() -> None:
+        await watched.until("hang", lambda: package.looks("nvidia"))
+        (freezer / "cgroup.procs").write_text(str(package.pid("nvidia")))
+        (freezer / "freezer.state").write_text("FROZEN")
+        await watched.until("look of a fresh child", lambda: package.looks("other"))
+        assert psutil.pid_exists(package.pid("nvidia"))
+        (freezer / "freezer.state").write_text("THAWED")
+        await watched.until("end", lambda: not psutil.pid_exists(package.pid("nvidia")))
+
+    watch(watched, work)
+    assert package.looks("nvidia") == ["hang"]
+    assert watched.codes() == [("nvidia", "driver-wedged", "bad")]
+    assert "SIGKILL does not end it" in watched.told[0].message
+
+
+def test_a_probe_that_raises_is_heard_of_and_looked_through_again(acme: Callable[..., Acme]) -> None:
+    package, watched = acme("acme"), Watched("acme")
+    package.tell("acme", "raise")
+
+    async def work() -> None:
+        await watched.until("failure", lambda: len(package.looks("acme")) > 2)
+        package.tell("acme", "ok")
+        await watched.until("end of it", lambda: len(watched.told) == 2)
+
+    watch(watched, work)
+    assert watched.codes() == [("acme", "probe-failed", "unknown"), ("acme", "probe-failed", "ok")]
+    assert "RuntimeError: acme is out of order" in watched.told[0].message
+
+
+def test_a_probe_that_crashes_the_child_is_left_out_and_blames_no_node(acme: Callable[..., Acme]) -> None:
+    package, watched = acme("acme", "other"), Watched("acme", "other")
+    package.tell("acme", "abort")
+
+    async def work() -> None:
+        await watched.until("look of the other", lambda: len(package.looks("other")) > 2)
+
+    watch(watched, work)
+    assert package.looks("acme") == ["abort", "abort"]
+    assert watched.codes() == [("acme", "probe-crashes", "unknown")]
+    assert "signal 6" in watched.told[0].message
+
+
+def test_a_child_that_somebody_kills_is_replaced_and_blames_nothing(acme: Callable[..., Acme]) -> None:
+    package, watched = acme("acme"), Watched("acme")
+
+    async def work() -> None:
+        for _ in range(2):
+            await watched.until("look", lambda: package.looks("acme"))
+            before = package.pid("acme")
+            watched.child().kill()
+            await watched.until("fresh child", package.has_other_pid, "acme", before)
+
+    watch(watched, work)
+    assert watched.told == []
+
+
+def test_children_that_never_answer_end_in_a_note(
+    acme: Callable[..., Acme], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acme("acme")
+    watched = Watched("acme")
+    monkeypatch.setattr("jurymast.health.watcher.PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("jurymast.health.watcher.sys.executable", "/nonexistent/python")
+    asyncio.run(watched.watcher.run())
+    assert watched.codes() == [("health", "no-probes", "unknown")]
+    assert "No such file" in watched.told[0].message
+
+
+def test_one_look_each_with_probes_that_cannot_or_need_not_be_opened(acme: Callable[..., Acme]) -> None:
+    package = acme("acme", "broken", "other")
+    package.tell("broken", "refuse")
+    package.tell("other", "nothing")
+    watched = Watched("acme", "broken", "other", once=True)
+    asyncio.run(watched.watcher.run())
+    states = {name: probe.state for name, probe in watched.watcher.probes.items()}
+    assert states == {"acme": "looked", "broken": "failed", "other": "nothing"}
+    assert package.looks("acme") == ["ok"]
+    assert watched.codes() == [("broken", "probe-failed", "unknown")]
+    assert "no acme library" in watched.told[0].message
+
+
+class Told:
+    """An agent's part in health, without a child, and what it says."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        plan = RunPlan(
+            run="r1", name="r", directory=str(folder), cluster="local", active=1, spares=0, ranks_per_node=1,
+            script="x.py", settings=Settings(**settings),
+        )  # fmt: skip
+        self.said: list[dict[str, Any]] = []
+        self.probing = Probing(RunDirectory(folder), plan, "n1", self.said.append)
+
+    def clocks(self, ahead_s: float, late_s: float = 0.0, count: int = 10) -> None:
+        """The supervisor's clock, `ahead_s` behind this node's; all words but one arrive `late_s` later."""
+        for number in range(count):
+            self.probing.clock(time.time() - ahead_s - (late_s if number else 0.0))
+
+
+@pytest.mark.parametrize(("ahead_s", "side"), [(60.0, "60.0 s ahead of"), (-60.0, "60.0 s behind")])
+def test_a_clock_far_from_the_supervisor_s_is_a_finding_until_it_is_not(
+    tmp_path: Path, ahead_s: float, side: str
+) -> None:
+    told = Told(tmp_path)
+    told.clocks(ahead_s)
+    (word,) = told.said
+    finding = Finding.from_json(word["finding"])
+    assert (finding.code, finding.verdict.value, finding.kind) == ("clock-offset", "suspect", "host")
+    assert side in finding.message
+    assert told.probing.hello() == {"health": [word["finding"]]}
+    assert told.probing.findings() == [finding]
+    told.probing.new_supervisor()  # whose clock may be another
+    told.clocks(0.0)
+    assert [word["finding"]["verdict"] for word in told.said] == ["suspect", "ok"]
+    assert told.probing.findings() == []
+    assert [values["verdict"] for values in told.probing.hello()["health"]] == ["ok"]
+
+
+def test_a_slow_network_is_not_a_wrong_clock(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.clocks(0.0, late_s=30.0)
+    assert told.said == []
+
+
+def test_the_policy_s_limit_counts_for_clocks(tmp_path: Path) -> None:
+    told = Told(tmp_path, thresholds={"clock-offset-s": 100.0})
+    told.clocks(60.0)
+    assert told.said == []
+
+
+@pytest.mark.torch
+def test_a_finding_of_a_run_reaches_its_journal_and_is_over_again(
+    acme: Callable[..., Acme], tmp_path: Path
+) -> None:
+    package = acme("acme")
+    train = ("--steps", "400", "--step-time", "0.02", "--checkpoints", str(tmp_path / "own"))
+    with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script="train_plain.py",
+                   arguments=train) as run:  # fmt: skip
+
+        def found() -> list[ev.HealthFound]:
+            return [e for e in run.events() if isinstance(e, ev.HealthFound) and e.probe == "acme"]
+
+        wait_until("look of the agent's child", lambda: package.looks("acme"), 60.0)
+        child = psutil.Process(package.pid("acme"))
+        assert child.nice() == 19
+        assert child.ppid() == run.agent_pid(found_node(run.events()))
+        package.tell("acme", "find unknown")
+        wait_until("finding in the journal", found, 20.0)
+        package.tell("acme", "ok")
+        wait_until("end of it in the journal", lambda: len(found()) == 2, 20.0)
+        state = run.wait_end()
+        assert (state.exit_code, state.incidents) == (0, [])
+        wait_gone(run.directory.root)
+    assert [(e.code, e.device, e.verdict, e.kind) for e in found()] == [
+        ("acme-high", "acme0", "unknown", "host"), ("acme-high", "acme0", "ok", "host"),
+    ]  # fmt: skip
+    with suppress(psutil.NoSuchProcess):
+        assert not child.is_running()
+
+
+def found_node(events: list[ev.Event]) -> str:
+    return next(event.node for event in events if isinstance(event, ev.NodeJoined))

@@ -1,0 +1,275 @@
+"""What a site installs, as root, on this machine: settings, the sweep after jobs, the programs themselves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jurymast_site import sweep as sweeping
+from jurymast_site.config import Config, ConfigError, load
+from jurymast_site.sweep import Process, end, orphans, processes, stale_files, sweep, users_with_jobs
+from jurymast_site.system import Failed, Log, require_roots, state_directory
+from support.waiting import wait_until
+
+SITE = Path(__file__).parents[2] / "slurm" / "site"
+# Above every user of a machine that runs tests: nothing of theirs is touched.
+STRAY, BUSY, MIN_UID = 2_000_001, 2_000_002, 2_000_000
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the site's pieces run as root")
+
+
+# Settings.
+
+
+def test_settings_are_read_and_no_file_means_the_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path / "none.ini") == Config()
+    path = tmp_path / "site.ini"
+    path.write_text(
+        "[health]\ncommand = /opt/j/bin/jurymast health --json --probe nvidia\nlimit_s = 12.5\n[drain]\n"
+        "own_findings = yes\ndry_run = on\n[sweep]\nprocesses = kill\n[slurm]\nbin = /opt/slurm/bin\n"
+    )
+    config = load(path)
+    assert config.health_command == ("/opt/j/bin/jurymast", "health", "--json", "--probe", "nvidia")
+    assert (config.health_limit_s, config.act_on_own_findings, config.dry_run) == (12.5, True, True)
+    assert (config.sweep_processes, config.sweep_shared_memory) == ("kill", "report")
+    assert config.environment["PATH"].startswith("/opt/slurm/bin:/usr/local/sbin:")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[drain]\nresum = no\n", r"unknown key resum in \[drain\]"),
+        ("[drian]\nresume = no\n", r"unknown key resume in \[drian\]"),
+        ("[drain]\nresume = maybe\n", "Not a boolean: maybe"),
+        ("[health]\nlimit_s = soon\n", "soon"),
+        ("[health]\ncommand = jurymast health\n", "absolute path"),
+        ("[sweep]\nprocesses = maim\n", "must be off, report, kill, not maim"),
+        ("resume = no\n", "no section headers"),
+    ],
+)
+def test_mistakes_in_the_settings_name_the_file(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "site.ini"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("mode", "uid"), [(0o666, 0), (0o664, 0), (0o644, STRAY)])
+def test_settings_that_others_can_write_are_refused(tmp_path: Path, mode: int, uid: int) -> None:
+    path = tmp_path / "site.ini"
+    path.write_text("[drain]\ndry_run = no\n")
+    os.chown(path, uid, 0)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="others than root can write it"):
+        load(path)
+
+
+def test_root_runs_and_keeps_only_what_is_its_own(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    require_roots(program)
+    os.chown(program, STRAY, 0)
+    with pytest.raises(Failed, match="others than root can write it"):
+        require_roots(program)
+    state = state_directory(tmp_path / "a" / "state")
+    assert state.stat().st_mode & 0o777 == 0o700
+    link = tmp_path / "link"
+    link.symlink_to(state)
+    with pytest.raises(Failed):
+        state_directory(link)
+    state.chmod(0o777)
+    with pytest.raises(Failed, match="root's own directory"):
+        state_directory(state)
+
+
+# The sweep.
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes to be ended at the latest with the test, with what they started."""
+    found: list[subprocess.Popen[bytes]] = []
+    yield found
+    for process in found:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def as_user(uid: int, *command: str) -> list[str]:
+    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", *command]
+
+
+def of(uid: int) -> list[Process]:
+    """The processes of `uid` once they run what they are for; long past their beginning."""
+    found = [p for p in processes() if p.uid == uid and p.name in ("sleep", "python")]
+    return [replace(process, age_s=1000.0) for process in found]
+
+
+def test_users_with_a_job_are_left_alone(tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
+    stepd, fake = tmp_path / "slurmstepd", tmp_path / "fake" / "slurmstepd"
+    fake.parent.mkdir()
+    for path in (stepd, fake):
+        shutil.copy("/bin/sh", path)
+        path.chmod(0o755)
+    for directory in (fake.parent, *fake.parents):
+        if directory.is_relative_to(tmp_path.parents[1]):
+            directory.chmod(0o755)
+    job = as_user(BUSY, "sleep", "1000")
+    started.append(subprocess.Popen([stepd, "-c", f"{' '.join(job)} & wait"]))
+    started.append(subprocess.Popen(as_user(BUSY, "sleep", "1000")))  # also of that user: an ssh into the job
+    started.append(subprocess.Popen(as_user(STRAY, str(fake), "-c", "sleep 1000 & wait")))
+    wait_until("all three", lambda: len(of(BUSY)) == 2 and len(of(STRAY)) == 1)
+    found = [replace(process, age_s=1000.0) for process in processes()]
+    busy = users_with_jobs(found)
+    assert BUSY in busy
+    assert STRAY not in busy, "anybody can call a process slurmstepd"
+    strays = list(orphans(found, busy, MIN_UID))
+    assert {process.uid for process in strays} == {STRAY}
+    assert {process.name for process in strays} == {"sleep", "slurmstepd"}
+    assert not list(orphans(found, busy, STRAY + 1))
+    young = [replace(process, age_s=1.0) for process in found]
+    assert not list(orphans(young, busy, MIN_UID))
+    inside = [replace(process, cgroup="0::/user.slice/user-7.slice/session-3.scope\n") for process in found]
+    assert not list(orphans(inside, busy, MIN_UID))
+    held = [replace(process, cgroup="0::/system.slice/slurmstepd.scope/job_7/step_0\n") for process in found]
+    assert users_with_jobs(held) >= {STRAY, BUSY}
+
+
+def test_strays_end_also_those_that_will_not(started: list[subprocess.Popen[bytes]]) -> None:
+    deaf = "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); s.pause()"
+    started.append(subprocess.Popen(as_user(STRAY, "sleep", "1000")))
+    stubborn = subprocess.Popen(as_user(STRAY, "/usr/bin/python3", "-c", deaf), stdout=subprocess.PIPE)
+    started.append(stubborn)
+    assert stubborn.stdout is not None
+    assert stubborn.stdout.readline()
+    other = subprocess.Popen(as_user(BUSY, "sleep", "1000"))
+    started.append(other)
+    mine = {process.pid for process in started}
+    wait_until("both", lambda: len([p for p in processes() if p.uid == STRAY and p.pid in mine]) == 2)
+    strays = [process for process in processes() if process.uid == STRAY and process.pid in mine]
+    gone = replace(strays[0], started=strays[0].started - 1)  # a pid that another process has by now
+    assert end([gone]) == []
+    assert all(process.poll() is None for process in started)
+    assert end(strays) == []
+    assert [process.wait(5) for process in started[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
+    assert other.poll() is None
+    stubborn.stdout.close()
+
+
+def test_stale_shared_memory(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def file(name: str, uid: int, age_s: float) -> Path:
+        path = tmp_path / name
+        path.write_bytes(b"x" * 10)
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
+        os.chown(path, uid, uid)
+        return path
+
+    stale = file("stale", STRAY, 1000)
+    file("young", STRAY, 1)
+    file("busy", BUSY, 1000)
+    file("root", 0, 1000)
+    (tmp_path / "link").symlink_to(stale)
+    assert list(stale_files(tmp_path, {0, BUSY}, MIN_UID)) == [(stale, STRAY, 10)]
+    started.append(subprocess.Popen(as_user(BUSY, "sleep", "1000")))
+    wait_until("a process", lambda: of(BUSY))
+    monkeypatch.setattr(sweeping, "SHARED_MEMORY", tmp_path)
+    log = tmp_path.parent / "log"
+    config = Config(sweep_processes="off", min_uid=MIN_UID, log=str(log))
+    sweep(config, Log("test", config.log))
+    assert f"stale shared memory {stale} of uid {STRAY}: 10 bytes" in log.read_text()
+    assert stale.exists()
+    sweep(replace(config, sweep_shared_memory="remove"), Log("test", config.log))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["busy", "link", "root", "young"]
+
+
+def test_the_sweep_reports_and_kills_only_when_told(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "YOUNG_S", 0.0)
+    log = tmp_path / "log"
+    config = Config(sweep_shared_memory="off", min_uid=MIN_UID, log=str(log))
+    gpu = tmp_path / "nvidia0"
+    gpu.touch()
+    stray = subprocess.Popen(as_user(STRAY, "sleep", "1000"))
+    started.append(stray)
+    wait_until("a process", lambda: of(STRAY))
+    sweep(config, Log("test", config.log))
+    assert f"stray process {stray.pid} (sleep) of uid {STRAY}" in log.read_text()
+    assert stray.poll() is None
+    monkeypatch.setenv("SLURM_JOB_UID", str(STRAY))  # a Prolog of theirs: their job is about to start
+    monkeypatch.setenv("SLURM_SCRIPT_CONTEXT", "prolog_slurmd")
+    sweep(replace(config, sweep_processes="kill"), Log("test", config.log))
+    assert stray.poll() is None
+    monkeypatch.setenv("SLURM_SCRIPT_CONTEXT", "epilog_slurmd")
+    sweep(replace(config, sweep_processes="kill"), Log("test", config.log))
+    assert stray.wait(5) == -signal.SIGTERM
+
+
+# The programs.
+
+
+def run(program: str, config: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-I", str(SITE / program), "--config", str(config)], capture_output=True, text=True,
+        timeout=60, check=False, cwd="/", env={"PATH": "/usr/bin:/bin", **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ["prolog", "epilog"])
+def test_prolog_and_epilog_never_fail_and_never_ask_slurm(tmp_path: Path, program: str) -> None:
+    """A Prolog that fails drains the node; one that asks Slurm something may wait for itself."""
+    called = tmp_path / "called"
+    for name in ("squeue", "sinfo", "scontrol", "sacct"):
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {called}\n")
+        (tmp_path / name).chmod(0o755)
+    config = tmp_path / "site.ini"
+    config.write_text(
+        f"[sweep]\nmin_uid = {MIN_UID}\n[files]\nlog = {tmp_path}/log\n[slurm]\nbin = {tmp_path}\n"
+    )
+    done = run(program, config, PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_UID="1000")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    config.write_text("[sweep]\nprocesses = nonsense\n")
+    assert run(program, config).returncode == 0
+    assert not called.exists()
+
+
+def test_the_health_check_without_slurm_says_so_and_does_nothing(tmp_path: Path) -> None:
+    config = tmp_path / "site.ini"
+    log = tmp_path / "log"
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    config.write_text(f"[files]\nstate = {tmp_path}/state\nlog = {log}\n[slurm]\nbin = {tmp_path}\n")
+    done = run("healthcheck", config, SLURMD_NODENAME="n1")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert "failed: squeue: exit code 1: Unable to contact slurm controller" in log.read_text()
+    config.write_text("[files]\nstates = /tmp\n")
+    assert run("healthcheck", config).returncode == 1
+
+
+def test_the_programs_import_nothing_of_a_users(tmp_path: Path) -> None:
+    """Neither PYTHONPATH nor the directory they are started in."""
+    (tmp_path / "json.py").write_text("raise SystemExit('a stranger was imported')\n")
+    for program in ("healthcheck", "prolog", "epilog"):
+        assert (SITE / program).read_text().startswith("#!/usr/bin/python3 -I\n")
+        done = subprocess.run(
+            [SITE / program, "--help"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,190 @@
+"""Two tiers of saves, and failures of other kinds, in simulated runs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from jurymast.core.copies import MEMORY, SHARED
+from jurymast.core.settings import Settings
+from jurymast.errors import UsageError
+from jurymast.sim.cadences import FixedCadence
+from jurymast.sim.durations import HANG, NODE_CRASH, SCRIPT, WORKER_KILL, Durations, Parts
+from jurymast.sim.faults import Fault, FaultModel
+from jurymast.sim.measured import TRAINING_START_S, read_measured
+from jurymast.sim.simulation import Outcome, Setup, Simulation
+from jurymast.sim.tiers import SimTiers
+
+# Step 1 is done at 36 s, and 101, 201, ... are saved 101 s apart, the first at 137 s.
+TIMES = Durations(
+    detection_s=2, stop_s=1, launch_s=5, restore_s=30, step_s=1, stall_s=1, drain_s=10, write_s=50,
+    read_s=200, repair_s=10_000,
+)  # fmt: skip
+
+
+def ran(faults: list[Fault], *, spares: int = 4, durations: Durations = TIMES, **settings: object) -> Outcome:
+    setup = Setup(
+        nodes=20, spares=spares, seconds=3000, durations=durations, write_every_s=500.0,
+        settings=Settings(**settings),  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Simulation(setup, faults, FixedCadence(100.0)).run()
+
+
+def restored(outcome: Outcome) -> list[int | None]:
+    return [incident.step_restored for incident in outcome.incidents]
+
+
+def test_one_lost_node_costs_the_steps_since_the_last_save_in_memory() -> None:
+    outcome = ran([Fault(1000.0, (3,))])
+    assert (restored(outcome), outcome.restores) == ([901], {MEMORY: 1})
+
+
+def test_a_save_on_its_way_to_other_nodes_outlives_dead_ranks_but_no_lost_node() -> None:
+    """Step 901 is in each node's own memory at 945 s, and on other nodes at 955 s."""
+    saved_at = 36.0 + 9 * 101
+    lost, raised = (
+        ran([Fault(saved_at + 5, nodes, kind=kind)]) for nodes, kind in (((3,), NODE_CRASH), ((), SCRIPT))
+    )
+    assert (restored(lost), restored(raised)) == ([801], [901])
+
+
+@pytest.mark.parametrize(("replicas", "step"), [(1, 601), (2, 901)])
+def test_more_lost_nodes_than_replicas_go_back_to_storage(replicas: int, step: int) -> None:
+    """Step 101 goes to storage, and 500 s after its write began step 601 (whole at 702 s)."""
+    outcome = ran([Fault(1000.0, (3, 4))], replicas=replicas)
+    assert restored(outcome) == [step]
+    assert outcome.restores == {SHARED if replicas == 1 else MEMORY: 1}
+    restore_s = outcome.incidents[0].seconds()["restore"]
+    assert restore_s == (200 if replicas == 1 else 30)
+
+
+def test_a_second_loss_during_the_recovery_counts_with_the_first() -> None:
+    outcome = ran([Fault(1000.0, (3,)), Fault(1020.0, (5,))])
+    assert restored(outcome) == [None, 601]
+
+
+def test_a_second_loss_once_copies_are_made_again_does_not() -> None:
+    outcome = ran([Fault(1000.0, (3,)), Fault(1070.0, (5,))])
+    assert restored(outcome) == [901, 901]
+
+
+def test_before_a_requeue_the_newest_save_gets_to_storage() -> None:
+    outcome = ran([Fault(1000.0, (3,))], spares=0)
+    assert (restored(outcome), outcome.restores, outcome.requeues) == ([901], {SHARED: 1}, 1)
+    # 600 s in the queue, after 50 s of writing.
+    assert outcome.categories["requeue_wait"] == 20 * 650 * 1_000_000
+
+
+def test_a_hang_is_found_by_the_hang_detector() -> None:
+    """All ranks idle: after 5 s and twice the longest gap between steps, a step and a stall."""
+    outcome = ran([Fault(1000.0, kind=HANG)])
+    (incident,) = outcome.incidents
+    assert (incident.cause, incident.action, incident.step_restored) == ("hang", "restart", 901)
+    assert incident.seconds()["detect"] == pytest.approx(5 + 2 * (1 + 1))
+    assert outcome.categories["hang"] == 20 * 9 * 1_000_000
+    (later,) = ran([Fault(1000.0, kind=HANG)], hang_s=60.0).incidents
+    assert later.seconds()["detect"] == pytest.approx(60.0)
+
+
+def test_a_hang_that_a_lost_node_ends_is_one_incident() -> None:
+    outcome = ran([Fault(1000.0, kind=HANG), Fault(1003.0, (2,))])
+    assert [incident.cause for incident in outcome.incidents] == ["node_lost"]
+
+
+def test_each_kind_of_failure_takes_its_own_time() -> None:
+    times = Durations(
+        detection_s=2, stop_s=1, launch_s=5, step_s=1,
+        kinds={WORKER_KILL: Parts(stop_s=0.5, launch_s=0.25), NODE_CRASH: Parts(detect_s=0.125, stop_s=2)},
+    )  # fmt: skip
+    found = {}
+    for kind in (WORKER_KILL, NODE_CRASH):
+        (incident,) = ran([Fault(1000.0, (1,), kind=kind)], durations=times).incidents
+        parts = incident.seconds()
+        found[kind] = (incident.action, parts["detect"], parts["diagnose"], parts["launch"])
+    assert found == {WORKER_KILL: ("restart", 0, 0.5, 0.25), NODE_CRASH: ("swap", 0.125, 2, 0)}
+
+
+def test_a_fault_can_wait_for_a_step() -> None:
+    """At step 950, the first time: after the restart at step 901 it comes again, and nothing happens."""
+    outcome = ran([Fault(0.0, (1,), kind=WORKER_KILL, step=950), Fault(0.0, (2,), step=1500)])
+    assert [(i.cause, i.step_lost_from, i.step_restored) for i in outcome.incidents] == [
+        ("worker_killed", 950, 901),
+        ("node_lost", 1500, 1402),
+    ]
+
+
+def test_writes_never_overlap() -> None:
+    """One that takes longer than saves are apart: each begins when the one before it is over."""
+    tiers = SimTiers(Durations(drain_s=0, write_s=250), 1, 0.0)
+    for i in range(1, 11):
+        tiers.saved(100.0 * i, i)
+    tiers.halted(1010.0)
+    tiers.lost(1010.0)
+    tiers.lost(1010.0)
+    # Begun at 100, 400, 700, 1,000 s.
+    assert tiers.survivor() == (7, SHARED, 0.0)
+
+
+def test_multi_node_failures_cost_more_with_two_tiers() -> None:
+    durations = Durations(drain_s=2, write_s=100, read_s=100, stall_s=0.5, repair_s=3600)
+    setup = Setup(nodes=1000, spares=60, seconds=10 * 86_400.0, durations=durations, write_every_s=1800.0)
+    lost = []
+    for multi in (0.0, 0.5):
+        model = FaultModel(rate=10.0 * (1 + 1.5 * multi), multi=multi)
+        faults = model.draw(1060, setup.seconds, random.Random(5))
+        outcome = Simulation(setup, faults, FixedCadence(120.0)).run()
+        lost.append(1.0 - (outcome.ratios["runtime_goodput"] or 0.0))
+        assert outcome.restores.get(SHARED, 0) == pytest.approx(multi * len(outcome.incidents), abs=12)
+    # A hundred incidents, half of them with 900 s instead of 60 s to do again.
+    assert lost[1] - lost[0] == pytest.approx(0.5 * 100 * 900 / setup.seconds, rel=0.4)
+
+
+# Figures that were measured.
+
+
+def test_measured_durations_of_a_run() -> None:
+    measured = read_measured()
+    durations = measured.durations(2048, 5.29e12, 1e12)
+    assert durations.parts(WORKER_KILL).detect_s == 0.0 < durations.parts("power_loss").detect_s < 2.0
+    assert durations.write_s == pytest.approx(5.29)
+    assert durations.stall_s == pytest.approx(5.29e12 / 2048 / measured.copy)
+    own_s = durations.restart_s - durations.restore_s
+    assert TRAINING_START_S + 1.5 < own_s < TRAINING_START_S + 2.0
+
+
+def test_figures_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "ours.yaml"
+    file.write_text("source: our cluster\nkinds: {power_loss: {detect: 4}}\ncopy: 100e9\n")
+    measured = read_measured(file)
+    assert (measured.source, measured.copy, measured.replicate) == (
+        "our cluster",
+        100e9,
+        read_measured().replicate,
+    )
+    assert measured.kinds["power_loss"] == Parts(detect_s=4.0, stop_s=0.034, launch_s=0.058)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("copi: 3", "no figure is called copi (did you mean copy?)"),
+        (
+            "kinds: {power_los: {detect: 1}}",
+            "no kind of failure is called power_los (did you mean power_loss?)",
+        ),
+        ("kinds: {power_loss: {detects: 1}}", "kinds.power_loss has detect, stop, launch, not detects"),
+        ("kinds: {power_loss: {detect: soon}}", "kinds.power_loss.detect: 'soon' is not a number from 0 on"),
+        ("restore: 0", "restore: 0 is not a number from 1 on"),
+        ("- 3", "not a mapping of figures"),
+        ("a: [", "cannot read"),
+    ],
+)
+def test_a_bad_file_of_figures_is_told(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as told:
+        read_measured(file)
+    assert complaint in str(told.value)
+    assert str(file) in str(told.value)

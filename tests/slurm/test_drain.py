@@ -1,0 +1,271 @@
+"""A bad node leaves the run, the site drains it after its own look, and it is back once it is repaired."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jurymast.cluster.verdicts import verdict
+from jurymast.core.blame import TOGETHER_S
+from jurymast.core.health import HARDWARE, Finding, Verdict
+from support.fake_gpus import FakeGpus, build
+from support.runs import SCRIPTS
+from support.slurm_runs import SlurmRun
+from support.waiting import wait_until
+from testcluster import Cluster
+from testcluster.settings import DEFAULT_DIR, DIR_VARIABLE, SITE_LOG
+
+pytestmark = [pytest.mark.slurm]
+
+NODES = 4
+LIMIT_S = 60.0
+GIVEN_BACK_S = TOGETHER_S + LIMIT_S
+NOBODY = 65534
+GPU_LOST = Finding(
+    probe="nvidia", code="gpu-lost", verdict=Verdict.BAD, kind=HARDWARE, message="made up", device="gpu3"
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One with the site's pieces: beside the session's, whose nodes nobody checks."""
+    place = Path(os.environ.get(DIR_VARIABLE) or DEFAULT_DIR)
+    running = Cluster.up(
+        nodes=NODES, directory=place.with_name(f"{place.name}-site"), site=True,
+        slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system"),
+    )  # fmt: skip
+    try:
+        yield running
+    finally:
+        running.down(purge=True)
+
+
+@pytest.fixture
+def gpus(cluster: Cluster) -> Iterator[dict[str, FakeGpus]]:
+    """Eight healthy GPUs a node, of which the job's probes and root's hear the same."""
+    folder = cluster.layout.library
+    library = folder if (folder / "libnvidia-ml.so.1").exists() else build(folder)
+    found = {
+        name: FakeGpus(folder, library=library, state=folder / f"state.{name}") for name in cluster.nodes
+    }
+    yield found
+    for one in found.values():
+        one.clear()
+
+
+def site_log(cluster: Cluster, node: str) -> str:
+    path = cluster.machine(node).path(SITE_LOG)
+    return path.read_text() if path.exists() else ""
+
+
+def node(cluster: Cluster, name: str) -> tuple[str, str]:
+    """(Slurm's state, reason) of a node."""
+    told = cluster.slurm(["sinfo", "--noheader", "--Node", f"--nodes={name}", "--format=%T|%E"])
+    state, _, reason = told.splitlines()[0].partition("|")
+    return state, reason
+
+
+def submit(cluster: Cluster, folder: Path, *options: str) -> tuple[int, str, str]:
+    policy = cluster.shared / f"{folder.name}.yaml"
+    spool = cluster.layout.verdicts
+    policy.write_text(f"nodes_policy: {{bad: drain, spool: {spool}}}\nhealth: {{preflight: off}}\n")
+    policy.chmod(0o644)
+    library = cluster.layout.library
+    environment = {
+        "OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": str(library), "FAKE_NVML_STATE": f"{library}/state.%n",
+    }  # fmt: skip
+    command = [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(cluster.shared / folder.name)]
+    command += ["--policy", str(policy), "--parsable", *options, "--", str(SCRIPTS / "train_tiny.py")]
+    command += ["--steps", "100000", "--step-time", "0.02", "--save-every", "50 steps"]
+    done = cluster.login(command, env=environment, timeout_s=60, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(600)  # a run doubts its finding for three minutes before it gives the node back
+def test_a_lost_gpu_is_swapped_out_drained_and_back_after_its_repair(
+    cluster: Cluster, gpus: dict[str, FakeGpus], tmp_path: Path
+) -> None:
+    code, told, error = submit(cluster, tmp_path, "--nodes", "2", "--spares", "1")
+    assert code == 0, error
+    run_id, job = told.strip().split(";")
+    run = SlurmRun(cluster, cluster.shared / tmp_path.name / run_id, int(job))
+    state = run.wait_saved(100)
+    victim = next(name for name in state.placement if name != state.host)
+    wait_until("the job in root's book", lambda: job in _jobs_seen(cluster, victim), LIMIT_S)
+    gpus[victim].xid(3, 79)
+    gpus[victim].set(gpu=3, lost=1)
+    state = run.wait("the swap", lambda s: bool(s.incidents) and s.incident is None)
+    incident = state.incidents[0]
+    assert (incident.cause, incident.node, incident.action) == ("gpu_bad", victim, "swap"), run.story()
+    assert victim in state.excluded
+    wait_until("the drain", lambda: node(cluster, victim)[0].startswith("drain"), LIMIT_S)
+    _, reason = node(cluster, victim)
+    assert reason.startswith("jurymast: [hardware] code=gpu-lost gpu=3 "), reason
+    assert f"job={job} ts=" in reason
+    wait_until("the node's return to Slurm", lambda: node(cluster, victim)[0] == "drained", GIVEN_BACK_S)
+    left = cluster.slurm(["scontrol", "show", "hostnames", cluster.job(int(job))["NodeList"]]).split()
+    assert victim not in left
+    assert len(left) == 2
+    step = run.state().step
+    run.wait_step(step + 50)  # the job goes on without it
+    assert [name for name in cluster.nodes if node(cluster, name)[1] != "none"] == [victim]
+
+    gpus[victim].clear()
+    assert node(cluster, victim)[0] == "drained"
+    cluster.fault("repaired", victim)
+    back = ("none", "jurymast: back in service")  # 24.11 takes no empty reason
+    wait_until("its return", lambda: node(cluster, victim) in [("idle", word) for word in back], LIMIT_S)
+
+    code, told, error = submit(cluster, tmp_path, "--nodes", "2", "--dry-run")
+    assert (code, f"--exclude={victim}" in told) == (0, True), error
+    assert f"keeps out {victim} until " in error
+    jurymast = str(cluster.python.parent / "jurymast")
+    rows = json.loads(
+        cluster.login([jurymast, "nodes", "--json", "--runs", str(cluster.shared / tmp_path.name)]).stdout
+    )
+    assert [(row["node"], row["strikes"], row["last_cause"]) for row in rows if row["excluded"]] == [
+        (victim, 1, "gpu_bad")
+    ]
+
+
+def _jobs_seen(cluster: Cluster, name: str) -> dict[str, Any]:
+    """What root's health check remembers: who had jobs on the node."""
+    path = cluster.machine(name).path("/run/jurymast-site/jobs.json")
+    seen: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return seen
+
+
+class Spool:
+    """Leaves verdicts for one node, as its users would; `job` runs there."""
+
+    def __init__(self, cluster: Cluster, node: str, job: int) -> None:
+        self._cluster = cluster
+        self._node = node
+        boot_id = cluster.exec(node, ["cat", "/proc/sys/kernel/random/boot_id"]).stdout.strip()
+        self.honest = {**verdict(node, boot_id, str(job), "a-run", GPU_LOST, time.time())}
+
+    def seal(self, *, uid: int | None = None, ttl_s: int = 600, **changes: Any) -> str:
+        """A credential around the honest verdict with `changes`, by the user or another."""
+        values = {**self.honest, "nonce": os.urandom(16).hex(), **changes}
+        command = ["munge", f"--ttl={ttl_s}"]
+        if uid is not None:
+            command = ["setpriv", f"--reuid={uid}", "--clear-groups", *command]
+        return self._cluster.exec(self._node, command, input=json.dumps(values), root=uid is not None).stdout
+
+    def drop(self, name: str, content: str) -> None:
+        path = self._cluster.layout.verdicts / f"{self._node}.{name}"
+        self._cluster.exec(self._node, ["tee", str(path)], input=content)
+
+    def wait_empty(self) -> None:
+        """Until root has taken all."""
+        spool = self._cluster.layout.verdicts
+        wait_until("an empty spool", lambda: not list(spool.glob(f"{self._node}.*")), LIMIT_S)
+
+
+@pytest.fixture
+def busy(cluster: Cluster, gpus: dict[str, FakeGpus]) -> Spool:
+    """The spool of a node that serves a job of the user; the job is the node's only one."""
+    job = cluster.sbatch("#!/bin/sh\nsleep 1000\n", "--nodes=1", "--exclusive")
+    name = cluster.wait_job(job, "RUNNING")["NodeList"]
+    wait_until("the job in root's book", lambda: str(job) in _jobs_seen(cluster, name), LIMIT_S)
+    return Spool(cluster, name, job)
+
+
+# What each verdict is, and what root's log says of it. The GPU is really lost, but for the last one.
+LIES: list[tuple[str, dict[str, Any], str]] = [
+    ("another-user", {"uid": NOBODY}, f"uid {NOBODY}: job .* is not theirs"),
+    ("another-job", {"job": "99999"}, "job 99999 is not theirs"),
+    ("another-node", {"node": "n99"}, "it speaks of node n99"),
+    ("another-boot", {"boot_id": "not-this-one"}, "it speaks of another boot"),
+    ("another-kind", {"kind": "network"}, "root's own probes do not find gpu-lost gpu3"),
+    ("no-nonce", {"nonce": "../../etc/passwd"}, "it was here before"),
+    ("no-text", {"code": ["gpu-lost"]}, "a verdict of another version"),
+    ("expired", {"ttl_s": 1}, "munge: it has expired"),
+]
+
+
+def test_lies_are_refused_and_the_node_stays_as_it_was(
+    cluster: Cluster, gpus: dict[str, FakeGpus], busy: Spool
+) -> None:
+    name = str(busy.honest["node"])
+    gpus[name].set(gpu=3, lost=1)
+    expired = busy.seal(ttl_s=1)
+    for title, changes, _ in LIES:
+        busy.drop(title, expired if title == "expired" else busy.seal(**changes))
+    busy.drop("garbage", "MUNGE:AwQFAAA:" + "A" * 100)
+    busy.drop("large", "x" * 20_000)
+    spool = cluster.layout.verdicts
+    cluster.exec(name, ["ln", "-s", "/etc/shadow", str(spool / f"{name}.link")])
+    cluster.exec(name, ["mkfifo", str(spool / f"{name}.pipe")])
+    busy.wait_empty()
+    told = wait_until("all refusals", lambda: _told(cluster, name, len(LIES) + 4), LIMIT_S)
+    for _, _, words in LIES:
+        assert _matches(words, told), f"{words}\n{told}"
+    for words in ("no credential of this cluster", "20000 bytes", "link: ", "no ordinary file"):
+        assert words in told
+    assert "shadow" not in told
+    assert node(cluster, name)[1] == "none"
+    assert "drained" not in told
+
+
+def test_a_made_up_finding_and_a_replay_are_refused(
+    cluster: Cluster, gpus: dict[str, FakeGpus], busy: Spool
+) -> None:
+    """The node is healthy when its own user calls it bad; when it breaks, the old word no longer counts."""
+    name = str(busy.honest["node"])
+    credential = busy.seal(nonce=busy.honest["nonce"])
+    busy.drop("first", credential)
+    busy.wait_empty()
+    wait_until("a refusal", lambda: "do not find gpu-lost gpu3" in site_log(cluster, name), LIMIT_S)
+    gpus[name].set(gpu=3, lost=1)
+    busy.drop("replayed", credential)
+    busy.drop("sealed-again", busy.seal(nonce=busy.honest["nonce"]))
+    busy.wait_empty()
+    wait_until(
+        "two more",
+        lambda: _matches(r"munge: it was here before.*uid \d+: it was here before", site_log(cluster, name)),
+        LIMIT_S,
+    )
+    assert node(cluster, name)[1] == "none"
+
+
+def test_the_reason_of_somebody_else_stays(cluster: Cluster, gpus: dict[str, FakeGpus], busy: Spool) -> None:
+    name = str(busy.honest["node"])
+    cluster.slurm(["scontrol", "update", f"NodeName={name}", "State=DRAIN", "Reason=new disk, ask Ada"])
+    gpus[name].set(gpu=3, lost=1)
+    busy.drop("honest", busy.seal())
+    busy.wait_empty()
+    wait_until("its word", lambda: "by somebody else: new disk, ask Ada" in site_log(cluster, name), LIMIT_S)
+    cluster.fault("repaired", name)
+    gpus[name].clear()
+    wait_until("another look", _another_look(cluster, name), LIMIT_S)
+    assert node(cluster, name)[1] == "new disk, ask Ada"
+
+
+def _another_look(cluster: Cluster, name: str) -> Callable[[], bool]:
+    """True once the health check has begun and ended a look after now: it writes its book at each."""
+    book = cluster.machine(name).path("/run/jurymast-site/jobs.json")
+    seen = {book.stat().st_mtime_ns}
+
+    def looked() -> bool:
+        seen.add(book.stat().st_mtime_ns)
+        return len(seen) > 2
+
+    return looked
+
+
+def _told(cluster: Cluster, name: str, refusals: int) -> str:
+    text = site_log(cluster, name)
+    return text if text.count("verdict refused") >= refusals else ""
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return re.search(pattern, text, re.DOTALL) is not None

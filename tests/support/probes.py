@@ -1,0 +1,98 @@
+"""A third party's probe package, made where Python finds it and told by a file what to do at each look."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MODULE = """
+import os, signal, time
+from pathlib import Path
+from jurymast.core.health import Finding, Verdict
+
+HERE = Path(__file__).parent
+
+class Acme:
+    interval_s = 0.05
+    def __init__(self, name):
+        self.name = name
+        self.folder = HERE / name
+        self.last = ""
+    def look(self, now):
+        (self.folder / "pid").write_text(str(os.getpid()))
+        word, _, rest = (self.folder / "word").read_text().partition(" ")
+        with (self.folder / "looks").open("a") as looks:
+            looks.write(word + "\\n")
+        if word == "hang":
+            while True:
+                signal.pause()
+        if word == "spin":
+            end = time.monotonic() + float(rest)
+            while time.monotonic() < end:
+                pass
+        if word == "stat":
+            os.statvfs(rest)
+        if word == "abort":
+            os.abort()
+        if word == "raise":
+            raise RuntimeError("acme is out of order")
+        if word == "event" and rest != self.last:
+            self.last = rest
+            return [Finding(probe=self.name, code="acme-event", verdict=Verdict.UNKNOWN, kind="application",
+                            message=rest, at=float(rest), once=True)]
+        if word == "find":
+            return [Finding(probe=self.name, code="acme-high", verdict=Verdict(rest), kind="host",
+                            message="acme is high", device="acme0")]
+        return []
+    def close(self):
+        (self.folder / "closed").touch()
+
+def make(name):
+    if (HERE / name / "word").read_text() == "refuse":
+        raise ImportError("no acme library")
+    return None if (HERE / name / "word").read_text() == "nothing" else Acme(name)
+"""
+
+
+class Acme:
+    """Probes named `names` in a package below `folder`."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self._folder = folder
+        functions = "".join(f"def {name}(context):\n    return make({name!r})\n" for name in names)
+        (folder / "acme_probes.py").write_text(MODULE + functions)
+        metadata = folder / "acme_probes-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-probes\nVersion: 1.0\n")
+        points = "".join(f"{name} = acme_probes:{name}\n" for name in names)
+        (metadata / "entry_points.txt").write_text(f"[jurymast.probes]\n{points}")
+        for name in names:
+            (folder / name).mkdir()
+            self.tell(name, "ok")
+
+    @property
+    def python_path(self) -> str:
+        """For PYTHONPATH: this package before all others."""
+        return os.pathsep.join(filter(None, (str(self._folder), os.environ.get("PYTHONPATH", ""))))
+
+    def tell(self, name: str, word: str) -> None:
+        """At a look: ok, `find VERDICT`, `event TIME`, raise, hang, `spin SECONDS`, `stat PATH`, abort; when
+        it is opened: nothing, refuse."""
+        partial = self._folder / name / "partial"
+        partial.write_text(word)
+        partial.rename(self._folder / name / "word")
+
+    def looks(self, name: str) -> list[str]:
+        """What it was told at each look so far."""
+        file = self._folder / name / "looks"
+        return file.read_text().split() if file.exists() else []
+
+    def pid(self, name: str) -> int:
+        """Of the process that looked last."""
+        return int((self._folder / name / "pid").read_text())
+
+    def looked_more(self, name: str, count: int) -> bool:
+        return len(self.looks(name)) > count
+
+    def has_other_pid(self, name: str, pid: int) -> bool:
+        return self.pid(name) != pid

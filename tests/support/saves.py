@@ -1,0 +1,53 @@
+"""Who has saved what: the ranks' own word (train_tiny.py --tell-saves) beside the journal's."""
+
+from __future__ import annotations
+
+import re
+
+from jurymast.core import events as ev
+from jurymast.core.cadence import Schedule
+from support.runs import RunUnderTest
+
+
+def saved_by_rank(run: RunUnderTest, attempt: int) -> list[list[int]]:
+    """The steps that each rank of an attempt has saved, as the ranks say."""
+    logs = sorted(run.directory.attempt_logs(attempt).glob("rank-*.log"))
+    return [[int(step) for step in re.findall(r"^saved (\d+)$", log.read_text(), re.M)] for log in logs]
+
+
+def saves(run: RunUnderTest) -> list[ev.Saved]:
+    """By ranks, not copies of those."""
+    return [e for e in run.events() if isinstance(e, ev.Saved) and e.ok and not e.copied]
+
+
+def agreed(run: RunUnderTest) -> list[ev.CadenceSet]:
+    return [e for e in run.events() if isinstance(e, ev.CadenceSet)]
+
+
+def named(run: RunUnderTest, attempt: int, done: int) -> list[int]:
+    """The steps up to `done` that the schedules in the journal have an attempt's ranks save at."""
+    expected = []
+    schedules = [e for e in agreed(run) if e.attempt == attempt]
+    for number, told in enumerate(schedules):
+        until = min([other.from_step for other in schedules[number + 1 :]] + [done + 1])
+        schedule = Schedule(told.number, told.from_step, told.first_step, told.every_steps)
+        due = schedule.due_after(told.from_step - 1)
+        while due < until:
+            expected.append(due)
+            due = schedule.due_after(due)
+    return expected
+
+
+def all_alike(run: RunUnderTest, attempt: int, tier: str = "memory") -> list[int]:
+    """The saves of an attempt that is over: every rank's alike (but for the last, which the end may cut),
+    each complete, and just those that the schedules in the journal name, unless there was no room."""
+    told = [e for e in run.events() if isinstance(e, ev.Saved) and (e.attempt, e.tier) == (attempt, tier)]
+    skipped = {e.step for e in told if not e.ok}
+    by_rank = saved_by_rank(run, attempt)
+    done = min(max(rank, default=0) for rank in by_rank)
+    steps = [[step for step in rank if step <= done and step not in skipped] for rank in by_rank]
+    assert all(rank == steps[0] for rank in steps), by_rank
+    assert set(steps[0][:-1]) <= {e.step for e in told if e.ok}
+    expected = [step for step in named(run, attempt, done) if step not in skipped]
+    assert steps[0] == expected, f"{steps[0]} are not {expected}; skipped {skipped}\n{run.story()}"
+    return steps[0]

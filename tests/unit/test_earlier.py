@@ -1,0 +1,132 @@
+"""What is known of the failure rate before a run: earlier journals and Slurm's accounting."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jurymast.cluster.earlier import parse_accounting, watched_in, with_earlier
+from jurymast.core.failure_rate import DAY_S, FailureRate, Watched, learned_before, node_rate, prior
+from jurymast.core.node_history import PastRun, Span
+from jurymast.core.settings import RunPlan, Settings
+from jurymast.journal import initial_state
+
+NOW = 1_000_000_000.0
+RUN = PastRun(
+    run="r", active=2, spans=(Span(start=NOW - 3 * DAY_S, end=NOW - DAY_S, nodes=("a", "b", "c")),),
+    failures=(NOW - 2 * DAY_S,), jobs=("17",),
+)  # fmt: skip
+
+
+def plan(cluster: str = "slurm") -> RunPlan:
+    return RunPlan(
+        run="r", name="r", directory="r", cluster=cluster, active=4, spares=1, ranks_per_node=1, script="s"
+    )
+
+
+def test_only_active_nodes_of_a_run_were_watched() -> None:
+    assert watched_in(RUN) == [Watched(NOW - 3 * DAY_S, NOW - DAY_S, 2, (NOW - 2 * DAY_S,))]
+    assert watched_in(PastRun(run="never started", active=2)) == []
+
+
+def test_what_is_older_counts_less() -> None:
+    incidents, node_days = learned_before(watched_in(RUN), NOW)
+    assert incidents == pytest.approx(0.5 ** (2 / 14))
+    # four node-days, on average two days old
+    assert node_days == pytest.approx(4 * 0.5 ** (2 / 14), rel=0.01)
+    assert learned_before(watched_in(RUN), NOW + 14 * DAY_S) == pytest.approx((incidents / 2, node_days / 2))
+    assert learned_before([], NOW) == (0.0, 0.0)
+
+
+def test_it_is_forgotten_as_the_watched_nodes_of_one_run_are() -> None:
+    """The same evidence counts alike, seen by the run itself or looked back at."""
+    rate = FailureRate(NOW - 3 * DAY_S)
+    rate.watched(NOW - DAY_S, 2)
+    rate.watched(NOW, 0)
+    incidents, node_days = learned_before(watched_in(RUN), NOW)
+    assert rate.posterior.exposure_node_days == pytest.approx(node_days)
+    known = FailureRate(NOW, prior(), earlier=(incidents, node_days))
+    assert known.posterior.shape == pytest.approx(prior().shape + incidents)
+    known.watched(NOW + 14 * DAY_S, 0)
+    assert known.posterior.exposure_node_days == pytest.approx(node_days / 2)
+
+
+def test_failures_that_strike_several_runs_at_once_count_once() -> None:
+    both = [Watched(0.0, DAY_S, 1, (100.0,)), Watched(0.0, DAY_S, 1, (160.0, 9000.0))]
+    assert learned_before(both, DAY_S, 1e9)[0] == pytest.approx(2.0, rel=1e-6)
+
+
+def test_accounting_is_read_but_for_jobs_that_have_a_journal() -> None:
+    lines = ["17|COMPLETED|100|200|4", "18|NODE_FAIL|100|400|2", "19|RUNNING|150|Unknown|1"]
+    text = "\n".join([*lines, "20|PENDING|Unknown|Unknown|9"])
+    assert parse_accounting(text, {"17"}, 500.0) == [
+        Watched(100.0, 400.0, 2, (400.0,)),
+        Watched(150.0, 500.0, 1),
+    ]
+    with pytest.raises(ValueError):
+        parse_accounting("slurm_load: error", set(), 0.0)
+
+
+def sacct(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Slurm command of this name, first in PATH."""
+    path = folder / "bin" / "sacct"
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+
+
+def test_a_plan_knows_what_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sacct(
+        tmp_path,
+        f'[ "$SLURM_TIME_FORMAT" = %s ] && echo "5|NODE_FAIL|{NOW - DAY_S:.0f}|{NOW:.0f}|10"',
+        monkeypatch,
+    )
+    found = with_earlier(plan(), tmp_path / "runs", NOW)
+    assert found.earlier_text == "0 in 0 node-days of 0 earlier runs, 1 in 10 node-days of other jobs"
+    assert found.earlier_incidents == pytest.approx(1.0)
+    assert found.earlier_node_days == pytest.approx(9.76, abs=0.01)
+    assert initial_state(RunPlan.from_json(found.to_json())).earlier == (
+        found.earlier_incidents, found.earlier_node_days,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("body", ["echo Slurm accounting storage is disabled >&2; exit 1", "echo nonsense"])
+def test_slurm_without_accounts_is_said_and_no_error(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sacct(tmp_path, body, monkeypatch)
+    found = with_earlier(plan(), tmp_path / "runs", NOW)
+    assert found.earlier_text == "0 in 0 node-days of 0 earlier runs, no Slurm accounting"
+    assert (found.earlier_incidents, found.earlier_node_days) == (0.0, 0.0)
+
+
+def test_nodes_of_a_local_run_are_no_machines(tmp_path: Path) -> None:
+    assert with_earlier(plan("local"), tmp_path, NOW) == plan("local")
+
+
+def test_a_node_that_failed_is_expected_to_fail_again() -> None:
+    assert node_rate(5.0, 0, 0.0) == 5.0
+    assert node_rate(5.0, 0, 400.0) < 1.0
+    assert node_rate(5.0, 2, 28.0) == pytest.approx(5.0 * (1 / 3 + 2) / (1 / 3 + 0.14))
+    # Over all nodes it comes to the fleet's rate again. P(n failures) where one is expected on average:
+    p, mean = 0.25 ** (1 / 3), 0.0
+    for failures in range(200):
+        mean += p * node_rate(5.0, failures, 200.0)
+        p *= 0.75 * (failures + 1 / 3) / (failures + 1)
+    assert mean == pytest.approx(5.0)
+
+
+def test_bursts_and_forgetting_are_the_policy_s() -> None:
+    quick = FailureRate(0.0, prior(), half_life_days=1.0, merge_s=1.0)
+    slow = FailureRate(0.0, prior())
+    for rate in (quick, slow):
+        rate.incident(10.0)
+        rate.incident(20.0)
+    assert (quick.posterior.incidents, slow.posterior.incidents) == (2.0, 1.0)
+    ahead = quick.posterior_at(DAY_S, 3)
+    assert ahead.incidents == pytest.approx(1.0, abs=0.001)
+    assert quick.posterior.incidents == 2.0, "asking changes nothing"
+    assert Settings(half_life_s=DAY_S, burst_s=1.0).half_life_s == DAY_S

@@ -1,0 +1,114 @@
+"""What a node shows when a rank ends badly: real kills in a real cgroup, real logs, a log that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jurymast.agent.evidence import LOG_BYTES, LOG_LIMIT_S, Evidence, end_of, kills_file_of, oom_kills
+
+LIMIT_BYTES = 24 * 1024 * 1024
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A cgroup below this process's with little memory; returns its directory, and removes it."""
+    own = kills_file_of(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    if own is None:
+        pytest.skip("no cgroup here counts kills for want of memory")
+    child = own.parent / f"jurymast-test-{os.getpid()}"
+    limit = "memory.limit_in_bytes" if own.name == "memory.oom_control" else "memory.max"
+    try:
+        child.mkdir()
+    except OSError as error:
+        pytest.skip(f"cgroups cannot be made here: {error}")
+    try:
+        (child / limit).write_text(str(LIMIT_BYTES))
+        yield child
+    except OSError as error:
+        pytest.skip(f"memory cannot be limited here: {error}")
+    finally:
+        child.rmdir()
+
+
+def test_a_kill_for_want_of_memory_is_seen_and_belongs_to_its_attempt(small_cgroup: Path) -> None:
+    names = ("memory.oom_control", "memory.events")
+    kills_file = next(path for name in names if (path := small_cgroup / name).is_file())
+    evidence = Evidence(kills_file)
+    assert evidence.look(-9)["oom_kills"] == 0
+    words = [sys.executable, "-c", f"input(); bytearray({2 * LIMIT_BYTES})"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as rank:
+        assert rank.stdin is not None
+        (small_cgroup / "cgroup.procs").write_text(str(rank.pid))
+        rank.stdin.write(b"\n")
+        rank.stdin.close()
+        assert rank.wait(20) == -signal.SIGKILL
+    assert evidence.look(-9)["oom_kills"] == 1
+    evidence.attempt_begins()
+    assert evidence.look(-9)["oom_kills"] == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "file"),
+    [
+        ("0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n",
+         "system.slice/slurmstepd.scope/job_7/step_0/user/task_0/memory.events"),
+        ("5:devices:/a\n4:memory:/slurm/uid_1000/job_7/step_0\n0::/\n",
+         "memory/slurm/uid_1000/job_7/step_0/memory.oom_control"),
+        ("4:memory,hugetlb:/docker/abc\n", "memory/memory.oom_control"),
+        ("0::/user.slice\n", "unified/user.slice/memory.events"),
+    ],
+)  # fmt: skip
+def test_where_cgroups_count(tmp_path: Path, own: str, file: str) -> None:
+    """Lines as /proc/PID/cgroup gives them under version 2, version 1, in a container, and with both."""
+    (tmp_path / "cgroup").write_text(own)
+    root = tmp_path / "fs"
+    (root / file).parent.mkdir(parents=True)
+    (root / file).write_text("low 0\noom 2\noom_kill 3\n")
+    found = kills_file_of(tmp_path / "cgroup", root)
+    assert found == root / file
+    assert oom_kills(found) == 3
+
+
+def test_no_counter_is_no_kill(tmp_path: Path) -> None:
+    assert kills_file_of(tmp_path / "none", tmp_path) is None
+    assert oom_kills(None) == 0
+    assert oom_kills(tmp_path / "gone") == 0
+
+
+def test_the_end_of_a_log_goes_with_a_signal_only(tmp_path: Path) -> None:
+    log = tmp_path / "rank.log"
+    log.write_text("x" * 3 * LOG_BYTES + "\nstep 7\n\nstep 8\n  in train\n")
+    assert Evidence().look(-9, log)["log"] == "step 7 | step 8 | in train"
+    assert "log" not in Evidence().look(1, log)
+    assert 0.0 <= Evidence().look(-7, log)["shm_used"] <= 1.0
+
+
+def test_a_log_that_does_not_answer_holds_nobody_up(tmp_path: Path) -> None:
+    pipe = tmp_path / "rank.log"
+    os.mkfifo(pipe)
+    before = time.monotonic()
+    assert end_of(pipe) == ""
+    assert time.monotonic() - before < 10 * LOG_LIMIT_S
+    os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))  # lets the reader go
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+def test_of_a_crash_the_fault_handlers_first_words_are_told(tmp_path: Path, number: signal.Signals) -> None:
+    log = tmp_path / "rank.log"
+    program = f"import numpy, os; print('step 7', flush=True); os.kill(os.getpid(), {int(number)})"
+    with log.open("w") as output:
+        done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", program], stdout=output,
+                              stderr=output, check=False, timeout=60)  # fmt: skip
+    assert done.returncode == -number
+    told = end_of(log)
+    name = {signal.SIGSEGV: "Segmentation fault", signal.SIGABRT: "Aborted"}[number]
+    assert told.startswith(f"Fatal Python error: {name} | ")
+    assert 'File "<string>", line 1 in <module>' in told

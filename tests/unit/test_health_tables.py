@@ -1,0 +1,198 @@
+"""The packaged tables of Xid codes and thresholds, the policy on top of them, and findings on their way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jurymast.core import events as ev
+from jurymast.core.health import KINDS, Finding, Verdict
+from jurymast.errors import PolicyError
+from jurymast.health.probe import Context
+from jurymast.health.tables import READINGS, reading, threshold, xid_finding
+from jurymast.policy.load import file_layers
+from jurymast.policy.resolve import resolve
+from jurymast.reference import recovery_actions, thresholds, xids
+from jurymast.supervisor.health import Health
+
+# The classes of the public catalogue, written down apart from the data file.
+CLASSES = {
+    "application": {13, 31, 32, 68, 69, 94, 137},
+    "informational": {38, 43, 45, 63, 92, 93, 121, 148},
+    "reset": {46, 48, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 149, 150, 155, 156, 158},
+    "drain": {74, 79},
+    "decode": {144, 145, 146, 147},
+    "text": {154},
+    "support": {54, 61, 122, 123, 124, 125, 157},
+}
+PLAIN = Context()
+
+
+def test_every_code_has_the_class_that_the_catalogue_gives_it() -> None:
+    found: dict[str, set[int]] = {}
+    for code, entry in xids().items():
+        found.setdefault(entry.group, set()).add(code)
+        assert entry.kind in KINDS
+        assert entry.meaning
+        assert entry.action
+        assert entry.source
+    assert found == CLASSES
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "kind"),
+    [
+        (79, Verdict.BAD, "hardware"),
+        (48, Verdict.BAD, "hardware"),
+        (157, Verdict.BAD, "hardware"),
+        (144, Verdict.SUSPECT, "hardware"),
+        (31, Verdict.UNKNOWN, "application"),
+        (45, Verdict.UNKNOWN, "sympathetic"),
+        (148, Verdict.UNKNOWN, "sympathetic"),
+        (9999, Verdict.UNKNOWN, "hardware"),
+    ],
+)
+def test_what_a_code_comes_to(code: int, verdict: Verdict, kind: str) -> None:
+    finding = xid_finding(code, "gpu3", "GPU has\n fallen off", 12.0, PLAIN)
+    assert (finding.verdict, finding.kind) == (verdict, kind)
+    assert (finding.probe, finding.code, finding.device, finding.at) == (
+        "nvidia",
+        f"xid-{code}",
+        "gpu3",
+        12.0,
+    )
+    assert finding.once
+    assert "(GPU has fallen off)" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("target", "verdict"),
+    [
+        ("0x0 (None)", Verdict.UNKNOWN),
+        ("0x1 (GPU Reset Required)", Verdict.BAD),
+        ("0x2 (Node Reboot Required)", Verdict.BAD),
+        ("0x3 (Drain P2P)", Verdict.BAD),
+        ("0x4 (Drain and Reset)", Verdict.BAD),
+        ("0x9 (Something New)", Verdict.UNKNOWN),
+    ],
+)
+def test_xid_154_follows_the_end_of_its_text(target: str, verdict: Verdict) -> None:
+    for before in ("0x0 (None)", "0x2 (Node Reboot Required)"):
+        text = f"GPU recovery action changed from {before} to {target}"
+        assert reading(154, text, PLAIN) == (verdict, "hardware")
+
+
+def test_xid_154_without_its_text_says_nothing() -> None:
+    assert reading(154, "", PLAIN)[0] is Verdict.UNKNOWN
+    assert set(recovery_actions().values()) == {Verdict.UNKNOWN, Verdict.BAD}
+
+
+@pytest.mark.parametrize("word", READINGS)
+def test_the_policy_s_reading_wins_and_says_so(word: str) -> None:
+    finding = xid_finding(79, "gpu0", "", 1.0, Context(xid={"79": word}))
+    assert (finding.verdict, finding.kind) == READINGS[word]
+    assert f"the policy reads it as {word}" in finding.message
+
+
+def test_thresholds_are_complete_and_the_policy_s_win() -> None:
+    for name, limit in thresholds().items():
+        assert limit.value >= 0
+        assert limit.unit
+        assert limit.meaning
+        assert limit.source
+        assert threshold(PLAIN, name) == limit.value
+    assert threshold(Context(thresholds={"shm-used": 0.5}), "shm-used") == 0.5
+    with pytest.raises(KeyError, match="did you mean shm-used"):
+        threshold(PLAIN, "shm_usd")
+
+
+def policy(folder: Path, text: str) -> Path:
+    path = folder / "p.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_policy_may_name_codes_and_thresholds(tmp_path: Path) -> None:
+    path = policy(tmp_path, "health:\n  xid: {79: suspect, '94': bad}\n  thresholds: {shm-used: 0.5}\n")
+    settings = resolve(file_layers(path, path.name)).settings()
+    assert settings.xid == {"79": "suspect", "94": "bad"}
+    assert settings.thresholds == {"shm-used": 0.5}
+
+
+def test_mistakes_in_a_policy_name_their_line_and_the_nearest_name(tmp_path: Path) -> None:
+    path = policy(
+        tmp_path,
+        "health:\n  xid:\n    7: bad\n    94: awful\n  thresholds:\n    shm-usd: 0.5\n    disk-used: full\n",
+    )
+    with pytest.raises(PolicyError) as caught:
+        resolve(file_layers(path, path.name))
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["p.yaml:3", "health.xid.7"],
+        ["p.yaml:4", "health.xid.94"],
+        ["p.yaml:6", "health.thresholds.shm-usd"],
+        ["p.yaml:7", "health.thresholds.disk-used"],
+    ]
+    assert "no Xid code" in lines[0]
+    assert "did you mean shm-used" in lines[2]
+
+
+class Heard:
+    """A supervisor's part in health, and the events it made."""
+
+    def __init__(self) -> None:
+        self.events: list[ev.Event] = []
+        self.health = Health(self.events.append, lambda: 100.0)
+
+    def found(self) -> list[tuple[str, str, float]]:
+        return [(e.node, e.verdict, e.at) for e in self.events if isinstance(e, ev.HealthFound)]
+
+
+def words(verdict: str, at: float, **others: object) -> dict[str, object]:
+    return {
+        "probe": "host", "code": "disk-full", "verdict": verdict, "kind": "host", "message": "full", "at": at,
+        **others,
+    }  # fmt: skip
+
+
+def test_a_finding_becomes_one_event_however_often_it_is_told() -> None:
+    heard = Heard()
+    for values in (words("suspect", 1.0), words("suspect", 1.0), words("bad", 1.0), words("ok", 5.0)):
+        heard.health.hear("n1", {"finding": values})
+    heard.health.joined("n1", {"health": [words("ok", 5.0)]})
+    heard.health.joined("n2", {"health": [words("suspect", 6.0, device="/tmp")]})
+    assert heard.found() == [
+        ("n1", "suspect", 1.0),
+        ("n1", "bad", 1.0),
+        ("n1", "ok", 5.0),
+        ("n2", "suspect", 6.0),
+    ]
+    told = heard.events[-1]
+    assert ev.from_json(ev.to_json(told)) == told
+
+
+def test_each_event_of_a_gpu_counts_and_none_twice() -> None:
+    heard = Heard()
+    first, second = (xid_finding(31, "gpu0", "", at, PLAIN).to_json() for at in (1.0, 50.0))
+    for values in (first, second):
+        heard.health.hear("n1", {"finding": values})
+    heard.health.joined("n1", {"health": [first, second]})  # the agent tells of both again
+    assert heard.found() == [("n1", "unknown", 1.0), ("n1", "unknown", 50.0)]
+
+
+@pytest.mark.parametrize("finding", [None, 3, {}, words("awful", 1.0), words("bad", 1.0, kind="weather")])
+def test_a_malformed_word_on_health_is_noted(finding: object) -> None:
+    heard = Heard()
+    heard.health.hear("n1", {"finding": finding})
+    heard.health.joined("n1", {"health": "well"})
+    (noted,) = heard.events
+    assert isinstance(noted, ev.Noted)
+    assert "malformed word on health" in noted.message
+
+
+def test_a_finding_survives_its_way_as_json() -> None:
+    finding = Finding(
+        probe="p", code="c", verdict=Verdict.BAD, kind="host", message="m", device="d", at=2.5, once=True
+    )
+    assert Finding.from_json(finding.to_json()) == finding

@@ -1,0 +1,366 @@
+"""Where hanging ranks stand: real processes asked for their stacks, and what is read from those."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jurymast.agent.ranks import process_state
+from jurymast.agent.stacks import LIMIT_S, Stacks
+from jurymast.core import stacks
+from jurymast.core.settings import RunPlan
+from jurymast.core.stacks import (
+    BACKWARD,
+    CODE,
+    COLLECTIVE,
+    LOADER,
+    UNKNOWN,
+    Place,
+    absent,
+    describe,
+    frames,
+    place,
+)
+from jurymast.rundir import RunDirectory
+from jurymast.worker import stack_signal
+from support.stories import Story
+from support.waiting import wait_until
+
+TORCH = "/opt/venv/lib/python3.11/site-packages/torch"
+ALL_REDUCE = [
+    f"{TORCH}/distributed/distributed_c10d.py:3001 all_reduce",
+    f"{TORCH}/distributed/c10d_logger.py:83 wrapper",
+    "/home/ada/train.py:57 step",
+    "/home/ada/train.py:80 main",
+]
+DDP_BACKWARD = [
+    f"{TORCH}/autograd/graph.py:829 _engine_run_backward",
+    f"{TORCH}/autograd/__init__.py:347 backward",
+    f"{TORCH}/_tensor.py:648 backward",
+    "/home/ada/train.py:58 step",
+]
+DDP_BUFFERS = [
+    f"{TORCH}/nn/parallel/distributed.py:2266 _default_broadcast_coalesced",
+    f"{TORCH}/nn/parallel/distributed.py:2191 _sync_buffers",
+    "/opt/jurymast/worker/hooks.py:120 timed",
+    f"{TORCH}/nn/parallel/distributed.py:1690 forward",
+    "/home/ada/train.py:56 step",
+]
+DATA_LOADER = [
+    "/usr/lib/python3.11/queue.py:180 get",
+    f"{TORCH}/utils/data/dataloader.py:1275 _try_get_data",
+    "/home/ada/train.py:40 main",
+]
+OWN_CODE = [
+    "/usr/lib/python3.11/threading.py:324 wait",
+    "/home/ada/data.py:9 fetch",
+    "/home/ada/train.py:40 main",
+]
+
+
+def dump(calls: list[str], *others: list[str]) -> str:
+    """As faulthandler writes it: the thread that took the signal is the last one."""
+    text = ""
+    for number, stack in enumerate([*others, calls]):
+        head = "Current thread" if stack is calls else "Thread"
+        text += f"{head} 0x{number:016x} (most recent call first):\n"
+        for call in stack:
+            file, _, rest = call.rpartition(":")
+            line, _, function = rest.partition(" ")
+            text += f'  File "{file}", line {line} in {function}\n'
+        text += "\n"
+    return text
+
+
+@pytest.mark.parametrize(
+    ("calls", "kind", "text"),
+    [
+        (ALL_REDUCE, COLLECTIVE, "in all_reduce at train.py:57"),
+        (DDP_BACKWARD, BACKWARD, "in backward at train.py:58"),
+        (DDP_BUFFERS, COLLECTIVE, "in DDP's forward at train.py:56"),
+        (DATA_LOADER, LOADER, "in the data loader at train.py:40"),
+        (OWN_CODE, CODE, "in fetch at data.py:9"),
+        ([f"{TORCH}/nn/modules/linear.py:125 forward", *OWN_CODE[1:]], CODE, "in fetch at data.py:9"),
+        (["/usr/lib/python3.11/runpy.py:88 _run_code"], CODE, "in _run_code at runpy.py:88"),
+    ],
+)
+def test_the_innermost_telling_frame_says_where_a_rank_stands(calls: list[str], kind: str, text: str) -> None:
+    assert place(frames(dump(calls, ALL_REDUCE, OWN_CODE))) == Place(kind, text)
+
+
+def test_a_dump_of_py_spy_is_read_too() -> None:
+    text = (
+        'Thread 812 (idle): "pt_autograd_0"\n    step (/home/ada/other.py:1)\n'
+        'Thread 811 (active): "MainThread"\n    fetch (/home/ada/data.py:9)\n    main (/home/train.py:4)\n'
+    )
+    assert place(frames(text)) == Place(CODE, "in fetch at data.py:9")
+
+
+def test_no_stack_is_said_to_be_none() -> None:
+    assert frames("") == []
+    assert place([], "state D, in nfs_wait") == Place(UNKNOWN, "without a stack (state D, in nfs_wait)")
+
+
+WAITS, GRADIENTS = Place(COLLECTIVE, "in all_reduce at a.py:1"), Place(BACKWARD, "in backward at a.py:2")
+WORKS, READS, NOTHING = (
+    Place(CODE, "in f at a.py:3"),
+    Place(LOADER, "in the data loader at a.py:4"),
+    Place(UNKNOWN, ""),
+)
+
+
+@pytest.mark.parametrize(
+    ("places", "missing"),
+    [
+        ([WAITS, WAITS, WORKS, WAITS], (2,)),
+        ([GRADIENTS, WAITS, READS], (2,)),
+        ([WORKS, READS, WAITS], (0, 1)),
+        ([WAITS, NOTHING], (1,)),
+        ([WAITS, WAITS], ()),
+        ([WORKS, WORKS, READS, WORKS], (2,)),  # on GPUs: the others wait at a line of their own
+        ([WORKS, READS], ()),
+        ([NOTHING, NOTHING], ()),
+        ([], ()),
+    ],
+)
+def test_who_never_came_to_where_the_others_wait(places: list[Place], missing: tuple[int, ...]) -> None:
+    assert absent(dict(enumerate(places))) == missing
+
+
+def test_those_that_are_alone_are_told_first() -> None:
+    assert (
+        describe(dict(enumerate([GRADIENTS] * 9 + [WORKS])))
+        == "rank 9 in f at a.py:3, 9 ranks in backward at a.py:2"
+    )
+
+
+# The state machine.
+
+
+def stopped_with(story: Story, places: dict[int, Place], **values: Any) -> None:
+    from jurymast.core import events as ev
+
+    for rank, at in places.items():
+        node = story.state.placement[rank]
+        story.feed(
+            ev.StacksTaken(
+                t=story.t, node=node, attempt=story.state.attempt, ranks=(rank,), kinds=(at.kind,),
+                places=(at.text,), folder="evidence/attempt-0001", **values,
+            )
+        )  # fmt: skip
+    story.stopped()
+
+
+def test_a_hang_names_the_rank_that_is_elsewhere_and_its_node_goes_the_second_time() -> None:
+    story = Story(active=3).running()
+    culprit = story.state.placement[1]
+    for again in (False, True):
+        (stop,) = story.hung()
+        assert getattr(stop, "stacks", None) is True
+        stopped_with(story, {0: WAITS, 1: WORKS, 2: WAITS})
+        incident = story.incident
+        assert (incident.cause, incident.node, incident.rank) == ("hang", culprit, 1)
+        assert incident.evidence.endswith(
+            "rank 1 in f at a.py:3, ranks 0, 2 in all_reduce at a.py:1; "
+            "rank 1 never came to where the others wait; stacks in evidence/attempt-0001"
+        )
+        assert incident.action == ("swap" if again else "restart")
+        story.recovered(10, 20)
+
+
+def test_a_hang_without_stacks_or_without_a_difference_names_nobody() -> None:
+    for places in ({}, {0: WAITS, 1: WAITS}, {0: WORKS, 1: READS}):
+        story = Story().running()
+        story.hung()
+        stopped_with(story, places)
+        assert (story.incident.cause, story.incident.node, story.incident.rank) == ("hang", "", None)
+
+
+def test_a_missing_flight_record_is_told() -> None:
+    story = Story().running()
+    story.hung()
+    stopped_with(story, {0: WAITS, 1: WAITS}, recorded=True, records=(0,))
+    assert "no flight record from rank 1" in story.incident.evidence
+
+
+def test_other_failures_do_not_wait_for_stacks() -> None:
+    story = Story().running()
+    (stop,) = story.failed(0)
+    assert getattr(stop, "stacks", None) is False
+
+
+# Real processes.
+
+RANK = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from jurymast.worker import stack_signal
+stack_signal.listen()
+def stand_here():
+    print("ready", flush=True)
+    {{wait}}
+stand_here()
+"""
+SLEEPS = "import time; time.sleep(600)"
+# Holds the interpreter's lock in C code for minutes.
+COUNTS = "sum(range(10 ** 11))"
+
+
+@contextmanager
+def rank_process(folder: Path, local_rank: int, wait: str, *, listens: bool = True) -> Iterator[int]:
+    path = folder / stack_signal.file_name(1, local_rank)
+    environment = {**os.environ, stack_signal.PATH_VARIABLE: str(path)} if listens else dict(os.environ)
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK.format(wait=wait)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def taken(tmp_path: Path) -> tuple[Stacks, list[dict[str, Any]], RunDirectory]:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    plan = RunPlan(
+        run="r", name="r", directory=str(directory.root), cluster="local", active=1, spares=0,
+        ranks_per_node=2, script="train.py",
+    )  # fmt: skip
+    said: list[dict[str, Any]] = []
+    looking = Stacks(directory, plan, tmp_path, said.append)
+    looking.launch({"attempt": 1, "rank": 1})
+    return looking, said, directory
+
+
+Taken = tuple[Stacks, list[dict[str, Any]], RunDirectory]
+
+
+def test_ranks_tell_where_they_stand_even_with_the_interpreters_lock_held(
+    taken: Taken, tmp_path: Path
+) -> None:
+    looking, said, directory = taken
+    with rank_process(tmp_path, 0, SLEEPS) as first, rank_process(tmp_path, 1, COUNTS) as second:
+        asyncio.run(looking.take([first, second]))
+        os.kill(first, 0)
+        (message,) = said
+        assert (message["attempt"], message["ranks"], message["kinds"]) == (1, [2, 3], [CODE, CODE])
+        assert all(at.startswith("in stand_here at <string>:") for at in message["places"])
+        assert (message["recorded"], message["records"]) == (False, [])
+        folder = directory.root / message["folder"]
+        files = [folder / "rank-00002.txt", folder / "rank-00003.txt"]
+        wait_until("the files", lambda: all(file.exists() for file in files))
+    for file, pid in zip(files, (first, second), strict=True):
+        text = file.read_text()
+        assert f"process {pid}" in text
+        assert "in stand_here" in text
+        assert "SigCgt:" in text
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+
+
+def test_what_cannot_answer_costs_no_time_and_is_not_killed_by_the_question(
+    taken: Taken, tmp_path: Path
+) -> None:
+    looking, said, _ = taken
+    with (
+        rank_process(tmp_path, 0, SLEEPS, listens=False) as deaf,
+        rank_process(tmp_path, 1, SLEEPS) as stopped,
+    ):
+        assert not stack_signal.listens(deaf)
+        assert stack_signal.listens(stopped)
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until("the stop", lambda: process_state(stopped)[0] == "T")
+        began = time.monotonic()
+        asyncio.run(looking.take([deaf, stopped]))
+        assert time.monotonic() - began < LIMIT_S
+        (message,) = said
+        assert message["kinds"] == [UNKNOWN, UNKNOWN]
+        assert "state S" in message["places"][0]
+        assert "state T" in message["places"][1]
+        os.kill(deaf, 0)
+
+
+def test_py_spy_looks_at_what_cannot_answer(
+    taken: Taken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of its name says what it was asked, as it would say it of a process that it can read."""
+    program = tmp_path / "bin" / "py-spy"
+    program.parent.mkdir()
+    program.write_text(
+        '#!/bin/sh\necho "$@" > "$0.asked"\n'
+        """printf 'Thread 811 (idle): "MainThread"\\n    fetch (/home/ada/data.py:9)\\n'\n"""
+    )
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    looking, said, _ = taken
+    with rank_process(tmp_path, 0, SLEEPS) as stopped:
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until("the stop", lambda: process_state(stopped)[0] == "T")
+        asyncio.run(looking.take([stopped]))
+        assert said[0]["places"] == ["in fetch at data.py:9"]
+        assert (tmp_path / "bin" / "py-spy.asked").read_text().split() == [
+            "dump",
+            "--nonblocking",
+            "--pid",
+            str(stopped),
+        ]
+
+
+def test_a_rank_that_is_gone_is_no_error(taken: Taken) -> None:
+    looking, said, _ = taken
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    asyncio.run(looking.take([ended.pid]))
+    assert said[0]["places"] == ["without a stack (state gone)"]
+
+
+def test_a_flight_recorder_is_asked_and_a_missing_record_is_seen(taken: Taken) -> None:
+    """The ranks' side is played by pipes: NCCL's own needs a GPU."""
+    looking, said, directory = taken
+    environment = looking.launch({"attempt": 1, "rank": 1})
+    prefix = environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
+    assert environment["TORCH_FR_DUMP_TEMP_FILE"] == environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+    assert environment["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(directory.evidence(1)))
+    pipes = []
+    for rank in (2, 3):
+        os.mkfifo(f"{prefix}{rank}.pipe")
+        pipes.append(os.open(f"{prefix}{rank}.pipe", os.O_RDONLY | os.O_NONBLOCK))
+    directory.evidence(1).mkdir(parents=True)
+    Path(f"{environment['TORCH_FR_DUMP_TEMP_FILE']}2").write_bytes(b"record")
+    began = time.monotonic()
+    asyncio.run(looking.take([os.getpid(), os.getpid()]))
+    assert time.monotonic() - began < LIMIT_S + 1.0
+    assert [os.read(pipe, 100) for pipe in pipes] == [b"1\n", b"1\n"]
+    for pipe in pipes:
+        os.close(pipe)
+    assert (said[0]["recorded"], said[0]["records"]) == (True, [2])
+    told = stacks.evidence([_event(said[0])])
+    assert "no flight record from rank 3" in told
+
+
+def _event(message: dict[str, Any]) -> Any:
+    from jurymast.core import events as ev
+
+    return ev.from_json({**message, "event": "StacksTaken", "t": 0.0, "node": "n1"})
+
+
+def test_what_the_user_has_set_stays(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also under the older of two names: the newer one would be preferred to it."""
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/home/ada/records/rank_")
+    environment = taken[0].launch({"attempt": 2, "rank": 0})
+    assert not environment.keys() & {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
+    assert environment["TORCH_FR_BUFFER_SIZE"] == environment["TORCH_NCCL_TRACE_BUFFER_SIZE"]

@@ -1,0 +1,244 @@
+"""What the supervisor makes of heartbeats: when it proposes another cadence, and what status tells of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from jurymast.core import events as ev
+from jurymast.core.failure_rate import FailureRate, prior
+from jurymast.core.run import step as take
+from jurymast.core.settings import RunPlan, Settings
+from jurymast.core.state import Node, Phase, Role, RunState
+from jurymast.report.cadence import cadence_json, cadence_lines
+from jurymast.supervisor.cadence import HOLD_S, MARGIN_BEATS, SAMPLE_S, Cadence
+
+STEP_S = 0.5
+
+
+class Site:
+    """Two nodes of one rank each, whose agents do at once what they are told."""
+
+    def __init__(self, steps: int | None = None, seconds: float | None = None, **settings: Any) -> None:
+        self.time = 1000.0
+        self.state = RunState(Settings(**settings), active=2)
+        self.state.failures = FailureRate(self.time, prior(self.state.settings.rate))
+        self.state.nodes = {name: Node(name, i, Role.ACTIVE) for i, name in enumerate(("a", "b"))}
+        self.state.placement, self.state.phase, self.state.attempt = ("a", "b"), Phase.RUNNING, 1
+        self.state.first_step_at = self.time
+        self.events: list[ev.Event] = []
+        self.orders: list[dict[str, Any]] = []
+        self.pages: dict[str, dict[str, int]] = {name: {"number": 0, "decided": 0} for name in ("a", "b")}
+        self.copying = False
+        self.asked = {"steps": steps, "seconds": seconds}
+        self.done = 0
+        self.cadence = Cadence(self.state, self.tell, self.feed, lambda: self.time, lambda: self.copying)
+
+    def tell(self, node: str, order: dict[str, Any]) -> None:
+        self.orders.append(order)
+        page = self.pages[node]
+        page["number"] = order["number"]
+        page["decided"] = order["decided"] or page["decided"]
+
+    def feed(self, event: ev.Event) -> None:
+        self.events.append(event)
+        self.cadence.heard(event)
+        take(self.state, event)
+
+    def beat(self, node: str, at: int | None = None, settled: int | None = None) -> None:
+        at = self.done if at is None else at
+        page = self.pages[node]
+        settled = abs(page["decided"]) if settled is None else settled
+        rank = {"step": at, "beats": at, "explicit": True, "settled": settled}
+        cadence = {**page, **self.asked}
+        self.cadence.beat(node, {"say": "beat", "attempt": 1, "ranks": [rank], "cadence": cadence})
+
+    def go_on(self, seconds: float, step_s: float = STEP_S) -> None:
+        for _ in range(round(seconds / step_s)):
+            self.time += step_s
+            self.done += 1
+            self.beat("a")
+            self.beat("b")
+            self.cadence.look()
+
+    def saved(self, stall_s: float, ok: bool = True) -> None:
+        self.feed(
+            ev.Saved(
+                t=self.time, attempt=1, step=self.done, tier="memory", ok=ok, stall_s=stall_s, size_bytes=1
+            )
+        )
+
+    def told(self) -> list[ev.CadenceSet]:
+        return [event for event in self.events if isinstance(event, ev.CadenceSet)]
+
+
+def test_the_first_save_comes_early_and_then_what_it_costs_counts() -> None:
+    site = Site(rate=4000.0)  # of two nodes one every three hours
+    site.go_on(3 * SAMPLE_S)
+    (first,) = site.told()
+    assert first.reason == "early, to learn what a save costs"
+    assert first.every_steps == pytest.approx(300 / STEP_S, rel=0.05)
+    assert first.first_step >= first.from_step
+    site.saved(1.0)
+    site.go_on(2 * HOLD_S)
+    second = site.told()[-1]
+    assert second.stall_s == 1.0
+    assert second.mtbf_s == pytest.approx(10_800, rel=0.01)
+    assert second.every_steps == pytest.approx((2 * 1.0 * 10_800) ** 0.5 / STEP_S, rel=0.05)
+    assert second.from_step > site.told()[0].from_step
+
+
+def test_nothing_changes_until_it_is_worth_it() -> None:
+    site = Site(rate=4000.0)
+    site.go_on(3 * SAMPLE_S)
+    site.saved(1.0)
+    site.go_on(60.0)
+    before = len(site.told())
+    for _ in range(9):
+        site.saved(1.4)  # sqrt(1.4) = 1.18
+    site.go_on(60.0)
+    assert len(site.told()) == before
+    for _ in range(9):
+        site.saved(2.0)
+    site.go_on(60.0)
+    assert len(site.told()) == before + 1
+    assert site.told()[-1].every_steps == pytest.approx(2**0.5 * site.told()[-2].every_steps, rel=0.05)
+
+
+def test_a_cadence_in_time_follows_the_length_of_steps() -> None:
+    site = Site(seconds=30.0)
+    site.go_on(30.0)
+    assert [told.every_steps for told in site.told()] == [60]
+    site.go_on(120.0, step_s=1.0)
+    assert site.told()[-1].every_steps == 30
+    assert site.told()[-1].reason == "as the script or the policy asks"
+
+
+def test_max_loss_bounds_an_automatic_cadence() -> None:
+    site = Site(max_loss_s=120.0)
+    site.go_on(10.0)
+    assert site.told()[-1].every_steps == 240
+    site.saved(0.5)
+    site.go_on(10.0)
+    assert site.told()[-1].interval_s == 120.0
+
+
+def test_a_script_with_its_own_steps_is_only_told_of_saves_that_somebody_wants() -> None:
+    site = Site(steps=100)
+    site.go_on(30.0)
+    assert site.told() == []
+    assert site.cadence.ask("ann")
+    site.go_on(2.0)
+    (told,) = site.told()
+    assert (told.by, told.every_steps, told.first_step) == ("ann", 0, told.from_step)
+
+
+def test_a_proposal_that_comes_too_late_is_withdrawn_and_made_again_with_more_time() -> None:
+    site = Site(steps=100)
+    site.go_on(10.0)
+    site.cadence.ask("ann")
+    site.time += 1.0
+    site.cadence.look()
+    at = site.orders[-1]["at"]
+    site.beat("a", at=at)
+    assert site.orders[-1]["decided"] == -site.orders[-1]["number"]
+    assert site.told() == []
+    site.done = at
+    site.go_on(3.0)
+    (told,) = site.told()
+    assert told.by == "ann"
+    assert told.from_step - at > 2 * MARGIN_BEATS * site.state.settings.heartbeat_s / STEP_S
+
+
+def test_no_proposal_follows_while_a_rank_has_not_settled_the_last_one() -> None:
+    site = Site(steps=100)
+    site.go_on(10.0)
+    site.cadence.ask("ann")
+    site.go_on(2.0)
+    site.cadence.ask("bob")
+    for _ in range(20):
+        site.time += 1.0
+        site.beat("a")
+        site.beat("b", settled=0)
+        site.cadence.look()
+    assert [told.by for told in site.told()] == ["ann"]
+    site.go_on(3.0)
+    assert [told.by for told in site.told()] == ["ann", "bob"]
+
+
+def test_an_asked_save_that_had_no_room_is_tried_again_but_not_for_ever() -> None:
+    site = Site(steps=100)
+    site.go_on(10.0)
+    site.cadence.ask("ann")
+    for _ in range(10):
+        site.go_on(5.0)
+        site.done = site.told()[-1].first_step
+        site.saved(0.0, ok=False)
+    assert [told.by for told in site.told()] == ["ann"] * 4
+
+
+def test_without_a_checkpointer_there_is_nothing_to_ask() -> None:
+    site = Site()
+    site.cadence.beat("a", {"say": "beat", "attempt": 1, "ranks": [], "cadence": None})
+    assert not site.cadence.ask("ann")
+
+
+def test_a_save_before_something_is_waited_for_until_it_is_complete() -> None:
+    site = Site(steps=100)
+    site.go_on(10.0)
+
+    async def save() -> tuple[bool, bool]:
+        waiting = asyncio.ensure_future(site.cadence.save_first("drain", 60.0))
+        await asyncio.sleep(0)
+        site.go_on(5.0)
+        site.saved(0.1)
+        done = await waiting
+        again = asyncio.ensure_future(site.cadence.save_first("drain", 10.0))
+        await asyncio.sleep(0)
+        site.done += 1
+        site.beat("a")
+        site.beat("b")
+        site.time += 20.0
+        return done, await again
+
+    assert asyncio.run(save()) == (True, True)
+
+
+def test_steps_are_slower_while_copies_are_written_by_so_much() -> None:
+    site = Site(rate=4000.0)
+    for copying, step_s in ((False, 0.5), (True, 0.6)) * 3:
+        site.copying = copying
+        site.go_on(12.0, step_s)
+    site.saved(1.0)
+    saving = site.cadence.saving
+    assert saving is not None
+    assert saving.slowdown == pytest.approx(0.2, abs=0.05)
+
+
+def test_status_tells_the_cadence_and_what_the_rate_rests_on() -> None:
+    site = Site(rate=4000.0)
+    plan = RunPlan(
+        run="r", name="r", directory="r", cluster="slurm", active=2, spares=0, ranks_per_node=1, script="s",
+        earlier_text="3 in 41 node-days of 2 earlier runs, no Slurm accounting",
+    )  # fmt: skip
+    site.go_on(3 * SAMPLE_S)
+    site.saved(1.0)
+    site.go_on(2 * HOLD_S)
+    site.state.step = site.done
+    found = cadence_json(site.state, plan, site.time)
+    told = site.told()[-1]
+    assert found["every_steps"] == told.every_steps
+    assert found["next_save_step"] == told.first_step
+    assert found["rate"]["mean"] == pytest.approx(4000.0, rel=0.01)
+    assert found["rate"]["low"] < 2200 < 6000 < found["rate"]["high"]
+    assert 0.0 < found["cost_if_rate_twice"] < 0.01
+    saves, failures = cadence_lines({"cadence": found})
+    assert saves.startswith(f"saves      every {told.every_steps} steps (")
+    assert f"next at step {told.first_step}" in saves
+    assert saves.endswith("what loses least at this failure rate, twice the failures would cost 0.1 points")
+    assert failures.endswith(
+        "after 0 failures here, 3 in 41 node-days of 2 earlier runs, no Slurm accounting"
+    )
+    assert cadence_lines({"cadence": cadence_json(RunState(Settings()), plan, site.time)}) == []
