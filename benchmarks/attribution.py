@@ -22,7 +22,7 @@ from support.scenarios import Scenario, play
 
 METRICS = ("culprit", "cause", "action", "innocents", "alert")
 ALL = "all scenarios"
-# What should come of each story was written down before it was played, so whatever is below 1 is a mistake.
+# What should come of each story is written in it, so whatever is below 1 is a mistake of one of the two.
 WANTED = {"culprit": 0.95, "cause": 0.95, "action": 0.95, "innocents": 1.0, "alert": 0.95}
 FIRST = "first to fail"
 RULE = "the rule of a launcher that only hears its ranks: whoever fails first is the cause"

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jurymast.cluster.exclusions import avoided, fitting
+from jurymast.cluster.exclusions import avoided, banned, fitting
 from jurymast.core.node_history import NodeRecord
 from jurymast.core.settings import Avoided, RunPlan
 from support.stories import START, Story
@@ -168,8 +169,25 @@ def test_the_worst_are_kept_out_first(usable: set[str], needed: int, kept: list[
     records = [NodeRecord("b", excluded_until=START), NodeRecord("a", for_good=True), NodeRecord("c")]
     wanted = avoided(records)
     assert [node.node for node in wanted] == ["a", "b"]
-    assert [node.node for node in fitting(wanted, usable, needed)] == kept
+    assert fitting([node.node for node in wanted], usable, needed) == kept
     assert wanted[0] == Avoided(node="a", until=None, why="")
+
+
+def test_a_requeue_excludes_as_long_as_enough_are_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.program("sinfo", LIMITS)
+    monkeypatch.setenv("PATH", str(place.bin))
+    plan = RunPlan(
+        run="r", name="r", directory="/r", cluster="slurm", active=2, spares=0, ranks_per_node=1, script="s",
+        exclude=("n1",), avoided=(Avoided(node="n2", until=None, why=""),),
+    )  # fmt: skip
+    bad = ["n3"]
+    assert banned(plan, bad, "", START) == (
+        ["n1", "n3"], "not excluded, because the run needs 2 nodes: n2",
+    )  # fmt: skip
+    assert banned(replace(plan, active=1), bad, "", START) == (["n1", "n2", "n3"], "")
+    assert banned(replace(plan, avoided=()), [], "", START) == (["n1"], "")
+    place.program("sinfo", "exit 1")
+    assert banned(plan, bad, "", START) == (["n1", "n2", "n3"], "")
 
 
 # Is the site ready?

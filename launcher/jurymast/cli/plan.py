@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import json_option, show, show_json, write_page
+from jurymast.cli.options import json_option, resolved_policy, show, show_json, write_page
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def command(
     if given["restart_s"] is None:
         given["restart_s"] = durations.restart_s
         lines = restart_lines(measured, durations, given["nodes"], given["checkpoint_bytes"])
-    found = forecast(_question(_resolved(policy), given))
+    found = forecast(_question(resolved_policy(policy), given))
     view = plan_view(found, lines)
     if html is not None:
         from jurymast.report.plan_html import page
@@ -75,14 +74,6 @@ def command(
         from jurymast.report.plan_text import plan_blocks
 
         show(plan_blocks(view))
-
-
-def _resolved(file: Path | None) -> Resolved:
-    from jurymast.policy.load import file_layers, site_layers
-    from jurymast.policy.resolve import resolve
-
-    layers = site_layers(os.environ)
-    return resolve(layers + file_layers(file, str(file)) if file is not None else layers)
 
 
 def _question(policy: Resolved, given: dict[str, Any]) -> Question:

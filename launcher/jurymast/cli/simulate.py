@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import json_option, show, show_json, write_page
+from jurymast.cli.options import json_option, resolved_policy, show, show_json, write_page
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def command(
     from jurymast.sim.tiers import write_every_s
 
     began = time.perf_counter()
-    resolved = _resolved(policy)
+    resolved = resolved_policy(policy)
     settings = resolved.settings()
     measured = read_measured(options["figures"])
     durations = _durations(measured, nodes, settings, options)
@@ -152,13 +151,6 @@ def _advance(bar: Any) -> Callable[[float], None]:
             reached = now
 
     return told
-
-
-def _resolved(file: Path | None) -> Resolved:
-    from jurymast.policy.load import file_layers, site_layers
-    from jurymast.policy.resolve import resolve
-
-    return resolve(site_layers(os.environ) + (file_layers(file, str(file)) if file is not None else []))
 
 
 def _policy_cadence(settings: Settings) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jurymast.cluster import exclusions
 from jurymast.cluster.allocation import Allocation, job_fields, run_command
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
@@ -33,9 +35,10 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
     the job pending. Raises ClusterUnavailableError when the job cannot be requeued at all.
     """
     job = f"JobId={allocation.job}"
-    banned = ",".join(sorted({*plan.excluded_at(time.time()), *exclude}))
+    nodes, told = exclusions.banned(plan, exclude, os.environ.get("SLURM_JOB_PARTITION", ""), time.time())
+    banned = ",".join(nodes)
     sizes = f"{plan.active}-{plan.nodes}"
-    trouble: list[str] = []
+    trouble = [told] if told else []
 
     def attempt(arguments: list[str]) -> bool:
         try:

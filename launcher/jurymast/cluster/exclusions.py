@@ -31,7 +31,9 @@ def keep_out(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple[Run
     except ClusterUnavailableError:  # a dry run needs no Slurm
         kept = wanted
     else:
-        kept = fitting([node for node in wanted if node.node in known], usable, plan.nodes)
+        there = [node for node in wanted if node.node in known]
+        fit = fitting([node.node for node in there], usable, plan.nodes)
+        kept = [node for node in there if node.node in fit]
         if spared := [node.node for node in wanted if node.node in known and node not in kept]:
             notes.append(f"not kept out, because the run needs {plan.nodes} nodes: {', '.join(spared)}")
     notes = [f"keeps out {node.node} {until_text(node.until)}: {node.why}" for node in kept] + notes
@@ -47,12 +49,29 @@ def avoided(records: Collection[NodeRecord]) -> list[Avoided]:
     return [Avoided(node=r.name, until=None if r.for_good else r.excluded_until, why=r.why) for r in out]
 
 
-def fitting(wanted: Sequence[Avoided], usable: Collection[str], needed: int) -> list[Avoided]:
+def banned(plan: RunPlan, bad: Sequence[str], partition: str, now: float) -> tuple[list[str], str]:
+    """Nodes that a requeued job is not to get, and what to tell about those of `bad` and of earlier runs that
+    it may get after all: with too few others left it would wait for ever."""
+    asked = list(plan.exclude)
+    wanted = [node for node in dict.fromkeys((*bad, *plan.excluded_at(now))) if node not in asked]
+    if not wanted:
+        return asked, ""
+    try:
+        usable, _ = partition_nodes(partition)
+    except ClusterUnavailableError:
+        return sorted({*asked, *wanted}), ""
+    kept = fitting(wanted, usable - set(asked), plan.active)
+    spared = [node for node in wanted if node not in kept]
+    told = f"not excluded, because the run needs {plan.active} nodes: {', '.join(spared)}" if spared else ""
+    return sorted({*asked, *kept}), told
+
+
+def fitting(wanted: Sequence[str], usable: Collection[str], needed: int) -> list[str]:
     """The first of `wanted` that leave at least `needed` of the usable nodes."""
-    kept: list[Avoided] = []
+    kept: list[str] = []
     left = len(usable)
     for node in wanted:
-        cost = node.node in usable
+        cost = node in usable
         if left - cost >= needed or not cost:
             kept.append(node)
             left -= cost

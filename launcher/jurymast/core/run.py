@@ -29,6 +29,8 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
     instructions = handler(state, event) if handler else []
     if not state.ended:
         instructions += recovery.advance(state)
+    if isinstance(event, _LETS_TEST):
+        instructions += testing.suspects(state)
     return instructions
 
 
@@ -399,6 +401,8 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
     return []
 
 
+# What may make a suspect fit for its tests; at any event would be much at 10,000 nodes.
+_LETS_TEST = (ev.Tick, ev.NodeReady, ev.NodeTested, ev.WorkersStarted, ev.WorkersStopped)
 _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = {
     ev.RunStarted: _run_started,
     ev.AllocationStarted: _allocation_started,
