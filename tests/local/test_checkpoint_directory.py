@@ -228,7 +228,9 @@ class Agent:
         return link.read_slot(self._page, 0)
 
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in os.read(self._reader, 1 << 16).splitlines()]
+        """What the rank told of its saves and restores; when it wants to save is another matter."""
+        told = [json.loads(line) for line in os.read(self._reader, 1 << 16).splitlines()]
+        return [event for event in told if event["event"] != "Cadence"]
 
     def close(self) -> None:
         os.close(self._reader)
