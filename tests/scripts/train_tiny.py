@@ -159,6 +159,9 @@ def main() -> None:
         if "JURYMAST_RUN" not in os.environ:
             # Under plain torchrun torch's threads now and then abort the end of the interpreter ("terminate
             # called without an active exception"); jurymast's ranks never run into that.
+            for thread in threading.enumerate():  # what the interpreter would wait for
+                if thread is not threading.main_thread() and not thread.daemon:
+                    thread.join()
             sys.stdout.flush()
             os._exit(0)
 
