@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.runs import RunUnderTest, jurymast, local_run, result, undisturbed_weights, wait_gone
@@ -39,13 +40,13 @@ def crash_node(run: RunUnderTest, node: str) -> None:
 
 
 def freeze_node(run: RunUnderTest, node: str) -> None:
-    os.killpg(run.agent_pid(node), signal.SIGSTOP)
+    agent = psutil.Process(run.agent_pid(node))
+    for process in (agent, *agent.children(recursive=True)):
+        process.suspend()
 
 
 def kill_host(run: RunUnderTest, node: str) -> None:
     """The torchrun host dies under its ranks."""
-    import psutil
-
     for child in psutil.Process(run.agent_pid(node)).children():
         if "jurymast.worker.host" in child.cmdline():
             child.kill()

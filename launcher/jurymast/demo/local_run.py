@@ -81,14 +81,14 @@ class LocalRun:
         `agent_pid` leads the node's process group; one that is not an agent of this run is left alone.
         """
         try:
-            words = psutil.Process(agent_pid).cmdline()
+            agent = psutil.Process(agent_pid)
+            words, members = agent.cmdline(), agent.children(recursive=True)
         except psutil.Error as error:
             raise ProcessLookupError(f"agent {agent_pid} is gone") from error
         if not self._is_ours(words) or os.getpgid(agent_pid) != agent_pid:
             raise ProcessLookupError(f"process {agent_pid} is no agent of this run")
-        members = [process for process in self._processes() if _group_of(process.pid) == agent_pid]
-        os.killpg(agent_pid, signal.SIGKILL)
-        return len(members)
+        os.killpg(agent_pid, signal.SIGKILL)  # the ranks, which lead sessions of their own, go with their host
+        return 1 + len(members)
 
     def await_end(self, limit_s: float = GRACE_S) -> None:
         """Return when the batch process is gone by itself, as after the run's end, or after `limit_s`."""
@@ -128,10 +128,3 @@ class LocalRun:
             except psutil.Error:
                 continue
         return found
-
-
-def _group_of(pid: int) -> int:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return -1
