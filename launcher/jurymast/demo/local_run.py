@@ -87,7 +87,7 @@ class LocalRun:
             raise ProcessLookupError(f"agent {agent_pid} is gone") from error
         if not self._is_ours(words) or os.getpgid(agent_pid) != agent_pid:
             raise ProcessLookupError(f"process {agent_pid} is no agent of this run")
-        os.killpg(agent_pid, signal.SIGKILL)  # the ranks, which lead sessions of their own, go with their host
+        os.killpg(agent_pid, signal.SIGKILL)  # ranks lead sessions of their own, and go with their host
         return 1 + len(members)
 
     def await_end(self, limit_s: float = GRACE_S) -> None:
