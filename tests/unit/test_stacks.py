@@ -363,4 +363,7 @@ def test_what_the_user_has_set_stays(taken: Taken, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/home/ada/records/rank_")
     environment = taken[0].launch({"attempt": 2, "rank": 0})
     assert not environment.keys() & {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
-    assert environment["TORCH_FR_BUFFER_SIZE"] == environment["TORCH_NCCL_TRACE_BUFFER_SIZE"]
+    assert "TORCH_FR_BUFFER_SIZE" in environment
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment, "newer releases warn about it"
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "10")
+    assert "TORCH_FR_BUFFER_SIZE" not in taken[0].launch({"attempt": 3, "rank": 0})

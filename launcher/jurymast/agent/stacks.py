@@ -41,6 +41,8 @@ BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORD_VARIABLES = (stack_signal.FLIGHT_VARIABLE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 TIMEOUT_VARIABLES = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 PIPE_VARIABLES = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",)
+# Newer releases warn about it in every rank's log, older ones have such a buffer anyway.
+NEVER_SET = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
 @dataclass
@@ -101,7 +103,9 @@ class Stacks:
             (RECORD_VARIABLES, str(self._flight_record(""))),
             (PIPE_VARIABLES, self._flight_pipe),
         )
-        return {name: value for names, value in values if not _users(names) for name in names}
+        return {
+            name: value for names, value in values if not _users(names) for name in names if name != NEVER_SET
+        }
 
     @property
     def _flight_pipe(self) -> str:

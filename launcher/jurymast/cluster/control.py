@@ -114,11 +114,16 @@ def where_options(options: Sequence[str]) -> list[str]:
 
 
 def why_ending(allocation: Allocation) -> str:
-    """After a SIGTERM: cancelled, timeout, preempted, requeued, running, or unknown with Slurm's own word."""
-    try:
-        return reason_of(job_fields(allocation.job), allocation.restarts)
-    except ClusterUnavailableError:
-        return "unknown"
+    """After a SIGTERM: cancelled, timeout, preempted, requeued, running, or unknown with Slurm's own word.
+
+    Slurm signals whatever runs in the job, so the first question may be killed as well.
+    """
+    for pause_s in (0.2, 0.5, 0.0):
+        try:
+            return reason_of(job_fields(allocation.job), allocation.restarts)
+        except ClusterUnavailableError:
+            time.sleep(pause_s)
+    return "unknown"
 
 
 def reason_of(job: dict[str, str], restarts: int) -> str:
