@@ -53,8 +53,8 @@ def run(script: Script) -> None:
 def _tether() -> None:
     """A rank must not outlive its node: the agent's end ends the host, that the server, that the ranks.
 
-    Like a rank of torchrun's it leads a session of its own. Linux shares processors out by session
-    (sched_autogroup), and ranks in one were placed on one core at times: steps of two took 7 % longer.
+    Like a rank of torchrun's it leads a session of its own: Linux may share processors out by session
+    (sched_autogroup), and steps of two ranks on two cores took about 7 % longer when they shared one.
     """
     die_with_parent()
     os.setsid()
