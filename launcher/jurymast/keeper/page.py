@@ -13,6 +13,8 @@ import mmap
 import os
 from enum import IntEnum
 
+from jurymast.worker.fence import fence
+
 SLOTS = 2
 PAGE_VARIABLE = "JURYMAST_KEEPER"
 # Why a rank skips its saves from then on, unless the attempt is started again and saves to storage instead.
@@ -63,35 +65,37 @@ RANK_WORDS = 64
 RANK_BYTES = 8 * RANK_WORDS
 
 
-class RankRecord:
-    """One rank's words. Reads and writes are single aligned 8-byte stores."""
+class _Words:
+    """Single aligned 8-byte words that another process reads, or writes. What this process did before it
+    wrote a word, to the image that the word speaks of above all, is done for whoever reads the word."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def __getitem__(self, word: int) -> int:
+        value = int(self._words[word])
+        fence()
+        return value
+
+    def __setitem__(self, word: int, value: int) -> None:
+        fence()
+        self._words[word] = value
+
+
+class RankRecord(_Words):
+    """One rank's words."""
 
     def __init__(self, page: mmap.mmap, local_rank: int) -> None:
         start = local_rank * RANK_BYTES
-        self._words = memoryview(page)[start : start + RANK_BYTES].cast("q")
-
-    def __getitem__(self, word: Word) -> int:
-        return self._words[word]
-
-    def __setitem__(self, word: Word, value: int) -> None:
-        self._words[word] = value
+        super().__init__(memoryview(page)[start : start + RANK_BYTES].cast("q"))
 
     def slot(self, number: int) -> SlotRecord:
         start = _FIRST_SLOT + number * _SLOT_WORDS
         return SlotRecord(self._words[start : start + _SLOT_WORDS])
 
 
-class SlotRecord:
+class SlotRecord(_Words):
     """One slot's words."""
-
-    def __init__(self, words: memoryview) -> None:
-        self._words = words
-
-    def __getitem__(self, word: SlotWord) -> int:
-        return int(self._words[word])
-
-    def __setitem__(self, word: SlotWord, value: int) -> None:
-        self._words[word] = value
 
     @property
     def writable(self) -> bool:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from jurymast.core.cadence import NEVER, Schedule
+from jurymast.worker.fence import fence
 
 SCHEDULE_BYTES = 64
 # In the machine's own order: such a word is read and written in one piece.
@@ -64,9 +65,11 @@ class ScheduleRecord:
     def propose(self, schedule: Schedule) -> None:
         """Never seen half: the number is there last."""
         self[_Word.NUMBER] = 0
+        fence()
         self[_Word.AT] = schedule.at
         self[_Word.FIRST] = schedule.first
         self[_Word.EVERY] = schedule.every
+        fence()
         self[_Word.NUMBER] = schedule.number
 
     def decide(self, decided: int) -> None:
@@ -75,7 +78,9 @@ class ScheduleRecord:
     def read(self) -> Schedule | None:
         """What is proposed; None when nothing is, or at the very moment when it changes."""
         number = self.number
+        fence()
         found = Schedule(number, *(self[word] for word in (_Word.AT, _Word.FIRST, _Word.EVERY)))
+        fence()
         return found if number and self.number == number else None
 
 
