@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,11 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Acme]
 class Watched:
     """A watcher at work, and all that it told of."""
 
-    def __init__(self, *names: str, once: bool = False) -> None:
+    def __init__(
+        self, *names: str, once: bool = False, thresholds: Mapping[str, float] | None = None
+    ) -> None:
         self.told: list[Finding] = []
-        context = Context(node="n1", thresholds={"look-limit-s": LOOK_LIMIT_S})
+        context = Context(node="n1", thresholds={"look-limit-s": LOOK_LIMIT_S, **(thresholds or {})})
         self.watcher = Watcher(context, names, self.told.append, once=once)
 
     async def until(self, what: str, condition: Callable[..., Any], *arguments: Any) -> None:
@@ -282,6 +284,20 @@ def test_one_look_each_with_probes_that_cannot_or_need_not_be_opened(acme: Calla
     assert package.looks("acme") == ["ok"]
     assert watched.codes() == [("broken", "probe-failed", "unknown")]
     assert "no acme library" in watched.told[0].message
+
+
+def test_a_probe_that_could_not_be_opened_is_tried_again(acme: Callable[..., Acme]) -> None:
+    package = acme("acme")
+    package.tell("acme", "refuse")
+    watched = Watched("acme", thresholds={"open-again-s": 0.2})
+
+    async def work() -> None:
+        await watched.until("a refusal", watched.said_last, ("acme", "probe-failed", "unknown"))
+        package.tell("acme", "ok")
+        await watched.until("its end", watched.said_last, ("acme", "probe-failed", "ok"))
+        assert package.looks("acme")
+
+    watch(watched, work)
 
 
 class Told:

@@ -19,7 +19,10 @@ class Acme:
         self.folder = HERE / name
         self.last = ""
     def look(self, now):
-        (self.folder / "pid").write_text(str(os.getpid()))
+        pid = self.folder / "pid"
+        partial = pid.with_suffix(".partial")
+        partial.write_text(str(os.getpid()))
+        partial.rename(pid)
         word, _, rest = (self.folder / "word").read_text().partition(" ")
         with (self.folder / "looks").open("a") as looks:
             looks.write(word + "\\n")

@@ -30,11 +30,11 @@ FINDINGS_MAX = 100
 
 
 @dataclass
-class Open:
-    """A probe that looks; `due` on the monotonic clock."""
+class Turn:
+    """When a probe is due, on the monotonic clock; `probe` is None while it is yet to be opened."""
 
-    probe: Probe
     due: float
+    probe: Probe | None = None
 
 
 class Child:
@@ -44,7 +44,8 @@ class Child:
         self._once = bool(order["once"])
         self._output = output
         self._least_s = threshold(self._context, "look-limit-s")
-        self._open: dict[str, Open] = {}
+        self._open_again_s = threshold(self._context, "open-again-s")
+        self._turns: dict[str, Turn] = {}
 
     def run(self) -> None:
         """Until stdin ends, or after one look of each."""
@@ -53,34 +54,39 @@ class Child:
             if name in points:
                 self._begin(name, points[name])
         while not self._once and not self._told_to_end():
-            name, due = min(self._open.items(), key=lambda item: item[1].due)
-            if due.due <= time.monotonic():
-                self._look(name)
-        for opened in self._open.values():
-            opened.probe.close()
+            name, turn = min(self._turns.items(), key=lambda item: item[1].due)
+            if turn.due > time.monotonic():
+                continue
+            if turn.probe is None:
+                self._begin(name, points[name])
+            else:
+                self._look(name, turn.probe)
+        for turn in self._turns.values():
+            if turn.probe is not None:
+                turn.probe.close()
 
     def _begin(self, name: str, point: Any) -> None:
         self._say({"say": "look", "probe": name, "limit_s": self._limit_s(OPEN_LOOKS * self._least_s)})
         try:
             probe = discover.open_probe(point, self._context)
         except Exception as error:  # the edge to other people's code, which may raise anything
+            self._turns[name] = Turn(time.monotonic() + self._open_again_s)
             self._looked(name, "failed", [discover.failed(name, error, "be opened").to_json()])
             return
         if probe is None:
+            self._turns.pop(name, None)
             self._looked(name, "nothing", [])
             return
-        self._open[name] = Open(probe, time.monotonic())
-        self._look(name)
+        self._look(name, probe)
 
-    def _look(self, name: str) -> None:
-        probe = self._open[name].probe
+    def _look(self, name: str, probe: Probe) -> None:
         self._say({"say": "look", "probe": name, "limit_s": self._limit_s(INTERVALS * probe.interval_s)})
         try:
             found = [checked(f) for f in probe.look(time.time()) if f.verdict is not Verdict.OK]
             state = "looked"
         except Exception as error:  # as above
             found, state = [discover.failed(name, error, "look").to_json()], "failed"
-        self._open[name].due = time.monotonic() + max(0.1, probe.interval_s)
+        self._turns[name] = Turn(time.monotonic() + max(0.1, probe.interval_s), probe)
         self._looked(name, state, found)
 
     def _looked(self, name: str, state: str, found: Sequence[dict[str, Any]]) -> None:
@@ -96,12 +102,12 @@ class Child:
         return self._least_s if self._once else max(self._least_s, wanted_s)
 
     def _next_s(self) -> float:
-        due = min((opened.due for opened in self._open.values()), default=time.monotonic())
+        due = min((turn.due for turn in self._turns.values()), default=time.monotonic())
         return max(0.0, due - time.monotonic())
 
     def _told_to_end(self) -> bool:
         """Waits for the next look to be due. True: stdin has ended, or no probe is left to look."""
-        return not self._open or bool(select.select([sys.stdin.fileno()], [], [], self._next_s())[0])
+        return not self._turns or bool(select.select([sys.stdin.fileno()], [], [], self._next_s())[0])
 
     def _say(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
