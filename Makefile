@@ -4,6 +4,7 @@
 # TORCH_INDEX=URL           where torch comes from, if not from pip's usual index. For the CPU build, which is
 #                           all that demo and tests need: https://download.pytorch.org/whl/cpu
 # PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS and BENCH_FLAGS likewise
+# TEST_WORKERS=2            tests that may run at the same time; those on Slurm and those that measure time never do
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,6 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_FLAGS ?=
+TEST_WORKERS ?= 2
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 
@@ -64,7 +66,14 @@ test: install
 	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import ensure_packages as e; e("system")' || \
 	    { echo "Slurm is missing. Without it: make test PYTEST_FLAGS=\"-m 'not slurm'\"" >&2; exit 1; }; \
 	fi
-	@umask 022; $(BIN)/python -m pytest $(PYTEST_FLAGS)
+	@# Both parts always run, unless interrupted (2). No test at all (5) is a failure of both together only.
+	@umask 022; worst=5; \
+	for part in 'beside --numprocesses=$(TEST_WORKERS) --dist=worksteal' alone; do \
+	  code=0; $(BIN)/python -m pytest --part=$$part $(PYTEST_FLAGS) || code=$$?; \
+	  if [[ $$code == 2 ]]; then exit 2; fi; \
+	  if [[ $$code != 5 && ( $$code != 0 || $$worst == 5 ) ]]; then worst=$$code; fi; \
+	done; \
+	exit $$worst
 
 lint: install
 	$(BIN)/ruff check

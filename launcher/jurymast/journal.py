@@ -147,6 +147,7 @@ def initial_state(plan: RunPlan) -> RunState:
         submitted_at=plan.submitted_at,
         requeue_allowed=plan.requeue,
         earlier=(plan.earlier_incidents, plan.earlier_node_days),
+        frail={frail.node: frail for frail in plan.frail},
     )
 
 

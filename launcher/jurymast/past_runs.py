@@ -127,6 +127,7 @@ class _Reader:
         self._state = state
         self._spans: list[Span] = []
         self._held: tuple[float, tuple[str, ...]] | None = None  # the allocation that is open
+        self._placed: tuple[str, ...] = ()  # by its first attempt
         self._roles: dict[str, Role] = {}
         self._left: list[Departure] = []
         self._xids: list[tuple[float, str, str]] = []
@@ -136,10 +137,11 @@ class _Reader:
         state = self._state
         if isinstance(event, ev.AllocationStarted):
             self._close(state.now)  # a job that died left no word
-            self._held = (event.t, event.nodes)
+            self._held, self._placed = (event.t, event.nodes), ()
             self._roles = {}
         phase = state.phase
         step(state, event)
+        self._placed = self._placed or state.placement
         if isinstance(event, ev.AllocationEnded):
             self._close(event.t)
         if isinstance(event, ev.HealthFound) and event.code.startswith("xid-"):
@@ -176,7 +178,10 @@ class _Reader:
 
     def _close(self, t: float) -> None:
         if self._held is not None:
-            self._spans.append(Span(start=self._held[0], end=max(t, self._held[0]), nodes=self._held[1]))
+            start, nodes = self._held
+            placed = set(self._placed)
+            spares = tuple(name for name in nodes if name not in placed)
+            self._spans.append(Span(start=start, end=max(t, start), nodes=nodes, spares=spares))
         self._held = None
 
     def summary(self, run: str, excluded: tuple[str, ...]) -> PastRun:

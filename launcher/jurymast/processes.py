@@ -9,9 +9,9 @@ import signal
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """SIGKILL for this process when its parent's thread that started it ends, however that happens."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """This signal for this process when its parent's thread that started it ends, however that happens."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def become_helper(nice: int) -> int:

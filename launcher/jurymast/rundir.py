@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_readable(run: Path) -> None:
+    """Raises RunDirectoryError for a run directory that is there but is not for this user to look into."""
+    if not os.path.isdir(run) or os.access(run, os.R_OK | os.X_OK, effective_ids=True):
+        return
+    uid = run.stat().st_uid
+    if uid == os.geteuid():
+        raise RunDirectoryError(f"{run} cannot be read: permission denied", hint=f"chmod u+rwx {run}")
+    raise RunDirectoryError(f"{run} belongs to {run.owner()}", hint="a run is for its own user only")
 
 
 class RunDirectory:
@@ -109,12 +120,16 @@ class RunDirectory:
 
     def create(self) -> None:
         """Make the directory and its parts, and the run's secret. Raises RunDirectoryError."""
+        made = False
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=False)
+            made = True
             for part in (self.epochs, self.journal, self.logs, self.checkpoints, self.submission):
                 part.mkdir(mode=0o700)
             write_atomically(self.secret_file, secrets.token_hex(32).encode())
         except OSError as error:
+            if made:  # a full disk, say: nothing stays that looks like a run
+                shutil.rmtree(self.root, ignore_errors=True)
             raise RunDirectoryError(
                 f"cannot create the run directory {self.root}: {error.strerror}",
                 hint="choose another place with --runs DIR (it must be on storage that all nodes share)",
@@ -140,12 +155,19 @@ class RunDirectory:
         try:
             values: dict[str, Any] = json.loads(self.plan_file.read_bytes())
             return RunPlan.from_json(values)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RunDirectoryError(f"cannot read {self.plan_file}: {error}") from error
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            check_readable(self.root)
+            if isinstance(error, OSError):
+                raise RunDirectoryError(f"cannot read {self.plan_file}: {error.strerror}") from error
+            raise RunDirectoryError(f"{self.plan_file} is damaged: {_damage(error)}") from error
 
     def journal_files(self) -> Iterator[Path]:
-        """Journal files, oldest epoch first."""
-        yield from sorted(self.journal.glob("*.jsonl"))
+        """Journal files, oldest epoch first; none where there is no journal that this user may read."""
+        try:
+            names = os.listdir(self.journal)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return
+        yield from (self.journal / name for name in sorted(names) if name.endswith(".jsonl"))
 
     def newest_attempt(self) -> int:
         """Number in the attempt file; 0 when there is none."""
@@ -153,3 +175,9 @@ class RunDirectory:
             return int(self.attempt_file.read_text())
         except (OSError, ValueError):
             return 0
+
+
+def _damage(error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return f"no JSON ({error})"
+    return "something that belongs into a plan is missing, or is of another kind"

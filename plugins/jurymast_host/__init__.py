@@ -17,6 +17,7 @@ from jurymast.core.health import APPLICATION, HARDWARE, HOST, STORAGE, Finding, 
 from jurymast.health.probe import Context, Probe
 from jurymast.health.readings import number, stands_in, text, waits_for_storage
 from jurymast.health.tables import threshold
+from jurymast_host.cgroup import own_memory_cgroup
 from jurymast_host.kernel_log import KernelLog
 
 INTERVAL_S = 10.0
@@ -42,9 +43,10 @@ class HostProbe:
     def __init__(self, context: Context, root: Path = Path("/")) -> None:
         self._context = context
         self._root = root
-        self._log = KernelLog(root, context)
+        cgroup, self._oom_file = own_memory_cgroup(root)
+        # Where the cgroup counts its kills itself the kernel's log can tell of others' only.
+        self._log = KernelLog(root, context, cgroup if self._oom_file is None else "")
         self._disks = [path for path in _local_directories(context) if not _is_shared(path, root)]
-        self._oom_file = oom_file(root)
         self._oom_kills = _oom_kills(self._oom_file)
         self._memory_errors = self._uncorrectable()
         self._short_at_start: set[tuple[str, str]] | None = None
@@ -195,22 +197,6 @@ def _is_shared(path: str, root: Path) -> bool:
         if inside and len(mounted) >= len(best):
             best, kind = mounted, after.split()[0]
     return kind.startswith(NETWORK_TYPES)
-
-
-def oom_file(root: Path) -> Path | None:
-    """The file that counts the kernel's kills in this process's memory cgroup (version 1 or 2), or None."""
-    for line in (text(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        names = controllers.split(",")
-        if "memory" in names:
-            place = root / "sys/fs/cgroup/memory" / path.lstrip("/") / "memory.oom_control"
-        elif not controllers:
-            place = root / "sys/fs/cgroup" / path.lstrip("/") / "memory.events"
-        else:
-            continue
-        if place.exists():
-            return place
-    return None
 
 
 def _oom_kills(file: Path | None) -> int | None:

@@ -15,6 +15,7 @@ from jurymast.health.tables import xid_finding
 
 RECORD_BYTES_MAX = 8192
 MESSAGE_MAX = 300
+OOM_KILL = "oom-kill"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ PATTERNS = (
     _pattern(
         r"watchdog: BUG: soft lockup - (?P<device>CPU#\d+) stuck", "cpu-lockup", Verdict.SUSPECT, HOST
     ),
-    _pattern(r"Memory cgroup out of memory: Killed process", "oom-kill", Verdict.UNKNOWN, APPLICATION),
+    _pattern(r"Memory cgroup out of memory: Killed process", OOM_KILL, Verdict.UNKNOWN, APPLICATION),
     _pattern(r"Out of memory: Killed process", "oom-kill-host", Verdict.UNKNOWN, HOST),
     _pattern(r"INFO: task .* blocked for more than \d+ seconds", "task-blocked", Verdict.UNKNOWN, HOST),
     _pattern(r"nfs: server (?P<device>\S+) not responding", "storage-hangs", Verdict.UNKNOWN, STORAGE),
@@ -76,14 +77,21 @@ PATTERNS = (
         r"(mce: )?(?P<device>CPU\d+): .*cpu clock throttled", "cpu-throttled", Verdict.UNKNOWN, HARDWARE
     ),
 )  # fmt: skip
+# Comes before the kill itself, and alone tells whose it was.
+OOM = re.compile(r"oom-kill:constraint=CONSTRAINT_MEMCG,.*?task_memcg=(?P<cgroup>/.*?),task=")
 XID = re.compile(r"NVRM: Xid \(PCI:(?P<device>[0-9a-fA-F:.]+)\): (?P<code>\d+),? ?(?P<text>.*)")
 
 
 class KernelLog:
-    """Reads what is new at each look: events of this job's time, each once."""
+    """Reads what is new at each look: events of this job's time, each once.
 
-    def __init__(self, root: Path, context: Context) -> None:
+    Of kills for want of memory those count whose process was in `cgroup`: a node has other jobs too.
+    """
+
+    def __init__(self, root: Path, context: Context, cgroup: str = "") -> None:
         self._context = context
+        self._cgroup = cgroup.rstrip("/")
+        self._killed_in = ""
         self._root = root
         self._why_not = ""
         try:
@@ -132,14 +140,23 @@ class KernelLog:
         """What one message means; None for nothing that matters."""
         if xid := XID.match(message):
             return xid_finding(int(xid["code"]), self._gpu(xid["device"]), xid["text"], at, self._context)
+        if oom := OOM.match(message):
+            self._killed_in = oom["cgroup"]
         for pattern in PATTERNS:
             if found := pattern.regex.match(message):
+                if pattern.code == OOM_KILL and not self._was_ours():
+                    return None
                 device = found.groupdict().get("device") or ""
                 return Finding(
                     probe="host", code=pattern.code, verdict=pattern.verdict, kind=pattern.kind, at=at,
                     message=f"the kernel says: {message[:MESSAGE_MAX]}", device=device, once=True,
                 )  # fmt: skip
         return None
+
+    def _was_ours(self) -> bool:
+        """Whether the process that the kernel has just killed was in this job's cgroup."""
+        where, self._killed_in = self._killed_in, ""
+        return bool(self._cgroup) and f"{where}/".startswith(f"{self._cgroup}/")
 
     def _gpu(self, address: str) -> str:
         """ "gpu3" for the PCI address that a Xid line names (0000:3b:00): NVML numbers GPUs in that order."""

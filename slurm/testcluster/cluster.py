@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,24 @@ class Cluster:
         if path not in sizes:
             raise ClusterError(f"{path} is not a node-local disk: choose from {', '.join(sizes)}")
         return sizes[path] * MIB
+
+    @contextlib.contextmanager
+    def small_share(self, path: Path, size_mib: int) -> Iterator[Path]:
+        """Make an empty directory on shared storage a small file system of its own, the same on the login
+        host and all nodes. Gives the path at which the host reaches it. A machine repaired meanwhile does
+        not have it."""
+        names = [LOGIN, *self.nodes]
+        inits = [str(self.machine(name).init) for name in names]
+        script = [sys.executable, "-I", "-S", str(_HERE / "small_share.py"), str(path), str(size_mib)]
+        done = subprocess.run([*script, *inits], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ClusterError(f"{path}: {done.stderr.strip().splitlines()[-1]}")
+        try:
+            yield self.machine(LOGIN).path(str(path))
+        finally:
+            for name in names:
+                if self.machine(name).alive:
+                    self.exec(name, ["umount", "--lazy", str(path)], cwd="/", root=True, check=False)
 
     # --- running commands ---
 

@@ -22,6 +22,12 @@ CLONE_NEWIPC = 0x08000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
+# System calls that an older libc has no function for; the same numbers on all architectures.
+_SYS_OPEN_TREE = 428
+_SYS_MOVE_MOUNT = 429
+_AT_FDCWD = -100
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 4
 _PR_SET_PDEATHSIG = 1
 _SIOCGIFFLAGS = 0x8913
 _SIOCSIFFLAGS = 0x8914
@@ -47,6 +53,22 @@ def mount(source: str | None, target: str, fstype: str | None = None, flags: int
         _encoded(source), target.encode(), _encoded(fstype), ctypes.c_ulong(flags), data.encode() or None
     )
     _check(result, f"mount {source or fstype} on {target}")
+
+
+def clone_mount(path: str) -> int:
+    """A descriptor of another mount of what is mounted at `path`, which is nowhere yet: open_tree(2)."""
+    descriptor: int = _libc.syscall(_SYS_OPEN_TREE, _AT_FDCWD, path.encode(), _OPEN_TREE_CLONE | os.O_CLOEXEC)
+    if descriptor < 0:
+        _check(descriptor, f"open_tree of {path}")
+    return descriptor
+
+
+def attach_mount(descriptor: int, target: str) -> None:
+    """Mount it at `target`, also in another mount namespace than where it was cloned: move_mount(2)."""
+    result = _libc.syscall(
+        _SYS_MOVE_MOUNT, descriptor, b"", _AT_FDCWD, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH
+    )
+    _check(result, f"move_mount to {target}")
 
 
 def pivot_root_here() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.state import Role
-from support.runs import RunUnderTest, jurymast, local_run, result, undisturbed_weights, wait_gone
+from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
@@ -38,6 +39,11 @@ def gauge(context):
 """
 
 
+@pytest.fixture(scope="module")
+def undisturbed(trained_plainly: Callable[..., str]) -> str:
+    return trained_plainly(*TRAIN)
+
+
 @pytest.fixture
 def nodes_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory to put a verdict a node into; runs started after this have the probe."""
@@ -61,9 +67,8 @@ def findings(run: RunUnderTest) -> list[ev.HealthFound]:
     ("verdict", "cause", "role"), [("bad", "gpu_bad", Role.FAILED), ("suspect", "gpu_suspect", Role.SUSPECT)]
 )
 def test_a_node_with_a_finding_is_swapped_out_and_no_bit_is_lost(
-    tmp_path: Path, nodes_found: Path, verdict: str, cause: str, role: Role
+    tmp_path: Path, undisturbed: str, nodes_found: Path, verdict: str, cause: str, role: Role
 ) -> None:
-    undisturbed = undisturbed_weights(tmp_path / "undisturbed", *TRAIN)
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
                    arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip

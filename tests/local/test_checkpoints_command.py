@@ -81,11 +81,11 @@ def test_verify_reads_everything(run: RunDirectory, shell: Shell) -> None:
     assert shell("verify") == "step 3: good\nstep 2: good\nstep 1: good\n"
     assert "complete, verified " in shell("ls")
     flip(run.checkpoints / "step-00000002" / "__0_0.distcp")
-    assert shell("verify", "--step", "3") == "step 3: good\n"
+    assert shell("verify", "3") == "step 3: good\n"
     assert "step 2: __0_0.distcp is corrupt: its hash does not match" in shell("verify", code=78)
-    found = shell.json("verify", "--step", "2", code=78)["checkpoints"]
+    found = shell.json("verify", "2", code=78)["checkpoints"]
     assert found == [{"step": 2, "problems": ["__0_0.distcp is corrupt: its hash does not match"]}]
-    assert "there is no checkpoint of step 9" in shell("verify", "--step", "9", code=78)
+    assert "there is no checkpoint of step 9" in shell("verify", "9", code=78)
 
 
 def test_rollback(run: RunDirectory, shell: Shell) -> None:
@@ -143,7 +143,7 @@ def test_an_object_store(run: RunDirectory, shell: Shell, tmp_path: Path) -> Non
     assert "step 2 is there already" in shell("fetch", "2", "--object", url, code=78)
     directory.set_aside(2)
     assert shell("fetch", "2", "--object", url) == f"{run.checkpoints}/step-00000002\n"
-    assert shell("verify", "--step", "2") == "step 2: good\n"
+    assert shell("verify", "2") == "step 2: good\n"
     assert "no complete checkpoint of step 7" in shell("fetch", "7", "--object", url, code=78)
 
 
@@ -154,7 +154,8 @@ def test_an_object_store(run: RunDirectory, shell: Shell, tmp_path: Path) -> Non
         ("pin", "pin takes STEP, not nothing"),
         ("pin one", "a step is a number, not one"),
         ("export 1", "export takes STEP DIR, not 1"),
-        ("pin 1 --step 2", "--step is for verify"),
+        ("verify 1 2", "verify takes [STEP], not 1 2"),
+        ("pin 1 --delete", "--delete is for rollback, not for pin"),
         ("fetch 1", "which object store?"),
     ],
 )

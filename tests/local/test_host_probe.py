@@ -16,7 +16,8 @@ import pytest
 from jurymast.core.health import Finding, Verdict
 from jurymast.health.probe import Context, Probe
 from jurymast.health.readings import waits_for_storage
-from jurymast_host import HostProbe, _is_shared, oom_file
+from jurymast_host import HostProbe, _is_shared
+from jurymast_host.cgroup import own_memory_cgroup
 from jurymast_host.kernel_log import KernelLog
 from jurymast_storage import StorageProbe, probe
 from support.probes import Acme
@@ -123,15 +124,33 @@ def test_a_process_that_the_kernel_kills_for_memory_is_an_event(memory_cgroup: P
 def test_the_cgroup_s_count_is_found_in_both_versions(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     cases = {
-        "0::/system.slice/job_7/step_0": "system.slice/job_7/step_0/memory.events",
-        "4:cpu:/x\n3:memory,hugetlb:/slurm/uid_0/job_7\n0::/": "memory/slurm/uid_0/job_7/memory.oom_control",
+        "0::{}": ("/system.slice/job_7/step_0", "memory.events"),
+        "4:cpu:/x\n3:memory,hugetlb:{}\n0::/": ("/slurm/uid_0/job_7", "memory.oom_control"),
     }
-    for said, place in cases.items():
-        (tmp_path / "proc/self/cgroup").write_text(f"{said}\n")
-        file = tmp_path / "sys/fs/cgroup" / place
+    for said, (cgroup, name) in cases.items():
+        (tmp_path / "proc/self/cgroup").write_text(f"{said.format(cgroup)}\n")
+        assert own_memory_cgroup(tmp_path) == (cgroup, None)
+        file = tmp_path / "sys/fs/cgroup" / ("memory" if "memory" in said else "") / cgroup.lstrip("/") / name
         file.parent.mkdir(parents=True)
         file.write_text("low 0\noom 3\noom_kill 2\n")
-        assert oom_file(tmp_path) == file
+        assert own_memory_cgroup(tmp_path) == (cgroup, file)
+
+
+EATEN = """
+import os, sys
+open(os.path.join(sys.argv[1], "cgroup.procs"), "w").write(str(os.getpid()))
+open("/proc/self/oom_score_adj", "w").write("1000")
+bytearray(200 * 2**20)
+"""
+
+
+def test_a_kill_in_another_job_s_cgroup_is_nothing_to_this_job(memory_cgroup: Path) -> None:
+    looking = host()
+    looking.look(time.time())
+    eater = [sys.executable, "-c", EATEN, str(memory_cgroup)]
+    assert subprocess.run(eater, check=False, timeout=60).returncode == -9
+    assert [f for f in looking.look(time.time()) if f.code == "oom-kill"] == []
+    looking.close()
 
 
 @pytest.fixture
@@ -262,7 +281,16 @@ HARMLESS = (
 )
 
 
-def kernel_log(folder: Path, lines: Sequence[str], *, prefix: str = "3,1,{us},-;") -> list[Finding]:
+KILLED_IN = (
+    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,oom_memcg=/slurm/uid_7/job_7,"
+    "task_memcg={},task=python,task_memcg=/slurm/uid_7/job_7,task=,pid=99,uid=7"
+)
+OUR_CGROUP = "/slurm/uid_7/job_7/step_0"
+
+
+def kernel_log(
+    folder: Path, lines: Sequence[str], *, prefix: str = "3,1,{us},-;", cgroup: str = OUR_CGROUP
+) -> list[Finding]:
     """What a log with these lines of this moment comes to, for a job that started a minute ago."""
     (folder / "dev").mkdir(parents=True)
     for address in ("0000:18:00.0", "0000:3b:00.0"):
@@ -271,7 +299,7 @@ def kernel_log(folder: Path, lines: Sequence[str], *, prefix: str = "3,1,{us},-;
     (folder / "dev/kmsg").write_text(
         "".join(f"{prefix.format(us=us)}{line}\n SUBSYSTEM=pci\n" for line in lines)
     )
-    log = KernelLog(folder, Context(started_at=time.time() - 60))
+    log = KernelLog(folder, Context(started_at=time.time() - 60), cgroup)
     try:
         return list(log.look(time.time()))
     finally:
@@ -279,9 +307,20 @@ def kernel_log(folder: Path, lines: Sequence[str], *, prefix: str = "3,1,{us},-;
 
 
 def test_the_kernel_s_words_come_to_findings(tmp_path: Path) -> None:
-    found = kernel_log(tmp_path, list(LINES.values()))
+    found = kernel_log(tmp_path, [KILLED_IN.format(f"{OUR_CGROUP}/task_0"), *LINES.values()])
     assert [(f.code, f.verdict.value, f.device) for f in found] == list(LINES)
     assert all(f.once and abs(f.at - time.time()) < 60 for f in found)
+
+
+def test_kills_for_memory_in_other_cgroups_do_not_count(tmp_path: Path) -> None:
+    """Those of other jobs, those that the kernel does not place, and those of a cgroup that is unknown."""
+    killed = LINES["oom-kill", "unknown", ""]
+    ours = KILLED_IN.format(OUR_CGROUP)
+    assert [f.code for f in kernel_log(tmp_path / "ours", [ours, killed, killed])] == ["oom-kill"]
+    for other in ("/slurm/uid_8/job_8/step_0", f"{OUR_CGROUP}1", "/slurm/uid_7/job_7"):
+        assert kernel_log(tmp_path / other[1:], [KILLED_IN.format(other), killed]) == []
+    for number, unknown in enumerate(("", "/")):
+        assert kernel_log(tmp_path / str(number), [ours, killed], cgroup=unknown) == []
 
 
 def test_what_users_can_make_the_kernel_say_comes_to_nothing(tmp_path: Path) -> None:

@@ -155,7 +155,9 @@ def test_a_store_that_is_down_and_back_again(
         assert pruned["pruned"] == [2]
 
 
-def test_no_bucket_and_no_credentials(tmp_path: Path, server: S3Server) -> None:
+def test_no_bucket_and_no_credentials(
+    tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "checkpoints"
     make_checkpoint(root, 1)
     nowhere = ObjectStore("s3://nowhere", "run", server.storage_options())
@@ -164,6 +166,12 @@ def test_no_bucket_and_no_credentials(tmp_path: Path, server: S3Server) -> None:
     stranger = ObjectStore(BUCKET, "run", {**server.storage_options(), "secret": "wrong"})
     with pytest.raises(StorageFailure, match="check the credentials"):
         stranger.upload(CheckpointDirectory(root), 1, job())
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    nobody = ObjectStore(BUCKET, "run", {"endpoint_url": server.endpoint})
+    with pytest.raises(StorageFailure, match=r"locate credentials.*check the credentials"):
+        nobody.upload(CheckpointDirectory(root), 1, job())
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.runs import RunUnderTest, jurymast, local_run, result, undisturbed_weights, wait_gone
+from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 
 pytestmark = pytest.mark.torch
 
@@ -23,8 +23,8 @@ TRAIN = ("--steps", str(STEPS), "--step-time", "0.01", "--save-every", "20 steps
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_weights(tmp_path_factory.mktemp("undisturbed"), *TRAIN)
+def undisturbed(trained_plainly: Callable[..., str]) -> str:
+    return trained_plainly(*TRAIN)
 
 
 def kill_rank(run: RunUnderTest, node: str) -> None:
@@ -156,6 +156,15 @@ def test_a_hang_inside_a_collective_is_found_and_resolved(tmp_path: Path, undist
     assert result(out)["sha256"] == undisturbed
 
 
+def test_a_rank_that_does_something_else_for_long_is_left_alone(tmp_path: Path) -> None:
+    """An evaluation in another process, an upload: the rank idles, and the others wait for it."""
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                   arguments=(*TRAIN, "--rest-once", "50:1:15")) as run:  # fmt: skip
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert (state.exit_code, state.incidents) == (0, []), run.story()
+
+
 def test_cancel(tmp_path: Path) -> None:
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
                    arguments=("--steps", "100000", "--step-time", "0.01")) as run:  # fmt: skip
@@ -184,12 +193,14 @@ def test_an_unmodified_script_is_watched_and_restarted(tmp_path: Path) -> None:
     assert hashes[0] == hashes[1]
 
 
-def test_a_machine_that_is_merely_busy_raises_no_alarm(tmp_path: Path) -> None:
+@pytest.mark.alone
+def test_a_machine_that_is_merely_busy_raises_no_alarm(tmp_path: Path, undisturbed: str) -> None:
     """Eight processes that burn every core beside the training: slow heartbeats, no lost node, no hang."""
+    out = tmp_path / "out.json"
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     try:
         with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
-                       arguments=(*TRAIN, "--out", str(tmp_path / "out.json"))) as run:  # fmt: skip
+                       arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
             state = run.wait_end(110)
             wait_gone(run.directory.root)
     finally:
@@ -197,3 +208,4 @@ def test_a_machine_that_is_merely_busy_raises_no_alarm(tmp_path: Path) -> None:
             burner.kill()
             burner.wait()
     assert (state.exit_code, state.incidents) == (0, []), run.story()
+    assert result(out)["sha256"] == undisturbed

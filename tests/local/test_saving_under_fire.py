@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.state import RunState
-from support.runs import RunUnderTest, local_run, result, undisturbed_weights, wait_gone
+from support.runs import RunUnderTest, local_run, result, wait_gone
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -64,8 +65,8 @@ def kill_children(run: RunUnderTest, node: str, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_weights(tmp_path_factory.mktemp("undisturbed"), *TRAIN)
+def undisturbed(trained_plainly: Callable[..., str]) -> str:
+    return trained_plainly(*TRAIN)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -261,6 +262,57 @@ def test_the_health_check_without_slurm_says_so_and_does_nothing(tmp_path: Path)
     assert "failed: squeue: exit code 1: Unable to contact slurm controller" in log.read_text()
     config.write_text("[files]\nstates = /tmp\n")
     assert run("healthcheck", config).returncode == 1
+
+
+SINFO = """
+case "$*" in
+*--nodes=n1*) cat {here}/n1;;
+*) echo "n1|$(cat {here}/n1)"; for n in 2 3 4 5; do echo "n$n|$(cat {here}/others)"; done; cat {here}/idle;;
+esac
+"""
+SCONTROL = """
+echo "$*" >> {here}/called
+case "$*" in
+*State=DRAIN*) echo "drained|${{4#Reason=}}" > {here}/n1; cp {here}/after {here}/others;;
+*State=RESUME*) echo "idle|none" > {here}/n1;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("others_s_ago", "stays"), [(None, False), (60.0, True), (3000.0, True), (3700.0, False)]
+)
+def test_of_many_nodes_that_drain_at_once_none_stays_out_beyond_the_limit(
+    tmp_path: Path, others_s_ago: float | None, stays: bool
+) -> None:
+    """Four others come out between this node's look at them and its own drain."""
+    bad = '{"verdict": "bad", "findings": [{"verdict": "bad", "kind": "hardware", "code": "gpu-lost"}]}'
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - (others_s_ago or 0.0)))
+    out = f"drained|jurymast: [hardware] code=gpu-lost gpu=1 job=- ts={stamp} boot=x\n"
+    (tmp_path / "after").write_text("idle|none\n" if others_s_ago is None else out)
+    (tmp_path / "idle").write_text("".join(f"n{number}|idle|none\n" for number in range(6, 501)))
+    for name in ("n1", "others"):
+        (tmp_path / name).write_text("idle|none\n")
+    for name, script in (("squeue", ""), ("sinfo", SINFO), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text("#!/bin/sh\n" + script.format(here=tmp_path))
+        (tmp_path / name).chmod(0o755)
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    spool.chmod(0o1733)
+    config = tmp_path / "site.ini"
+    config.write_text(
+        f"[health]\ncommand = /bin/echo {shlex.quote(bad)}\n[drain]\nown_findings = yes\n"
+        f"[verdicts]\nspool = {spool}\n[files]\nstate = {tmp_path}/state\nlog = {tmp_path}/log\n"
+        f"[slurm]\nbin = {tmp_path}\n"
+    )
+    assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0
+    assert (tmp_path / "n1").read_text().startswith("idle" if stays else "drained|jurymast: [hardware] code=")
+    called = (tmp_path / "called").read_text()
+    assert ("State=DRAIN" in called, "State=RESUME" in called) == (True, stays)
+    words = (
+        "ALERT: not drained after all, because drained within the hour are already 4, most is 4: jurymast: "
+    )
+    assert (words in (tmp_path / "log").read_text()) == stays
 
 
 def test_the_programs_import_nothing_of_a_users(tmp_path: Path) -> None:

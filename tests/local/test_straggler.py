@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from jurymast.core import events as ev
-from support.runs import local_run, result, undisturbed_weights, wait_gone
+from support.runs import local_run, result, wait_gone
 
 pytestmark = pytest.mark.torch
 
@@ -18,7 +19,9 @@ TRAIN = ("--steps", str(STEPS), "--save-every", "50 steps")
 
 
 @pytest.mark.timeout(300)
-def test_a_slow_node_is_swapped_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_slow_node_is_swapped_and_the_run_ends_with_the_same_bits(
+    tmp_path: Path, trained_plainly: Callable[..., str]
+) -> None:
     out = tmp_path / "out.json"
     slow = ("--slow", f"{SLOW_FROM}:local-2:{SLOW_S}")
     with local_run(tmp_path / "runs", "--nodes", "3", "--spares", "1", script="train_tiny.py",
@@ -39,4 +42,4 @@ def test_a_slow_node_is_swapped_and_the_run_ends_with_the_same_bits(tmp_path: Pa
     assert told[0].lost_s > 0.5 * SLOW_S
     assert incident.step_restored is not None
     assert incident.step_restored >= incident.step_lost_from - 20, "it was saved first"
-    assert result(out)["sha256"] == undisturbed_weights(tmp_path / "undisturbed", *TRAIN, nodes=3)
+    assert result(out)["sha256"] == trained_plainly(*TRAIN, nodes=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from jurymast.core import events as ev
-from support.runs import RunUnderTest, jurymast, local_run, result, undisturbed_weights, wait_gone
+from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 
@@ -20,8 +21,8 @@ TRAIN = ("--steps", "240", "--step-time", "0.02", "--save-every", "20 steps")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_weights(tmp_path_factory.mktemp("undisturbed"), *TRAIN)
+def undisturbed(trained_plainly: Callable[..., str]) -> str:
+    return trained_plainly(*TRAIN)
 
 
 def status(run: RunUnderTest) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import time
@@ -23,6 +24,9 @@ parser.add_argument("--width", type=int, default=64)
 parser.add_argument("--save-every", type=int, default=10, help="steps")
 parser.add_argument("--step-time", type=float, default=0.0, help="least seconds a step takes")
 parser.add_argument("--checkpoints", type=Path, default=Path("plain-checkpoint"))
+parser.add_argument(
+    "--each-rank", action="store_true", help="every rank writes a checkpoint, not only rank 0"
+)
 parser.add_argument("--out", type=Path, default=None, help="JSON with the final weights' sha256")
 
 
@@ -37,6 +41,13 @@ def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimiz
     partial = path / f".last.pt.{os.getpid()}"
     torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, partial)
     partial.rename(path / "last.pt")
+
+
+def save_each(path: Path, step: int, rank: int, model: nn.Module) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    torch.save({"step": step, "model": model.state_dict()}, buffer)
+    write(path / f"rank-{rank}.pt", buffer.getvalue())
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -74,6 +85,8 @@ def main() -> None:
         if args.step_time:
             time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
         if (step + 1) % args.save_every == 0:
+            if args.each_rank:
+                save_each(args.checkpoints, step + 1, rank, model)
             if rank == 0:
                 save(args.checkpoints, step + 1, model, optimizer)
                 print(f"step {step + 1} loss {loss.item():.6f}", flush=True)

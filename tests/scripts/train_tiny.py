@@ -37,7 +37,17 @@ parser.add_argument(
     "--raise-once", default="", metavar="STEP:RANK", help="an exception, in the first attempt"
 )
 parser.add_argument(
-    "--hang-once", default="", metavar="STEP:RANK", help="never steps again, in the first attempt"
+    "--cuda-once",
+    default="",
+    metavar="STEP:RANK",
+    help="what CUDA says of a bad address, in the first attempt",
+)
+parser.add_argument(
+    "--hang-once", default="", metavar="STEP:RANK",
+    help="waits in a collective in which nobody else is, in the first attempt",
+)  # fmt: skip
+parser.add_argument(
+    "--rest-once", default="", metavar="STEP:RANK:SECONDS", help="waits by itself, in the first attempt"
 )
 parser.add_argument(
     "--slow", default="", metavar="STEP:NODE:SECONDS", help="that node loads its data so slowly from STEP on"
@@ -88,6 +98,18 @@ def due_once(place: str, step: int, rank: int) -> bool:
     return place == f"{step}:{rank}" and os.environ.get("JURYMAST_ATTEMPT", "1") == "1"
 
 
+def misbehave(args: argparse.Namespace, step: int, rank: int) -> None:
+    if due_once(args.raise_once, step, rank):
+        raise ValueError(f"asked to fail at step {step}")
+    if due_once(args.cuda_once, step, rank):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if due_once(args.hang_once, step, rank):
+        dist.recv(torch.zeros(1), src=(rank + 1) % dist.get_world_size())
+    place, _, seconds = args.rest_once.rpartition(":")
+    if due_once(place, step, rank):
+        threading.Event().wait(float(seconds))
+
+
 def load_slowly(place: str, step: int) -> None:
     first, node, seconds = place.split(":")
     if step >= int(first) and os.environ.get("JURYMAST_NODE") == node:
@@ -125,10 +147,7 @@ def main() -> None:
             print(f"restored {start}", flush=True)
     for step in range(start, args.steps):
         began = time.monotonic()
-        if due_once(args.raise_once, step, rank):
-            raise ValueError(f"asked to fail at step {step}")
-        if due_once(args.hang_once, step, rank):
-            threading.Event().wait()
+        misbehave(args, step, rank)
         if args.slow:
             load_slowly(args.slow, step)
         inputs, targets = batch_of(step, rank, args.batch, args.width)

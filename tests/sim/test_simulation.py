@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_result() -> None:
     assert first[0] != first[1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     nodes=st.integers(1, 40),
     spares=st.integers(0, 4),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.cadence_regret import measure
 
+from jurymast.core.failure_rate import AFTER_REPAIR, MERGE_S
 from jurymast.errors import UsageError
 from jurymast.sim.cadences import FixedCadence, cadence_factory, goodput_of
 from jurymast.sim.durations import Durations
@@ -85,6 +88,83 @@ def test_goodput_of_a_cadence_by_hand() -> None:
     assert found == pytest.approx((200 + 100 + 70) / 500)
     late = goodput_of(FixedCadence(100.0), [250.0, 270.0], 500.0, 10.0, 50.0, since_s=160.0)
     assert late == pytest.approx((50 + 100 + 70) / 340)
+
+
+# The day after a repair.
+
+Counted = tuple[int, float, int, float]  # failures and days in days after repairs, and at other times
+
+
+def around_repairs(same_day: float) -> list[Counted]:
+    """For each node of the trace. A node that was well for less than `same_day` days was not repaired; of the
+    failures of a burst only the first counts."""
+    first, burst = set(), -math.inf
+    by_node: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for start, node, days in sorted(TRACE.faults):
+        if start - burst > MERGE_S / DAY_S:
+            burst = start
+            first.add((node, start))
+        down = by_node[node]
+        if down and start <= down[-1][1] + same_day:
+            down[-1] = (down[-1][0], max(down[-1][1], start + days))
+        else:
+            down.append((start, start + days))
+    found = [(0, 0.0, 0, TRACE.days)] * (TRACE.nodes - len(by_node))
+    for node, down in by_node.items():
+        failures, watched = [0, 0], [0.0, 0.0]
+        well = 0.0
+        for start, end in [*down, (TRACE.days, TRACE.days)]:
+            until = min(start, TRACE.days)
+            fresh = 0.0 if well == 0.0 else min(1.0, max(0.0, until - well))
+            watched[0] += fresh
+            watched[1] += max(0.0, until - well) - fresh
+            failures[well == 0.0 or until - well > 1.0] += (node, start) in first
+            well = end
+        found.append((failures[0], watched[0], failures[1], watched[1]))
+    return found
+
+
+def likelihood(nodes: list[Counted], rate: float, shape: float, factor: float) -> float:
+    """Its logarithm: each node's own rate is the fleet's times Gamma(shape, shape), times `factor` for a day
+    after each repair."""
+    total = 0.0
+    for fresh_failures, fresh_days, failures, days in nodes:
+        count, exposure = fresh_failures + failures, days + factor * fresh_days
+        total += fresh_failures * math.log(factor) + count * math.log(rate) + shape * math.log(shape)
+        total += math.lgamma(shape + count) - math.lgamma(shape)
+        total -= (shape + count) * math.log(shape + rate * exposure)
+    return total
+
+
+def best(nodes: list[Counted], factor: float | None = None) -> tuple[float, list[float]]:
+    """The greatest likelihood and where it is: rate, shape, factor (or with this factor)."""
+    at = [math.log(0.003), 0.0, math.log(factor or 10.0)]
+    found, width = likelihood(nodes, *map(math.exp, at)), 0.5
+    while width > 1e-3:
+        before = found
+        for which in (0, 1) if factor else (0, 1, 2):
+            for step in (width, -width):
+                tried = [*at[:which], at[which] + step, *at[which + 1 :]]
+                if (value := likelihood(nodes, *map(math.exp, tried))) > found:
+                    found, at = value, tried
+        width = width if found > before else width / 2
+    return found, [math.exp(value) for value in at]
+
+
+@pytest.mark.parametrize(
+    ("same_hours", "factor", "low", "high"),
+    [(0.0, 47, 38.6, 58.1), (1.0, AFTER_REPAIR, 19.6, 32.4), (6.0, 9, 5.9, 13.0)],
+)
+def test_the_day_after_a_repair_is_what_the_core_says(
+    same_hours: float, factor: float, low: float, high: float
+) -> None:
+    nodes = around_repairs(same_hours / 24.0)
+    top, (_, _, found) = best(nodes)
+    assert found == pytest.approx(factor, rel=0.02)
+    for bound in (low, high):  # 90 %: half a chi square's 2.71
+        assert top - best(nodes, bound)[0] == pytest.approx(1.353, abs=0.25)
+    if same_hours == 1.0:
+        assert [round(sum(part)) for part in zip(*nodes, strict=True)] == [57, 470, 377, 135_890]
 
 
 def test_a_trace_of_ones_own(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ SLOW_S = 0.25
 def test_a_slow_node_is_swapped_for_a_spare(cluster: Cluster, tmp_path: Path) -> None:
     names = sorted(cluster.nodes)[:4]
     victim = names[2]
-    train = ("--steps", "700", "--save-every", "50 steps", "--slow", f"40:{victim}:{SLOW_S}")
+    train = ("--steps", "400", "--save-every", "50 steps", "--slow", f"40:{victim}:{SLOW_S}")
     run = submit(
         cluster, tmp_path, "--nodes", "3", "--spares", "1", f"--nodelist={','.join(names)}", arguments=train
     )  # fmt: skip
@@ -29,7 +29,7 @@ def test_a_slow_node_is_swapped_for_a_spare(cluster: Cluster, tmp_path: Path) ->
     (incident,) = state.incidents
     assert (incident.cause, incident.action, incident.node) == ("straggler", "swap", victim), run.story()
     assert victim not in state.placement
-    assert result(cluster.shared / f"{tmp_path.name}.json")["steps"] == 700
+    assert result(cluster.shared / f"{tmp_path.name}.json")["steps"] == 400
     code, told, _ = jurymast(cluster, "report", str(run.directory.root))
     assert code == 0
     assert "straggler" in told

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import runpy
 import secrets
+import sys
 import time
+from collections.abc import Sequence
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 LIMIT_S = 60.0
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "jurymast.checkpoint.checkpointer"]
@@ -28,8 +34,7 @@ def run_ranks(
 
     The script calls it itself, as CALL tells; raises AssertionError when a rank fails or takes `LIMIT_S`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forking()
     nonce = secrets.token_hex(4)
     outputs = [folder / f".result-{nonce}-{rank}" for rank in range(size)]
     processes = []
@@ -43,6 +48,21 @@ def run_ranks(
             "output": str(output),
         }
         processes.append(context.Process(target=runpy.run_path, args=(str(script), {"CALL": call})))
+    run_all(function, processes)
+    results = [json.loads(output.read_bytes()) for output in outputs]
+    for output in outputs:
+        output.unlink()
+    return results
+
+
+def forking() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def run_all(what: str, processes: Sequence[BaseProcess]) -> None:
+    """Start them and wait for their ends; AssertionError when one fails or takes `LIMIT_S`."""
     for process in processes:
         process.start()
     end = time.monotonic() + LIMIT_S
@@ -55,11 +75,31 @@ def run_ranks(
                 process.kill()
                 process.join()
     failed = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode != 0}
-    assert not failed, f"{function}: exit codes of the ranks that failed: {failed}"
-    results = [json.loads(output.read_bytes()) for output in outputs]
-    for output in outputs:
-        output.unlink()
-    return results
+    assert not failed, f"{what}: exit codes of the ranks that failed: {failed}"
+
+
+def run_script(script: Path, size: int, *arguments: str) -> None:
+    """A user's script on `size` ranks, as plain torchrun would run it, but without its start."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    run_all(
+        script.name,
+        [
+            forking().Process(
+                target=_be_rank, args=(script, arguments, {**common, "RANK": rank, "LOCAL_RANK": rank})
+            )
+            for rank in map(str, range(size))
+        ],
+    )
+
+
+def _be_rank(script: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def stop_server() -> None:

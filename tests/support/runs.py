@@ -19,6 +19,7 @@ from jurymast.core import events as ev
 from jurymast.core.state import RunState
 from jurymast.journal import events, read, replay
 from jurymast.rundir import RunDirectory
+from support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -30,12 +31,21 @@ class RunUnderTest:
 
     def __init__(self, directory: Path) -> None:
         self.directory = RunDirectory(directory)
+        self._read_bytes = -1
+        self._events: list[ev.Event] = []
+        self._state: RunState | None = None
 
     def events(self) -> list[ev.Event]:
-        return list(events(read(self.directory)))
+        self.state()
+        return list(self._events)
 
     def state(self) -> RunState:
-        return replay(self.directory)
+        """Tests ask many times a second; reading all of it each time would slow the run under test down."""
+        size_bytes = sum(path.stat().st_size for path in self.directory.journal_files())
+        if self._state is None or size_bytes != self._read_bytes:
+            self._events = list(events(read(self.directory)))
+            self._state, self._read_bytes = replay(self.directory), size_bytes
+        return self._state
 
     def wait(self, what: str, condition: Callable[[RunState], bool], limit_s: float = 60.0) -> RunState:
         end = time.monotonic() + limit_s
@@ -93,10 +103,12 @@ class RunUnderTest:
         return "\n".join(lines)
 
 
-def jurymast(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user would."""
+def jurymast(
+    *arguments: str, environment: dict[str, str] | None = None, within: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user would; `within`: the command that starts it, like `unshare`."""
     return subprocess.run(
-        [sys.executable, "-m", "jurymast", *arguments], capture_output=True, text=True, timeout=120,
+        [*within, sys.executable, "-m", "jurymast", *arguments], capture_output=True, text=True, timeout=120,
         check=False, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )  # fmt: skip
 
@@ -112,11 +124,11 @@ def tree(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def local_run(
-    runs: Path, *options: str, script: str, arguments: tuple[str, ...] = ()
+    runs: Path, *options: str, script: str, arguments: tuple[str, ...] = (), within: tuple[str, ...] = ()
 ) -> Iterator[RunUnderTest]:
     """Submit to the local cluster; whatever is left of it afterwards is ended and counted as a failure."""
     done = jurymast("submit", "--cluster", "local", "--runs", str(runs), "--parsable", *options, "--",
-                    str(SCRIPTS / script), *arguments)  # fmt: skip
+                    str(SCRIPTS / script), *arguments, within=within)  # fmt: skip
     assert done.returncode == 0, done.stderr
     run_id = done.stdout.strip().split(";")[0]
     run = RunUnderTest(runs / run_id)
@@ -128,17 +140,6 @@ def local_run(
         for process in tree(pid):
             seen[process.pid] = process
         end_all(list(seen.values()))
-
-
-def undisturbed_weights(folder: Path, *train: str, nodes: int = 2) -> str:
-    """Hash of the weights of a run of train_tiny.py that nothing happened to."""
-    out = folder / "out.json"
-    with local_run(folder / "runs", "--nodes", str(nodes), "--spares", "0", script="train_tiny.py",
-                   arguments=(*train, "--out", str(out))) as run:  # fmt: skip
-        state = run.wait_end()
-        assert (state.phase.value, state.exit_code, state.incidents) == ("succeeded", 0, [])
-        wait_gone(run.directory.root)
-    return str(result(out)["sha256"])
 
 
 def end_all(processes: list[psutil.Process]) -> None:
@@ -164,7 +165,8 @@ def processes_of(directory: Path) -> list[psutil.Process]:
 
 
 def wait_gone(directory: Path, limit_s: float = 10.0) -> None:
-    """No process of the run is left."""
+    """No process of an ended run is left, once it has brought its last checkpoint to storage."""
+    wait_until("outcome", RunDirectory(directory).outcome_file.exists, limit_s=60.0)
     end = time.monotonic() + limit_s
     while left := processes_of(directory):
         if time.monotonic() > end:

@@ -39,15 +39,16 @@ def named(run: RunUnderTest, attempt: int, done: int) -> list[int]:
 
 
 def all_alike(run: RunUnderTest, attempt: int, tier: str = "memory") -> list[int]:
-    """The saves of an attempt that is over: every rank's alike (but for the last, which the end may cut),
-    each complete, and just those that the schedules in the journal name, unless there was no room."""
+    """The saves of an attempt that is over: every rank's alike, each complete, and just those that the
+    schedules in the journal name, unless there was no room. After the newest that the journal knows to be
+    complete the end of the attempt may have cut them, or the word that there was no room for one."""
     told = [e for e in run.events() if isinstance(e, ev.Saved) and (e.attempt, e.tier) == (attempt, tier)]
-    skipped = {e.step for e in told if not e.ok}
+    skipped, complete = {e.step for e in told if not e.ok}, {e.step for e in told if e.ok}
     by_rank = saved_by_rank(run, attempt)
-    done = min(max(rank, default=0) for rank in by_rank)
+    done = min(max(complete, default=0), *(max(rank, default=0) for rank in by_rank))
     steps = [[step for step in rank if step <= done and step not in skipped] for rank in by_rank]
     assert all(rank == steps[0] for rank in steps), by_rank
-    assert set(steps[0][:-1]) <= {e.step for e in told if e.ok}
+    assert set(steps[0]) <= complete
     expected = [step for step in named(run, attempt, done) if step not in skipped]
     assert steps[0] == expected, f"{steps[0]} are not {expected}; skipped {skipped}\n{run.story()}"
     return steps[0]

@@ -6,7 +6,7 @@ have ranks, "others": those but the ones named before) and what happens to them:
     n3 CODE [DEVICE] [TEXT]   a probe's finding, of the table FINDINGS (CODE ok: it is over)
     n3 raises CLASS: TEXT     its rank ends with that exception
     n3 exits 3                its rank ends with that exit code
-    n3 signal 9 [oom=1] [shm=0.99] [log=TEXT]   its rank ends by that signal
+    n3 signal 9 [oom=1] [shm=0.99] [log=TEXT]   its rank ends by that signal (oom=?: nobody counts)
     n3 silent | closed | left   the node is lost in that way
     n3 frozen | host-died     its rank stands still; its torchrun host ends
     n3 old CODE [DEVICE]      a finding of the time before the job
@@ -222,7 +222,8 @@ def _failure(node: str, attempt: int, rank: int, t: float, what: str, rest: list
     facts = dict(word.split("=", 1) for word in rest[1:] if "=" in word)
     return ev.WorkerFailed(
         t=t, node=node, attempt=attempt, rank=rank, exit_code=code, log=log,
-        oom_kills=int(facts.get("oom", 0)), shm_used=float(facts.get("shm", 0.0)),
+        oom_kills=None if facts.get("oom") == "?" else int(facts.get("oom", 0)),
+        shm_used=float(facts.get("shm", 0.0)),
     )  # fmt: skip
 
 

@@ -223,7 +223,7 @@ def expected_node_time(events: list[ev.Event], state: RunState) -> tuple[int, in
     return allocated, queued
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(moments, max_size=80), st.integers(1, 3), st.integers(0, 2), st.booleans())
 def test_random_runs_sum_exactly(drawn: list[Moment], active: int, spares: int, requeue: bool) -> None:
     story = Story(active=active, spares=spares, requeue=requeue)
@@ -243,7 +243,7 @@ def test_random_runs_sum_exactly(drawn: list[Moment], active: int, spares: int, 
     assert ledger.account() == found, "looking at the accounts does not change them"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_stories_with_random_times_sum_exactly_and_lose_no_step_time(data: st.DataObject) -> None:
     """Runs as they really go: steps, saves, failures of all kinds, recoveries."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jurymast.core import attribution, clues, recovery, run
 from jurymast.core import events as ev
-from jurymast.core.blame import HOUR_S, PER_HOUR, TOGETHER_S, acts, escalated
+from jurymast.core.blame import HOUR_S, PER_HOUR, acts, escalated
 from jurymast.core.causes import CAUSES, FROM_FINDINGS
 from jurymast.core.clues import exception_class
 from jurymast.core.health import Finding, Verdict
@@ -266,8 +266,9 @@ def test_events_leave_out_what_probes_could_not_see() -> None:
 NODES = tuple(f"n{number}" for number in range(1, 61))
 CODES = tuple(FINDINGS)
 moments = st.tuples(
-    st.sampled_from([0.1, 1.0, 30.0, TOGETHER_S, HOUR_S / 2]), st.sampled_from(NODES), st.sampled_from(CODES),
-    st.sampled_from(["gpu0", "gpu1"]), st.sampled_from(["", "", "", "ok"]), st.integers(0, 9),
+    st.sampled_from([0.1, 1.0, 30.0, Settings().together_s, HOUR_S / 2]), st.sampled_from(NODES),
+    st.sampled_from(CODES), st.sampled_from(["gpu0", "gpu1"]), st.sampled_from(["", "", "", "ok"]),
+    st.integers(0, 9),
 )  # fmt: skip
 
 

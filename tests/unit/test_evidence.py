@@ -77,10 +77,10 @@ def test_where_cgroups_count(tmp_path: Path, own: str, file: str) -> None:
     assert oom_kills(found) == 3
 
 
-def test_no_counter_is_no_kill(tmp_path: Path) -> None:
+def test_no_counter_is_no_count(tmp_path: Path) -> None:
     assert kills_file_of(tmp_path / "none", tmp_path) is None
-    assert oom_kills(None) == 0
-    assert oom_kills(tmp_path / "gone") == 0
+    assert oom_kills(None) is None
+    assert oom_kills(tmp_path / "gone") is None
 
 
 def test_the_end_of_a_log_goes_with_a_signal_only(tmp_path: Path) -> None:

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from jurymast.core.hang import BUSY_FLOOR_S, IDLE_FLOOR_S, HangLimits, RankView, judge
+from jurymast.core.hang import (
+    BUSY_FLOOR_S,
+    IDLE_FLOOR_S,
+    LOOK_SELDOM_S,
+    UNMOVED_S,
+    WAITING_S,
+    HangLimits,
+    Looks,
+    RankView,
+    judge,
+)
+from jurymast.core.stacks import BACKWARD, CODE, COLLECTIVE, Stand
 
 AUTO = HangLimits(fixed_s=None, start_s=1800.0)
 VIEW = RankView(
@@ -88,3 +99,46 @@ def test_patience_grows_after_a_false_alarm() -> None:
     assert judge(views, AUTO) is not None
     assert judge(views, replace(AUTO, patience=2.0)) is None
     assert judge([replace(v, stopped_s=1.5) for v in views], replace(AUTO, patience=2.0)) is None
+
+
+def test_only_a_stopped_process_and_the_policys_own_limit_need_no_look() -> None:
+    learned = judge(ranks(quiet_s=100.0, idle_s=100.0), AUTO)
+    given = judge(ranks(quiet_s=100.0, idle_s=100.0), replace(AUTO, fixed_s=60.0))
+    stopped = judge(ranks(stopped_s=2.0), AUTO)
+    assert [None if one is None else one.certain for one in (learned, given, stopped)] == [False, True, True]
+
+
+WAIT = {0: Stand(BACKWARD, "in backward at x.py:5"), 1: Stand(COLLECTIVE, "in recv at x.py:9")}
+
+
+def test_ranks_that_all_wait_for_each_other_hang_at_the_second_look() -> None:
+    looks = Looks()
+    assert not looks.stuck(1.0, idle=True)
+    looks.add(100.0, WAIT)
+    assert not looks.stuck(1.0, idle=True)
+    assert looks.interval_s() == WAITING_S
+    looks.add(100.0 + WAITING_S, WAIT)
+    assert looks.stuck(1.0, idle=True)
+    assert looks.stuck(64.0, idle=True), "nobody is left to wake them, however often that was seen"
+    assert not looks.stuck(1.0, idle=False), "that may be a large transfer"
+    assert looks.evidence() == "all ranks wait for each other, seen for 1.0 s"
+
+
+def test_a_rank_in_its_own_code_may_stand_still_for_longer() -> None:
+    looks = Looks()
+    stands = {**WAIT, 1: Stand(CODE, "5f1e2a30")}
+    for second in range(0, int(UNMOVED_S), int(LOOK_SELDOM_S)):
+        looks.add(float(second), stands)
+        assert not looks.stuck(1.0, idle=True)
+    looks.add(UNMOVED_S, stands)
+    assert looks.stuck(1.0, idle=True)
+    assert not looks.stuck(8.0, idle=True)
+    assert looks.interval_s() == LOOK_SELDOM_S
+    assert looks.evidence() == f"no rank moved, seen for {UNMOVED_S:.1f} s"
+
+
+def test_one_rank_that_moves_is_no_hang_however_long_it_takes() -> None:
+    looks = Looks()
+    for number in range(2000):
+        looks.add(number * LOOK_SELDOM_S, {**WAIT, 1: Stand(CODE, f"{number % 20}")})
+        assert not looks.stuck(1.0, idle=True)

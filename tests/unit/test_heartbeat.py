@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core.heartbeat import BEATS, FACTOR, LIMIT_MAX_S, MEMORY, Arrivals, WatcherClock
+from jurymast.core.heartbeat import (
+    BEATS,
+    FACTOR,
+    KNOWN_AFTER,
+    LIMIT_MAX_S,
+    MEMORY,
+    UNKNOWN_BEATS,
+    Arrivals,
+    WatcherClock,
+)
 
 
 def test_a_regular_node_is_lost_after_three_beats() -> None:
@@ -15,6 +24,15 @@ def test_a_regular_node_is_lost_after_three_beats() -> None:
         arrivals.beat(number * 0.5)
     assert arrivals.limit_s() == BEATS * 0.5
     assert arrivals.silent_s(11.0) == pytest.approx(1.5)
+
+
+def test_a_node_of_which_little_is_known_has_more_time() -> None:
+    arrivals = Arrivals(heartbeat_s=0.5, last=0.0)
+    for number in range(1, KNOWN_AFTER):
+        arrivals.beat(number * 0.5)
+        assert arrivals.limit_s() == UNKNOWN_BEATS * 0.5
+    arrivals.beat(KNOWN_AFTER * 0.5)
+    assert arrivals.limit_s() == BEATS * 0.5
 
 
 def test_a_busy_node_raises_its_own_limit_and_earns_it_back() -> None:

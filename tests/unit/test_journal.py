@@ -165,6 +165,7 @@ def test_a_full_disk_is_told_and_costs_no_line(directory: RunDirectory) -> None:
     assert notes(directory) == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.alone
 def test_writing_costs_the_caller_no_wait_for_the_disk(writer: JournalWriter) -> None:
     began = time.monotonic()
     for n in range(1000):

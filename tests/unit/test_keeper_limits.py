@@ -146,7 +146,8 @@ def test_a_rank_that_asks_for_too_much_is_refused_on_one_clear_line(tmp_path: Pa
             assert message["why"] == (
                 "no memory for two slots of 22.0 GiB for each of 2 ranks: 85.0 GiB can be had "
                 f"(limit: {mount}/job_7/memory.max); "
-                "set checkpoint.tiers.memory: off, or ask Slurm for more --mem"
+                "ask Slurm for more --mem, or set checkpoint.tiers.memory: off. "
+                "Until then all ranks save to shared storage"
             )
             one.look()  # not again and again
             await settled(one)

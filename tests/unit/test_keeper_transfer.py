@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -40,9 +42,11 @@ from support.keepers import (
     until,
     use_small_blocks,
 )
+from support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = (10, 1, 0)
+PIECE = 1 << 16
 
 
 @pytest.fixture(autouse=True)
@@ -262,6 +266,38 @@ def test_a_frame_that_was_touched_is_refused() -> None:
         ours.sendall(b"\xff" * 20)
         with pytest.raises(ProtocolError):
             stream.Stream(theirs, b"b", b"a").receive()
+
+
+@pytest.mark.parametrize("size", [1, 5, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE - 1, 2 * PIECE, 3 * PIECE + 7])
+@pytest.mark.parametrize("first", [0, PIECE - 5])
+def test_the_last_bytes_do_not_wait_for_more_to_come(size: int, first: int) -> None:
+    data, first = os.urandom(size), min(first, size - 1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    got = bytearray(size)
+    pieces: list[int] = []
+
+    def receive() -> None:
+        receiver = stream.Stream(theirs, b"", b"")
+        pieces.extend(map(len, receiver.receive_pieces(memoryview(got), PIECE)))
+
+    with ours, theirs:
+        ours.sendall(data[:first])
+        wait_until("first bytes", lambda: waiting_bytes(theirs) == first)
+        receiving = threading.Thread(target=receive, daemon=True)
+        receiving.start()
+        wait_until("first bytes taken", lambda: not waiting_bytes(theirs))
+        ours.sendall(data[first:])
+        receiving.join(stream.SILENT_LIMIT_S / 2)
+        assert not receiving.is_alive()
+    assert bytes(got) == data
+    assert pieces == [min(PIECE, size - at) for at in range(0, size, PIECE)]
+
+
+def waiting_bytes(connection: socket.socket) -> int:
+    """How much has arrived and was not read."""
+    return int.from_bytes(fcntl.ioctl(connection, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def order(part: str, *sources: dict[str, Any], rank: int = 0) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
+from jurymast.core.failure_rate import DAY_S
 from jurymast.core.node_history import (
     BURST_NODES,
     BURST_S,
-    DAY_S,
     STRIKES_MAX,
     WINDOW_S,
     Departure,

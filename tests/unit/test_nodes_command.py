@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -92,11 +93,15 @@ def test_nodes_shows_what_speaks_against_each(place: Place) -> None:
     assert (rows[0]["last_cause"], rows[0]["excluded_for_good"], rows[0]["lemon_score"]) == (
         "node_lost", False, 0,
     )  # fmt: skip
+    assert (rows[0]["after_repair"], rows[1]["after_repair"]) == (True, False)
+    assert rows[0]["rate_times"] == pytest.approx(25.0 * (1 / 3 + 1) * 3, rel=0.02)
+    assert rows[0]["why_rate"].startswith("failed once in ")
     assert {signal["name"] for signal in rows[0]["signals"]} >= {"xids", "exclusions", "failure_rate"}
     shown = place.run("nodes").stdout
     assert shown.splitlines()[0].split()[:2] == ["NODE", "RUNS"]
     assert "n3" in shown
     assert "until 20" in shown
+    assert re.search(r" x (99|100) .* and did not serve since", shown), shown
     assert "2 nodes without an incident" in shown
     assert "n1" not in shown
     assert "n1" in place.run("nodes", "--all").stdout

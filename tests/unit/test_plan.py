@@ -140,7 +140,7 @@ def test_the_curve_is_highest_at_the_cadence_that_was_chosen() -> None:
     st.none() | st.floats(1e6, 1e14), st.floats(0.0, 1e6), st.none() | st.floats(0.0, 1e4), st.booleans(),
     st.none() | st.floats(1.0, 1e6), st.floats(0.5, 0.999),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_is_asked_has_an_answer(
     nodes: int, rate: float, size: float | None, speed: float | None, restart_s: float,
     stall_s: float | None, replicated: bool, cadence_s: float | None, target: float,

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from jurymast.agent import ranks
 from jurymast.agent.ranks import RankMemory, RankWatch, process_state
+from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
 from support.waiting import wait_until
 
@@ -70,6 +72,7 @@ def test_each_rank_beats_in_a_slot_of_its_own() -> None:
         assert [beat.beats for beat in memory.beats()] == [0, 0, 0]
 
 
+@pytest.mark.alone
 def test_the_longest_gap_between_steps_is_kept_without_saves_and_the_first_steps() -> None:
     code = """
 import time
@@ -87,6 +90,13 @@ step(6, 0.01)
     with memory_of(1) as memory:
         rank(memory, 0, code)
         assert 0.1 <= memory.beats()[0].longest_s < 0.25
+
+
+def test_until_a_normal_step_was_seen_the_first_ones_set_the_scale() -> None:
+    """Or a healthy step of a minute would count as a hang, because none is known yet."""
+    with memory_of(1) as memory:
+        rank(memory, 0, "import time; time.sleep(0.3); link.beat(1); link.beat(2); link.beat(3)")
+        assert memory.beats()[0].longest_s >= 0.3
 
 
 def test_events_of_all_ranks_arrive_whole() -> None:
@@ -228,35 +238,48 @@ def test_a_report_has_ages_in_seconds_and_forgets_old_processes() -> None:
         assert list(watch.watches) == [os.getpid()]
 
 
-def test_what_the_whole_machine_slept_is_held_against_no_rank() -> None:
+class Clock:
+    """Stands in for `time` in the modules under test: there passes only what a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        for module in (ranks, link):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def look_for(seconds: float, clock: Clock, watch: RankWatch, pid: int) -> dict[str, Any]:
+    """Looks as often as it should; the last one's report."""
+    report: dict[str, Any] = {}
+    for _ in range(round(seconds / watch.interval_s)):
+        clock.now += watch.interval_s
+        (report,) = watch.look([pid])
+    return report
+
+
+def test_what_the_whole_machine_slept_is_held_against_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that was not awake itself cannot tell a hang."""
-    interval_s, slept_s = 0.01, 0.5
     with memory_of(1) as memory, child("cat") as process:
-        beaten = Link(memory.page, -1, 0)
-        watch = RankWatch(memory, interval_s)
-        beaten.beat(1)
-        watch.look([process.pid])
-        since = time.monotonic()
-        wait_until("time to pass", lambda: time.monotonic() > since + slept_s)
-        (report,) = watch.look([process.pid])
-        assert report["quiet_s"] < slept_s / 2
-        assert report["idle_s"] == 0.0
-
-        awake = time.monotonic()
-        while time.monotonic() < awake + slept_s:  # from here on it looks as often as it should
-            (report,) = watch.look([process.pid])
-        assert report["quiet_s"] > slept_s / 2
-
-
-def test_the_wait_for_an_attempt_is_no_sleep() -> None:
-    interval_s, waited_s = 0.01, 0.3
-    with memory_of(1) as memory, child("cat") as process:
-        watch = RankWatch(memory, interval_s)
-        watch.look([])
-        since = time.monotonic()
-        wait_until("time to pass", lambda: time.monotonic() > since + waited_s)
+        clock = Clock(monkeypatch)
+        watch = RankWatch(memory, interval_s=0.5)
         Link(memory.page, -1, 0).beat(1)
-        beaten = time.monotonic()
-        while time.monotonic() < beaten + waited_s:
-            (report,) = watch.look([process.pid])
-        assert report["quiet_s"] > 0.9 * waited_s
+        watch.look([process.pid])
+        clock.now += 60.0
+        (report,) = watch.look([process.pid])
+        assert report["quiet_s"] == pytest.approx(ranks.OVERSLEPT * watch.interval_s)
+        assert report["idle_s"] == 0.0
+        report = look_for(30.0, clock, watch, process.pid)
+        assert report["quiet_s"] == pytest.approx(30.0 + ranks.OVERSLEPT * watch.interval_s)
+
+
+def test_the_wait_for_an_attempt_is_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    with memory_of(1) as memory, child("cat") as process:
+        clock = Clock(monkeypatch)
+        watch = RankWatch(memory, interval_s=0.5)
+        watch.look([])
+        clock.now += 60.0
+        Link(memory.page, -1, 0).beat(1)
+        report = look_for(30.0, clock, watch, process.pid)
+        assert report["quiet_s"] == pytest.approx(30.0)

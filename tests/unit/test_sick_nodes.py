@@ -27,12 +27,15 @@ esac
 class Site:
     """A run that has lost `victim` to a bad finding, and a `scontrol` of the site."""
 
-    def __init__(self, root: Path, *, bad: str = "drain", update: str = "exit 0") -> None:
+    def __init__(
+        self, root: Path, *, bad: str = "drain", update: str = "exit 0", doubt_s: float = 0.0
+    ) -> None:
         self.log = root / "log"
         (root / "scontrol").write_text("#!/bin/sh\n" + SCONTROL.format(log=self.log, update=update))
         (root / "scontrol").chmod(0o755)
         self.told: list[tuple[str, dict[str, Any]]] = []
-        self.story = Story(active=2, spares=2, settings=Settings(bad_nodes=bad)).running(40).saved(40)
+        settings = Settings(bad_nodes=bad, together_s=doubt_s)
+        self.story = Story(active=2, spares=2, settings=settings).running(40).saved(40)
         self.victim = self.story.state.placement[1]
 
     def break_gpu(self) -> None:
@@ -45,16 +48,14 @@ class Site:
         )  # fmt: skip
         self.story.stopped()
 
-    def nodes(self, tasks: list[asyncio.Task[None]], doubt_s: float = 0.0) -> SickNodes:
-        made = SickNodes(
+    def nodes(self, tasks: list[asyncio.Task[None]]) -> SickNodes:
+        return SickNodes(
             self.story.state,
             lambda node, message: self.told.append((node, message)),
             lambda event: self.story.events.append(event),
             lambda: self.story.t,
             lambda work: tasks.append(asyncio.get_running_loop().create_task(work)),
         )
-        made.doubt_s = doubt_s
-        return made
 
     @property
     def notes(self) -> list[str]:
@@ -150,10 +151,10 @@ def test_nothing_happens_to_a_node_that_is_not_bad(
 
 def test_a_node_that_was_cleared_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    site = Site(tmp_path, bad="exclude")
+    site = Site(tmp_path, bad="exclude", doubt_s=0.2)
 
     async def act(tasks: list[asyncio.Task[None]]) -> None:
-        nodes = site.nodes(tasks, doubt_s=0.2)
+        nodes = site.nodes(tasks)
         site.break_gpu()
         nodes.dismissed(site.victim)
         site.story.recovered(40, 60)

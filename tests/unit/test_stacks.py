@@ -27,10 +27,12 @@ from jurymast.core.stacks import (
     LOADER,
     UNKNOWN,
     Place,
+    Stand,
     absent,
     describe,
     frames,
     place,
+    stand,
 )
 from jurymast.rundir import RunDirectory
 from jurymast.worker import stack_signal
@@ -92,11 +94,32 @@ def dump(calls: list[str], *others: list[str]) -> str:
         (DATA_LOADER, LOADER, "in the data loader at train.py:40"),
         (OWN_CODE, CODE, "in fetch at data.py:9"),
         ([f"{TORCH}/nn/modules/linear.py:125 forward", *OWN_CODE[1:]], CODE, "in fetch at data.py:9"),
+        (
+            [f"{TORCH}/distributed/checkpoint/filesystem.py:300 write", *ALL_REDUCE],
+            CODE,
+            "in step at train.py:57",
+        ),
         (["/usr/lib/python3.11/runpy.py:88 _run_code"], CODE, "in _run_code at runpy.py:88"),
     ],
 )
 def test_the_innermost_telling_frame_says_where_a_rank_stands(calls: list[str], kind: str, text: str) -> None:
     assert place(frames(dump(calls, ALL_REDUCE, OWN_CODE))) == Place(kind, text)
+
+
+def standing(calls: list[str]) -> Stand:
+    stack = frames(dump(calls))
+    return stand(stack, place(stack))
+
+
+def test_a_rank_that_polls_within_a_collective_stands_and_one_that_works_moves() -> None:
+    polling = [f"{TORCH}/distributed/distributed_c10d.py:4001 _wait", *ALL_REDUCE]
+    assert standing(ALL_REDUCE) == standing(polling)
+    assert standing(DDP_BACKWARD).kind == BACKWARD
+    compiling = [f"{TORCH}/_inductor/graph.py:700 run", *DDP_BACKWARD]
+    assert standing(compiling).kind == CODE
+    assert standing(compiling) != standing([f"{TORCH}/_inductor/graph.py:701 run", *DDP_BACKWARD])
+    assert standing(OWN_CODE) == standing(OWN_CODE) != standing(OWN_CODE[1:])
+    assert stand([], place([], "state D")) == Stand(UNKNOWN, "without a stack (state D)")
 
 
 def test_a_dump_of_py_spy_is_read_too() -> None:

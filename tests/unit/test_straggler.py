@@ -323,3 +323,25 @@ def test_parts_of_real_steps(steps: tuple[mmap.mmap, Callable[..., None]], backw
     assert forward_s + backward_s + update_s <= lasted_s
     if not backwards:
         assert backward_s == 0.0
+
+
+@pytest.mark.torch
+def test_an_optimizer_that_takes_over_counts_and_one_beside_it_only_lives(
+    steps: tuple[mmap.mmap, Callable[..., None]],
+) -> None:
+    import torch
+
+    from jurymast.worker.hooks import TAKES_OVER
+
+    page, step = steps
+    step()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    before = read_slot(page, 0)
+    for _ in range(5):
+        other.step()
+    beside = read_slot(page, 0)
+    assert beside.beats == before.beats == 1
+    assert beside.phase_at > before.phase_at
+    for _ in range(TAKES_OVER + 10):  # the second stage of a training
+        other.step()
+    assert read_slot(page, 0).beats >= 10

@@ -90,6 +90,20 @@ def test_the_first_save_comes_early_and_then_what_it_costs_counts() -> None:
     assert second.from_step > site.told()[0].from_step
 
 
+def test_what_saves_cost_outlives_the_supervisor_and_the_allocation() -> None:
+    site = Site(rate=4000.0)
+    site.go_on(3 * SAMPLE_S)
+    site.saved(1.0)
+    later = Site(rate=4000.0)
+    for event in site.events:
+        take(later.state, event)
+    later.state.cadence = None  # as after a requeue
+    later.go_on(3 * SAMPLE_S)
+    (told,) = later.told()
+    assert told.reason == "what loses least at this failure rate"
+    assert told.stall_s == 1.0
+
+
 def test_nothing_changes_until_it_is_worth_it() -> None:
     site = Site(rate=4000.0)
     site.go_on(3 * SAMPLE_S)
@@ -242,3 +256,21 @@ def test_status_tells_the_cadence_and_what_the_rate_rests_on() -> None:
         "after 0 failures here, 3 in 41 node-days of 2 earlier runs, no Slurm accounting"
     )
     assert cadence_lines({"cadence": cadence_json(RunState(Settings()), plan, site.time)}) == []
+
+
+def test_durable_copies_are_never_told_to_be_more_frequent_than_saves() -> None:
+    site = Site(rate=4000.0)
+    site.go_on(3 * SAMPLE_S)
+    site.saved(1.0)
+    site.go_on(2 * HOLD_S)
+    site.feed(
+        ev.Saved(
+            t=site.time, attempt=1, step=site.done, tier="shared", ok=True, stall_s=0.0, size_bytes=1,
+            copied=True, seconds=0.1,
+        )
+    )  # fmt: skip
+    plan = RunPlan(
+        run="r", name="r", directory="r", cluster="slurm", active=2, spares=0, ranks_per_node=1, script="s"
+    )
+    found = cadence_json(site.state, plan, site.time)
+    assert found["durable_every_seconds"] == found["every_seconds"] > 100.0

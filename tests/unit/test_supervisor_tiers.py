@@ -283,6 +283,41 @@ def test_a_lost_writer_and_an_endless_silence_end_a_drain() -> None:
     assert site.saved("shared") == [(10, False)]
 
 
+def test_a_drain_that_takes_much_longer_than_the_last_is_told_of_once() -> None:
+    site = Site()
+    site.save()
+    drains = site.ordered("drain")
+    site.time += 10.0
+    site.answer(drains)
+    site.save(20)
+    drains = site.ordered("drain")
+    for time_s in (44.0, 2.0, 50.0):  # 15 s and three times 10 s may pass
+        site.time += time_s
+        site.tiers.look()
+    assert site.saved("shared") == [(10, True), (20, False)]
+    assert site.state.saved["shared"].error == "not there after 46 s: the storage is slow, or it hangs"
+    assert site.ordered("cancel drain") == []
+    site.answer(drains)
+    assert site.saved("shared")[-1] == (20, True)
+    assert site.state.saved["shared"].failures == 0
+
+
+def test_one_node_copies_what_is_on_shared_storage_to_the_object_store() -> None:
+    site = Site(object_url="s3://bucket", object_every_s=60.0)
+    site.save()
+    assert {order["tier"] for _, order in site.ordered("drain")} == {"shared"}
+    site.tiers.found_on_storage({5: 900}, [])
+    site.tiers.look()
+    ((node, order),) = site.ordered("drain")
+    assert (node, order["tier"], order["step"], order["ranks"]) == ("n1", "object", 5, [])
+    site.answer([(node, order)], why="is it up?")
+    assert site.state.saved["object"].failures == 1
+    site.time += 60.0
+    site.tiers.look()
+    site.answer(site.ordered("drain"))
+    assert site.saved("object") == [(5, False), (5, True)]
+
+
 def test_before_the_nodes_go_the_newest_step_gets_to_storage_put_together_where_needed() -> None:
     site = Site(shared_every_s=3600.0)
     site.save()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jurymast.core.heartbeat import KNOWN_AFTER, LIMIT_MAX_S
 from jurymast.core.settings import Settings
-from jurymast.core.state import RunState
+from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.supervisor.watch import REJOIN_LIMIT_S, WATCH_INTERVAL_S, Watch
 
 
@@ -16,8 +17,12 @@ class Ears:
         self.real = 100.0
         self.watch = Watch(Settings(), self.real)
         self.state = RunState(settings=Settings(), active=2, attempt=1, placement=("n2", "n3"))
-        for node in ("n1", "n2", "n3"):
+        self.state.phase = Phase.RUNNING
+        for order, node in enumerate(("n1", "n2", "n3")):
+            self.state.nodes[node] = Node(node, order, Role.SPARE)
             self.watch.joined(node)
+            for _ in range(KNOWN_AFTER):
+                self.watch.beat(node, 1, [])
 
     def passes(self, seconds: float, beating: tuple[str, ...] = ()) -> None:
         """Time goes by in the watch's own rhythm; these nodes beat all along."""
@@ -38,16 +43,30 @@ class Ears:
 def test_three_missed_heartbeats_are_a_lost_node() -> None:
     ears = Ears()
     ears.passes(1.4, beating=("n1", "n2"))
-    assert ears.watch.silent() == []
+    assert ears.watch.silent(ears.state) == []
     ears.passes(0.2, beating=("n1", "n2"))
-    assert [node for node, _, _ in ears.watch.silent()] == ["n3"]
+    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n3"]
+
+
+def test_a_node_that_only_starts_may_be_silent_for_long() -> None:
+    ears = Ears()
+    ears.state.phase = Phase.STARTING
+    ears.passes(LIMIT_MAX_S - 1.0)
+    assert ears.watch.silent(ears.state) == []
+    ears.state.phase = Phase.LAUNCHING  # now it may cost something
+    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n1", "n2", "n3"]
+    ears.state.nodes["n1"].role = ears.state.nodes["n2"].role = Role.JOINING
+    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n2", "n3"], "n2 has ranks"
+    ears.state.phase = Phase.STARTING
+    ears.passes(1.5)
+    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n1", "n2", "n3"]
 
 
 def test_a_supervisor_that_overslept_blames_nobody() -> None:
     ears = Ears()
     ears.real += 60.0
     ears.watch.clock.tick(ears.real)
-    assert ears.watch.silent() == []
+    assert ears.watch.silent(ears.state) == []
 
 
 def test_a_link_that_was_slow_before_gets_more_time() -> None:
@@ -56,18 +75,18 @@ def test_a_link_that_was_slow_before_gets_more_time() -> None:
         ears.passes(1.2, beating=("n1", "n2"))
         ears.watch.beat("n3", 1, [])
     ears.passes(2.5, beating=("n1", "n2"))
-    assert ears.watch.silent() == []
+    assert ears.watch.silent(ears.state) == []
     ears.passes(1.0, beating=("n1", "n2"))
-    assert [node for node, _, _ in ears.watch.silent()] == ["n3"]
+    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n3"]
 
 
 def test_after_a_takeover_nodes_have_time_to_come_back() -> None:
     ears = Ears()
     ears.watch.expect("n3")
     ears.passes(REJOIN_LIMIT_S, beating=("n1", "n2"))
-    assert ears.watch.silent() == []
-    ears.passes(2.0, beating=("n1", "n2"))
-    assert [node for node, _, _ in ears.watch.silent()] == ["n3"]
+    assert ears.watch.silent(ears.state) == []
+    ears.passes(3.5, beating=("n1", "n2"))
+    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n3"]
 
 
 def test_who_hears_nobody_is_cut_off_itself() -> None:

@@ -107,6 +107,20 @@ def test_messages_come_in_order_and_whole_both_ways() -> None:
     run(work())
 
 
+def test_an_answer_to_somebody_who_is_gone_breaks_nothing() -> None:
+    async def work() -> None:
+        async with connected() as (client, server):
+            resets = struct.pack("ii", 1, 0)
+            client._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
+            client._writer.transport.abort()
+            with pytest.raises(ConnectionResetError):
+                await server.receive()
+            server.send({"ok": True})
+            await server.drain()
+
+    run(work())
+
+
 def test_a_client_with_another_secret_is_refused() -> None:
     async def work() -> None:
         server = Server()

@@ -158,15 +158,24 @@ class Agent:
                 connection.close()
 
     async def _connect(self) -> Channel | None:
-        targets: list[tuple[str, int]] = []
+        """Where the last supervisor was, and where the newest is by the run directory. Both at once: storage
+        may need longer for its answer than a supervisor that lives waits for its agent."""
+        last = self._last
+        return await channel.first_of([self._reach(last), self._reach_newest(last)])
+
+    async def _reach_newest(self, last: endpoint.Endpoint | None) -> Channel | None:
         try:
             look = asyncio.to_thread(endpoint.find, self._directory.epochs)
-            found = await asyncio.wait_for(look, FIND_LIMIT_S) or self._last
+            found = await asyncio.wait_for(look, FIND_LIMIT_S) or last
         except (OSError, asyncio.TimeoutError):  # shared storage in trouble is no reason to end the ranks
-            found = self._last
+            return None
         self._last = found
-        if found is not None and found.allocation == self._allocation:
-            targets = [(host, found.port) for host in found.hosts]
+        return None if found == last else await self._reach(found)
+
+    async def _reach(self, place: endpoint.Endpoint | None) -> Channel | None:
+        targets: list[tuple[str, int]] = []
+        if place is not None and place.allocation == self._allocation:
+            targets = [(host, place.port) for host in place.hosts]
         elif self._hint is not None:
             targets = [self._hint]
         return await channel.connect_any(targets, self._secret, CONNECT_LIMIT_S)
@@ -227,6 +236,9 @@ class Agent:
             self._launch(message)
         elif order == "stop":
             self._stop(int(message["attempt"]), stacks=bool(message.get("stacks")))
+        elif order == "look":
+            if message["attempt"] == self.attempt and self.ranks_state == "running":
+                self._looking = asyncio.ensure_future(self._stacks.look(message["number"], self._pids))
         elif order == "go on":
             self._probing.clock(float(message["time"]))
         elif order == "dismiss":

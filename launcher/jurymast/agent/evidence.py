@@ -26,7 +26,7 @@ class Evidence:
 
     def __init__(self, kills_file: Path | None = None) -> None:
         self._kills_file = kills_file or kills_file_of(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-        self._before = 0
+        self._before: int | None = None
         self.attempt_begins()
 
     def attempt_begins(self) -> None:
@@ -35,7 +35,9 @@ class Evidence:
 
     def look(self, exit_code: int, log: Path | None = None) -> dict[str, Any]:
         """Fields for the word of a failure with this exit code (negative for a signal)."""
-        kills = max(0, oom_kills(self._kills_file) - self._before)
+        kills = oom_kills(self._kills_file)
+        if kills is not None:
+            kills = max(0, kills - (self._before or 0))
         found: dict[str, Any] = {"oom_kills": kills, "shm_used": round(used_share(SHM), 4)}
         if exit_code < 0 and log is not None:
             found["log"] = end_of(log)
@@ -65,17 +67,17 @@ def kills_file_of(own: Path, root: Path) -> Path | None:
     return None
 
 
-def oom_kills(file: Path | None) -> int:
-    """The counter `oom_kill` in `file`; 0 when it cannot be read."""
+def oom_kills(file: Path | None) -> int | None:
+    """The counter `oom_kill` in `file`; None when it cannot be read."""
     try:
         lines = file.read_text().splitlines() if file is not None else []
     except OSError:
-        return 0
+        return None
     for line in lines:
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.isdigit():
             return int(value)
-    return 0
+    return None
 
 
 def used_share(path: str) -> float:

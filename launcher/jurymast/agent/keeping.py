@@ -34,6 +34,7 @@ class Keeping:
         self._keeper = Keeper(directory.secret(), node, plan.ranks_per_node, tell, local_root=self._local)
         self._drainer = Drainer()
         self._drains: dict[str, tuple[asyncio.Task[None], str]] = {}
+        self._foreseen: dict[int, tuple[int, int]] = {}  # by local rank
         self._leads = False  # rank 0 is here: this node brings shared checkpoints together
         self._warming: asyncio.Future[Message] | None = None
         self.run_is_over = False  # nobody will restore from this node's disk any more
@@ -48,7 +49,7 @@ class Keeping:
 
     def hello(self) -> Message:
         return {
-            "data_port": self._keeper.port, "copies": self._keeper.inventory(),
+            "data_port": self._keeper.port, "copies": self._keeper.inventory(), "room": self._room(),
             "domain": failure_domain(
                 os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
             ),
@@ -66,12 +67,25 @@ class Keeping:
                 order = {"do": "warm", "tier": cp.SHARED}
                 self._warming = asyncio.ensure_future(self._drainer.drain(order))
             return True
+        if event.get("event") == "Foreseen":
+            self._foresee(event)
+            return True
         if event.get("event") != "Image":
             return False
         self._keeper.image_published(
             int(event["local_rank"]), int(event["slot"]), float(event.get("stall_s") or 0.0)
         )
         return True
+
+    def _foresee(self, event: Message) -> None:
+        self._foreseen[int(event["local_rank"])] = int(event["image_bytes"]), int(event["own_bytes"])
+        if len(self._foreseen) == self._plan.ranks_per_node:
+            image, own = (sum(sizes) for sizes in zip(*self._foreseen.values(), strict=True))
+            self._tell({"say": "foreseen", "image_bytes": image, "own_bytes": own, "room": self._room()})
+
+    def _room(self) -> dict[str, Any]:
+        room = self._keeper.room()
+        return {"bytes": room.free, "limit": room.limit}
 
     def launch(self, message: Message) -> None:
         """The ranks of an earlier attempt are gone, those of this one are about to start."""
@@ -80,6 +94,7 @@ class Keeping:
         world = int(message["world"]) * count
         ranks = list(range(first, first + count))
         self._leads = first == 0
+        self._foreseen.clear()
         self._keeper.launch(int(message["attempt"]), ranks, world, message.get("restore"))
 
     def obey(self, message: Message) -> bool:

@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,6 +79,9 @@ class _Rank:
     def place(self) -> stacks.Place:
         return stacks.place(stacks.frames(self.text), self.process())
 
+    def stand(self) -> stacks.Stand:
+        return stacks.stand(stacks.frames(self.text), self.place())
+
 
 class Stacks:
     """`say` sends a message to the supervisor; `temporary` is the agent's own directory, which also has the
@@ -115,13 +119,28 @@ class Stacks:
     def _flight_record(self, rank: object) -> Path:
         return self._directory.evidence(self._attempt) / f"flight-{rank}"
 
-    async def take(self, pids: list[int]) -> None:
-        """Say where these ranks stand; ends within `LIMIT_S`."""
+    def _ranks(self, pids: list[int]) -> list[_Rank]:
         names = (stack_signal.file_name(self._attempt, i) for i in range(len(pids)))
-        ranks = [
+        return [
             _Rank(self._first + i, pid, self._temporary / name)
             for i, (pid, name) in enumerate(zip(pids, names, strict=True))
         ]
+
+    async def look(self, number: int, pids: list[int]) -> None:
+        """Say where these ranks stand, so that it can be seen whether they move. Nothing is kept."""
+        ranks, attempt = self._ranks(pids), self._attempt
+        await asyncio.to_thread(_ask, ranks, time.monotonic() + LIMIT_S)
+        stands = [rank.stand() for rank in ranks]
+        self._say(
+            {
+                "say": "looked", "attempt": attempt, "number": number, "ranks": [rank.rank for rank in ranks],
+                "kinds": [stand.kind for stand in stands], "marks": [stand.mark for stand in stands],
+            }
+        )  # fmt: skip
+
+    async def take(self, pids: list[int]) -> None:
+        """Say where these ranks stand; ends within `LIMIT_S`."""
+        ranks = self._ranks(pids)
         folder, end = self._directory.evidence(self._attempt), time.monotonic() + LIMIT_S
         asked, records = self._ask_flight_recorders(ranks), list[int]()
         looked, recorded = threading.Event(), threading.Event()
@@ -173,10 +192,19 @@ def _users(names: tuple[str, ...]) -> bool:
 
 
 def _look(ranks: list[_Rank], end: float) -> None:
+    _ask(ranks, end)
+    for rank in ranks:
+        if not rank.text:
+            rank.text = _from_outside(rank.pid, end - time.monotonic())
+
+
+def _ask(ranks: list[_Rank], end: float) -> None:
     """Ask all at once, read what the kernel knows meanwhile, and wait for those that can answer."""
     waiting = []
     for rank in ranks:
         if _can_answer(rank) and stack_signal.listens(rank.pid):
+            with suppress(OSError):  # an earlier answer is no answer
+                os.truncate(rank.dump, 0)
             os.kill(rank.pid, stack_signal.NUMBER)
             waiting.append(rank)
     for rank in ranks:
@@ -184,9 +212,6 @@ def _look(ranks: list[_Rank], end: float) -> None:
     while waiting and time.monotonic() < end:
         time.sleep(POLL_S)
         waiting = [rank for rank in waiting if _can_answer(rank) and not rank.answered()]
-    for rank in ranks:
-        if not rank.text:
-            rank.text = _from_outside(rank.pid, end - time.monotonic())
 
 
 def _can_answer(rank: _Rank) -> bool:

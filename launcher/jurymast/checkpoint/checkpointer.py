@@ -9,6 +9,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from jurymast.checkpoint.foreseen import foreseen_bytes
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.memory_tier import MemoryTier
 from jurymast.checkpoint.shared_tier import SharedTier
@@ -283,11 +284,14 @@ class Checkpointer:
 
     def _ask_for_memory(self, memory: MemoryTier, step: int) -> None:
         """Have the agent prepare it long before it is needed: now, or after the first step, when optimizers
-        have their state. All ranks must take their state at the same step: that may be a collective."""
+        have their state, and until then tell it what can be foreseen. All ranks must take their state at the
+        same step: that may be a collective."""
         self._size_is_known = all(self._open().gather(self._state.settled))
         if self._size_is_known:
             self._request(memory)
         else:
+            image_bytes, own_bytes = foreseen_bytes(self._state.objects)
+            self._link.emit("Foreseen", image_bytes=image_bytes, own_bytes=own_bytes)
             self._meet_at = min(self._meet_at, step + 1)
 
     def _request(self, memory: MemoryTier) -> None:

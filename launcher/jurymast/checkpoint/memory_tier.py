@@ -156,7 +156,9 @@ class MemoryTier:
         if held is None or held.step != candidate.step:
             raise CheckpointError("it is no longer in memory")
         end = held.image_bytes + held.manifest_bytes
-        data = self._map(held.slot, end, wait=False).window.data
+        # To a GPU one thread copies, which pages to be entered would hold up.
+        ahead = end if torch.cuda.is_initialized() else 0
+        data = self._map(held.slot, ahead, wait=False).window.data
         manifest = Manifest.from_bytes(bytes(data[held.image_bytes : end]))
         found = (manifest.step, manifest.attempt, manifest.rank, manifest.world, manifest.size_bytes)
         expected = (held.step, held.attempt, self._group.rank, self._group.size, held.image_bytes)

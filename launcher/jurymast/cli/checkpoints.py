@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
     from jurymast.checkpoint.directory import CheckpointDirectory
     from jurymast.storage.object_store import ObjectStore
 
-# action: (how many words follow, what they are)
+# action: (how many words follow at least and at most, what they are)
 ACTIONS = {
-    "ls": (0, ""),
-    "verify": (0, ""),
-    "pin": (1, "STEP"),
-    "unpin": (1, "STEP"),
-    "rollback": (1, "STEP"),
-    "export": (2, "STEP DIR"),
-    "fetch": (1, "STEP"),
+    "ls": (0, 0, ""),
+    "verify": (0, 1, "[STEP]"),
+    "pin": (1, 1, "STEP"),
+    "unpin": (1, 1, "STEP"),
+    "rollback": (1, 1, "STEP"),
+    "export": (2, 2, "STEP DIR"),
+    "fetch": (1, 1, "STEP"),
 }
 ENDINGS = {"torch": ".pt", "safetensors": ".safetensors"}
 DAMAGED_EXIT_CODE = CheckpointError.exit_code
@@ -40,7 +41,6 @@ DAMAGED_EXIT_CODE = CheckpointError.exit_code
 @run_argument
 @click.argument("action", default="ls", metavar="[ls|verify|pin|unpin|rollback|export|fetch]")
 @click.argument("words", nargs=-1, metavar="[STEP] [DIR]")
-@click.option("--step", type=click.IntRange(0), help="Verify only this step.")
 @click.option("--format", "form", type=click.Choice(["torch", "safetensors"]), default="torch",
               show_default=True, help="What to export as.")  # fmt: skip
 @click.option(
@@ -53,14 +53,14 @@ DAMAGED_EXIT_CODE = CheckpointError.exit_code
 @json_option
 @runs_option
 def command(
-    run: str, action: str, words: tuple[str, ...], step: int | None, form: str, url: str | None, delete: bool,
-    as_json: bool, runs: Path | None,
+    run: str, action: str, words: tuple[str, ...], form: str, url: str | None, delete: bool, as_json: bool,
+    runs: Path | None,
 ) -> int:  # fmt: skip
     """List a run's checkpoints, or do something about them.
 
     \b
     ls            what there is, where, and whether it can be restored (the default)
-    verify        read and hash everything; fails when something is damaged
+    verify [STEP] read and hash everything; fails when something is damaged
     pin STEP      never remove it; unpin STEP takes that back
     rollback STEP make it the newest: newer ones are set aside, and restored no more
     export STEP DIR   write it to DIR as one file
@@ -68,13 +68,12 @@ def command(
     """
     if action not in ACTIONS:
         raise UsageError(f"there is no action {action}{did_you_mean(action, ACTIONS)}", hint=_HELP)
-    wanted, names = ACTIONS[action]
-    if len(words) != wanted:
+    least, most, names = ACTIONS[action]
+    if not least <= len(words) <= most:
         raise UsageError(f"{action} takes {names or 'nothing more'}, not {' '.join(words) or 'nothing'}")
-    if step is not None and action != "verify":
-        raise UsageError(f"--step is for verify; {action} takes {names or 'no step'}")
-    if words:
-        step = _number(words[0])
+    if delete and action != "rollback":
+        raise UsageError(f"--delete is for rollback, not for {action}")
+    step = _number(words[0]) if words else None
     asked = _Asked(the_run(run, runs), as_json, url)
     with _findings():
         if action == "ls":
@@ -136,7 +135,7 @@ class _Asked:
         from jurymast.storage.object_store import ObjectStore
 
         if self._url is None:
-            raise UsageError("which object store?", hint="--object URL")
+            raise UsageError("which object store? the policy names none", hint="--object URL")
         return ObjectStore(self._url, self._run.root.name)
 
     def _present(self, step: int) -> None:
@@ -317,7 +316,7 @@ class _Asked:
 
         self._present(step)
         target = place / f"{final_name(step)}{ENDINGS[form]}"
-        if target.exists():
+        if os.path.lexists(target):
             raise CheckpointError(
                 f"{target} is there already", hint="move it away, or choose another directory"
             )

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from jurymast.core.nearest import nearest
-from jurymast.errors import RunNotFoundError
-from jurymast.rundir import RunDirectory
+from jurymast.errors import RunDirectoryError, RunNotFoundError
+from jurymast.rundir import RunDirectory, check_readable
 
 
 def default_runs() -> Path:
@@ -16,30 +16,34 @@ def default_runs() -> Path:
 
 
 def run_ids(runs: Path) -> list[str]:
-    """Ids of all runs below `runs`, newest first."""
+    """Ids of all runs below `runs` that this user may look at, newest first."""
     try:
-        names = [
-            entry.name for entry in os.scandir(runs) if entry.is_dir() and not entry.name.startswith(".")
-        ]
+        names = [name for name in os.listdir(runs) if not name.startswith(".")]
     except OSError:
         return []
-    return sorted((name for name in names if (runs / name / "plan.json").exists()), reverse=True)
+    return sorted((name for name in names if os.path.exists(runs / name / "plan.json")), reverse=True)
 
 
 def find_run(text: str, runs: Path | None = None) -> RunDirectory:
-    """The run that `text` names. Raises RunNotFoundError, which names the nearest runs."""
+    """The run that `text` names. Raises RunNotFoundError, which names the nearest runs, and RunDirectoryError
+    for a directory of that name that is no run of this user's."""
     runs = default_runs() if runs is None else runs
+    places = [Path(text).expanduser().absolute()] if text else []
     if "/" not in text and text not in ("", ".", ".."):
-        if (runs / text / "plan.json").exists():
-            return RunDirectory(runs / text)
+        places.insert(0, runs / text)
         if text.isdigit() or text.startswith("local-"):
-            served = [name for name in run_ids(runs) if (runs / name / "slurm" / "jobs" / text).exists()]
-            if served:
-                # Slurm starts counting anew one day; the newest run with this job is meant.
-                return RunDirectory(runs / served[0])
-    directory = Path(text).expanduser().absolute()
-    if text and (directory / "plan.json").exists():
-        return RunDirectory(directory)
+            # Slurm starts counting anew one day; the newest run with this job is meant.
+            jobs = (runs / name / "slurm" / "jobs" / text for name in run_ids(runs))
+            places += [job.parents[2] for job in jobs if os.path.exists(job)][:1]
+    for place in places:
+        if os.path.exists(place / "plan.json"):
+            return RunDirectory(place)
+    for place in places:
+        check_readable(place)
+    if places and os.path.isdir(places[0]) and places[0].parent == runs:
+        raise RunDirectoryError(
+            f"{places[0]} has no plan.json: it was never submitted, or is damaged", hint="remove it"
+        )
     raise RunNotFoundError(f"there is no run {text or '(empty)'} in {runs}", hint=_hint(text, runs))
 
 

@@ -23,8 +23,10 @@ from jurymast.errors import RunDirectoryError
 def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | None) -> None:
     """Show each node's incidents over my runs, and which are kept out of new ones, until when and why.
 
-    LEMON counts the signals of a node that fails again and again (of six, over 28 days). A strike keeps a
-    node out for the policy's nodes_policy.expire, three within 28 days for good.
+    LEMON counts the signals of a node that fails again and again (of six, over 28 days). RATE is how often it
+    is expected to fail against all nodes on average: 25 times its own rate on the day after it came back
+    from a failure. A strike keeps a node out for the policy's nodes_policy.expire, three within 28 days for
+    good.
     """
     from jurymast.past_runs import forgive as wipe
     from jurymast.policy.load import site_layers

@@ -26,6 +26,9 @@ from jurymast.rundir import RunDirectory
 SUPERVISOR_RESTARTS_MAX = 5
 RESTART_WINDOW_S = 60.0
 OUTCOME_POLL_S = 0.5
+# A successor's requeue takes seconds; one that is not seen by then has failed, and its node may be gone too.
+SUCCESSOR_LIMIT_S = 120.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
 
 
@@ -39,12 +42,13 @@ class Batch:
         self._listener = socket.create_server(("127.0.0.1" if plan.cluster == "local" else "", 0))
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
+        self._told_to_end = False
 
     def run(self) -> dict[str, Any]:
         """Until the supervisor says how it ended: {"state": ..., "exit_code": ...}."""
         self._directory.outcome_file.unlink(missing_ok=True)
         self._allocation.save(self._directory)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        for number in SIGNALS:
             signal.signal(number, self._forward)
         crashes: list[float] = []
         try:
@@ -82,27 +86,49 @@ class Batch:
         the Slurm job alive for it, and ends the job with its code."""
         while (outcome := self._read_outcome()) is None:
             time.sleep(OUTCOME_POLL_S)
+        if outcome["state"] == "requeued":
+            self._await_requeue(outcome)
         return outcome
+
+    def _await_requeue(self, outcome: dict[str, Any]) -> None:
+        """The successor requeues the job after it wrote so. It runs below this process's srun: until Slurm
+        ends this life of the job, all must stay as it is, or the job ends with nothing requeued."""
+        end = time.monotonic() + SUCCESSOR_LIMIT_S
+        while not self._told_to_end:
+            if time.monotonic() > end:
+                print(f"requeue: not seen within {SUCCESSOR_LIMIT_S:g} s, done from here", flush=True)
+                self._requeue(outcome)
+                return
+            time.sleep(OUTCOME_POLL_S)
 
     def _requeue(self, outcome: dict[str, Any]) -> None:
         """Raises ClusterUnavailableError when Slurm refuses."""
         self._end_agents()
         if self._plan.cluster == "slurm":
-            for trouble in requeue(self._plan, self._allocation, outcome["lost"], outcome["exclude"]):
-                print(f"requeue: {trouble}", flush=True)
+            lost, exclude = outcome["lost"], outcome["exclude"]
+            requeue(self._plan, self._allocation, lost, exclude, tell_of_requeue)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         if self._supervisor is not None and self._supervisor.poll() is None:
             sent = signal.SIGUSR2 if number == signal.SIGUSR2 else signal.SIGTERM
             self._supervisor.send_signal(sent)
+        elif number != signal.SIGUSR2:
+            self._told_to_end = True
 
     def _start_supervisor(self) -> None:
-        """It inherits the socket: agents learn its port before it runs, and find it there after a crash."""
+        """It inherits the socket: agents learn its port before it runs, and find it there after a crash. Also
+        the signals' block: one that comes before it can answer waits until then."""
         arguments = [sys.executable, "-m", "jurymast.supervisor", str(self._directory.root)]
         arguments += ["--listen-fd", str(self._listener.fileno())]
-        self._supervisor = subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, pass_fds=(self._listener.fileno(),)
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._supervisor = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, pass_fds=(self._listener.fileno(),)
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if self._told_to_end:  # while none was there
+            self._supervisor.send_signal(signal.SIGTERM)
 
     def _start_agents(self) -> list[subprocess.Popen[bytes]]:
         host = "127.0.0.1" if self._plan.cluster == "local" else announced_hosts()[0]
@@ -140,6 +166,10 @@ class Batch:
                 process.kill()
             process.wait()
         self._agents = []
+
+
+def tell_of_requeue(trouble: str) -> None:
+    print(f"requeue: {trouble}", flush=True)
 
 
 def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:

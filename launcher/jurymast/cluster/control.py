@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from jurymast.cluster import exclusions
 from jurymast.cluster.allocation import Allocation, job_fields, run_command
@@ -15,36 +17,55 @@ from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
 from jurymast.rundir import RunDirectory, write_atomically
 
+Answer = TypeVar("Answer")
+
 LIFT_SCRIPT = """\
 #!/bin/bash
 exec {python} -m jurymast.cluster.lift "$@"
 """
 STILL_RUNNING = "running"
+# A restart or a fail-over of slurmctld must not cost the run: asked again so long, so often (seconds).
+CONTROLLER_LIMIT_S = 600.0
+CONTROLLER_RETRY_S = 5.0
+# How Slurm's commands, and `run_command`, say that slurmctld did not answer. All else is its refusal.
+_AWAY = re.compile(
+    r"Unable to contact|timed out|no answer within|Connection refused|Zero Bytes|standby mode", re.IGNORECASE
+)
 # Options that decide where a job may run at all; the helper job of a requeue needs the same.
 _WHERE = ("--partition", "--account", "--qos", "--reservation", "--clusters")
 _WHERE_SHORT = {"-p": "--partition", "-A": "--account", "-q": "--qos", "-M": "--clusters"}
 
 
-def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Requeue this job so that it starts again in seconds, without `exclude`; returns what went wrong.
+def requeue(
+    plan: RunPlan,
+    allocation: Allocation,
+    lost: Sequence[str],
+    exclude: Sequence[str],
+    say: Callable[[str], None],
+) -> None:
+    """Requeue this job so that it starts again in seconds, without `exclude`; `say` hears what goes wrong.
 
     To be called by the batch process once its srun is gone: an srun that still lives cancels the step of
     the same number in the job's next life. The `lost` nodes are given back first, because Slurm would wait
     for their answer before it lets the job be pending (SlurmdTimeout, 300 s by default). The delay that
     Slurm then imposes is lifted by a small job outside of this one, because nobody inside lives to see
-    the job pending. Raises ClusterUnavailableError when the job cannot be requeued at all.
+    the job pending. Does nothing to a job that was requeued or ended already; waits for a slurmctld that is
+    away. Raises ClusterUnavailableError when the job cannot be requeued at all.
     """
+    if _patiently(lambda: _is_over(allocation), say):
+        return
     job = f"JobId={allocation.job}"
     nodes, told = exclusions.banned(plan, exclude, os.environ.get("SLURM_JOB_PARTITION", ""), time.time())
     banned = ",".join(nodes)
     sizes = f"{plan.active}-{plan.nodes}"
-    trouble = [told] if told else []
+    if told:
+        say(told)
 
     def attempt(arguments: list[str]) -> bool:
         try:
             run_command(arguments)
         except ClusterUnavailableError as error:
-            trouble.append(str(error))
+            say(str(error))
             return False
         return True
 
@@ -52,19 +73,43 @@ def requeue(plan: RunPlan, allocation: Allocation, lost: Sequence[str], exclude:
     try:
         helped = attempt(lift_command(plan, write_lift_script(plan), allocation.job, sizes, banned))
     except OSError as error:  # a full disk costs Slurm's two minutes, not the run
-        trouble.append(str(error))
+        say(str(error))
     kept = [node for node in allocation.nodes if node not in lost]
     if lost and kept and allocation.host in kept:
         attempt(["scontrol", "update", job, f"NodeList={','.join(kept)}"])
-    run_command(["scontrol", "requeue", allocation.job])
+    _patiently(lambda: _requeue_once(allocation), say)
     if helped:
         # The rest is the helper job's: an update now would block until the job, and this process with it, is
         # gone (5 s each), and Slurm would have to kill what could have left.
-        return trouble
+        return
     attempt(["scontrol", "update", job, f"NumNodes={sizes}"])
     if banned:
         attempt(["scontrol", "update", job, f"ExcNodeList={banned}"])
-    return trouble
+
+
+def _is_over(allocation: Allocation) -> bool:
+    """Whether this life of the job is over: its next one is not ours to requeue."""
+    return reason_of(job_fields(allocation.job), allocation.restarts) in ("requeued", "cancelled", "timeout")
+
+
+def _requeue_once(allocation: Allocation) -> None:
+    # A try that got no answer may have been heard nevertheless.
+    if not _is_over(allocation):
+        run_command(["scontrol", "requeue", allocation.job])
+
+
+def _patiently(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
+    """What `ask` returns once slurmctld answers. Raises ClusterUnavailableError: it refuses, or is away for
+    longer than `CONTROLLER_LIMIT_S`."""
+    end = time.monotonic() + CONTROLLER_LIMIT_S
+    while True:
+        try:
+            return ask()
+        except ClusterUnavailableError as error:
+            if not _AWAY.search(str(error)) or time.monotonic() > end:
+                raise
+            say(f"{error}; asking again in {CONTROLLER_RETRY_S:g} s")
+        time.sleep(CONTROLLER_RETRY_S)
 
 
 def give_back(job: str, node: str) -> bool:

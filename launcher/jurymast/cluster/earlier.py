@@ -8,10 +8,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from jurymast.core.failure_rate import DAY_S, Watched, learned_before
-from jurymast.core.node_history import PastRun
+from jurymast.core.failure_rate import AFTER_REPAIR, DAY_S, Watched, learned_before, prior
+from jurymast.core.frailty import frail_nodes, more_exposure
+from jurymast.core.node_history import PastRun, comebacks, history
 from jurymast.core.settings import RunPlan
-from jurymast.past_runs import past_runs
+from jurymast.past_runs import forgiven_nodes, past_runs
 
 # Two half-lives: what is older hardly counts.
 ACCOUNTING_DAYS = 28
@@ -26,20 +27,28 @@ def with_earlier(plan: RunPlan, runs: Path, now: float) -> RunPlan:
     if plan.cluster != "slurm":
         return plan
     found = past_runs(runs)
+    forgiven = forgiven_nodes(runs)
     seen = [one for run in found for one in watched_in(run)]
+    more = more_exposure(found, comebacks(found, forgiven))
     texts = [_told(seen, f"{len(found)} earlier run{'' if len(found) == 1 else 's'}")]
+    if more:
+        days = sum(one.end_s - one.start_s for one in more) / DAY_S
+        texts.append(f"{days:.3g} of them after repairs and counted {AFTER_REPAIR:.0f} times")
     try:
         others = parse_accounting(_accounting(), {job for run in found for job in run.jobs}, now)
         texts.append(_told(others, "other jobs"))
     except (OSError, ValueError, subprocess.SubprocessError):
         others = []
         texts.append("no Slurm accounting")
-    incidents, node_days = learned_before([*seen, *others], now, plan.settings.half_life_s / DAY_S)
+    incidents, node_days = learned_before([*seen, *more, *others], now, plan.settings.half_life_s / DAY_S)
+    fleet = prior(plan.settings.rate).learned(incidents, node_days).rate
+    records = history(found, now, plan.settings.exclusion_s, forgiven=forgiven)
     return replace(
         plan,
         earlier_incidents=round(incidents, 6),
         earlier_node_days=round(node_days, 6),
         earlier_text=", ".join(texts),
+        frail=tuple(frail_nodes(records.values(), fleet, now)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import time
@@ -169,7 +170,7 @@ def _script(words: list[str]) -> tuple[str, list[str], bool]:
 def _script_file(script: str, *directories: Path) -> Path:
     """The script's absolute path. Raises ScriptError (missing, unreadable), UsageError (a batch script)."""
     tried = [directory / script for directory in directories]
-    path = next((path for path in tried if path.is_file()), tried[0])
+    path = next((path for path in tried if os.path.isfile(path)), tried[0])
     try:
         with path.open("rb") as file:
             first = file.readline(200)

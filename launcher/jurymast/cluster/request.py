@@ -75,13 +75,14 @@ def check_runs_directory(runs: Path) -> None:
     """Raise RunDirectoryError when no run directory can be made below `runs`."""
     if any(mark in str(runs) for mark in "%\\\n\r"):
         raise RunDirectoryError(
-            f"the runs directory {str(runs)!r} has a character that Slurm reads as a pattern (% or \\)",
+            f"the runs directory {str(runs)!r} has a character that Slurm reads as a pattern or a new line "
+            "(%, \\ or a line break)",
             hint="choose another place with --runs DIR",
         )
     place = runs
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:
         place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    if not os.path.isdir(place) or not os.access(place, os.W_OK | os.X_OK):
         raise RunDirectoryError(
             f"cannot write to the runs directory {runs}" + ("" if place == runs else f" ({place})"),
             hint="choose another place with --runs DIR (it must be on storage that all nodes share)",

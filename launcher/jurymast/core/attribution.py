@@ -197,8 +197,9 @@ def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
     if failure.exit_code < 0:
         number = -failure.exit_code
         if number == 9:
-            killed = failure.oom_kills > 0 or around.has(failure.node, OOM_KILL)
-            return "out_of_memory" if killed else "worker_killed"
+            # The cgroup's own count knows; a finding within minutes may be of an earlier attempt.
+            seen = around.has(failure.node, OOM_KILL) if failure.oom_kills is None else failure.oom_kills > 0
+            return "out_of_memory" if seen else "worker_killed"
         if number == 7 and (failure.shm_used >= clues.SHM_FULL or around.has(failure.node, SHM_FULL)):
             return "shm_full"
         if number == 6 and clues.WATCHDOG.search(failure.log):

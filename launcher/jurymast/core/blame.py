@@ -4,7 +4,7 @@ A `bad` finding takes its node out of the run, a `suspect` one makes it a spare 
 used again, `unknown` never acts; and only findings on a node's own hardware, network and machine do. On top:
 
 - what happened before the allocation is not this run's business, and what is told twice happened once;
-- the same on many nodes within three minutes is nobody's fault (one NVLink crash flagged 77 healthy nodes at
+- the same on many nodes within `together_s` is nobody's fault (one NVLink crash flagged 77 healthy nodes at
   one site): on more than two for sympathetic Xids, else on over a tenth of them and at least three;
 - at most `excluded_fraction` of the run's nodes (one in any case) are blamed at a time, and four an hour;
 - nobody leaves when nothing can take the place, or when the policy only wants to be told.
@@ -24,8 +24,6 @@ from jurymast.core.health import Finding, Verdict
 from jurymast.core.instructions import Dismiss, Instruction, RaiseAlert
 from jurymast.core.state import Alert, Blame, Exclusion, Node, Phase, Role, RunState, Sighting
 
-# Findings so close in time have one origin.
-TOGETHER_S = 180.0
 FEW_NODES = 2
 MANY_FRACTION = 0.1
 PER_HOUR = 4
@@ -86,8 +84,9 @@ def take(state: RunState, event: HealthFound) -> Finding | None:
 def _remember(state: RunState, sighting: Sighting) -> None:
     here = [s for s in state.seen.get(sighting.node, ()) if s.t >= state.now - REPEAT_S]
     state.seen[sighting.node] = [*here, sighting]
-    if state.recent and state.recent[0].t < state.now - 2 * TOGETHER_S:
-        state.recent = [s for s in state.recent if s.t >= state.now - TOGETHER_S]
+    together_s = state.settings.together_s
+    if state.recent and state.recent[0].t < state.now - 2 * together_s:
+        state.recent = [s for s in state.recent if s.t >= state.now - together_s]
     state.recent.append(sighting)
 
 
@@ -218,20 +217,20 @@ def on_many(state: RunState, finding: Finding) -> str:
     sympathetic = finding.kind == health.SYMPATHETIC
     if finding.kind == health.APPLICATION or not (sympathetic or finding.verdict in ACTING_VERDICTS):
         return ""
-    group, run_nodes = _group(finding), state.active + state.spares
+    group, run_nodes, together_s = _group(finding), state.active + state.spares, state.settings.together_s
     alert = _open_alert(state, f"{MANY}{group}")
     if alert is None:
         most = FEW_NODES if sympathetic else max(FEW_NODES, MANY_FRACTION * run_nodes)
         nodes: set[str] = set()
         for sighting in reversed(state.recent):
-            if sighting.t < state.now - TOGETHER_S or len(nodes) > most:
+            if sighting.t < state.now - together_s or len(nodes) > most:
                 break
             if sighting.group == group:
                 nodes.add(sighting.node)
         if len(nodes) <= most:
             return ""
     return (
-        f"{group} on many nodes within {TOGETHER_S:.0f} s has one cause outside of them, so none is blamed; "
+        f"{group} on many nodes within {together_s:.0f} s has one cause outside of them, so none is blamed; "
         f"for example {describe(finding)}"
     )
 
@@ -301,7 +300,7 @@ def raise_alert(state: RunState, subject: str, message: str, nodes: Collection[s
         return []
     seen = dict.fromkeys(nodes)
     if group != subject:
-        since = state.now - TOGETHER_S
+        since = state.now - state.settings.together_s
         seen = dict.fromkeys(s.node for s in state.recent if s.group == group and s.t >= since) | seen
         _take_back(state, group, message)
         _forgive(state, seen, group)
@@ -311,7 +310,7 @@ def raise_alert(state: RunState, subject: str, message: str, nodes: Collection[s
 
 def _open_alert(state: RunState, subject: str) -> Alert | None:
     for alert in reversed(state.alerts):
-        if alert.subject == subject and alert.until >= state.now - TOGETHER_S:
+        if alert.subject == subject and alert.until >= state.now - state.settings.together_s:
             return alert
     return None
 
@@ -325,7 +324,8 @@ def _forgive(state: RunState, names: Collection[str], group: str) -> None:
 
 
 def _take_back(state: RunState, group: str, why: str) -> None:
-    hasty = [b for b in state.blames if b.group == group and b.at >= state.now - TOGETHER_S]
+    since = state.now - state.settings.together_s
+    hasty = [b for b in state.blames if b.group == group and b.at >= since]
     state.blames = [blame for blame in state.blames if blame not in hasty]
     for blame in hasty:
         state.excluded.pop(blame.node, None)

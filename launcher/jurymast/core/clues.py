@@ -48,7 +48,12 @@ EXCEPTIONS = (
         r"unspecified launch failure|cublas_status_execution_failed",
         "gpu_exception",
     ),
-    _clue(r"no space left on device|disk quota exceeded|\[errno (28|122)\]", "storage_full", "disk_full"),
+    # Last: what torch.save says when a file ends before what it wrote, without the errno.
+    _clue(
+        r"no space left on device|disk quota exceeded|\[errno (28|122)\]|unexpected pos \d+ vs \d+",
+        "storage_full",
+        "disk_full",
+    ),
     _clue(  # 107, 108 and 110 come from sockets, too, but then without a path
         r"input/output error|stale file handle|read-only file system|\[errno (5|30|116)\]|"
         r"\[errno (107|108|110)\][^']*: '|pytorchstreamwriter failed",

@@ -99,8 +99,8 @@ class WorkersStarted(Event):
 class WorkerFailed(Event):
     """A rank's process ended badly: `exit_code` as the shell would say it, negative for a signal.
 
-    What its node showed then: `oom_kills` of its cgroup during the attempt, `shm_used` the share of /dev/shm
-    in use (0..1), `log` the end of the rank's log (only after a signal).
+    What its node showed then: `oom_kills` of its cgroup during the attempt (None: nobody counts them),
+    `shm_used` the share of /dev/shm in use (0..1), `log` the end of the rank's log (only after a signal).
     """
 
     node: str
@@ -110,7 +110,7 @@ class WorkerFailed(Event):
     error: str = ""
     message: str = ""
     traceback: str = ""
-    oom_kills: int = 0
+    oom_kills: int | None = 0
     shm_used: float = 0.0
     log: str = ""
 

@@ -6,15 +6,29 @@ steps. How long is too long follows from the longest gap between steps seen so f
     every rank idle (a collective that waits, a dead lock):   2 x longest + IDLE_FLOOR_S
     some rank busy (an evaluation, a compilation, a spin):    3 x longest + BUSY_FLOOR_S
 
-A process that somebody stopped (state T) needs no calibration. Times in seconds.
+Silence alone proves nothing: a script may evaluate, upload or wait for a process of its own for the first
+time, and then a restart would cost what no time-out does. So the ranks' stacks are looked at again and again
+from then on: they hang when none moves, for `WAITING_S` if all idle in collectives (nobody is left to wake
+them), for `SPINNING_S` if they are busy there, else for `UNMOVED_S`. torch's own time-outs hold beside it.
+
+A process that somebody stopped (state T) needs no calibration, and a limit that the policy gives no look.
+Times in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jurymast.core.stacks import WAITING, Stand
 
 FROZEN_S = 1.0
+WAITING_S = 1.0
+SPINNING_S = 30.0
+UNMOVED_S = 120.0
+# Between looks: soon, to see whether all who wait go on waiting; else an evaluation may last for hours.
+LOOK_AGAIN_S = 1.0
+LOOK_SELDOM_S = 5.0
 IDLE_FLOOR_S = 5.0
 BUSY_FLOOR_S = 30.0
 SAVE_FLOOR_S = 600.0
@@ -38,16 +52,20 @@ class RankView:
 
 @dataclass(frozen=True)
 class HangVerdict:
+    """`certain`: no look at the ranks' stacks is needed. `idle`: none of them uses its processor."""
+
     ranks: tuple[int, ...]
     node: str
     silent_s: float
     limit_s: float
     evidence: str
+    certain: bool = False
+    idle: bool = False
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """`fixed_s`: the policy's own limit (None: calibrate, 0: off). `patience` doubles after a false alarm."""
+    """`fixed_s`: the policy's own limit (None: calibrate, 0: off). `patience` grows after a false alarm."""
 
     fixed_s: float | None
     start_s: float
@@ -65,7 +83,10 @@ def judge(ranks: Sequence[RankView], limits: HangLimits, longest_before_s: float
     limit_s, why = _limit(ranks, limits, longest_before_s)
     if quiet_s <= limit_s:
         return None
-    return HangVerdict((), "", quiet_s, limit_s, f"no rank stepped for {quiet_s:.1f} s; {why}")
+    evidence = f"no rank stepped for {quiet_s:.1f} s; {why}"
+    return HangVerdict(
+        (), "", quiet_s, limit_s, evidence, certain=limit_s == limits.fixed_s, idle=_all_idle(ranks)
+    )
 
 
 def _stopped_verdict(stopped: list[RankView], limit_s: float) -> HangVerdict:
@@ -78,6 +99,7 @@ def _stopped_verdict(stopped: list[RankView], limit_s: float) -> HangVerdict:
         silent_s,
         limit_s,
         f"stopped by a signal (process state T): {names}",
+        certain=True,
     )
 
 
@@ -91,8 +113,44 @@ def _limit(ranks: Sequence[RankView], limits: HangLimits, longest_before_s: floa
     if any(view.phase == "saving" for view in ranks):
         limit_s = (SAVE_FLOOR_S + 3 * longest_s) * limits.patience
         return limit_s, f"limit {limit_s:.0f} s while a checkpoint is being saved"
-    if all(view.idle_s >= IDLE_FLOOR_S / 2 for view in ranks):
+    if _all_idle(ranks):
         limit_s = (IDLE_FLOOR_S + 2 * longest_s) * limits.patience
         return limit_s, f"all ranks idle, limit {limit_s:.1f} s (longest step so far {longest_s:.2f} s)"
     limit_s = (BUSY_FLOOR_S + 3 * longest_s) * limits.patience
     return limit_s, f"ranks busy, limit {limit_s:.1f} s (longest step so far {longest_s:.2f} s)"
+
+
+def _all_idle(ranks: Sequence[RankView]) -> bool:
+    return all(view.idle_s >= IDLE_FLOOR_S / 2 for view in ranks)
+
+
+@dataclass
+class Looks:
+    """Where the ranks stood at each look at a run that is silent."""
+
+    stands: dict[int, Stand] = field(default_factory=dict)
+    since_s: float = 0.0  # the first look that found them as they are now
+    until_s: float = 0.0
+
+    def add(self, at_s: float, stands: Mapping[int, Stand]) -> None:
+        if stands != self.stands:
+            self.stands, self.since_s = dict(stands), at_s
+        self.until_s = at_s
+
+    def interval_s(self) -> float:
+        """Until the next look."""
+        return LOOK_AGAIN_S if self._all_wait() else LOOK_SELDOM_S
+
+    def stuck(self, patience: float, *, idle: bool) -> bool:
+        """Nobody has moved for long enough."""
+        limit_s = UNMOVED_S * patience
+        if self._all_wait():
+            limit_s = WAITING_S if idle else SPINNING_S * patience
+        return bool(self.stands) and self.until_s - self.since_s >= limit_s
+
+    def evidence(self) -> str:
+        who = "all ranks wait for each other" if self._all_wait() else "no rank moved"
+        return f"{who}, seen for {self.until_s - self.since_s:.1f} s"
+
+    def _all_wait(self) -> bool:
+        return all(stand.kind in WAITING for stand in self.stands.values())

@@ -3,8 +3,9 @@
     limit = clamp(max(BEATS x heartbeat, FACTOR x longest recent gap), at most LIMIT_MAX_S)
 
 A link or a machine that is merely busy shows longer gaps before it shows a very long one, and raises its
-own limit. Times are seconds on the watcher's own clock, which stands still while the watcher itself does
-(see `WatcherClock`), so that a busy supervisor blames nobody.
+own limit; until some gaps were seen it has twice as many beats. Times are seconds on the watcher's own
+clock, which stands still while the watcher itself does (see `WatcherClock`), so that a busy supervisor
+blames nobody.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 BEATS = 3.0
+UNKNOWN_BEATS = 6.0
+KNOWN_AFTER = 6  # gaps
 FACTOR = 2.5
 LIMIT_MAX_S = 15.0
 MEMORY = 240  # gaps remembered: two minutes at the default heartbeat
@@ -35,7 +38,8 @@ class Arrivals:
         if fixed_s is not None:
             return fixed_s
         longest = max(self.gaps, default=0.0)
-        return min(LIMIT_MAX_S, max(BEATS * self.heartbeat_s, FACTOR * longest))
+        beats = BEATS if len(self.gaps) >= KNOWN_AFTER else UNKNOWN_BEATS
+        return min(LIMIT_MAX_S, max(beats * self.heartbeat_s, FACTOR * longest))
 
     def silent_s(self, now: float) -> float:
         return now - self.last

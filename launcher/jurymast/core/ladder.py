@@ -120,6 +120,14 @@ def _give_up(state: RunState, cause: Cause) -> Decision | None:
             f"crash loop: the same failure {repeated} times without a new step; {cause.evidence}",
             exit_code=exit_code,
         )
+    alike = repeats_at_step(state.incidents, cause)
+    if alike >= most and not state.absolute and cause.kind not in ("node_lost", "node_crash"):
+        return Decision(
+            "stop",
+            f"crash loop: the same failure {alike} times, each after {state.incidents[-1].step_lost_from} "
+            f"steps; {cause.evidence}",
+            exit_code=exit_code,
+        )
     budget = state.settings.application if cause.charged == "application" else state.settings.infrastructure
     used = spent(state.incidents, cause.charged, budget, state.now)
     if budget.count is not None and used > budget.count:
@@ -136,6 +144,20 @@ def repeats(incidents: Sequence[Incident], cause: Cause, fruitless: int) -> int:
     count = 0
     for incident in reversed(incidents[-fruitless:] if fruitless else incidents[-1:]):
         if incident.signature != cause.signature:
+            break
+        count += 1
+    return count
+
+
+def repeats_at_step(incidents: Sequence[Incident], cause: Cause) -> int:
+    """How often in a row (newest included) this cause came after as many steps: a script that counts from 0
+    in every attempt makes new steps each time, and may still not come any further."""
+    count = 0
+    for incident in reversed(incidents):
+        if (incident.signature, incident.step_lost_from) != (
+            cause.signature,
+            incidents[-1].step_lost_from,
+        ):
             break
         count += 1
     return count

@@ -1,4 +1,5 @@
-"""What earlier runs say about each node: incidents, strikes, exclusions with their expiry, a lemon score.
+"""What earlier runs say about each node: incidents, strikes, exclusions with their expiry, a lemon score,
+and since when it is back after it failed.
 
 A node that failed a run is kept out of the next ones for a while, and for good after `STRIKES_MAX` such
 failures within `WINDOW_S`. Lemons are nodes that fail again and again without anybody finding out why; the
@@ -8,12 +9,15 @@ as far as journals and Slurm have them (no tickets). Times are seconds since the
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any
 
-DAY_S = 86_400.0
+from jurymast.core.failure_rate import AFTER_REPAIR, AFTER_REPAIR_S, DAY_S
+
 WINDOW_S = 28 * DAY_S
 STRIKES_MAX = 3
 # More nodes than this that leave one run within the burst are a switch's or a room's fault, not theirs.
@@ -36,11 +40,13 @@ class Departure:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """`nodes` were in one allocation of a run from `start` to `end`."""
+    """`nodes` were in one allocation of a run from `start` to `end`; of those its first attempt left out the
+    `spares`."""
 
     start: float
     end: float
     nodes: tuple[str, ...]
+    spares: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +79,10 @@ class PastRun:
         return cls(
             run=values["run"],
             active=values["active"],
-            spans=tuple(Span(**{**span, "nodes": tuple(span["nodes"])}) for span in values["spans"]),
+            spans=tuple(
+                Span(**{**span, "nodes": tuple(span["nodes"]), "spares": tuple(span["spares"])})
+                for span in values["spans"]
+            ),
             failures=tuple(values["failures"]),
             departures=tuple(Departure(**departure) for departure in values["departures"]),
             xids=tuple((at, node, code) for at, node, code in values["xids"]),
@@ -100,11 +109,14 @@ class Signal:
 @dataclass
 class NodeRecord:
     """One node over all runs. `excluded_until` is None when nothing keeps it out, or when nothing but a word
-    of somebody's ends that (`for_good`)."""
+    of somebody's ends that (`for_good`). `fresh_until` ends the day after it was back from a failure; None:
+    it was not seen again. Of its `node_days`, `fresh_days` were in such days."""
 
     name: str
     runs: int = 0
     node_days: float = 0.0
+    fresh_days: float = 0.0
+    fresh_until: float | None = 0.0
     departures: list[Departure] = field(default_factory=list)
     strikes: int = 0  # within the window that ends now
     signals: list[Signal] = field(default_factory=list)
@@ -120,6 +132,29 @@ class NodeRecord:
     @property
     def excluded(self) -> bool:
         return self.for_good or self.excluded_until is not None
+
+    @property
+    def failures(self) -> int:
+        return sum(departure.failed and not departure.by_hand for departure in self.departures)
+
+    @property
+    def exposure_days(self) -> float:
+        """Its node-days as they count towards its failure rate."""
+        return self.node_days + (AFTER_REPAIR - 1.0) * self.fresh_days
+
+    def fresh(self, now: float) -> bool:
+        """Whether it is on the day after a repair, or will be once it serves again."""
+        return self.fresh_until is None or now < self.fresh_until
+
+    def why_frail(self, now: float) -> str:
+        """Why it is expected to fail, for people."""
+        times = "once" if self.failures == 1 else f"{self.failures} times"
+        told = f"failed {times} in {self.node_days:.3g} node-days"
+        if self.fresh_until is None:
+            return f"{told}, and did not serve since"
+        if self.fresh(now):
+            told += f", back since {datetime.fromtimestamp(self.fresh_until - AFTER_REPAIR_S):%Y-%m-%d %H:%M}"
+        return told
 
 
 @dataclass
@@ -147,6 +182,7 @@ def history(
     `exclusion_s`: how long a strike keeps a node out. `out_s`: for how long Slurm has had a node out of
     service. `forgiven`: what happened to a node before that time no longer keeps it out.
     """
+    back = comebacks(runs, forgiven or {})
     records: dict[str, NodeRecord] = {}
     counts: dict[str, _Counts] = {}
     strikes: dict[str, list[Departure]] = {}
@@ -156,6 +192,7 @@ def history(
             for node in span.nodes:
                 record = records.setdefault(node, NodeRecord(node))
                 record.node_days += max(0.0, span.end - span.start) / DAY_S
+                record.fresh_days += sum(b - a for a, b in first_days(span, back.get(node, ()))) / DAY_S
         for node in {node for span in run.spans for node in span.nodes}:
             records[node].runs += 1
             counts.setdefault(node, _Counts()).runs += recent
@@ -175,9 +212,41 @@ def history(
                 strikes.setdefault(departure.node, []).append(departure)
     for name, record in records.items():
         record.departures.sort(key=lambda departure: departure.at)
+        if name in back:
+            last = back[name][-1]
+            record.fresh_until = None if last == math.inf else last + AFTER_REPAIR_S
         record.signals = _signals(counts.get(name, _Counts()), (out_s or {}).get(name, 0.0))
         _exclude(record, strikes.get(name, []), now, exclusion_s, (forgiven or {}).get(name, 0.0))
     return records
+
+
+def comebacks(runs: Sequence[PastRun], forgiven: Mapping[str, float]) -> dict[str, list[float]]:
+    """When each node that had failed a run served again, in order: in the next allocation that it was in, or
+    since somebody said that it was repaired (`forgiven`); infinity if it has not been seen since."""
+    failed: dict[str, list[float]] = {}
+    for run in runs:
+        for departure, struck, _ in judged(run.departures):
+            if struck:
+                failed.setdefault(departure.node, []).append(departure.at)
+    served = {node: [forgiven[node]] if node in forgiven else [] for node in failed}
+    for run in runs:
+        for span in run.spans:
+            for node in failed.keys() & set(span.nodes):
+                served[node].append(span.start)
+    return {
+        node: sorted({min((t for t in served[node] if t > at), default=math.inf) for at in times})
+        for node, times in failed.items()
+    }
+
+
+def first_days(span: Span, back: Sequence[float]) -> list[tuple[float, float]]:
+    """The parts of `span` that are within a day of one of the times `back`: (from, until)."""
+    found = []
+    for at, again in zip(back, (*back[1:], math.inf), strict=False):
+        start, end = max(span.start, at), min(span.end, at + AFTER_REPAIR_S, again)
+        if end > start:
+            found.append((start, end))
+    return found
 
 
 def judged(departures: Sequence[Departure]) -> list[tuple[Departure, bool, bool]]:

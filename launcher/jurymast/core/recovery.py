@@ -5,14 +5,18 @@ The second half of the run's state machine; `core.run` feeds it.
 
 from __future__ import annotations
 
-from jurymast.core import blame, testing
+from collections.abc import Collection
+from dataclasses import replace
+
+from jurymast.core import blame, causes, testing
 from jurymast.core.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute
-from jurymast.core.failure_rate import INFRASTRUCTURE
+from jurymast.core.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
+from jurymast.core.frailty import Frail
 from jurymast.core.health import Finding
 from jurymast.core.incident import Incident
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ladder import Decision, decide
-from jurymast.core.state import Exclusion, Findings, Phase, Role, RunState
+from jurymast.core.state import Exclusion, Findings, Node, Phase, Role, RunState
 from jurymast.errors import RunFailedError
 
 # Once enough nodes are ready, wait this long for the rest, so that the slowest become the spares.
@@ -23,6 +27,8 @@ LAUNCH_LIMIT_S = 60.0
 SPARE_WAIT_S = 30.0
 # Allocations in a row that never have enough nodes before the run gives up.
 STARTS_MAX = 3
+# So many nodes that were left out as likely to fail are named.
+NAMED_MAX = 3
 
 
 def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incident:
@@ -62,10 +68,10 @@ def not_stopped(state: RunState) -> tuple[str, ...]:
     )
 
 
-def settle(state: RunState, cause: str, evidence: str, action: str) -> None:
+def settle(state: RunState, cause: str, evidence: str, action: str, charged: str = INFRASTRUCTURE) -> None:
     incident = state.incidents[-1]
     incident.cause, incident.evidence, incident.action, incident.reason = cause, evidence, action, evidence
-    incident.charged, incident.signature = INFRASTRUCTURE, cause
+    incident.charged, incident.signature = charged, cause
     incident.stopped_at = incident.decided_at = state.now
     _count_failure(state, incident)
 
@@ -174,9 +180,8 @@ def _carry_out(state: RunState, decision: Decision) -> list[Instruction]:
         return [*instructions, finish(state, "failed", decision.exit_code, decision.reason)]
     if decision.action == "requeue":
         return [*instructions, _requeue(state, decision.reason)]
-    state.phase = Phase.WAITING
+    state.phase, state.deadline = Phase.WAITING, None
     state.not_before = state.now + decision.backoff_s
-    state.deadline = state.not_before + SPARE_WAIT_S
     return instructions + _replace(state)
 
 
@@ -186,13 +191,15 @@ def _requeue(state: RunState, reason: str) -> Requeue:
     for node in state.nodes.values():
         if node.role is Role.FAILED and not node.faultless:
             state.excluded[node.name] = Exclusion(node.reason, state.now)
+            note_failure(state, node)
     state.phase, state.deadline, state.placement = Phase.REQUEUED, None, ()
     state.started, state.finished = set(), set()
     return Requeue(exclude=tuple(sorted(state.excluded)), reason=reason)
 
 
 def _start(state: RunState) -> list[Instruction]:
-    """First placement in an allocation: allocation order, the batch host and the slowest stay spares."""
+    """First placement in an allocation, in its order: the batch host, the slowest, and who is likely to fail
+    stay spares."""
     if testing.going_on(state):
         return []
     ready = state.spare_nodes()
@@ -203,9 +210,8 @@ def _start(state: RunState) -> list[Instruction]:
             if tests := testing.before_first_attempt(state):
                 return tests
             chosen = sorted(ready[: state.active], key=lambda node: node.order)
-            return [
-                _launch(state, tuple(n.name for n in chosen), f"{state.active} of {len(ready)} ready nodes")
-            ]
+            reason = f"{state.active} of {len(ready)} ready nodes{_left_out(state, ready[state.active :])}"
+            return [_launch(state, tuple(n.name for n in chosen), reason)]
         return []
     state.enough_since = None
     late = state.deadline is not None and state.now >= state.deadline
@@ -216,19 +222,35 @@ def _start(state: RunState) -> list[Instruction]:
     missing = [n for n in state.nodes.values() if n.role is Role.FAILED or (late and not n.usable)]
     for node in missing:
         node.become(Role.FAILED, node.reason, state.now)
-    names = ", ".join(node.name for node in missing)
-    return [_try_elsewhere(state, f"fewer than {state.active} nodes came up; missing: {names}")]
+    return [_try_elsewhere(state, missing)]
 
 
-def _try_elsewhere(state: RunState, reason: str) -> Instruction:
-    """An allocation that never had enough nodes: ask for another, but not for ever."""
+def _left_out(state: RunState, spares: list[Node]) -> str:
+    """Which of these are spares because they are likely to fail, and why."""
+    likely = [(state.expected_times(node), node.name) for node in spares if state.expected_times(node) > 1.0]
+    told = [
+        f"{name} fails {times:.0f} times as often as others: {state.frail[name].why}"
+        for times, name in sorted(likely, reverse=True)[:NAMED_MAX]
+    ]
+    more = [f"and {len(likely) - NAMED_MAX} more"] if len(likely) > NAMED_MAX else []
+    return f"; spares: {'; '.join(told + more)}" if told else ""
+
+
+def _try_elsewhere(state: RunState, missing: list[Node]) -> Instruction:
+    """An allocation that never had enough nodes: ask for another, but not for ever. Where somebody took them
+    out, that is no failure."""
+    names = ", ".join(f"{node.name} ({node.reason})" for node in missing)
+    reason = f"fewer than {state.active} nodes came up; missing: {names}"
     open_incident(state, state.now, state.now)
-    settle(state, "node_lost", reason, "requeue")
+    if all(node.drained for node in missing):
+        settle(state, "drain_asked", reason, "requeue", causes.NOBODY)
+    else:
+        settle(state, "node_lost", reason, "requeue")
     starts = 0
     for incident in reversed(state.incidents):
         if incident.launched_at is not None or incident.action != "requeue":
             break
-        starts += 1
+        starts += incident.charged == INFRASTRUCTURE
     if state.may_requeue and starts <= STARTS_MAX:
         return _requeue(state, reason)
     return finish(state, "failed", RunFailedError.exit_code, reason)
@@ -243,8 +265,11 @@ def _replace(state: RunState) -> list[Instruction]:
     spares = [n for n in state.spare_nodes() if n.role is Role.SPARE or n.name not in state.placement]
     coming = [n for n in state.nodes.values() if n.role in (Role.JOINING, Role.SUSPECT) and n.incarnation]
     missing = len(open_places) - len(spares)
-    if 0 < missing <= sum(not node.ready for node in coming) and state.now < (state.deadline or 0.0):
-        return []
+    warming = [node for node in coming if not node.ready]
+    if 0 < missing <= len(warming):
+        state.deadline = state.not_before + _patience_s(state, warming)
+        if state.now < state.deadline:
+            return []
     spares = spares if missing <= 0 else state.spare_nodes()
     if len(spares) >= len(open_places):
         likely = [n for i, n in enumerate(spares) if i < len(open_places) or n.name in state.placement]
@@ -259,6 +284,13 @@ def _replace(state: RunState) -> list[Instruction]:
         return [_requeue(state, incident.reason)]
     incident.action = "stop"
     return [finish(state, "failed", RunFailedError.exit_code, incident.reason)]
+
+
+def _patience_s(state: RunState, warming: list[Node]) -> float:
+    """How long these are waited for. A node that has a place and lives, but whose torchrun host starts anew,
+    has as long as at the run's start: a requeue would not make its import of torch any quicker."""
+    own = any(node.name in state.placement for node in warming)
+    return max(SPARE_WAIT_S, state.settings.join_limit_s) if own else SPARE_WAIT_S
 
 
 def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[Instruction]:
@@ -294,19 +326,39 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
     return launch_instruction(state, reason)
 
 
+def note_failure(state: RunState, node: Node) -> None:
+    """From when it serves again it is expected to fail more often for a day."""
+    if not (node.faultless or node.drained):
+        before = state.frail.get(node.name, Frail(node=node.name))
+        state.frail[node.name] = replace(before, fresh_until=None, why=f"failed this run: {node.reason}")
+
+
+def serve_again(state: RunState, names: Collection[str]) -> None:
+    """These nodes are in service now; for those that had failed the day after begins."""
+    for name in state.frail.keys() & set(names) if state.frail else ():
+        if state.frail[name].fresh_until is None:
+            state.frail[name] = replace(state.frail[name], fresh_until=state.now + AFTER_REPAIR_S)
+
+
 def _count_failure(state: RunState, incident: Incident) -> None:
     """Towards the rate at which nodes fail, if it is the infrastructure's."""
     if state.failures is not None and incident.charged == INFRASTRUCTURE:
-        state.failures.watched(incident.fault_at, state.active)
+        state.failures.watched(incident.fault_at, state.active, state.fresh_until())
         state.failures.incident(incident.fault_at)
+
+
+def failure_rate(state: RunState, now: float) -> Posterior | None:
+    """What this run and earlier ones have seen until `now`; None before the first nodes came."""
+    if state.failures is None:
+        return None
+    return state.failures.posterior_at(now, state.active, state.fresh_until())
 
 
 def expected_mtbf_s(state: RunState, now: float) -> float:
     """Mean time between failures of the active nodes, in seconds, from the policy's rate and what this run
     and earlier ones have seen until `now`; 0.0 before the first nodes came."""
-    if state.failures is None:
-        return 0.0
-    return round(state.failures.posterior_at(now, state.active).mtbf_s(state.active), 1)
+    found = failure_rate(state, now)
+    return 0.0 if found is None else round(found.mtbf_s(counted(state.active, state.fresh_until(), now)), 1)
 
 
 def launch_instruction(state: RunState, reason: str) -> Launch:

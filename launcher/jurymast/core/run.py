@@ -19,6 +19,11 @@ from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorker
 from jurymast.core.state import ENDED, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.errors import RunCancelledError, RunFailedError
 
+# A silence that comes back without a new step before it was probably no hang: waited for longer than torch's
+# own time-outs do.
+HANG_PATIENCE = 8.0
+HANG_PATIENCE_MAX = 64.0
+
 
 def step(state: RunState, event: ev.Event) -> list[Instruction]:
     """Apply one event; returns what to do, in order. Never raises on a late or repeated event."""
@@ -67,6 +72,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
         name: Node(name, order, since=event.t) for order, name in enumerate(dict.fromkeys(event.nodes))
     }
     state.host, state.allocated_at = event.host, event.t
+    recovery.serve_again(state, event.nodes)
     if state.failures is None:
         state.began_at = event.t
         state.failures = FailureRate(
@@ -113,6 +119,8 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     if node.role is Role.FAILED:
         if state.phase is Phase.STOPPING and node.name in state.placement:
             state.stopped.add(node.name)  # it is dismissed, nobody asks it to stop
+        recovery.note_failure(state, node)
+        recovery.serve_again(state, [node.name])
         node.become(Role.SUSPECT, f"came back after: {node.reason}", event.t)
         return [Dismiss(node=node.name, reason="it was counted out while it was away")]
     if node.role is not Role.SUSPECT:
@@ -172,7 +180,7 @@ def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
         return []
     state.findings.hung = event
     if state.best_step <= max((i.step_lost_from for i in state.incidents if i.cause == "hang"), default=-1):
-        state.hang_patience = min(64.0, 2 * state.hang_patience)
+        state.hang_patience = min(HANG_PATIENCE_MAX, HANG_PATIENCE * state.hang_patience)
     return recovery.begin(state, event.t, event.t - event.silent_s)
 
 
@@ -270,7 +278,9 @@ def _saved(state: RunState, event: ev.Saved) -> list[Instruction]:
         tier.step, tier.at = event.step, event.t
         tier.size_bytes, tier.seconds = event.size_bytes, event.seconds
         tier.failures, tier.error = 0, ""
-        state.save_failures = 0 if not event.copied else state.save_failures
+        if not event.copied:
+            state.save_failures = 0
+            state.stalls.append(event.stall_s)
         return []
     tier.failures += 1
     tier.error, tier.failed_step, tier.failed_at = event.error, event.step, event.t
@@ -375,7 +385,8 @@ def _stacks_taken(state: RunState, event: ev.StacksTaken) -> list[Instruction]:
 
 
 def _noted(state: RunState, event: ev.Noted) -> list[Instruction]:
-    state.notes.append((event.t, event.message))
+    where = f"{event.node}: " if event.node else ""
+    state.notes.append((event.t, f"{where}{event.message}"))
     return []
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from jurymast.core.frailty import Frail
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -32,7 +34,8 @@ class Settings:
     only), 0 for off; `straggler` the slowness at which a rank counts as one, 0 for off. `workaround`: ranks
     do without a failing network device where the node has another one. `bad_nodes` is
     exclude, drain or report (nothing is done); at most `excluded_fraction` of the run's nodes, and one in any
-    case, are blamed at a time, and an exclusion is forgotten after `exclusion_s`.
+    case, are blamed at a time, and an exclusion is forgotten after `exclusion_s`. Findings within
+    `together_s` have one origin; so long a bad node is kept, for many may turn out to have the same.
     `spool` is the site's directory for verdicts, with `bad_nodes` drain.
     """
 
@@ -70,6 +73,7 @@ class Settings:
     bad_nodes: str = "exclude"
     excluded_fraction: float = 0.02
     exclusion_s: float = 86400.0
+    together_s: float = 180.0
     spool: str = "/var/spool/jurymast"
 
     @classmethod
@@ -120,6 +124,7 @@ class RunPlan:
     earlier_incidents: float = 0.0  # of the infrastructure, in other runs, after forgetting
     earlier_node_days: float = 0.0
     earlier_text: str = ""  # where these two come from, for people
+    frail: tuple[Frail, ...] = ()  # nodes that are expected to fail more often than others
     settings: Settings = field(default_factory=Settings)
 
     @property
@@ -143,4 +148,5 @@ class RunPlan:
         }
         kept["settings"] = Settings.from_json(values.get("settings", {}))
         kept["avoided"] = tuple(Avoided(**node) for node in values.get("avoided", ()))
+        kept["frail"] = tuple(Frail(**node) for node in values.get("frail", ()))
         return cls(**kept)

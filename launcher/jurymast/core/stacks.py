@@ -8,6 +8,7 @@ so when no rank is seen to wait, the place where most of them stand counts as th
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,9 +26,11 @@ _THREAD = re.compile(r"^(Current thread |Thread )")
 # Neither the user's script nor what it is made of.
 _NOT_THE_USERS = re.compile(r"^<|/lib/python3[^/]*/|/(site|dist)-packages/|/jurymast/(worker|checkpoint)/")
 # By a frame's file; the innermost frame that is in this table, or the user's, says where the rank stands.
+_AUTOGRAD = re.compile(r"/torch/autograd/")
 _PLACES = (
+    (re.compile(r"/torch/distributed/checkpoint/"), CODE),  # writes and reads files
     (re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)"), COLLECTIVE),
-    (re.compile(r"/torch/autograd/"), BACKWARD),
+    (_AUTOGRAD, BACKWARD),
     (re.compile(r"/torch/utils/data/"), LOADER),
 )
 _SAID = {COLLECTIVE: "", BACKWARD: "backward", LOADER: "the data loader"}
@@ -54,6 +57,23 @@ class Place:
     text: str
 
 
+@dataclass(frozen=True)
+class Stand:
+    """A rank at one look: the `kind` of its place, and a `mark` that is another one once it has moved."""
+
+    kind: str
+    mark: str
+
+
+def stand(stack: Sequence[Frame], at: Place) -> Stand:
+    """One that waits for others may poll within torch: it stays where the user's code stands. A backward that
+    runs Python (a compilation, a function of the user's) does not wait."""
+    works = at.kind == BACKWARD and not _AUTOGRAD.search(stack[0].file)
+    if stack and (at.kind not in WAITING or works):
+        return Stand(CODE if works else at.kind, f"{zlib.crc32(repr(stack).encode()):08x}")
+    return Stand(at.kind, at.text)
+
+
 def frames(dump: str) -> list[Frame]:
     """The main thread's, innermost first, from what faulthandler or py-spy wrote; [] when it has none."""
     found: list[Frame] = []
@@ -78,6 +98,8 @@ def place(stack: Sequence[Frame], process: str = "") -> Place:
         if frame is users:
             break
         kind = next((kind for pattern, kind in _PLACES if pattern.search(frame.file)), "")
+        if kind == CODE:
+            break
         if kind:
             where = (users or frame).place
             return Place(kind, f"in {_SAID[kind] or _collective(stack, frame)} at {where}")
@@ -90,7 +112,7 @@ def _collective(stack: Sequence[Frame], innermost: Frame) -> str:
     for frame in stack[stack.index(innermost) :]:
         if not _NOT_THE_USERS.search(frame.file):
             break
-        if _PLACES[0][0].search(frame.file) and not _INNER.match(frame.function):
+        if _PLACES[1][0].search(frame.file) and not _INNER.match(frame.function):
             return f"DDP's {frame.function}" if "/nn/parallel/" in frame.file else frame.function
     return "a collective"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,6 +17,7 @@ from jurymast.core.events import (
     WorkerFailed,
 )
 from jurymast.core.failure_rate import FailureRate
+from jurymast.core.frailty import Frail
 from jurymast.core.health import Finding, Verdict
 from jurymast.core.incident import Incident
 from jurymast.core.preflight import MATTERS
@@ -43,6 +45,8 @@ class Phase(str, Enum):
     CANCELLED = "cancelled"
 
 
+# What a save costs is the median of so many.
+STALLS_KEPT = 9
 ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
 
 
@@ -169,6 +173,7 @@ class RunState:
     failures: FailureRate | None = None  # since the first nodes came
     began_at: float = 0.0  # when the first nodes came
     earlier: tuple[float, float] = (0.0, 0.0)  # incidents and node-days of other runs, as of the submission
+    frail: dict[str, Frail] = field(default_factory=dict)  # by node, as other runs and this one know them
     requeue_allowed: bool = True
 
     phase: Phase = Phase.QUEUED
@@ -206,6 +211,7 @@ class RunState:
     best_step: int = 0
     saved_step: int | None = None  # newest in any tier
     save_failures: int = 0  # in a row
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=STALLS_KEPT))  # of the last saves
     saved: dict[str, TierState] = field(default_factory=dict)
     restore: RestorePlanned | None = None  # what this attempt was told to restore
     cadence: CadenceSet | None = None  # what this attempt's ranks agreed on last
@@ -243,15 +249,27 @@ class RunState:
             self.settings.requeues is None or self.restarts < self.settings.requeues
         )
 
+    def fresh_until(self) -> tuple[float, ...]:
+        """Of the placed nodes that are on the day after a repair: when that day ends."""
+        ends = {name: frail.fresh_until or 0.0 for name, frail in self.frail.items()}
+        placed = set(self.placement) if ends else set()
+        return tuple(end for name, end in ends.items() if end > self.began_at and name in placed)
+
+    def expected_times(self, node: Node) -> float:
+        """How many times as often as others `node` is expected to fail."""
+        return self.frail[node.name].times(self.now) if node.name in self.frail else 1.0
+
     def spare_nodes(self) -> list[Node]:
-        """Usable spares, best first: suspects and nodes with findings late, slow ones before them, the batch
-        host last of the others, then allocation order."""
+        """Usable spares, best first: suspects and nodes with findings late, slow ones before them, then those
+        that are likely to fail, the batch host last of the others, then allocation order. A slow node costs
+        the run its speed all the time, one that fails some minutes each time."""
         usable = [node for node in self.nodes.values() if node.usable]
 
-        def rank(n: Node) -> tuple[bool, float, bool, int]:
+        def rank(n: Node) -> tuple[bool, float, float, bool, int]:
             return (
                 n.role is Role.SUSPECT or (n.marked and self.settings.bad_nodes != "report"),
                 n.slowness if n.slowness > MATTERS else 0.0,
+                self.expected_times(n),
                 n.name == self.host,
                 n.order,
             )

@@ -231,9 +231,7 @@ def _pull(
 def _receive(connection: Stream, target: memoryview) -> str:
     """Fill `target`; its hash, made piece by piece while the processor's cache has the bytes."""
     hasher = xxhash.xxh3_64()
-    for at in range(0, len(target), PIECE_BYTES):
-        piece = target[at : at + PIECE_BYTES]
-        connection.receive_into(piece)
+    for piece in connection.receive_pieces(target, PIECE_BYTES):
         hasher.update(piece)
     return str(hasher.hexdigest())
 

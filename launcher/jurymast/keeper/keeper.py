@@ -120,6 +120,12 @@ class Keeper:
         """All copies held, as the supervisor is told of them."""
         return [copy.said() for copy in self.copies]
 
+    def room(self) -> Room:
+        """What this node can give to checkpoints, with what it gives now."""
+        taken = sum(buffer.allocated for buffer in self._buffers()) + self.memory.idle_bytes
+        room = self.memory.room()
+        return Room(room.free + taken, room.limit)
+
     # ---- an attempt
 
     def launch(self, attempt: int, ranks: list[int], world: int, restore: dict[str, Any] | None) -> None:
@@ -222,7 +228,8 @@ class Keeper:
         active = [one for one in self.ranks if one.rank >= 0]
         # What the others will want as well: better to refuse now than half-way.
         unserved = [one for one in active if one is not mine and not one.growing and one.lacking(1)]
-        asked = f"two slots of {limits.size(want)} for each of {len(active)} ranks{self._besides()}"
+        each = f" for each of {len(active)} ranks" if len(active) > 1 else ""
+        asked = f"two slots of {limits.size(want)}{each}{self._besides()}"
         taken: list[Buffer] = []
         try:
             also = sum(len(one.lacking(1)) for one in unserved) * want
@@ -240,7 +247,7 @@ class Keeper:
             if attempt == self.attempt:
                 mine.refused = want
                 mine.record[Word.REFUSED] = 1
-            self.tell({"say": "refused", "why": str(refused)})
+            self.tell({"say": "refused", "why": f"{refused}. Until then all ranks save to shared storage"})
         finally:
             mine.growing = False
             for buffer in taken:

@@ -30,7 +30,7 @@ class Refused(Exception):
     def __init__(self, asked: str, room: Room) -> None:
         super().__init__(
             f"no memory for {asked}: {size(room.free)} can be had (limit: {room.limit}); "
-            "set checkpoint.tiers.memory: off, or ask Slurm for more --mem"
+            "ask Slurm for more --mem, or set checkpoint.tiers.memory: off"
         )
 
 

@@ -12,7 +12,7 @@ The two parts are hashed and copied apart: a common part that other nodes have t
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -110,7 +110,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """JSON with a hash over itself, so that a damaged manifest is told from a damaged image."""
-        text = json.dumps(asdict(self), separators=(",", ":")).encode()
+        text = json.dumps(vars(self), default=vars, separators=(",", ":")).encode()
         return json.dumps({"xxh3_64": xxhash.xxh3_64_hexdigest(text)}).encode() + b"\n" + text
 
     @classmethod

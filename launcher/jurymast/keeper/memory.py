@@ -15,7 +15,7 @@ class Memory:
     the first touch of new memory is ten times slower than a copy into old. For the agent's loop only."""
 
     def __init__(self, room: Callable[[], Room]) -> None:
-        self._room = room
+        self.room = room
         self._spares: list[Buffer] = []
         self._reserving: dict[Buffer, tuple[int, int]] = {}
         self._asking = asyncio.Lock()
@@ -70,13 +70,18 @@ class Memory:
         if need <= 0:
             return
         for last in (False, True):
-            room = await in_thread(self._room)
+            room = await in_thread(self.room)
             free = room.free - self._promised()
             if need <= free:
                 return
             if last or not self._spares:
                 raise Refused(asked, Room(max(0, free), room.limit))
             self.close()  # what nobody uses goes first
+
+    @property
+    def idle_bytes(self) -> int:
+        """Of buffers that nobody uses."""
+        return sum(one.allocated for one in self._spares)
 
     def _promised(self) -> int:
         """Granted, and not yet seen by the limits."""

@@ -197,6 +197,9 @@ class NodesPolicy(Section):
         ),
     ] = _key("2%", "largest share of the run's nodes that may be blamed at a time; one always may")
     expire: Duration = _key("24h", "when an exclusion is forgotten")
+    together: Duration = _key(
+        "3m", "the same on many nodes within this time is nobody's fault; Slurm gets a bad node back after it"
+    )
     spool: str = _key(
         "/var/spool/jurymast", "with drain: where the site's health check looks for word of bad nodes"
     )

@@ -81,6 +81,7 @@ class Resolved:
             bad_nodes=policy.nodes_policy.bad,
             excluded_fraction=policy.nodes_policy.max_fraction,
             exclusion_s=policy.nodes_policy.expire,
+            together_s=policy.nodes_policy.together,
             spool=policy.nodes_policy.spool,
         )
 

@@ -10,6 +10,7 @@ from jurymast.core.copies import SHARED
 from jurymast.core.durable import IDLE_SHARE, durable_every_s
 from jurymast.core.failure_rate import failure_times
 from jurymast.core.optimum import Saving
+from jurymast.core.recovery import failure_rate
 from jurymast.core.settings import RunPlan
 from jurymast.core.state import Phase, RunState
 from jurymast.report.words import count, duration
@@ -47,6 +48,8 @@ def cadence_json(state: RunState, plan: RunPlan, now: float) -> dict[str, Any]:
         return values
     saving = Saving(agreed.stall_s, agreed.drain_s, agreed.slowdown)
     every_s = agreed.every_steps * agreed.step_s or None
+    if shared is not None and every_s is not None:  # what is copied is what was saved
+        values["durable_every_seconds"] = max(shared, every_s)
     known = bool(agreed.stall_s and agreed.mtbf_s and every_s)
     values.update(
         every_steps=agreed.every_steps or values["every_steps"], every_seconds=every_s,
@@ -59,9 +62,9 @@ def cadence_json(state: RunState, plan: RunPlan, now: float) -> dict[str, Any]:
 
 def _rate(state: RunState, plan: RunPlan, now: float) -> dict[str, Any] | None:
     """Failures per 1,000 node-days with the interval of its posterior, and what that rests on."""
-    if state.failures is None:
+    found = failure_rate(state, state.now if state.ended else max(now, state.now))
+    if found is None:
         return None
-    found = state.failures.posterior_at(state.now if state.ended else max(now, state.now), state.active)
     low, high = found.interval(LEVEL)
     return {
         "mean": found.rate, "low": low, "high": high, "level": LEVEL,

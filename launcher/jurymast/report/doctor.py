@@ -99,7 +99,7 @@ def _slurm(conf: dict[str, str], trouble: str) -> Check:
 
 def _runs_directory(site: Site) -> Check:
     name, place = "runs directory", site.runs
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:
         place = place.parent
     try:
         probe = RunDirectory(place / f".jurymast-doctor-{os.getpid()}")

@@ -10,8 +10,9 @@ from typing import Any
 
 from jurymast.cluster.earlier import watched_in
 from jurymast.cluster.exclusions import out_of_service, until_text
-from jurymast.core.failure_rate import learned_before, node_rate, prior
-from jurymast.core.node_history import NodeRecord, history
+from jurymast.core.failure_rate import AFTER_REPAIR, learned_before, node_rate, prior
+from jurymast.core.frailty import more_exposure
+from jurymast.core.node_history import NodeRecord, comebacks, history
 from jurymast.past_runs import forgiven_nodes, past_runs
 from jurymast.report.layout import Block, Line, Table
 from jurymast.report.words import clock, count, duration, iso
@@ -23,11 +24,13 @@ def node_rows(runs: Path, exclusion_s: float) -> list[Row]:
     """One row a node that served a run below `runs`, those with most against them first."""
     now = time.time()
     out = out_of_service(now)
-    earlier = past_runs(runs)
-    fleet = prior().learned(*learned_before((one for run in earlier for one in watched_in(run)), now)).rate
+    earlier, forgiven = past_runs(runs), forgiven_nodes(runs)
+    watched = [one for run in earlier for one in watched_in(run)]
+    watched += more_exposure(earlier, comebacks(earlier, forgiven))
+    fleet = prior().learned(*learned_before(watched, now)).rate
     records = history(
         earlier, now, exclusion_s, out_s={name: seconds for name, (seconds, _) in out.items()},
-        forgiven=forgiven_nodes(runs),
+        forgiven=forgiven,
     )  # fmt: skip
     worst = sorted(
         records.values(),
@@ -40,20 +43,22 @@ def node_rows(runs: Path, exclusion_s: float) -> list[Row]:
             r.name,
         ),
     )
-    return [_row(record, out.get(record.name), fleet) for record in worst]
+    return [_row(record, out.get(record.name), fleet, now) for record in worst]
 
 
-def _row(record: NodeRecord, out: tuple[float, str] | None, fleet: float) -> Row:
+def _row(record: NodeRecord, out: tuple[float, str] | None, fleet: float, now: float) -> Row:
     """`fleet`: failures per 1,000 node-days of all nodes."""
     last = record.departures[-1] if record.departures else None
-    failed = sum(1 for departure in record.departures if departure.failed and not departure.by_hand)
+    after_repair = AFTER_REPAIR if record.fresh(now) else 1.0
+    rate = node_rate(fleet, record.failures, record.exposure_days) * after_repair
     return {
         "node": record.name, "runs": record.runs, "node_days": round(record.node_days, 3),
         "incidents": len(record.departures), "strikes": record.strikes,
         "last_cause": last.cause if last else None, "last_at": iso(last.at) if last else None,
         "last_evidence": last.evidence if last else None,
         "lemon_score": record.lemon_score,
-        "expected_rate": round(node_rate(fleet, failed, record.node_days), 3),
+        "expected_rate": round(rate, 3), "rate_times": round(rate / fleet, 3),
+        "after_repair": record.fresh(now), "why_rate": record.why_frail(now),
         "signals": [
             {"name": s.name, "value": s.value, "limit": s.limit, "shows": s.shows, "evidence": s.evidence}
             for s in record.signals
@@ -70,9 +75,9 @@ def node_blocks(rows: list[Row], *, everything: bool) -> list[Block]:
     shown = [r for r in rows if everything or r["incidents"] or r["lemon_score"] or r["excluded"]]
     blocks: list[Block] = []
     if shown:
-        headers = ("NODE", "RUNS", "INCIDENTS", "LAST", "STRIKES", "LEMON", "KEPT OUT", "LAST CAUSE")
+        headers = ("NODE", "RUNS", "INCIDENTS", "LAST", "STRIKES", "LEMON", "RATE", "KEPT OUT", "LAST CAUSE")
         table = [_cells(row) for row in shown]
-        blocks.append(Table(headers, table, frozenset({1, 2, 4, 5})))
+        blocks.append(Table(headers, table, frozenset({1, 2, 4, 5, 6})))
     quiet = len(rows) - len(shown)
     if quiet:
         blocks.append(Line(f"{count(quiet, 'node')} without an incident", "dim"))
@@ -84,18 +89,24 @@ def _cells(row: Row) -> list[str]:
     cause = f"{row['last_cause']}: {row['last_evidence']}" if row["last_cause"] else "-"
     if signs:
         cause += f" ({'; '.join(signs)})"
+    if row["after_repair"]:
+        cause += f"; {row['why_rate']}"
     if row["out_of_service_s"] is not None:
         cause += (
             f"; in Slurm out for {duration(row['out_of_service_s'])}: {row['slurm_reason'] or 'no reason'}"
         )
     return [
         row["node"], str(row["runs"]), str(row["incidents"]), _when(row["last_at"]), str(row["strikes"]),
-        f"{row['lemon_score']}/{len(row['signals'])}", _kept_out(row), cause,
+        f"{row['lemon_score']}/{len(row['signals'])}", _times(row["rate_times"]), _kept_out(row), cause,
     ]  # fmt: skip
 
 
 def _when(at: str | None) -> str:
     return clock(datetime.fromisoformat(at).timestamp())[:16] if at else "-"
+
+
+def _times(factor: float) -> str:
+    return f"x {factor:,.0f}" if factor >= 10.0 else f"x {factor:.2g}"
 
 
 def _kept_out(row: Row) -> str:

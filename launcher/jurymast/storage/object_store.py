@@ -222,11 +222,12 @@ class ObjectStore:
                 raise
             except FileNotFoundError as error:
                 raise StorageFailure(f"{path or self.url}: there is no such object or bucket") from error
-            except PermissionError as error:
-                raise StorageFailure(
-                    f"{path or self.url}: the object store refuses: {one_line(error)}; check the credentials"
-                ) from error
             except Exception as error:  # fsspec and its file systems each raise what they like
+                if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
+                    raise StorageFailure(
+                        f"{path or self.url}: the object store refuses: {one_line(error)}; "
+                        "check the credentials"
+                    ) from error
                 if isinstance(error, OSError) and error.filename:
                     raise StorageFailure(explain(error, str(error.filename))) from error
                 if pause is None:

@@ -14,7 +14,7 @@ import sys
 import time
 
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
-from jurymast.cluster.batch import SUPERSEDED
+from jurymast.cluster.batch import SUPERSEDED, tell_of_requeue
 from jurymast.cluster.control import requeue, why_ending
 from jurymast.core import events as ev
 from jurymast.core.state import Phase, Role, RunState
@@ -62,8 +62,7 @@ def end_job(directory: RunDirectory, allocation: Allocation, state: RunState) ->
     """After a takeover no batch process carries the outcome out, unless its node was only cut off."""
     if state.phase is Phase.REQUEUED:
         lost = [node.name for node in state.nodes.values() if node.role is Role.FAILED]
-        for trouble in requeue(directory.plan(), allocation, lost, sorted(state.excluded)):
-            print(f"requeue: {trouble}", flush=True)
+        requeue(directory.plan(), allocation, lost, sorted(state.excluded), tell_of_requeue)
         return
     time.sleep(BATCH_LIMIT_S)  # a batch process that lives reads the outcome and ends the job with its code
     run_command(["scancel", allocation.job])

@@ -70,7 +70,6 @@ class Cadence:
     now: Callable[[], float]
     copying: Callable[[], bool] = lambda: False
     samples: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=64))
-    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __post_init__(self) -> None:
         self._look_at = 0.0
@@ -78,7 +77,8 @@ class Cadence:
         self._begin()
 
     def _begin(self) -> None:
-        """A new attempt: its pages are blank. What saves and steps cost is still known."""
+        """A new attempt: its pages are blank. What steps take is still known, what saves cost the state
+        knows."""
         self._attempt = self.state.attempt
         self._places = frozenset(self.state.placement)
         self._heard: dict[str, tuple[Any, Any]] = {}  # ranks and cadence of each node's newest heartbeat
@@ -117,11 +117,10 @@ class Cadence:
             self._answer(node, seen, current)
 
     def heard(self, event: ev.Event) -> None:
-        """What was journalled: saves tell their cost."""
+        """What was journalled of saves."""
         if not isinstance(event, ev.Saved) or event.copied or event.attempt != self._attempt:
             return
         if event.ok:
-            self.stalls.append(event.stall_s)
             self._saved_step = max(self._saved_step, event.step)
         elif self.state.cadence is not None and event.step == self.state.cadence.first_step:
             by = self.state.cadence.by
@@ -267,11 +266,11 @@ class Cadence:
 
     @property
     def saving(self) -> Saving | None:
-        """What a save costs; None until one was made. Its copy is safe once other nodes have it."""
-        if not self.stalls:
+        """What a save costs in this run; None until one was made. A copy is safe once other nodes have it."""
+        if not self.state.stalls:
             return None
         peer = self.state.saved.get(PEER)
-        return Saving(median(self.stalls), peer.seconds if peer else 0.0, self.slowdown)
+        return Saving(median(self.state.stalls), peer.seconds if peer else 0.0, self.slowdown)
 
     def _interval(self) -> tuple[float, str]:
         """Time wanted between saves, in seconds, and why."""

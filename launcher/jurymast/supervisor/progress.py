@@ -1,4 +1,4 @@
-"""How far the ranks are, and whether they hang: told to the journal when it matters, not at every look."""
+"""How far the ranks are: told to the journal when it matters, not at every look."""
 
 from __future__ import annotations
 
@@ -14,24 +14,13 @@ PROGRESS_EVENTS = 500
 
 
 class Progress:
-    """Reads `watch`, and feeds Progress and RanksHung events of the state's attempt."""
+    """Reads `watch`, and feeds Progress events of the state's attempt."""
 
     def __init__(
         self, state: RunState, watch: Watch, feed: Callable[[ev.Event], None], now: Callable[[], float]
     ) -> None:
         self._state, self._watch, self._feed, self._now = state, watch, feed, now
         self._progress_at = 0.0
-
-    def judge_hang(self) -> None:
-        verdict = self._watch.hang(self._state)
-        if verdict is not None:
-            self.report(forced=True)
-            self._feed(
-                ev.RanksHung(
-                    t=self._now(), attempt=self._state.attempt, ranks=verdict.ranks, node=verdict.node,
-                    silent_s=verdict.silent_s, limit_s=verdict.limit_s, evidence=verdict.evidence,
-                )
-            )  # fmt: skip
 
     def report(self, *, forced: bool) -> None:
         """Journal how far the run is: at the first step, when it ends an incident, else now and then."""

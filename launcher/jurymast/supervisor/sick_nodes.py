@@ -8,7 +8,6 @@ from typing import Any
 
 from jurymast.cluster.control import give_back
 from jurymast.core import events as ev
-from jurymast.core.blame import TOGETHER_S
 from jurymast.core.health import Finding, Verdict
 from jurymast.core.state import Phase, RunState
 from jurymast.errors import ClusterUnavailableError
@@ -21,8 +20,6 @@ POLL_S = 0.5
 
 class SickNodes:
     """`tell` sends a message to a node's agent, `feed` takes an event, `spawn` runs a task."""
-
-    doubt_s = TOGETHER_S
 
     def __init__(
         self,
@@ -60,7 +57,7 @@ class SickNodes:
             await self._tell_site(name, job, finding)
         # Many nodes may turn out to have the same, and then none was to blame. And what the node holds may be
         # needed to restore from.
-        await asyncio.sleep(self.doubt_s)
+        await asyncio.sleep(self._state.settings.together_s)
         await self._recovered()
         node = self._state.nodes.get(name)
         if node is None or not node.bad or name == self._state.host or self._refused or self._is_over():

@@ -13,6 +13,7 @@ from typing import Any
 
 from jurymast import __version__
 from jurymast.checkpoint.directory import BadCheckpoint
+from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
 from jurymast.core.copies import RestorePlan
@@ -25,6 +26,7 @@ from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.asks import Asks
 from jurymast.supervisor.cadence import Cadence
 from jurymast.supervisor.clock import Clock
+from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.health import Health
 from jurymast.supervisor.preflight import Preflight
 from jurymast.supervisor.progress import Progress
@@ -86,6 +88,7 @@ class Supervisor:
         self._clock = Clock(not_before=state.now)
         self._watch = Watch(state.settings, time.monotonic())
         self._progress = Progress(state, self._watch, self.feed, self.now)
+        self._hangs = Hangs(state, self._watch, self._progress, self._tell, self.feed, self.now)
         self._tiers = Tiers(state, self._tell, self.feed, self.now)
         self._cadence = Cadence(state, self._tell, self.feed, self.now, self._tiers.copying)
         self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now)
@@ -211,6 +214,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self._spawn(self._terminated()))
         loop.add_signal_handler(signal.SIGUSR2, self._asks.warned)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the batch process had them wait
         for name, known in self.state.nodes.items():
             if known.incarnation and known.role is not Role.FAILED:
                 self._watch.expect(name)
@@ -259,7 +263,7 @@ class Supervisor:
                 continue
             if self._cut_off():
                 continue
-            for node, silent_s, limit_s in self._watch.silent():
+            for node, silent_s, limit_s in self._watch.silent(self.state):
                 self._lose(node, "silent", silent_s, limit_s)
             if next(count) % STEADY_LOOKS and self._steady():
                 continue
@@ -267,7 +271,7 @@ class Supervisor:
             self._tiers.look()
             self._cadence.look()
             if self.state.phase is Phase.RUNNING:
-                self._progress.judge_hang()
+                self._hangs.judge()
             self.feed(ev.Tick(t=self.now()))
 
     async def _look_at_storage(self) -> None:
@@ -426,6 +430,8 @@ class Supervisor:
         elif said == "failed":
             self._progress.report(forced=True)
             self.feed(ev.from_json({**message, "event": "WorkerFailed", "t": now, "node": node}))
+        elif said == "looked":
+            self._hangs.hear(message)
         elif said == "stacks":
             self.feed(ev.from_json({**message, "event": "StacksTaken", "t": now, "node": node}))
         elif said == "stopped":

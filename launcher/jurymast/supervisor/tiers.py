@@ -17,11 +17,12 @@ from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core import parity
 from jurymast.core.copies import Copies, Key, RestorePlan, Source
-from jurymast.core.durable import IDLE_SHARE, durable_every_s
+from jurymast.core.durable import IDLE_SHARE, durable_every_s, late_after_s
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.keeper.page import REFUSED
 from jurymast.rundir import RunDirectory
+from jurymast.supervisor.foresight import Foresight
 from jurymast.wire.channel import Message
 
 SHARED_PAUSE_MIN_S = 1.0
@@ -37,13 +38,15 @@ DRAIN_LIMIT_S = 3600.0
 
 @dataclass
 class Drain:
-    """One set of images on its way to a tier. `waiting`: nodes that have not said how it ended."""
+    """One set of images on its way to a tier. `waiting`: nodes that have not said how it ended; from
+    `late_at` on it takes longer than it should."""
 
     id: str
     tier: str
     key: Key
     started_at: float
     waiting: set[str]
+    late_at: float
     size_bytes: int = 0
     why: str = ""
 
@@ -98,6 +101,7 @@ class Tiers:
         self._told_safe: Key | None = None
         self._tell_safe_at = 0.0
         self._gather_at = -math.inf
+        self._foresight = Foresight(self._note)
 
     # ---- what agents say
 
@@ -107,12 +111,14 @@ class Tiers:
         self._nodes[node] = _Node(hello["address"], int(hello.get("data_port", 0)))
         if hello.get("domain"):
             self.domains[node] = str(hello["domain"])
+        self._foresight.joined(node, hello)
         self._ordered = {order for order in self._ordered if order[3] != node}
         self._held(node, hello.get("copies", ()))
 
     def lost(self, node: str) -> None:
         self.copies.drop_where(node=node)
         self._nodes.pop(node, None)
+        self._foresight.lost(node)
         self._ordered.clear()
         self._dirty, self._safe = True, None  # what it held for others must live elsewhere again
         for drain in list(self._drains.values()):
@@ -136,7 +142,10 @@ class Tiers:
                 self._nodes[node].full = True
                 self._nodes[node].packed |= bool(message.get("group"))
                 self._dirty = True
-            self._note(node, f"no memory for checkpoints: {message['why']}")
+            self._note(node, message["why"])
+        elif said == "foreseen":
+            self._foresight.hear(node, message)
+            self._foresight.look(self.state.placement, self.state.ranks_per_node, self._kept())
         elif said == "prefetched":
             self._prefetched(node, message)
         elif said == "unreplicated":
@@ -214,6 +223,10 @@ class Tiers:
             if now > drain.started_at + DRAIN_LIMIT_S:
                 for node in list(drain.waiting):
                     self._drained(drain, node, f"{node} said nothing for {DRAIN_LIMIT_S:.0f} s")
+            elif now > drain.late_at:
+                drain.late_at = math.inf
+                why = f"not there after {now - drain.started_at:.0f} s: the storage is slow, or it hangs"
+                self._told(drain.tier, drain.key, 0, why)
 
     def _commit(self) -> bool:
         """True when a step has just become complete in memory."""
@@ -244,14 +257,8 @@ class Tiers:
         if self.state.phase is not Phase.RUNNING:
             self._dirty = True
             return
-        settings, placement = self.state.settings, self.state.placement
-        kept = parity.keeping(
-            placement, self.state.ranks_per_node, [name for name in self._spares() if name in self._nodes],
-            self.domains, copies=settings.replicas, parity=settings.parity,
-            full={name for name, node in self._nodes.items() if node.full},
-            packed={name for name, node in self._nodes.items() if node.packed},
-        )  # fmt: skip
-        missing = parity.missing(self.copies, key, placement, self.state.ranks_per_node, kept)
+        kept = self._kept()
+        missing = parity.missing(self.copies, key, self.state.placement, self.state.ranks_per_node, kept)
         for order in missing:
             name = (key, order.part, order.rank, order.holder, order.group)
             if name not in self._ordered:
@@ -261,6 +268,16 @@ class Tiers:
                 self.tell(order.holder, self._replication(key, order))
         if not missing:
             self._settle(key, safe=not kept.bare)
+
+    def _kept(self) -> parity.Keeping:
+        settings = self.state.settings
+        return parity.keeping(
+            self.state.placement, self.state.ranks_per_node,
+            [name for name in self._spares() if name in self._nodes], self.domains,
+            copies=settings.replicas, parity=settings.parity,
+            full={name for name, node in self._nodes.items() if node.full},
+            packed={name for name, node in self._nodes.items() if node.packed},
+        )  # fmt: skip
 
     def _replication(self, key: Key, order: cp.Replication) -> Message:
         message: Message = {
@@ -372,7 +389,9 @@ class Tiers:
             return False
         name = f"{self.state.epoch:04x}{next(self._numbers):06x}"
         self._tried[tier] = key
-        self._drains[tier] = Drain(name, tier, key, self.now(), set(writers))
+        size_bytes = self.shared.get(key[0], 0) if tier == cp.OBJECT else self.copies.size_bytes(key)
+        late_at = self.now() + late_after_s(self.state, tier, size_bytes, len(writers))
+        self._drains[tier] = Drain(name, tier, key, self.now(), set(writers), late_at)
         for node, ranks in writers.items():
             lead = 0 in ranks or tier == cp.OBJECT
             self.tell(

@@ -6,15 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jurymast.core.hang import HangLimits, HangVerdict, RankView, judge
-from jurymast.core.heartbeat import Arrivals, WatcherClock
+from jurymast.core.heartbeat import LIMIT_MAX_S, Arrivals, WatcherClock
 from jurymast.core.settings import Settings
-from jurymast.core.state import RunState
+from jurymast.core.state import Phase, Role, RunState
 
 WATCH_INTERVAL_S = 0.05
 # While a run just runs: nobody waits for a closer look, and the ranks want the processors.
 STEADY_INTERVAL_S = 0.1
-# An agent may still look for a supervisor that has just taken over.
-REJOIN_LIMIT_S = 8.0
+# An agent may still look for a supervisor that has just taken over; on top comes the limit of a node of which
+# nothing is known.
+REJOIN_LIMIT_S = 6.5
 
 
 @dataclass
@@ -65,12 +66,15 @@ class Watch:
         if ranks or attempt != watch.attempt:  # ranks that have ended stay where they were
             watch.attempt, watch.ranks, watch.reported_at = attempt, ranks, self.clock.now
 
-    def silent(self) -> list[tuple[str, float, float]]:
-        """(node, seconds silent, limit) of each node silent beyond its limit."""
+    def silent(self, state: RunState) -> list[tuple[str, float, float]]:
+        """(node, seconds silent, limit) of each node silent beyond its limit. With a node that only starts
+        nothing is lost yet, and its imports alone may keep a busy machine from beating for seconds."""
         found = []
         for name, watch in self.nodes.items():
             silent_s = watch.arrivals.silent_s(self.clock.now)
             limit_s = watch.arrivals.limit_s(self._settings.node_lost_after_s)
+            if _only_starts(name, state):
+                limit_s = max(limit_s, LIMIT_MAX_S)
             if silent_s > limit_s:
                 found.append((name, silent_s, limit_s))
         return found
@@ -132,3 +136,9 @@ class Watch:
         """Remember what this attempt taught about step times."""
         seen = [report["longest_s"] for _, _, _, report in self._reports(state)]
         self.longest_before_s = max([self.longest_before_s, *seen])
+
+
+def _only_starts(name: str, state: RunState) -> bool:
+    node = state.nodes.get(name)
+    warming = node is not None and node.role is Role.JOINING and name not in state.placement
+    return warming or state.phase is Phase.STARTING

@@ -18,7 +18,7 @@ import json
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from jurymast.errors import AuthenticationError, ProtocolError
@@ -88,8 +88,11 @@ class Channel:
         return message
 
     async def drain(self) -> None:
-        """Wait until what was sent has left this process."""
-        await self._writer.drain()
+        """Wait until what was sent has left this process, or the other side has: that shows at `receive`."""
+        try:
+            await self._writer.drain()
+        except OSError:
+            pass
 
     def close(self) -> None:
         self._writer.close()
@@ -137,15 +140,21 @@ async def connect(host: str, port: int, secret: bytes, limit_s: float = HANDSHAK
 
 async def connect_any(targets: Sequence[tuple[str, int]], secret: bytes, limit_s: float) -> Channel | None:
     """The first of `targets` (host, port) that answers, all tried at once; None when none does in time."""
-    tries = [asyncio.ensure_future(connect(host, port, secret, limit_s)) for host, port in targets]
+    return await first_of([connect(host, port, secret, limit_s) for host, port in targets])
+
+
+async def first_of(ways: Sequence[Coroutine[Any, Any, Channel | None]]) -> Channel | None:
+    """The first connection that one of these comes to, all gone at once; None when none does."""
+    tries = [asyncio.ensure_future(way) for way in ways]
     found: Channel | None = None
     try:
         for done in asyncio.as_completed(tries):
             try:
                 found = await done
-                return found
             except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError):
                 continue
+            if found is not None:
+                return found
         return None
     finally:
         for task in tries:

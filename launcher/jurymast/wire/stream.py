@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Iterator
 
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire.channel import (
@@ -84,6 +85,20 @@ class Stream:
 
     def receive_into(self, target: memoryview) -> None:
         _receive_into(self._connection, target)
+
+    def receive_pieces(self, target: memoryview, piece_bytes: int) -> Iterator[memoryview]:
+        """Fill `target`; each piece of it as soon as it is there. Waking up once a piece instead of once a
+        packet makes a transfer some percent faster."""
+        self._wake_at(piece_bytes)
+        for at in range(0, len(target), piece_bytes):
+            if len(target) - at < 2 * piece_bytes:
+                self._wake_at(1)  # of what is still to come so many bytes may never be there at once
+            piece = target[at : at + piece_bytes]
+            _receive_into(self._connection, piece)
+            yield piece
+
+    def _wake_at(self, count: int) -> None:
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def close(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -45,7 +46,8 @@ class RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         attempt = self._rendezvous.attempt
         folder = self._logs / f"attempt-{attempt:04d}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # on a full disk: ranks without a log train as well
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         record = self._rendezvous.environment.get(stack_signal.FLIGHT_VARIABLE)
         if record and is_nccl_available():  # the others keep no record of their flight
             Path(record).parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import runpy
 import signal
@@ -11,6 +12,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any, TextIO
 
 from jurymast.processes import die_with_parent
 from jurymast.worker import error_file, hooks, link, stack_signal
@@ -63,18 +65,36 @@ def _tether() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+class _Log(io.FileIO):
+    """Loses what finds no room: a full disk must not end a training for a line that it prints."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
 def _redirect_output() -> None:
     path = os.environ.get(LOG_VARIABLE)
     if not path:
         return
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(line_buffering=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        print(f"a rank writes here, for it has no log of its own: {error}", file=sys.stderr)
+    else:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    sys.stdout, sys.stderr = _logged(1, sys.stdout), _logged(2, sys.stderr)
+
+
+def _logged(descriptor: int, like: TextIO) -> TextIO:
+    raw = _Log(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=like.encoding, errors=like.errors, line_buffering=True
+    )
 
 
 def _restore_environment() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -83,22 +84,41 @@ class StepParts:
         self._mark = now
 
 
+# An optimizer that is stepped so often while the counted one rests has taken its place (a second stage).
+TAKES_OVER = 20
+
+
+class Counted:
+    """Which optimizer's steps are the training's: the first one's; others (a GAN's second) belong to the same
+    step, unless only they go on. Weak, because another may get the address of one that is gone."""
+
+    def __init__(self) -> None:
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._others = 0
+
+    def is_step(self, optimizer: Optimizer) -> bool:
+        counted = None if self._optimizer is None else self._optimizer()
+        self._others = 0 if counted is optimizer else self._others + 1
+        if counted is None or self._others > TAKES_OVER:
+            self._optimizer, self._others, counted = weakref.ref(optimizer), 0, optimizer
+        return counted is optimizer
+
+
 def watch_steps(link: Link) -> None:
-    """Beat after each step of the optimizer that steps first, and time all parts; others (a GAN's second)
-    belong to the same step."""
+    """Beat after each step of the optimizer that counts, and time all parts."""
     parts = StepParts(link)
-    counted: list[int] = []
+    counted = Counted()
 
     def begins(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         parts.update_begins()
 
     def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not counted:
-            counted.append(id(optimizer))
-        first = counted[0] == id(optimizer)
-        parts.update_ends(step_done=first)
-        if first:
+        is_step = counted.is_step(optimizer)
+        parts.update_ends(step_done=is_step)
+        if is_step:
             link.optimizer_stepped()
+        else:
+            link.stirred()
 
     register_optimizer_step_pre_hook(_not_compiled(begins))
     register_optimizer_step_post_hook(_not_compiled(stepped))

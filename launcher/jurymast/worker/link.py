@@ -31,7 +31,7 @@ STARTING, STEPPING, RESTORING, SAVING, DONE = range(5)
 PHASES = ("starting", "stepping", "restoring", "saving", "done")
 # Added to the phase while the script gives its own step numbers.
 EXPLICIT = 16
-# Of the first beats the slow ones (compilation, warm-up) must not set the scale of a normal step.
+# The first beats are slow (compilation, warm-up): they set the scale only until a normal step has.
 WARM_UP_BEATS = 3
 # A write of up to PIPE_BUF bytes to a pipe is atomic, so ranks can share one (pipe(7)).
 EVENT_BYTES_MAX = 4096
@@ -91,6 +91,7 @@ class Link:
         self._phase = STARTING
         self._beat_at = 0.0
         self._longest_s = 0.0
+        self._scaled = False
         self._phase_at = time.monotonic()
         self._write()
 
@@ -119,9 +120,12 @@ class Link:
     def beat(self, step: int) -> None:
         """Record that `step` steps are done. Costs well under 1 us; never raises."""
         now = time.monotonic()
-        gap_s = now - self._beat_at
-        if gap_s > self._longest_s and self._beats >= WARM_UP_BEATS and self._phase == STEPPING:
-            self._longest_s = gap_s
+        if self._phase <= STEPPING:
+            gap_s = now - (self._beat_at or self._phase_at)
+            if self._beats >= WARM_UP_BEATS and not self._scaled:
+                self._longest_s, self._scaled = gap_s, True
+            elif gap_s > self._longest_s:
+                self._longest_s = gap_s
         self._step = step
         self._beats += 1
         self._phase = STEPPING
@@ -148,6 +152,12 @@ class Link:
         """The hook's beat: counts optimizer steps of this process unless the script gives step numbers."""
         if not self.explicit_steps and self._phase <= STEPPING:
             self.beat(self._step + 1)
+
+    def stirred(self) -> None:
+        """Something was done that is no step: the rank is alive."""
+        if self._phase <= STEPPING:
+            self._phase_at = time.monotonic()
+            self._write()
 
     def enter(self, phase: int) -> None:
         """Say what the rank does now (RESTORING, SAVING, ...), so that a long one is not taken for a hang."""

@@ -15,7 +15,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _KEYS = {
     "health": ("command", "limit_s"),
     "verdicts": ("spool", "max_age_s"),
-    "drain": ("verdicts", "own_findings", "resume", "dry_run", "max_fraction"),
+    "drain": ("verdicts", "own_findings", "resume", "dry_run", "max_fraction", "max_per_hour"),
     "sweep": ("processes", "shared_memory", "min_uid"),
     "files": ("state", "log"),
     "slurm": ("bin", "conf"),
@@ -40,6 +40,7 @@ class Config:
     resume: bool = True
     dry_run: bool = False
     max_fraction: float = 0.02
+    max_per_hour: int = 4
     sweep_processes: str = "report"
     sweep_shared_memory: str = "report"
     min_uid: int = 1000
@@ -100,6 +101,7 @@ def _read(parser: configparser.ConfigParser) -> Config:
         resume=drain.getboolean("resume", default.resume),
         dry_run=drain.getboolean("dry_run", default.dry_run),
         max_fraction=drain.getfloat("max_fraction", default.max_fraction),
+        max_per_hour=drain.getint("max_per_hour", default.max_per_hour),
         sweep_processes=_choice(sweep, "processes", ("off", "report", "kill")),
         sweep_shared_memory=_choice(sweep, "shared_memory", ("off", "report", "remove")),
         min_uid=sweep.getint("min_uid", default.min_uid),

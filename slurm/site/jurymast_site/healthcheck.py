@@ -25,6 +25,7 @@ from jurymast_site.verdicts import Here, Refused, Verdict
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Storage that nodes share, the application and what other nodes' trouble brings are never this node's fault.
 KINDS = ("hardware", "network", "host")
+HOUR_S = 3600.0
 # `jurymast health` ends with the Nagios code of what it found.
 HEALTH_CODES = (0, 1, 2, 3)
 
@@ -137,7 +138,7 @@ class HealthCheck:
         return reason
 
     def _reason(self, finding: Mapping[str, Any], job: str) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now))
+        stamp = time.strftime(slurm.STAMP, time.gmtime(self._now))
         device = str(finding["device"])
         what = f"gpu={device[3:]}" if device.startswith("gpu") else f"device={device or '-'}"
         told = f"[{finding['kind']}] code={finding['code']} {what} job={job} ts={stamp} boot={self._boot_id}"
@@ -151,17 +152,35 @@ class HealthCheck:
             return
         if slurm.is_out(state):
             return  # by us, earlier
-        drained, nodes = slurm.drained_by_us()
-        most = max(1, int(self._config.max_fraction * nodes))
-        if drained >= most:
-            self._log.say(f"not drained: {drained} of {nodes} nodes are, most is {most}: {reason}")
+        refused = self._beyond_limits()
+        if refused:
+            self._log.alert(f"not drained, because {refused}: {reason}")
             return
         if self._config.dry_run:
             self._log.say(f"would drain (dry run): {reason}")
             return
         slurm.drain(self._node, reason)
+        # Where one fault shows on many nodes they all look at this moment, and none has seen the others out.
+        refused = self._beyond_limits()
+        if refused:
+            slurm.resume(self._node)
+            self._log.alert(f"not drained after all, because {refused}: {reason}")
+            return
         state, after = slurm.node_state(self._node)
         self._log.say(f"drained ({state}): {after}")
+
+    def _beyond_limits(self) -> str:
+        """Why this node may not be out beside those that are out for our reasons; "" when it may. Many bad
+        nodes at once have one cause outside of them more often than not. Raises Failed."""
+        ours, nodes = slurm.drained_by_us()
+        others = [reason for name, reason in ours.items() if name != self._node]
+        most = max(1, int(self._config.max_fraction * nodes))
+        if len(others) >= most:
+            return f"out for our reasons are already {len(others)} of {nodes} nodes, most is {most}"
+        lately = sum(slurm.drained_at(reason) > self._now - HOUR_S for reason in others)
+        if lately >= self._config.max_per_hour:
+            return f"drained within the hour are already {lately}, most is {self._config.max_per_hour}"
+        return ""
 
     def _let_back(self) -> None:
         """Back into service if we took it out, in an earlier boot. Raises Failed."""

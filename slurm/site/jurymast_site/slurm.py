@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import calendar
+import time
+
 from jurymast_site.system import Failed, run
 
 PREFIX = "jurymast: "
+STAMP = "%Y-%m-%dT%H:%M:%SZ"  # of a reason's ts=, UTC
 # Of sinfo's states: the node takes no job because somebody said so.
 OUT = ("drain", "down", "fail", "maint", "error", "power", "reboot")
 
@@ -35,15 +39,26 @@ def jobs_on(node: str) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
-def drained_by_us() -> tuple[int, int]:
-    """(nodes out of service with our reason, all nodes). Raises Failed."""
+def drained_by_us() -> tuple[dict[str, str], int]:
+    """({node out of service for a reason of ours: that reason}, how many nodes there are). Raises Failed."""
     told = run(["sinfo", "--noheader", "--all", "--Node", "--format=%N|%T|%E"])
-    nodes = {}
+    nodes = set()
+    ours = {}
     for line in told.splitlines():
-        name, _, rest = line.partition("|")
-        state, _, reason = rest.partition("|")
-        nodes[name.strip()] = is_out(state.strip()) and reason.strip().startswith(PREFIX)
-    return sum(nodes.values()), len(nodes)
+        name, state, reason = (word.strip() for word in line.split("|", 2))
+        nodes.add(name)
+        if is_out(state) and reason.startswith(PREFIX):
+            ours[name] = reason
+    return ours, len(nodes)
+
+
+def drained_at(reason: str) -> float:
+    """When a node was drained for this reason of ours, in seconds since the epoch; 0.0: it does not say."""
+    stamp = next((word[3:] for word in reason.split() if word.startswith("ts=")), "")
+    try:
+        return float(calendar.timegm(time.strptime(stamp, STAMP)))
+    except ValueError:
+        return 0.0
 
 
 def drain(node: str, reason: str) -> None:

@@ -57,9 +57,13 @@ class Log:
         self._path = path
         syslog.openlog(program, syslog.LOG_PID, syslog.LOG_DAEMON)
 
-    def say(self, text: str) -> None:
+    def alert(self, text: str) -> None:
+        """What somebody should look at: many sites page people for syslog's priority `alert`."""
+        self.say(f"ALERT: {text}", syslog.LOG_ALERT)
+
+    def say(self, text: str, priority: int = syslog.LOG_NOTICE) -> None:
         line = clean(text)
-        syslog.syslog(syslog.LOG_NOTICE, line)
+        syslog.syslog(priority, line)
         if self._path:
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

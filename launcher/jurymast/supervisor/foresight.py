@@ -1,0 +1,61 @@
+"""Says before the first step which nodes will be short of memory for checkpoints, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jurymast.core import foresight
+from jurymast.core.foresight import Foreseen, Need
+from jurymast.core.parity import Keeping
+from jurymast.keeper.limits import Room, size
+
+
+class Foresight:
+    """`note` journals a line about a node. What a node can give includes what checkpoints have there now."""
+
+    def __init__(self, note: Callable[[str, str], None]) -> None:
+        self._note = note
+        self._rooms: dict[str, Room] = {}
+        self._foreseen: dict[str, Foreseen] = {}
+        self._told: dict[str, Need] = {}
+
+    def joined(self, node: str, hello: Mapping[str, Any]) -> None:
+        self._foreseen.pop(node, None)
+        if room := hello.get("room"):
+            self._rooms[node] = Room(int(room["bytes"]), str(room["limit"]))
+
+    def lost(self, node: str) -> None:
+        self._foreseen.pop(node, None)
+        self._rooms.pop(node, None)
+
+    def hear(self, node: str, message: Mapping[str, Any]) -> None:
+        """All ranks of a node have said how large their states will be. KeyError, ...: malformed."""
+        self.joined(node, message)
+        self._foreseen[node] = Foreseen(int(message["image_bytes"]), int(message["own_bytes"]))
+
+    def look(self, placement: Sequence[str], ranks_per_node: int, kept: Keeping) -> None:
+        """Once every node of the placement has been heard: tell, each shortage once."""
+        if not all(node in self._foreseen for node in placement):
+            return
+        theirs = {node: self._foreseen[node] for node in placement}
+        for node, need in foresight.needs(theirs, placement, ranks_per_node, kept).items():
+            room = self._rooms.get(node)
+            if room is not None and need.total_bytes > room.free and self._told.get(node) != need:
+                self._told[node] = need
+                self._note(node, _shortage(need, room))
+        self._foreseen.clear()
+
+
+def _shortage(need: Need, room: Room) -> str:
+    parts = {"two images of each rank": need.slots_bytes, "replicas of other nodes": need.replicas_bytes}
+    told = ", ".join(f"{what} {size(count)}" for what, count in parts.items() if count)
+    consequence = (
+        "all ranks will save to shared storage"
+        if need.slots_bytes > room.free
+        else "replicas will be kept elsewhere, or as parity"
+    )
+    return (
+        f"checkpoints will take {size(need.total_bytes)} of memory here ({told}), but only "
+        f"{size(room.free)} can be had (limit: {room.limit}); ask Slurm for more --mem, or {consequence}"
+    )

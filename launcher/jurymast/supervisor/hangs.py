@@ -1,0 +1,77 @@
+"""Do the ranks hang? Silence raises the question, looks at their stacks on all nodes answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jurymast.core import events as ev
+from jurymast.core.hang import HangVerdict, Looks
+from jurymast.core.stacks import Stand
+from jurymast.core.state import RunState
+from jurymast.supervisor.progress import Progress
+from jurymast.supervisor.watch import Watch
+from jurymast.wire.channel import Message
+
+
+class Hangs:
+    """Reads `watch`, asks the agents by `tell`, and feeds RanksHung events of the state's attempt."""
+
+    def __init__(
+        self,
+        state: RunState,
+        watch: Watch,
+        progress: Progress,
+        tell: Callable[[str, Message], None],
+        feed: Callable[[ev.Event], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._state, self._watch, self._progress = state, watch, progress
+        self._tell, self._feed, self._now = tell, feed, now
+        self._looks = Looks()
+        self._asked_at = 0.0
+        self._number = 0
+        self._answers: dict[int, Stand] = {}
+
+    def judge(self) -> None:
+        """To be called often while the ranks run."""
+        verdict = self._watch.hang(self._state)
+        if verdict is None:
+            self._looks = Looks()
+            return
+        evidence = verdict.evidence
+        if not verdict.certain:
+            self._look()
+            if not self._looks.stuck(self._state.hang_patience, idle=verdict.idle):
+                return
+            evidence += f"; {self._looks.evidence()}"
+        self._looks = Looks()
+        self._tell_journal(verdict, evidence)
+
+    def _look(self) -> None:
+        """Ask all nodes again, once what they answered to the last question is counted."""
+        now = self._watch.clock.now
+        if now - self._asked_at < self._looks.interval_s():
+            return
+        ranks = len(self._state.placement) * self._state.ranks_per_node
+        if len(self._answers) == ranks:  # else a node is slow, or on its way out: no look at the run
+            self._looks.add(self._asked_at, self._answers)
+        self._number += 1
+        self._asked_at, self._answers = now, {}
+        for node in self._state.placement:
+            self._tell(node, {"do": "look", "attempt": self._state.attempt, "number": self._number})
+
+    def hear(self, message: Message) -> None:
+        """What a node's agent saw."""
+        if (message["attempt"], message["number"]) != (self._state.attempt, self._number):
+            return
+        for rank, kind, mark in zip(message["ranks"], message["kinds"], message["marks"], strict=False):
+            self._answers[rank] = Stand(kind, mark)
+
+    def _tell_journal(self, verdict: HangVerdict, evidence: str) -> None:
+        self._progress.report(forced=True)
+        self._feed(
+            ev.RanksHung(
+                t=self._now(), attempt=self._state.attempt, ranks=verdict.ranks, node=verdict.node,
+                silent_s=verdict.silent_s, limit_s=verdict.limit_s, evidence=evidence,
+            )
+        )  # fmt: skip

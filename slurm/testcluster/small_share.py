@@ -1,0 +1,34 @@
+"""Mounts one small tmpfs at the same path in several machines: shared storage that can be filled.
+
+Run as a script: the path, the size in MiB, and the process ids of the machines' first processes. It goes from
+one mount namespace to the next, which a process with threads could not; the host sees nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from testcluster import kernel
+
+
+def main() -> int:
+    """Mount it everywhere, or say where it failed."""
+    path, size_mib, *inits = sys.argv[1:]
+    machines = [os.open(f"/proc/{init}/ns/mnt", os.O_RDONLY) for init in inits]
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount(None, "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", path, "tmpfs", data=f"mode=1777,size={size_mib}m")
+    mounts = [kernel.clone_mount(path) for _ in machines]
+    for machine, mount in zip(machines, mounts, strict=True):
+        kernel.setns(machine, kernel.CLONE_NEWNS)
+        kernel.attach_mount(mount, path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,54 @@
+"""A rank whose log finds no room trains on, and what ends it is told all the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jurymast.worker.entry import LOG_VARIABLE
+from jurymast.worker.error_file import PATH_VARIABLE, read
+
+RANK = """
+import sys
+from jurymast.worker.entry import Script, run
+run(Script(sys.argv[1], (), False, "/"))
+"""
+# More than any buffer holds, from Python and from below it.
+TALKS = """
+import os, sys
+print("step", flush=True)
+print("x" * 100_000)
+sys.stderr.write("y" * 100_000)
+sys.stdout.buffer.write(b"z" * 100_000)
+"""
+
+
+def end_of(folder: Path, script: str, log: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "script.py"
+    path.write_text(script)
+    return subprocess.run(
+        [sys.executable, "-c", RANK, str(path)], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, LOG_VARIABLE: log, PATH_VARIABLE: str(folder / "error.json")},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("log", ["/dev/full", "/proc/no/such/log"])
+def test_what_a_rank_prints_never_ends_it(tmp_path: Path, log: str) -> None:
+    """The device that is always full; a place where no file can be made."""
+    done = end_of(tmp_path, f"{TALKS}raise SystemExit(3)\n", log)
+    assert done.returncode == 3, done.stderr
+    assert ("a rank writes here, for it has no log of its own" in done.stderr) == (log != "/dev/full")
+    assert ("x" * 100_000 in done.stdout) == (log != "/dev/full")
+
+
+def test_an_exception_is_told_although_its_traceback_finds_no_room(tmp_path: Path) -> None:
+    done = end_of(tmp_path, f"{TALKS}os.write(os.open('/dev/full', os.O_WRONLY), b'x')\n", "/dev/full")
+    assert done.returncode == 1
+    told = read(str(tmp_path / "error.json"))
+    assert told["error"] == "OSError"
+    assert "No space left on device" in told["message"]
+    assert "script.py" in told["traceback"]

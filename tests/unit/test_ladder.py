@@ -1,0 +1,142 @@
+"""The restart ladder: what is done about a cause, how often, and when it is enough."""
+
+from __future__ import annotations
+
+import pytest
+
+from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch
+from jurymast.core.run import HANG_PATIENCE
+from jurymast.core.settings import Budget, Settings
+from jurymast.core.state import Phase, Role
+from support.stories import Story
+
+
+def phase(story: Story) -> Phase:
+    return story.state.phase
+
+
+def kinds(instructions: list[Instruction]) -> list[str]:
+    return [type(instruction).__name__ for instruction in instructions]
+
+
+def test_the_same_exception_three_times_is_a_crash_loop() -> None:
+    story = Story().running()
+    for attempt in (1, 2, 3):
+        assert story.state.attempt == attempt
+        story.failed(0)
+        story.stopped()
+        if attempt < 3:
+            story.backed_off().ranks_up().restored(0)
+    assert phase(story) is Phase.FAILED
+    finish = story.last(Finish)
+    assert finish.exit_code == 1, "the application's own code"
+    assert "crash loop: the same failure 3 times without a new step" in finish.reason
+    assert "ValueError: bad" in finish.reason
+    assert "ValueError" in story.incident.traceback
+
+
+def test_an_exception_after_new_steps_is_no_crash_loop_but_spends_the_budget() -> None:
+    story = Story(settings=Settings(application=Budget(count=3, window_s=3600.0))).running()
+    for number in range(3):
+        story.failed(0)
+        story.stopped()
+        story.recovered(0, 20 * (number + 1))
+    story.failed(0)
+    story.stopped()
+    assert phase(story) is Phase.FAILED
+    assert "application budget spent, 3 per 3600 s" in story.last(Finish).reason
+
+
+def test_back_off_grows_while_nothing_new_is_done() -> None:
+    story = Story().running()
+    story.failed(0, message="one")
+    story.stopped()
+    assert phase(story) is Phase.LAUNCHING, "the first time there is no wait"
+    story.ranks_up()
+    story.failed(0, message="two")
+    story.stopped()
+    assert phase(story) is Phase.WAITING
+    assert story.state.not_before == pytest.approx(story.t + 0.5)
+    story.wait(0.4)
+    assert phase(story) is Phase.WAITING
+    story.wait(0.2)
+    assert phase(story) is Phase.LAUNCHING
+
+
+def test_the_second_time_on_the_same_node_it_goes_and_a_newcomer_with_the_same_clears_it() -> None:
+    story = Story(active=2, spares=2).running()
+    assert story.state.placement == ("n2", "n3")
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    story.recovered(0, 20)
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    assert story.incident.action == "swap"
+    assert "second time in a row on n3" in story.incident.reason
+    assert story.state.nodes["n3"].role is Role.SUSPECT
+    assert Dismiss(node="n3", reason=story.incident.reason) in [i for _, i in story.decisions]
+    newcomer = story.last(Launch).placement[1]
+    assert newcomer == "n4"
+    story.recovered(0, 40)
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    assert story.incident.action == "restart"
+    assert "not blamed" in story.incident.reason
+    assert story.last(Launch).placement == ("n2", "n4")
+
+
+def test_a_blamed_node_that_lives_is_tried_again_when_nothing_can_take_its_place() -> None:
+    story = Story(active=2, spares=0).running()
+    for done in (20, 40):
+        story.failed(1, exit_code=-9)
+        story.stopped()
+        story.recovered(0, done)
+    assert story.incident.action == "restart"
+    assert "no spare is left: tried again in place" in story.incident.reason
+
+
+def test_a_hang_restarts_in_place_and_a_second_one_without_progress_is_waited_for_longer() -> None:
+    story = Story().running(30)
+    assert kinds(story.hung()) == ["StopWorkers"]
+    story.stopped()
+    assert (story.incident.cause, story.incident.action) == ("hang", "restart")
+    assert story.incident.fault_at == pytest.approx(story.incident.detected_at - 12.0)
+    assert story.state.hang_patience == 1.0
+    story.ranks_up().restored(10).stepped(11)
+    story.hung()
+    assert story.state.hang_patience == HANG_PATIENCE
+    story.stopped()
+    story.backed_off().ranks_up().restored(10).stepped(40)
+    assert not story.incident.open
+
+
+@pytest.mark.parametrize("steps", [[1000] * 9, [1000, 900, 1100, 1000, 950, 1050]])
+def test_the_same_error_after_as_many_steps_ends_a_run_that_counts_from_0(steps: list[int]) -> None:
+    """A script without a Checkpointer: each attempt makes new steps, as far as can be seen."""
+    story = Story().allocated().ranks_up()
+    for count, done in enumerate(steps):
+        story.t += 1500.0
+        story.stepped(done, absolute=False).failed(0)
+        story.stopped()
+        if story.state.ended:
+            assert (count, steps[0], set(steps)) == (2, 1000, {1000})
+            assert "the same failure 3 times, each after 1000 steps" in str(story.state.end_reason)
+            return
+        story.backed_off().ranks_up()
+    assert len(set(steps)) > 1
+
+
+def test_a_frozen_rank_names_its_node() -> None:
+    story = Story().running()
+    story.hung(ranks=(1,), node="n3", silent_s=1.2)
+    story.stopped()
+    assert (story.incident.cause, story.incident.node, story.incident.rank) == ("rank_frozen", "n3", 1)
+
+
+def test_requests_by_hand_spend_no_budget() -> None:
+    story = Story(settings=Settings(infrastructure=Budget(count=0), application=Budget(count=0))).running()
+    for number in range(4):
+        story.asked("restart")
+        story.stopped()
+        story.recovered(0, 20 + number)
+    assert phase(story) is Phase.RUNNING

@@ -1,0 +1,163 @@
+"""A requeue that must come off: slurmctld may be away just then, or a successor may be about to ask for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jurymast.cluster import control
+from jurymast.cluster.allocation import Allocation
+from jurymast.core.settings import RunPlan
+from jurymast.errors import ClusterUnavailableError
+from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.wire.endpoint import claim_epoch, find
+from support.waiting import wait_until
+
+LIMIT_S = 60.0
+# Slurm's programs as far as a requeue asks them; `answer` is what `scontrol requeue` does.
+SCONTROL = """#!/bin/sh
+echo "$*" >> {root}/asked
+case "$*" in
+*hostnames*) printf 'n1\\nn2\\n';;
+"show job"*) if [ -e {root}/requeued ]; then echo JobState=PENDING; else echo JobState=RUNNING; fi;;
+requeue*) {answer};;
+esac
+"""
+AWAY = "echo 'slurm_requeue error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+UNHEARD = "echo 'slurm_requeue error: Socket timed out on send/recv operation' >&2; exit 1"
+REFUSED = "echo 'slurm_requeue error: Requested operation is presently disabled' >&2; exit 1"
+BATCH = """
+import sys
+from jurymast.cluster import batch
+batch.SUCCESSOR_LIMIT_S = float(sys.argv[2])
+sys.exit(batch.main(sys.argv[1]))
+"""
+
+
+class Cluster:
+    """A run directory and, on the PATH, the programs of a Slurm in which the run is job 17."""
+
+    def __init__(self, root: Path, answer: str = "touch {root}/requeued") -> None:
+        self.root = root
+        self.directory = RunDirectory(root / "run")
+        self.directory.create()
+        self.plan = RunPlan(
+            run="r", name="r", directory=str(self.directory.root), cluster="slurm", active=2, spares=0,
+            ranks_per_node=1, script="x", python=sys.executable,
+        )  # fmt: skip
+        self.directory.save_plan(self.plan)
+        self.allocation = Allocation("17", 0, ("n1", "n2"), "n1", 0.0)
+        programs = {
+            "scontrol": SCONTROL.format(root=root, answer=answer.format(root=root)),
+            "sbatch": "#!/bin/sh\nexit 0\n",
+            "srun": f"#!/bin/sh\necho $$ > {root}/srun\nexec sleep 1000\n",
+        }
+        for name, text in programs.items():
+            (root / name).write_text(text)
+            (root / name).chmod(0o755)
+
+    def requeues(self) -> int:
+        asked = self.root / "asked"
+        return asked.read_text().splitlines().count("requeue 17") if asked.exists() else 0
+
+    def requeue(self) -> list[str]:
+        told: list[str] = []
+        control.requeue(self.plan, self.allocation, ["n2"], ["n2"], told.append)
+        return told
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(control, "CONTROLLER_RETRY_S", 0.0)
+    return tmp_path
+
+
+def test_a_requeue_waits_for_a_slurmctld_that_is_away(root: Path) -> None:
+    away_twice = f"if [ $(grep -c ^requeue {{root}}/asked) -le 2 ]; then {AWAY}; fi; touch {{root}}/requeued"
+    cluster = Cluster(root, away_twice)
+    told = cluster.requeue()
+    assert (root / "requeued").exists()
+    assert cluster.requeues() == 3
+    assert len([line for line in told if "Unable to contact" in line and "again" in line]) == 2
+
+
+def test_a_requeue_without_an_answer_may_have_been_heard(root: Path) -> None:
+    cluster = Cluster(root, f"touch {{root}}/requeued; {UNHEARD}")
+    cluster.requeue()
+    assert cluster.requeues() == 1
+
+
+def test_a_job_that_was_requeued_already_is_left_alone(root: Path) -> None:
+    cluster = Cluster(root)
+    (root / "requeued").touch()
+    cluster.requeue()
+    assert cluster.requeues() == 0
+
+
+def test_slurms_refusal_is_final(root: Path) -> None:
+    cluster = Cluster(root, REFUSED)
+    with pytest.raises(ClusterUnavailableError, match="presently disabled"):
+        cluster.requeue()
+    assert cluster.requeues() == 1
+
+
+def test_a_slurmctld_that_stays_away_is_given_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "CONTROLLER_LIMIT_S", 0.0)
+    cluster = Cluster(root, AWAY)
+    with pytest.raises(ClusterUnavailableError, match="Unable to contact"):
+        cluster.requeue()
+
+
+@contextmanager
+def superseded(cluster: Cluster, limit_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    """The batch process of a job whose supervisor another node's has replaced; that one decided to requeue,
+    and wrote so."""
+    environment = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
+    command = [sys.executable, "-c", BATCH, str(cluster.directory.root), str(limit_s)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True) as batch:
+        try:
+            wait_until("supervisor", lambda: find(cluster.directory.epochs), LIMIT_S)
+            wait_until("srun", (cluster.root / "srun").exists, LIMIT_S)
+            claim_epoch(cluster.directory.epochs)
+            outcome = {"state": "requeued", "exit_code": 0, "exclude": [], "lost": ["n2"]}
+            supervisor = find(cluster.directory.epochs)
+            assert supervisor is not None
+            wait_until("end of the supervisor", lambda: not _lives(supervisor.pid), LIMIT_S)
+            write_atomically(cluster.directory.outcome_file, json.dumps(outcome).encode())
+            yield batch
+        finally:
+            try:
+                os.killpg(batch.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").exists()
+
+
+def test_a_batch_process_leaves_the_requeue_to_its_successor(root: Path) -> None:
+    cluster = Cluster(root)
+    with superseded(cluster, LIMIT_S) as batch:
+        with pytest.raises(subprocess.TimeoutExpired):  # its end would end the job, with nothing requeued
+            batch.wait(2.0)
+        assert _lives(int((root / "srun").read_text())), "the successor runs below it"
+        batch.terminate()  # by Slurm, once it has requeued the job
+        assert batch.wait(LIMIT_S) == 0
+        assert cluster.requeues() == 0
+
+
+def test_a_batch_process_requeues_itself_if_its_successor_does_not(root: Path) -> None:
+    cluster = Cluster(root)
+    with superseded(cluster, 0.0) as batch:
+        assert batch.wait(LIMIT_S) == 0
+        assert cluster.requeues() == 1
