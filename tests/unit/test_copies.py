@@ -6,7 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.core import copies as cp
-from jurymast.core.copies import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, SHARED, Copies, Copy, Source
+from jurymast.core.copies import (
+    ALL,
+    COMMON,
+    COMMON_SOURCES,
+    LOCAL,
+    MEMORY,
+    NO_COMMONS,
+    OWN,
+    PEER,
+    SHARED,
+    Copies,
+    Copy,
+    Source,
+)
 
 NODES = ("n1", "n2", "n3")
 
@@ -54,10 +67,24 @@ def test_sources_come_in_the_order_of_their_speed() -> None:
     held.hold(copy_of(0, "n2", tier=PEER))
     held.hold(copy_of(0, "n1", tier=LOCAL))
     held.hold(copy_of(0, "n3", tier=LOCAL))
-    assert held.sources((10, 1), 0, "n1", {}) == (
+    assert held.sources((10, 1), 0, "n1", NO_COMMONS) == (
         Source(MEMORY, "n1", ALL, 0), Source(PEER, "n2", ALL, 0), Source(LOCAL, "n1", ALL, 0),
         Source(LOCAL, "n3", ALL, 0),
     )  # fmt: skip
+
+
+def test_a_large_world_names_only_some_that_have_the_common_part_and_not_all_the_same() -> None:
+    held, count = Copies(), 1000
+    for rank in range(count):
+        held.hold(copy_of(rank, f"n{rank}", common="same", world=count))
+    held.drop_where(node="n7")
+    held.hold(copy_of(7, "n9", tier=PEER, part=OWN, common="same", world=count))
+    commons = held.commons((10, 1))
+    assert len(held.sources((10, 1), 7, "n7", commons)) == 1 + COMMON_SOURCES
+    assert len(held.sources((10, 1), 5, "n5", commons)) == 2, "its own, and one more"
+    asked = [held.sources((10, 1), rank, "fresh", commons)[1].node for rank in (5, 6, 7, 998, 999)]
+    assert asked == ["n6", "n8", "n8", "n999", "n0"]
+    assert held.restorable((10, 1))
 
 
 def test_another_rank_s_common_part_counts_when_its_hash_is_the_same() -> None:

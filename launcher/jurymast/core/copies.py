@@ -9,7 +9,8 @@ parts instead of each: of such a group any one rank's part is what the others' a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,14 @@ Place = tuple[str, str, str, tuple[int, ...]]  # node, tier, part, group
 RATES = {MEMORY: 8e9, PEER: 1.2e9, LOCAL: 1.0e9, SHARED: 0.5e9, OBJECT: 0.2e9}
 # How many nodes' replicas one spare takes before partners among the active ones are used.
 NODES_PER_SPARE = 4
+# Of the ranks that have a common part, so many are named to a node that wants it: a world of 100,000 would
+# fill the plan with each other.
+COMMON_SOURCES = 4
+
+
+def age(key: Key) -> tuple[int, int]:
+    """Of two states of a run the one that was reached later compares greater: (attempt, step)."""
+    return key[1], key[0]
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,29 @@ class RestorePlan:
     sources: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Commons:
+    """Who has each common part of a set, by the part's hash: copies in order of their rank, and nodes."""
+
+    copies: Mapping[str, Sequence[Copy]]
+    nodes: Mapping[str, Set[str]]
+
+    def near(self, common_id: str, rank: int, most: int) -> list[Copy]:
+        """Copies that other ranks have: the next ones, so that not all nodes ask the same one."""
+        copies = self.copies.get(common_id, ())
+        first = bisect.bisect_right(copies, rank, key=lambda copy: copy.rank)
+        chosen: list[Copy] = []
+        for number in range(len(copies)):
+            copy = copies[(first + number) % len(copies)]
+            if copy.rank == rank or len(chosen) == most:
+                break
+            chosen.append(copy)
+        return chosen
+
+
+NO_COMMONS = Commons({}, {})
+
+
 class Copies:
     """What the agents say they hold. Not in the journal: agents say it again to every new supervisor."""
 
@@ -161,8 +193,8 @@ class Copies:
         self._held = {one: ranks for one, ranks in self._held.items() if any(ranks.values())}
 
     def newest_first(self) -> list[Key]:
-        """Newest first."""
-        return sorted(self._held, reverse=True)
+        """Those that were reached last, first: what a later attempt saved is newer, whatever its step."""
+        return sorted(self._held, key=age, reverse=True)
 
     def of(self, key: Key, rank: int) -> list[Copy]:
         return list(self._held.get(key, {}).get(rank, {}).values())
@@ -193,38 +225,35 @@ class Copies:
                     sizes[place] = max(sizes.get(place, 0), copy.part_bytes)
         return sum(sizes.values())
 
-    def commons(self, key: Key) -> dict[str, list[Copy]]:
-        """Copies that have a common part, by the part's hash."""
+    def commons(self, key: Key) -> Commons:
+        """To be asked for once, for all ranks of a set: it looks at every copy."""
         found: dict[str, list[Copy]] = {}
-        for held in self._held.get(key, {}).values():
+        for _, held in sorted(self._held.get(key, {}).items()):
             for copy in held.values():
                 if copy.common_id and copy.has(COMMON):
                     found.setdefault(copy.common_id, []).append(copy)
-        return found
+        return Commons(found, {name: {copy.node for copy in copies} for name, copies in found.items()})
 
-    def nodes_with(self, key: Key, rank: int, part: str, commons: Mapping[str, list[Copy]]) -> set[str]:
+    def nodes_with(self, key: Key, rank: int, part: str, commons: Commons) -> Set[str]:
         """Nodes that have a copy of this part of the rank's image, in whatever tier."""
         copies = self.of(key, rank)
-        nodes = {copy.node for copy in copies if copy.has(part)}
         if part == COMMON and copies:
             if not copies[0].common_bytes:
                 return {copy.node for copy in copies if not copy.group}
-            nodes |= {copy.node for copy in commons.get(copies[0].common_id, ())}
-        return nodes
+            return commons.nodes.get(copies[0].common_id, frozenset())
+        return {copy.node for copy in copies if copy.has(part)}
 
     def restorable(self, key: Key, without: str = "") -> bool:
         """True while every part of every rank's image has a copy (on a node other than `without`)."""
         world, commons = self.world(key), self.commons(key)
         return world > 0 and all(
-            self.nodes_with(key, rank, part, commons) - {without}
+            _elsewhere(self.nodes_with(key, rank, part, commons), without)
             or any(copy.helps(part) for copy in self.parities(key, rank, commons, without))
             for rank in range(world)
             for part in (COMMON, OWN)
         )
 
-    def parities(
-        self, key: Key, rank: int, commons: Mapping[str, list[Copy]], without: str = ""
-    ) -> list[Copy]:
+    def parities(self, key: Key, rank: int, commons: Commons, without: str = "") -> list[Copy]:
         """The XORs that give the rank's part, because all others of their groups have copies."""
         return [
             copy
@@ -232,16 +261,14 @@ class Copies:
             if copy.group
             and copy.node != without
             and all(
-                self.nodes_with(key, other, part, commons) - {without}
+                _elsewhere(self.nodes_with(key, other, part, commons), without)
                 for other in copy.group
                 if other != rank
                 for part in ((COMMON, OWN) if copy.part == ALL else (copy.part,))
             )
         ]
 
-    def sources(
-        self, key: Key, rank: int, node: str, commons: Mapping[str, list[Copy]]
-    ) -> tuple[Source, ...]:
+    def sources(self, key: Key, rank: int, node: str, commons: Commons) -> tuple[Source, ...]:
         """Where `node` can get the rank's image, fastest first: its own memory, others' memory, disks."""
         found = self._plain_sources(key, rank, node, commons)
         for copy in self.parities(key, rank, commons):
@@ -250,7 +277,7 @@ class Copies:
         return tuple(found)
 
     def members(
-        self, key: Key, ranks: Iterable[int], part: str, node: str, commons: Mapping[str, list[Copy]]
+        self, key: Key, ranks: Iterable[int], part: str, node: str, commons: Commons
     ) -> tuple[Member, ...]:
         """Where `node` gets this part of the images that go into an XOR, or come out of it."""
         found = {rank: self._plain_sources(key, rank, node, commons) for rank in ranks}
@@ -259,20 +286,23 @@ class Copies:
             for rank, sources in found.items()
         )
 
-    def _plain_sources(
-        self, key: Key, rank: int, node: str, commons: Mapping[str, list[Copy]]
-    ) -> list[Source]:
+    def _plain_sources(self, key: Key, rank: int, node: str, commons: Commons) -> list[Source]:
         found: list[tuple[tuple[int, int, int], Source]] = []
         copies = self.of(key, rank)
         for copy in copies:
             if not copy.group:
                 found.append(_ranked(copy, node, copy.part, rank))
         common_id = copies[0].common_id if copies else ""
-        for copy in commons.get(common_id, ()):
-            if copy.rank != rank:
-                found.append(_ranked(copy, node, COMMON, rank))
+        here = any(_whole(copy) and copy.node == node for copy in copies)  # as on all nodes but the new ones
+        for copy in commons.near(common_id, rank, 1 if here else COMMON_SOURCES):
+            found.append(_ranked(copy, node, COMMON, rank))
         # stable: equals stay in order
         return [source for _, source in sorted(found, key=lambda pair: pair[0])]
+
+
+def _elsewhere(nodes: Set[str], without: str) -> bool:
+    """True when one of them is another."""
+    return len(nodes) > (without in nodes)
 
 
 def _whole(copy: Copy) -> bool:
@@ -322,20 +352,30 @@ def holders(
     no_room = set(full)
     load: dict[str, int] = {}
     result: dict[str, tuple[str, ...]] = {}
-    count = len(placement)
     for index, node in enumerate(placement):
-        away = [placement[(index + count // 2 + k) % count] for k in range(count)]
-        chosen: list[str] = []
-        candidates = [s for s in spares if load.get(s, 0) < NODES_PER_SPARE]
-        candidates += sorted(away, key=lambda n: _together(domains, n, node))
-        candidates = [n for n in dict.fromkeys(candidates) if n != node and n not in no_room]
-        spares_first = [n for n in candidates if n in spares]
-        spares_first.sort(key=lambda n: (_together(domains, n, node), load.get(n, 0)))
-        for name in [*spares_first, *(n for n in candidates if n not in spares)][:copies]:
-            chosen.append(name)
+        free = [s for s in spares if load.get(s, 0) < NODES_PER_SPARE and s not in no_room]
+        free.sort(key=lambda name: (_together(domains, name, node), load.get(name, 0)))
+        partners = _partners(placement, index, domains, no_room, copies - len(free[:copies]))
+        result[node] = (*free[:copies], *partners)
+        for name in result[node]:
             load[name] = load.get(name, 0) + 1
-        result[node] = tuple(chosen)
     return result
+
+
+def _partners(
+    placement: Sequence[str], index: int, domains: Mapping[str, str], no_room: Set[str], count: int
+) -> list[str]:
+    """Up to `count` active nodes, from half the placement away on: those of other domains first."""
+    node, many = placement[index], len(placement)
+    apart: list[str] = []
+    together: list[str] = []
+    for k in range(many):
+        if len(apart) >= count:
+            break
+        name = placement[(index + many // 2 + k) % many]
+        if name != node and name not in no_room:
+            (together if _together(domains, name, node) else apart).append(name)
+    return [*apart, *together][: max(0, count)]
 
 
 def _together(domains: Mapping[str, str], one: str, other: str) -> bool:
@@ -367,7 +407,7 @@ def missing_replicas(
                     continue
                 if len(have_own) > len(wanted) and not lacks_common:
                     continue
-                sources = copies.sources(key, rank, holder, commons)
+                sources = copies.sources(key, rank, holder, commons if part == ALL else NO_COMMONS)
                 orders.append(Replication(holder, rank, part, sources))
     return orders
 
