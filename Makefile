@@ -4,7 +4,7 @@
 # TORCH_INDEX=URL           where torch comes from, if not from pip's usual index. For the CPU build, which is
 #                           all that demo and tests need: https://download.pytorch.org/whl/cpu
 # PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS and BENCH_FLAGS likewise
-# TEST_WORKERS=2            tests that may run at the same time; those on Slurm and those that measure time never do
+# TEST_WORKERS=3            so many tests run at the same time, except those on Slurm and those that measure time
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,7 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_FLAGS ?=
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 

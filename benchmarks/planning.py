@@ -2,8 +2,8 @@
 """How long the supervisor thinks about checkpoints of a large run: who holds replicas, what to copy, the plan
 of a restore after a lost node.
 
-Processor seconds of pure decisions; what agents would have said is made up: 8 ranks a node, each with a part that all have
-alike. Needs nothing but a minute of one processor, and about 1 GB of memory for 100,000 ranks.
+Processor seconds of pure decisions; what agents would have said is made up: 8 ranks a node, each with a part
+that all have alike. Needs nothing but a minute of one processor, and about 1 GB of memory for 100,000 ranks.
 """
 
 from __future__ import annotations

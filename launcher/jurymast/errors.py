@@ -48,9 +48,15 @@ class ClusterUnavailableError(JurymastError):
 
 
 class RunDirectoryError(JurymastError):
-    """The runs directory cannot be written, or is unsafe (readable by others)."""
+    """The runs directory cannot be written, or a run's is damaged, somebody else's or readable by others."""
 
     exit_code = 73
+
+
+class NotNowError(JurymastError):
+    """The run cannot do now what was asked: it starts, has ended, or no supervisor answers."""
+
+    exit_code = 74
 
 
 class SubmissionError(JurymastError):
@@ -72,7 +78,7 @@ class AuthenticationError(JurymastError):
 
 
 class CheckpointError(JurymastError):
-    """No checkpoint can be read, although some exist, or a save cannot be prepared."""
+    """There is no such checkpoint, it cannot be read, or none can although some exist; a save failed."""
 
     exit_code = 78
 

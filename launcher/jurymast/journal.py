@@ -10,6 +10,7 @@ import math
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,9 @@ from jurymast.rundir import RunDirectory, sync_directory
 VERSION = 1
 # A shared file system that hangs must not stop the recovery: decisions wait this long for the disk.
 FLUSH_LIMIT_S = 0.5
+# What finds no room at the end has no later line to be tried again with.
+LAST_TRIES_S = 2.0
+LAST_TRY_EVERY_S = 0.1
 
 Entry = dict[str, Any]
 
@@ -76,6 +80,10 @@ class JournalWriter:
                     waiting.set()
             if batch[-1] is None:
                 break
+        end = time.monotonic() + LAST_TRIES_S
+        while self._unwritten and time.monotonic() < end:
+            time.sleep(LAST_TRY_EVERY_S)
+            self._write_batch([])
         os.close(self._descriptor)
 
     def _write_batch(self, lines: list[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -33,6 +34,10 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
         raise
     if durable:
         sync_directory(path.parent)
+
+
+# So much room is kept free for the run's last words, which a full disk must not swallow.
+RESERVE_BYTES = 1 << 20
 
 
 def sync_directory(path: Path) -> None:
@@ -107,6 +112,24 @@ class RunDirectory:
     def outcome_file(self) -> Path:
         """How the newest allocation ended, from the supervisor to the batch process."""
         return self.root / "outcome.json"
+
+    @property
+    def reserve_file(self) -> Path:
+        """Takes up the room that the journal's end and the outcome need on a full disk."""
+        return self.root / "reserve"
+
+    def hold_reserve(self) -> None:
+        try:
+            with open(self.reserve_file, "xb", buffering=0) as file:
+                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+        except FileExistsError:
+            return
+        except OSError:  # full already: the next supervisor tries again
+            self.give_reserve_up()
+
+    def give_reserve_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.reserve_file.unlink()
 
     def evidence(self, attempt: int) -> Path:
         """What was seen of an attempt's ranks just before they were stopped for a hang."""

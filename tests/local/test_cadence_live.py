@@ -117,9 +117,9 @@ def test_a_script_with_steps_of_its_own_saves_besides_when_asked(tmp_path: Path)
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
                    arguments=(*TRAIN, "--save-every", "300 steps")) as run:  # fmt: skip
         run.wait_step(10)
-        done = jurymast("save", str(run.directory.root), "--json")
-        step = json.loads(done.stdout)["step"]
-        assert step % 300
+        step = 0
+        while step % 300 == 0:  # a save of its own that comes just then is as good
+            step = json.loads(jurymast("save", str(run.directory.root), "--json").stdout)["step"]
         run.wait_saved((step // 300 + 1) * 300)
         jurymast("cancel", str(run.directory.root))
     by_rank = saved_by_rank(run, 1)

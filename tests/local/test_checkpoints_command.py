@@ -88,6 +88,22 @@ def test_verify_reads_everything(run: RunDirectory, shell: Shell) -> None:
     assert "there is no checkpoint of step 9" in shell("verify", "9", code=78)
 
 
+def test_what_verify_found_is_remembered(run: RunDirectory, shell: Shell) -> None:
+    shell("verify")
+    file = run.checkpoints / "step-00000002" / "__0_0.distcp"
+    flip(file)
+    shell("verify", code=78)
+    (row,) = [row for row in shell.json()["checkpoints"] if row["step"] == 2]
+    assert (row["complete"], row["verified_at"]) == (False, None)
+    assert row["problem"] == "__0_0.distcp is corrupt: its hash does not match"
+    assert "step 2 is damaged, nothing was pinned: __0_0.distcp" in shell("pin", "2", code=78)
+    assert CheckpointDirectory(run.checkpoints).pinned() == set()
+    flip(file)
+    assert shell("verify", "2") == "step 2: good\n"
+    shell("pin", "2")
+    assert shell.json()["checkpoints"][1]["complete"]
+
+
 def test_rollback(run: RunDirectory, shell: Shell) -> None:
     flip(run.checkpoints / "step-00000002" / "__0_0.distcp")
     assert "step 2 is damaged, nothing was rolled back" in shell("rollback", "2", code=78)

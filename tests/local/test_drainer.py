@@ -18,7 +18,7 @@ from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.keeper.copies import local_copies
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage.drainer import Drainer
-from jurymast.storage.local import LocalDirectory
+from jurymast.storage.local import LocalDirectory, remove
 from support.checkpoints import flip
 from support.images import StorageProcess, drain_order, make_image, put_image, simple_images
 from support.ranks import run_ranks, stop_server
@@ -241,6 +241,52 @@ def test_local_images_are_the_images(tmp_path: Path, processes: list[StorageProc
     assert processes[0].carry_out(drain_order("local", root, images))["bytes"] == 0
 
 
+@pytest.mark.parametrize("theirs", ["mode", "owner", "link"])
+def test_a_directory_that_others_were_first_to_make_is_not_used(
+    tmp_path: Path, processes: list[StorageProcess], theirs: str
+) -> None:
+    place, elsewhere = tmp_path / "scratch" / "jurymast-0", tmp_path / "elsewhere"
+    images = simple_images(tmp_path / "i")
+    order = drain_order("local", place / "run", images)
+    assert processes[0].carry_out(order)["said"] == "done"
+    assert oct(place.stat().st_mode & 0o777) == "0o700"
+    assert len(local_copies(place / "run")) == 1
+    if theirs == "mode":
+        place.chmod(0o770)
+    elif theirs == "owner":
+        _give_away(place)
+    else:
+        place.rename(elsewhere)
+        place.symlink_to(elsewhere)
+    assert local_copies(place / "run") == []
+    for answer in (
+        processes[0].carry_out({**order, "step": 20, "images": simple_images(tmp_path / "j", step=20)}),
+        processes[0].carry_out({"do": "prune", "tier": "local", "root": str(place / "run"), "keep": 0}),
+    ):
+        assert answer["said"] == "failed"
+        assert f"{place} is not this user's own" in answer["why"]
+    remove(place / "run")
+    assert LocalDirectory(place / "run").states() == [(10, 1)]
+
+
+@pytest.mark.parametrize("name", ["rank-00000.image", "rank-00000.manifest"])
+def test_files_of_another_user_are_no_images(
+    tmp_path: Path, processes: list[StorageProcess], name: str
+) -> None:
+    root = tmp_path / "run"
+    processes[0].carry_out(drain_order("local", root, simple_images(tmp_path / "i")))
+    assert len(local_copies(root)) == 1
+    _give_away(LocalDirectory(root).path(10, 1) / name)
+    assert local_copies(root) == []
+
+
+def _give_away(path: Path) -> None:
+    try:
+        os.chown(path, 65534, -1)
+    except PermissionError:
+        pytest.skip("only root can make another user's file")
+
+
 def test_local_disk_keeps_the_newest_attempts_steps(tmp_path: Path, processes: list[StorageProcess]) -> None:
     root = tmp_path / "run"
     directory = LocalDirectory(root)
@@ -265,7 +311,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")

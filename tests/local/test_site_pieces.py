@@ -265,6 +265,7 @@ def test_the_health_check_without_slurm_says_so_and_does_nothing(tmp_path: Path)
 
 
 SINFO = """
+if [ -e {here}/away ] && [ -e {here}/called ]; then echo Unable to contact slurm controller >&2; exit 1; fi
 case "$*" in
 *--nodes=n1*) cat {here}/n1;;
 *) echo "n1|$(cat {here}/n1)"; for n in 2 3 4 5; do echo "n$n|$(cat {here}/others)"; done; cat {here}/idle;;
@@ -279,40 +280,70 @@ esac
 """
 
 
+BAD = '{"verdict": "bad", "findings": [{"verdict": "bad", "kind": "hardware", "code": "gpu-lost"}]}'
+TOO_MANY = "ALERT: not drained after all, because drained within the hour are already 4, most is 4: "
+
+
+def drained(s_ago: float) -> str:
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - s_ago))
+    return f"drained|jurymast: [hardware] code=gpu-lost gpu=1 job=- ts={stamp} boot=x\n"
+
+
+def five_of_500(here: Path, others_s_ago: float | None) -> Path:
+    """The configuration of n1's health check, which finds it bad; four others come out, for drains of so
+    long ago, between its look at them and its own drain."""
+    (here / "after").write_text("idle|none\n" if others_s_ago is None else drained(others_s_ago))
+    (here / "idle").write_text("".join(f"n{number}|idle|none\n" for number in range(6, 501)))
+    for name in ("n1", "others"):
+        (here / name).write_text("idle|none\n")
+    for name, script in (("squeue", ""), ("sinfo", SINFO), ("scontrol", SCONTROL)):
+        (here / name).write_text("#!/bin/sh\n" + script.format(here=here))
+        (here / name).chmod(0o755)
+    spool = here / "spool"
+    spool.mkdir()
+    spool.chmod(0o1733)
+    config = here / "site.ini"
+    config.write_text(
+        f"[health]\ncommand = /bin/echo {shlex.quote(BAD)}\n[drain]\nown_findings = yes\n"
+        f"[verdicts]\nspool = {spool}\n[files]\nstate = {here}/state\nlog = {here}/log\n"
+        f"[slurm]\nbin = {here}\n"
+    )
+    return config
+
+
 @pytest.mark.parametrize(
     ("others_s_ago", "stays"), [(None, False), (60.0, True), (3000.0, True), (3700.0, False)]
 )
 def test_of_many_nodes_that_drain_at_once_none_stays_out_beyond_the_limit(
     tmp_path: Path, others_s_ago: float | None, stays: bool
 ) -> None:
-    """Four others come out between this node's look at them and its own drain."""
-    bad = '{"verdict": "bad", "findings": [{"verdict": "bad", "kind": "hardware", "code": "gpu-lost"}]}'
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - (others_s_ago or 0.0)))
-    out = f"drained|jurymast: [hardware] code=gpu-lost gpu=1 job=- ts={stamp} boot=x\n"
-    (tmp_path / "after").write_text("idle|none\n" if others_s_ago is None else out)
-    (tmp_path / "idle").write_text("".join(f"n{number}|idle|none\n" for number in range(6, 501)))
-    for name in ("n1", "others"):
-        (tmp_path / name).write_text("idle|none\n")
-    for name, script in (("squeue", ""), ("sinfo", SINFO), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text("#!/bin/sh\n" + script.format(here=tmp_path))
-        (tmp_path / name).chmod(0o755)
-    spool = tmp_path / "spool"
-    spool.mkdir()
-    spool.chmod(0o1733)
-    config = tmp_path / "site.ini"
-    config.write_text(
-        f"[health]\ncommand = /bin/echo {shlex.quote(bad)}\n[drain]\nown_findings = yes\n"
-        f"[verdicts]\nspool = {spool}\n[files]\nstate = {tmp_path}/state\nlog = {tmp_path}/log\n"
-        f"[slurm]\nbin = {tmp_path}\n"
-    )
+    config = five_of_500(tmp_path, others_s_ago)
     assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0
     assert (tmp_path / "n1").read_text().startswith("idle" if stays else "drained|jurymast: [hardware] code=")
     called = (tmp_path / "called").read_text()
     assert ("State=DRAIN" in called, "State=RESUME" in called) == (True, stays)
-    words = (
-        "ALERT: not drained after all, because drained within the hour are already 4, most is 4: jurymast: "
-    )
-    assert (words in (tmp_path / "log").read_text()) == stays
+    assert (TOO_MANY in (tmp_path / "log").read_text()) == stays
+
+
+@pytest.mark.parametrize(("others_s_ago", "stays"), [(None, False), (60.0, True)])
+def test_a_node_that_could_not_look_at_the_others_any_more_does_so_in_its_next_round(
+    tmp_path: Path, others_s_ago: float | None, stays: bool
+) -> None:
+    """Also when that round finds nothing of its own: a verdict is read only once."""
+    config = five_of_500(tmp_path, others_s_ago)
+    (tmp_path / "away").touch()  # slurmctld, from the drain on
+    assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 1
+    assert (tmp_path / "n1").read_text().startswith("drained")
+    (tmp_path / "away").unlink()
+    config.write_text(config.read_text().replace("own_findings = yes", "own_findings = no"))
+    assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0
+    assert (tmp_path / "n1").read_text().startswith("idle" if stays else "drained|jurymast: [hardware] code=")
+    assert (TOO_MANY in (tmp_path / "log").read_text()) == stays
+    # Once it has looked, those that come out later do not bring it back.
+    (tmp_path / "others").write_text(drained(0.0))
+    before = (tmp_path / "n1").read_text()
+    assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0
+    assert (tmp_path / "n1").read_text() == before
 
 
 def test_the_programs_import_nothing_of_a_users(tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ def test_a_slow_node_is_swapped_and_the_run_ends_with_the_same_bits(
     assert "local-2" not in state.placement
     told = [event for event in run.events() if isinstance(event, ev.Straggling)]
     assert {event.node for event in told} == {"local-2"}
-    assert told[0].own_s > SLOW_S > told[0].typical_s
+    # Its first window may have begun before it was slow.
+    assert told[0].own_s > 0.5 * SLOW_S > told[0].typical_s
     assert told[0].lost_s > 0.5 * SLOW_S
     assert incident.step_restored is not None
     assert incident.step_restored >= incident.step_lost_from - 20, "it was saved first"

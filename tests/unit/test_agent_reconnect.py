@@ -1,4 +1,4 @@
-"""How an agent that lost its connection finds a supervisor again, when shared storage is slow to say where."""
+"""How an agent that lost its connection finds a supervisor again, also while shared storage is slow."""
 
 from __future__ import annotations
 

@@ -307,3 +307,12 @@ def check_blames(story: Story, told: dict[str, set[str]], limit: int) -> None:
     blamed = {name for name in out if not state.nodes[name].reason.startswith(("cleared", "no longer"))}
     assert len(blamed) <= limit
     assert len({b.node for b in state.blames if b.at > state.now - HOUR_S}) <= PER_HOUR
+
+
+def test_a_full_shared_disk_raises_an_alert_on_a_single_node_too() -> None:
+    story = Story(active=1, spares=0).running()
+    (alert,) = found(story, "n1", "storage-full", "/runs")
+    assert isinstance(alert, RaiseAlert)
+    assert alert.reason.startswith("storage-full on /runs: ")
+    assert role(story, "n1") is Role.ACTIVE
+    assert story.state.incidents == []

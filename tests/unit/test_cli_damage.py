@@ -7,14 +7,15 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jurymast.cli.main import main
-from jurymast.core.settings import RunPlan
+from jurymast.core import events as ev
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
-from support.commands import RUN, Place, crash_loop, swapped
+from support.commands import RUN, Place, swapped
 
 NOBODY = 65534
 MINE = "20261118-100000-mine-bbbb"
@@ -57,17 +58,18 @@ def among_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
             os.seteuid(0)
 
 
-SUBMIT = ["submit", "--dry-run", "--json", "--", "train.py"]
+SUBMIT = ["submit", "--dry-run", "--", "train.py"]
 
 
 def test_other_peoples_runs_are_passed_over(among_others: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["ps", "--all"], ["nodes", "--all"], ["status", MINE], SUBMIT):
-        assert main(list(words)) == 0, capsys.readouterr().err
-        out = capsys.readouterr().out
-        assert RUN not in out
-        assert MINE in out or words[0] in ("nodes", "submit")
-        if words[0] == "submit":
-            assert "of 1 earlier run," in json.loads(out)["plan"]["earlier_text"]
+    def told(command: str, *words: str) -> Any:
+        assert main([command, "--json", *words]) == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    assert [row["directory"] for row in told("ps", "--all")] == [str(among_others.runs / MINE)]
+    assert {row["runs"] for row in told("nodes", "--all")} == {1}
+    assert told("status", MINE)["state"] == "succeeded"
+    assert " of 1 earlier run," in told(*SUBMIT)["plan"]["earlier_text"]
 
 
 @pytest.mark.parametrize("command", ["status", "cancel", "report", "checkpoints"])
@@ -118,3 +120,86 @@ def test_a_full_disk_at_submit_leaves_no_directory(place: Place, monkeypatch: py
     with pytest.raises(RunDirectoryError, match="No space left"):
         directory.create()
     assert not directory.root.exists()
+
+
+# Journals of which something is missing.
+
+
+def two_epochs(place: Place) -> RunDirectory:
+    story = swapped(finished=False)
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node="n2"))
+    return place.story(story.stepped(70).finished())
+
+
+def shown(place: Place, says: str) -> None:
+    """By the views, and as data."""
+    assert any(says in text for text in place.json("status", RUN)["warnings"])
+    assert any(says in text for text in place.json("report", RUN)["warnings"])
+    for command in ("status", "report"):
+        assert f"warning    {says}" in place.good(command, RUN)
+    assert says in place.run("events", RUN).stderr
+
+
+def test_a_whole_journal_is_not_warned_of(place: Place) -> None:
+    two_epochs(place)
+    told = place.run("events", RUN)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert not any("journal" in text or "epoch" in text for text in place.json("status", RUN)["warnings"])
+
+
+def test_the_first_epoch_is_gone(place: Place) -> None:
+    directory = two_epochs(place)
+    next(directory.journal_files()).unlink()
+    shown(place, "the journal begins with epoch-000002.jsonl: what came before is not shown")
+
+
+def test_the_first_epoch_lost_its_beginning(place: Place) -> None:
+    first, _ = two_epochs(place).journal_files()
+    lines = first.read_bytes().splitlines(keepends=True)
+    first.write_bytes(b"".join(lines[5:]))
+    shown(place, "epoch-000001.jsonl: 5 entries missing")
+
+
+def test_the_first_epoch_ends_within_a_line(place: Place) -> None:
+    first, _ = two_epochs(place).journal_files()
+    lines = first.read_bytes().splitlines()
+    first.write_bytes(b"\n".join(lines)[:-9])
+    shown(place, f"epoch-000001.jsonl: line {len(lines)} could not be read")
+
+
+def test_garbage_in_the_last_file(place: Place) -> None:
+    _, last = two_epochs(place).journal_files()
+    lines = last.read_bytes().splitlines(keepends=True)
+    lines[1:1] = [b"\x00\xff garbage\n", b"[]\n"]
+    last.write_bytes(b"".join(lines))
+    shown(place, "epoch-000002.jsonl: lines 2, 3 could not be read")
+    view = place.json("status", RUN)
+    assert (view["state"], view["step"]) == ("succeeded", 70), "the rest counts"
+
+
+def test_no_journal_at_all(place: Place) -> None:
+    directory = two_epochs(place)
+    for path in list(directory.journal_files()):
+        path.unlink()
+    place.program("squeue", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    shown(place, "there is no journal in ")
+    assert place.json("report", RUN)["until"] is None
+    assert "1970" not in place.good("report", RUN)
+    page = place.root / "page.html"
+    assert place.run("report", RUN, "--html", str(page)).returncode == 0
+    assert "1970" not in page.read_text()
+
+
+# Steps that are in no checkpoint.
+
+
+def test_steps_that_the_end_lost_are_told(place: Place) -> None:
+    place.story(swapped())
+    says = "the last 20 steps are in no checkpoint (the newest is step 40)"
+    for command in ("status", "report"):
+        assert any(says in text for text in place.json(command, RUN)["warnings"])
+
+
+def test_an_end_that_was_saved_is_not_warned_of(place: Place) -> None:
+    place.story(swapped(finished=False).saved(60).finished())
+    assert place.json("report", RUN)["warnings"] == []

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from jurymast.cli.find import find_run
+from jurymast.cli.main import main
+from jurymast.cli.options import size
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunNotFoundError
 from jurymast.rundir import RunDirectory
@@ -64,6 +66,16 @@ BAD: list[tuple[str, int, str, str]] = [
     ("policy check bad.yaml", 65, "bad.yaml:2: detect.heartbeat: 1 is no duration", ""),
     ("policy show none.yaml", 65, "none.yaml: cannot be read", ""),
     ("--verison", 64, "no such option", "--version"),
+    ("submit -- python train.py", 64, "leave python out", "-- SCRIPT.py"),
+    ("submit -- /usr/bin/python3.11 -u train.py", 64, "leave /usr/bin/python3.11 out", "-- SCRIPT.py"),
+    ("submit -- torchrun --nnodes 2 train.py", 64, "leave torchrun out", "-- SCRIPT.py"),
+    ("submit -- -m no.such.module", 66, "there is no module no.such.module", "-m MODULE"),
+    ("submit -- -m json.nothing", 66, "there is no module json.nothing (no nothing in json)", "-m MODULE"),
+    ("submit --runs new%j -- train.py", 73, "has what Slurm cannot have in a path", "--runs DIR"),
+    ("plan -N 4 --checkpoint-bytes 5XB", 64, "5XB is no size", "5e12 or 5TB"),
+    ("plan -N 4 --checkpoint-bytes 0", 64, "0 is no size", "jurymast plan --help"),
+    ("ps --runs does/not/exist", 73, "there is no directory", "does/not/exist"),
+    ("nodes --runs does/not/exist", 73, "there is no directory", "does/not/exist"),
 ]
 
 
@@ -117,6 +129,25 @@ def test_a_dry_run_needs_no_slurm_and_leaves_nothing(place: Path) -> None:
     assert "#SBATCH --no-kill" in people.stdout
 
 
+def test_a_run_that_nobody_watches_any_more_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted as early as can be: the run is submitted, and nothing follows it yet."""
+
+    def interrupted(directory: str) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jurymast.report.follow.wait", interrupted)
+    monkeypatch.setattr("jurymast.cluster.local.submit_local", lambda directory: 7)
+    monkeypatch.chdir(place)
+    runs = place / "my runs"
+    assert main(["submit", "--cluster", "local", "--runs", str(runs), "--wait", "--", "train.py"]) == 130
+    (run,) = runs.iterdir()
+    said = capsys.readouterr()
+    assert said.out.startswith(f"run        {run.name}\n")
+    assert said.err == (f"the run goes on; jurymast cancel '{run}' ends it\n\njurymast: error: interrupted\n")
+
+
 def test_a_local_dry_run_says_what_it_does_not_use(place: Path) -> None:
     done = jurymast(place, "submit", "--cluster", "local", "--dry-run", "--time", "60", "--", "train.py")
     assert done.returncode == 0
@@ -159,6 +190,74 @@ def test_output_into_a_closed_pipe_ends_quietly(place: Path) -> None:
         check=False,
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("module", ["json.tool", "train", "inside.deeper"])
+def test_a_module_is_looked_for_without_being_imported(place: Path, module: str) -> None:
+    (place / "inside").mkdir()
+    for name in ("__init__.py", "deeper.py"):
+        (place / "inside" / name).write_text("raise SystemExit('imported')\n")
+    done = jurymast(place, "submit", "--dry-run", "--", "-m", module)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("5e12", 5e12),
+        ("5TB", 5e12),
+        ("5000 GB", 5e12),
+        ("5T", 5e12),
+        ("5000000000000", 5e12),
+        ("1.5GiB", 1.5 * 2**30),
+    ],
+)
+def test_a_size_may_have_a_unit(text: str, number: float) -> None:
+    assert size(text) == number
+
+
+@pytest.mark.parametrize("words", [(), ("policy",)])
+def test_a_bare_command_shows_its_help(place: Path, words: tuple[str, ...]) -> None:
+    done = jurymast(place, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == jurymast(place, *words, "--help").stdout
+
+
+def test_output_that_finds_no_room_is_one_line(place: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(LAUNCHER), "JURYMAST_SITE": ""}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "jurymast", "submit", "--dry-run", "--", "train.py"], cwd=place,
+            env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    said = "jurymast: error: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (73, said)
+
+
+def test_a_working_directory_that_is_gone_is_one_line(place: Path) -> None:
+    gone = place / "gone"
+    gone.mkdir()
+    program = (
+        f"import os, sys; os.rmdir({str(gone)!r}); from jurymast.cli.main import main; sys.exit(main(['ps']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(LAUNCHER)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=gone,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (73, "")
+    assert done.stderr == "jurymast: error: the working directory is gone: cd to one that is there\n"
+
+
+def test_help_names_values_in_words(place: Path) -> None:
+    for name in ("simulate", "plan", "submit", "logs", "save"):
+        shown = jurymast(place, name, "--help").stdout
+        assert "RANGE" not in shown, name
+        assert "TEXT" not in shown, name
 
 
 def make_run(runs: Path, name: str, *jobs: str) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,35 @@ def test_status_of_a_failed_run_names_rank_node_and_traceback(place: Place) -> N
     shown = place.good("status", RUN)
     assert "cause      worker_exception (rank 1, node n3)" in shown
     assert '    File "train.py", line 7' in shown
+
+
+def test_what_a_script_said_is_cut_and_told_once(place: Place) -> None:
+    story = Story().running()
+    for _ in range(3):
+        story.failed(1, error="ValueError", message="bad\n\x1b[31m" + "x" * 1000)
+        story.stopped()
+        if not story.state.ended:
+            story.backed_off().ranks_up().restored(0)
+    place.story(story)
+    shown = place.good("status", RUN)
+    assert "\x1b" not in shown
+    assert ", exit code 1: crash loop: the same failure 3 times without a new step\n" in shown
+    assert "decision   stop: crash loop: the same failure 3 times without a new step\n" in shown
+    assert shown.count("ValueError: bad \ufffd[31mxxx") == 1 + 3, "the evidence, and a line an incident"
+    assert max(map(len, shown.splitlines())) < 700
+    told = place.good("events", RUN).splitlines()
+    assert all(line.startswith("2026-") for line in told), "one line each"
+    whole = place.json("status", RUN)
+    assert "x" * 1000 in whole["end_reason"]
+    assert "\n" in whole["incidents"][0]["evidence"]
+
+
+def test_an_endless_command_line_is_cut(place: Place) -> None:
+    story = swapped()
+    story.plan = replace(story.plan, arguments=("--data", "y" * 100_000))
+    place.story(story)
+    assert len(place.good("report", RUN)) < 10_000
+    assert place.json("report", RUN)["provenance"]["arguments"][1] == "y" * 100_000
 
 
 def test_status_watch_ends_with_the_run(place: Place) -> None:
@@ -212,8 +242,9 @@ MISTAKES: list[tuple[str, int, str, str]] = [
     ("status", 64, "missing argument 'RUN'", "jurymast status --help"),
     ("logs {run}", 67, "there is no log for attempt", ""),
     ("logs {run} --job --rank 1", 64, "it has neither ranks nor attempts", ""),
-    ("restart {run}", 64, "the run has ended (succeeded: every rank ended with exit code 0)", ""),
-    ("drain {run} n1", 64, "there is nothing to drain", ""),
+    ("restart {run}", 74, "the run has ended (succeeded: every rank ended with exit code 0)", ""),
+    ("drain {run} n1", 74, "there is nothing to drain", ""),
+    ("checkpoints {run} --object nonsense", 64, "--object nonsense: no URL", "s3://"),
     ("report {run} --html /nowhere/page.html", 73, "cannot write /nowhere/page.html", ""),
     ("report {run} --html x --compare {run}", 64, "do not go together", ""),
     ("report {run} --compare nowhere", 67, "there is no run nowhere", ""),
@@ -308,19 +339,49 @@ def test_what_is_asked_reaches_the_supervisor(
 
 def test_a_refusal_is_told(place: Place) -> None:
     directory = place.story(swapped(finished=False))
-    with supervisor(directory, {"ok": False, "why": "no node 'x' in this run"}):
-        done = place.run("drain", RUN, "x")
+    with supervisor(directory, {"ok": False, "why": "the run is starting: no steps are being done"}):
+        done = place.run("save", RUN)
+    assert done.returncode == 74
+    assert "the supervisor refuses: the run is starting" in done.stderr
+
+
+def test_a_node_that_the_run_does_not_have_is_not_drained(place: Place) -> None:
+    place.story(swapped(finished=False))
+    done = place.run("drain", RUN, "n22")
     assert done.returncode == 64
-    assert "the supervisor refuses: no node 'x' in this run" in done.stderr
+    assert "no node n22 in this run (did you mean n2?)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("spares", "requeue", "node", "says"),
+    [
+        (1, True, "n2", "a spare takes its place"),
+        (1, True, "n1", "it has no ranks"),
+        (0, True, "n1", "no spare is ready: the job will be requeued without it"),
+        (0, False, "n1", "no spare is ready and the job must not be requeued: THE RUN WILL END"),
+    ],
+)
+def test_a_drain_says_what_will_happen(
+    place: Place, spares: int, requeue: bool, node: str, says: str
+) -> None:
+    story = Story(spares=spares, requeue=requeue).running(40)
+    directory = place.story(story)
+    with supervisor(directory, {"ok": True}):
+        assert place.good("drain", RUN, node).endswith(f": {says}\n")
+    if node in story.state.placement:
+        story.asked("drain", node)
+        story.stopped()
+        action = "swap" if spares else "requeue" if requeue else "stop"
+        assert story.incident.action == action, "what was said is what is decided"
 
 
 def test_nobody_answers(place: Place) -> None:
     directory = place.story(swapped(finished=False))
     done = place.run("restart", RUN)
-    assert (done.returncode, done.stdout) == (79, "")
+    assert (done.returncode, done.stdout) == (74, "")
     assert "no supervisor answers" in done.stderr
     endpoint.announce(directory.epochs, endpoint.Endpoint(1, ("127.0.0.1",), 1, "n1", "17.0", 1))
-    assert place.run("restart", RUN).returncode == 79
+    assert place.run("restart", RUN).returncode == 74
 
 
 def test_somebody_else_at_the_supervisors_port_is_not_asked(place: Place, tmp_path: Path) -> None:
@@ -331,7 +392,7 @@ def test_somebody_else_at_the_supervisors_port_is_not_asked(place: Place, tmp_pa
         theirs = endpoint.find(other.epochs)
         assert theirs is not None
         endpoint.announce(directory.epochs, theirs)
-        assert place.run("restart", RUN).returncode == 79
+        assert place.run("restart", RUN).returncode == 74
     assert heard == []
 
 

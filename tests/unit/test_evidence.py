@@ -83,11 +83,12 @@ def test_no_counter_is_no_count(tmp_path: Path) -> None:
     assert oom_kills(tmp_path / "gone") is None
 
 
-def test_the_end_of_a_log_goes_with_a_signal_only(tmp_path: Path) -> None:
+def test_what_of_the_log_goes_with_an_end(tmp_path: Path) -> None:
     log = tmp_path / "rank.log"
-    log.write_text("x" * 3 * LOG_BYTES + "\nstep 7\n\nstep 8\n  in train\n")
-    assert Evidence().look(-9, log)["log"] == "step 7 | step 8 | in train"
-    assert "log" not in Evidence().look(1, log)
+    log.write_text("x" * 3 * LOG_BYTES + "\nstep 7\n\nstep 8\nno data at /d\n")
+    told = {code: Evidence().look(code, log).get("log") for code in (-11, -9, -15, 1, 0)}
+    assert told == {-11: "step 7 | step 8 | no data at /d", -9: "", -15: "", 1: "no data at /d", 0: None}
+    assert "log" not in Evidence().look(1), "an exception has its own words"
     assert 0.0 <= Evidence().look(-7, log)["shm_used"] <= 1.0
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from jurymast.keeper import scrub
+from jurymast.keeper import loans, scrub
 from jurymast.keeper.buffers import ROUND_BYTES, Buffer
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.limits import Room
@@ -147,6 +149,60 @@ def test_the_drainer_reads_a_copy_where_memory_allows_and_keeps_no_slot_busy(sca
             await until("slot", lambda: rank.writable() == [first])
 
     run(work())
+
+
+@pytest.mark.parametrize("during", ["the question for memory", "the copy"])
+def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
+    monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    written: list[Buffer] = []
+    copying = loans._copy
+
+    def halted() -> None:
+        reached.set()
+        assert go_on.wait(30)
+
+    def room() -> Room:
+        if during == "the question for memory" and asking:
+            halted()
+        return Room(1 << 40, "plenty")
+
+    def copy(source: Buffer, target: Buffer, size: int) -> None:
+        written.append(target)
+        if during == "the copy":
+            halted()
+        copying(source, target, size)
+
+    asking: list[bool] = []
+    monkeypatch.setattr(loans, "_copy", copy)
+
+    async def work() -> None:
+        async with keeper(room=room) as (one, _):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            first = await saved(one, rank, 10)
+            asking.append(True)
+            lending = asyncio.ensure_future(one.lend(10, 1, 0))
+            await until("the thread", reached.is_set)
+            lending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await lending
+            if during == "the copy":
+                (other,) = await one.memory.take(1, SIZE, "the next who asks")
+                assert written
+                assert other not in written
+            asking.clear()
+            go_on.set()
+            await saved(one, rank, 20)
+            one.committed(20, 1)
+            await until("the slot", lambda: rank.writable() == [first])
+            await until("its copy", lambda: one.memory.idle_bytes > 0)
+
+    try:
+        run(work())
+    finally:
+        go_on.set()
 
 
 def test_images_of_dead_ranks_void_steps_and_other_ranks_are_not_held() -> None:

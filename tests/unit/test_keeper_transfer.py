@@ -12,13 +12,15 @@ import sys
 import termios
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.keeper import serve
+from jurymast.keeper.copies import Copies
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import Restore, Word
@@ -47,6 +49,7 @@ from support.waiting import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 KEY = (10, 1, 0)
 PIECE = 1 << 16
+LIMIT_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +230,57 @@ def test_who_does_not_know_the_secret_gets_nothing() -> None:
             assert len(told.of("unrestorable")) == 1
 
     run(work())
+
+
+def test_a_handshake_has_one_deadline_however_it_drips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 0.5)
+    ours, theirs = _connected_pair()
+    over = threading.Event()
+
+    def drip() -> None:
+        while not over.wait(0.1):
+            theirs.send(b"x")
+
+    stranger = threading.Thread(target=drip)
+    with ours, theirs:
+        stranger.start()
+        try:
+            with pytest.raises(TimeoutError):
+                stream.accept(ours, SECRET)
+        finally:
+            over.set()
+            stranger.join()
+
+
+def _connected_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        return listener.accept()[0], theirs
+
+
+def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve, "UNPROVEN_MAX", 4)
+    monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
+    server = serve.Server(Copies(), SECRET, lambda copy: None)
+    with ExitStack() as closed:
+        closed.callback(server.close)
+
+        def strangers() -> list[socket.socket]:
+            where = ("127.0.0.1", server.port)
+            return [closed.enter_context(socket.create_connection(where, LIMIT_S)) for _ in range(10)]
+
+        for stranger in strangers()[:6]:
+            while stranger.recv(4096):
+                pass  # until the server hangs up
+        peer = stream.connect("127.0.0.1", server.port, SECRET, LIMIT_S)
+        closed.callback(peer.close)
+        for stranger in strangers()[:6]:
+            while stranger.recv(4096):
+                pass
+        peer.send({"get": "manifest", "step": 1, "attempt": 1, "rank": 0})
+        assert "error" in peer.receive()
 
 
 def test_what_is_no_request_ends_the_connection() -> None:

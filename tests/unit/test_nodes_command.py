@@ -139,6 +139,9 @@ def test_three_strikes_are_for_good_until_somebody_forgives(place: Place) -> Non
     assert "keeps out n3 for good: 3 strikes" in place.submit("--nodes", "2")[1]
     assert not any(row["excluded"] for row in place.rows("--forgive", "n3"))
     assert "keeps out" not in place.submit("--nodes", "2")[1]
+    done = place.run("nodes", "--forgive", "n33")
+    assert (done.returncode, done.stdout) == (64, "")
+    assert "knows a node n33 (did you mean n3?)" in done.stderr
 
 
 def test_no_run_is_left_without_enough_nodes(place: Place) -> None:

@@ -8,12 +8,14 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.settings import Settings
+from jurymast.core.state import Alert
 from jurymast.report import follow, gantt
 from jurymast.report.follow import Follower, Progress, end_lines, wait
 from jurymast.report.html import page
@@ -24,7 +26,7 @@ from jurymast.report.report_text import compare_blocks, report_blocks
 from jurymast.report.sentences import sentence
 from jurymast.report.tail import FileTail
 from jurymast.report.text import status_blocks
-from jurymast.report.view import Watcher, read_status
+from jurymast.report.view import Watcher, read_status, status_view
 from jurymast.report.words import duration, node_time, size, some, squeue_time
 from support.stories import START, Story
 
@@ -145,6 +147,21 @@ def test_warnings_name_failed_saves_and_a_journal_that_is_behind(tmp_path: Path)
     assert view["warnings"][1].startswith("the journal is 90.0 s old")
 
 
+def test_the_supervisor_is_believed_where_the_journal_is_behind(tmp_path: Path) -> None:
+    story = swapped()
+    alert = Alert("storage full", story.t, story.t, "storage-full on /runs: 100 % full", {"n1": None})
+    told = {
+        "ok": True, "state": "succeeded", "step": 99, "alerts": [asdict(alert)],
+        "waits": "the checkpoint of step 99 is on its way to /runs", "journal": "No space left on device",
+    }  # fmt: skip
+    view = status_view(watcher(story, tmp_path), ALIVE, story.t + 90.0, told)
+    assert (view["state"], view["step"], view["exit_code"]) == ("succeeded", 99, None)
+    assert "(No space left on device): what is shown here is 90.0 s old" in view["warnings"][0]
+    shown = text(status_blocks(view, now=story.t))
+    assert "; the checkpoint of step 99 is on its way to /runs (jurymast cancel gives it up)" in shown
+    assert "on n1: storage-full on /runs" in shown
+
+
 @pytest.mark.parametrize(
     ("story", "words"),
     [
@@ -249,14 +266,15 @@ def test_the_report_text(tmp_path: Path) -> None:
     shown = text(report_blocks(report_view(watcher(story, tmp_path), ENDED, story.t)))
     lines = shown.splitlines()
     assert lines[0].startswith(f"run {story.plan.run}: succeeded (final, up to 2026-")
-    assert re.fullmatch(r"ETTR +\d+\.\d %   time in steps that counted / .*", lines[2])
+    assert lines[1].startswith("warning    the last 20 steps are in no checkpoint (the newest is step 40): ")
+    assert re.fullmatch(r"ETTR +\d+\.\d %   time in steps that counted / .*", lines[3])
     assert re.search(r"^step +\d+\.\d node-s +\d+\.\d %  #+ +steps done for the first time$", shown, re.M)
     assert re.search(r"^total +\d+\.\d node-(s|min) +100\.0 %$", shown, re.M)
     assert re.search(r"^1  .* node_lost  n3    swap +1\.60 +0\.30 +-", shown, re.M)
     assert re.search(
         r"^  #1 n3: silent for 1.6 s \(limit 1.5 s\) \(step 50, restored 40: .+ from shared\)$", shown, re.M
     )
-    assert "     swap: n3: silent for 1.6 s (limit 1.5 s); replaced: n3 out, a spare in" in shown
+    assert "     swap: replaced: n3 out, a spare in\n" in shown, "the line above has the evidence"
     assert "MTBF " in shown
     assert "cadence    policy: 20 steps; 1 save, stall 400 ms, 4 MB each; at this MTBF best: every" in shown
 

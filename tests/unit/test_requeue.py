@@ -1,4 +1,4 @@
-"""A requeue that must come off: slurmctld may be away just then, or a successor may be about to ask for it."""
+"""A requeue that must come off: slurmctld may be away just then, or a successor be about to ask for it."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ def test_a_slurmctld_that_stays_away_is_given_up(root: Path, monkeypatch: pytest
 def superseded(cluster: Cluster, limit_s: float) -> Iterator[subprocess.Popen[bytes]]:
     """The batch process of a job whose supervisor another node's has replaced; that one decided to requeue,
     and wrote so."""
-    environment = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
+    names = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
     command = [sys.executable, "-c", BATCH, str(cluster.directory.root), str(limit_s)]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True) as batch:
+    with subprocess.Popen(command, env={**os.environ, **names}, start_new_session=True) as batch:
         try:
             wait_until("supervisor", lambda: find(cluster.directory.epochs), LIMIT_S)
             wait_until("srun", (cluster.root / "srun").exists, LIMIT_S)

@@ -145,6 +145,28 @@ def test_a_heap_of_verdicts_costs_little(spool: Path) -> None:
 
 
 @needs_root
+def test_one_user_s_heap_keeps_no_other_user_from_being_heard(spool: Path) -> None:
+    for number in range(2 * READ_MAX):
+        (spool / f"n1.{number:05d}").write_bytes(b"x")
+    (spool / "n1.b").write_bytes(b"honest")
+    os.chown(spool / "n1.b", 2_000_002, -1)
+    assert read(spool) == [b"x"] * READ_MAX + [b"honest"]
+    assert list(spool.iterdir()) == []
+
+
+@needs_root
+def test_links_to_a_user_s_files_are_not_counted_as_theirs(spool: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"x")
+    os.chown(theirs, 2_000_002, -1)
+    for number in range(2 * READ_MAX):
+        os.link(theirs, spool / f"n1.a{number}")
+    (spool / "n1.b").write_bytes(b"honest")
+    os.chown(spool / "n1.b", 2_000_002, -1)
+    assert read(spool)[-1] == b"honest"
+
+
+@needs_root
 def test_directories_keep_nobody_from_being_heard(spool: Path) -> None:
     for number in range(2 * READ_MAX):
         (spool / f"n1.a{number}" / "filled").mkdir(parents=True)

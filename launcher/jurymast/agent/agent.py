@@ -372,7 +372,8 @@ class Agent:
             self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
             log = self._directory.rank_log(message["attempt"], message["rank"])
             told = {key: value for key, value in message.items() if key != "host"}
-            self._tell("failed", **told, **self._evidence.look(message["exit_code"], log))
+            look_at = None if message.get("error") else log  # an exception has its own words
+            self._tell("failed", **told, **self._evidence.look(message["exit_code"], look_at))
         elif said == "finished":
             self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
             self.ranks_state, self._pids, self._store_port = "finished", [], 0

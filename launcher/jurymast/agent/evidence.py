@@ -15,6 +15,9 @@ LOG_LIMIT_S = 0.2
 LOG_BYTES = 16_000
 LOG_LINES = 3
 LOG_CHARACTERS = 600
+# A rank that dies of these (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV) may have said why. Other signals came
+# from somebody else: what the rank wrote just before has nothing to do with them.
+CRASHES = frozenset({-4, -6, -7, -8, -11})
 # Where a crash begins to tell of itself: Python's fault handler, C++, NCCL's watchdog, assertions.
 _TELLING = re.compile(
     r"fatal python error|terminate called|what\(\):|watchdog|assert|\berror\b", re.IGNORECASE
@@ -39,8 +42,8 @@ class Evidence:
         if kills is not None:
             kills = max(0, kills - (self._before or 0))
         found: dict[str, Any] = {"oom_kills": kills, "shm_used": round(used_share(SHM), 4)}
-        if exit_code < 0 and log is not None:
-            found["log"] = end_of(log)
+        if log is not None and exit_code != 0:
+            found["log"] = end_of(log) if exit_code in CRASHES else last_line(log) if exit_code > 0 else ""
         return found
 
 
@@ -92,21 +95,30 @@ def used_share(path: str) -> float:
 def end_of(log: Path) -> str:
     """What a log ends with, lines joined with " | ": from the last one that tells of an error on, else the
     last ones. "" when there are none, or storage does not answer."""
+    lines = _last_lines(log)
+    telling = [place for place, line in enumerate(lines) if _TELLING.search(line)]
+    start = telling[-1] if telling else -LOG_LINES
+    return " | ".join(lines[start:][:LOG_LINES])[:LOG_CHARACTERS]
+
+
+def last_line(log: Path) -> str:
+    """Where a program that ends with an exit code of its own says why, if it does."""
+    return "".join(_last_lines(log)[-1:])[:LOG_CHARACTERS]
+
+
+def _last_lines(log: Path) -> list[str]:
+    """Those that are not empty; [] when storage does not answer."""
     read: list[str] = []
 
     def look() -> None:
         try:
             with log.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
-                text = file.read(LOG_BYTES).decode(errors="replace")
+                read.append(file.read(LOG_BYTES).decode(errors="replace"))
         except OSError:
             return
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        telling = [place for place, line in enumerate(lines) if _TELLING.search(line)]
-        start = telling[-1] if telling else -LOG_LINES
-        read.append(" | ".join(lines[start:][:LOG_LINES])[:LOG_CHARACTERS])
 
     reader = threading.Thread(target=look, daemon=True)
     reader.start()
     reader.join(LOG_LIMIT_S)
-    return read[0] if read else ""
+    return [line.strip() for line in "".join(read).splitlines() if line.strip()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
+from jurymast.storage import local
 from jurymast.storage.drainer import Drainer
 from jurymast.wire.channel import Message
 
@@ -182,7 +182,7 @@ class Keeping:
         await self._drainer.close()
         await self._keeper.close()
         if self.run_is_over and self._local is not None:
-            await asyncio.to_thread(shutil.rmtree, self._local, ignore_errors=True)
+            await asyncio.to_thread(local.remove, self._local)
 
 
 def local_root(path: str, run: str) -> Path:

@@ -6,7 +6,8 @@
     checkpoints/.draining-00000200.a0003.<nonce>/ being written by the nodes' storage processes
     checkpoints/.deleting-00000050.<nonce>/       on its way out
     checkpoints/pinned/00000100                   this step is never removed
-    checkpoints/verified/00000100                 hash of the manifest whose files were all checked
+    checkpoints/verified/00000100                 hash of the manifest whose files were all checked, and what
+                                                  was wrong with them
     checkpoints/rollback.json                     what was rolled back: none of it is restored any more
     checkpoints/step-00000150.rolled-back-<nonce>/   kept until somebody deletes it
 
@@ -202,35 +203,57 @@ class CheckpointDirectory:
         return problems
 
     def complete(self) -> list[int]:
-        """Steps whose checkpoint has a sound manifest and all files in full length, newest first."""
-        found = []
-        for step in self.steps():
-            try:
-                self.check_sizes(step, self.manifest(step))
-            except BadCheckpoint:
-                continue
-            found.append(step)
-        return found
+        """Steps whose checkpoint has a sound manifest and all files in full length, and in which the last full
+        check, if there was one, found no damage; newest first."""
+        return [step for step in self.steps() if self.whole(step) is not None]
+
+    def whole(self, step: int) -> Manifest | None:
+        """The manifest of a step that is complete, as far as can be told without reading it all."""
+        try:
+            manifest = self.manifest(step)
+            self.check_sizes(step, manifest)
+        except BadCheckpoint:
+            return None
+        return None if self.found_damaged(step) else manifest
 
     def mark_verified(self, step: int) -> None:
         """Remember that all files of the step were checked just now; best effort, for people to see."""
+        self._mark(step)
+
+    def mark_damaged(self, step: int, why: str) -> None:
+        """Remember what was found wrong just now, `why` on one line; best effort, as `mark_verified`."""
+        self._mark(step, f"\n{why}")
+
+    def found_damaged(self, step: int) -> str:
+        """What the last full check found wrong with what is there now; "": nothing, or there was none."""
+        digest, _, why = self._marked(step)
+        return why if digest else ""
+
+    def verified_at(self, step: int) -> float | None:
+        """When the last full check found what is there now good, Unix time; None: never."""
+        digest, at, why = self._marked(step)
+        return at if digest and not why else None
+
+    def _mark(self, step: int, found: str = "") -> None:
         place = self.root / VERIFIED
         try:
             place.mkdir(mode=0o700, exist_ok=True)
             _, digest = hash_file(self.path(step) / MANIFEST)
-            write_atomically(place / f"{step:08d}", digest.encode(), durable=False)
+            write_atomically(place / f"{step:08d}", f"{digest}{found}".encode(), durable=False)
         except OSError:
             return
 
-    def verified_at(self, step: int) -> float | None:
-        """When `mark_verified` was last called for what is there now, Unix time; None: never."""
+    def _marked(self, step: int) -> tuple[str, float, str]:
+        """(hash of its manifest, time, what was wrong) of the last full check of what is there now; the hash
+        is "" when there was none."""
         mark = self.root / VERIFIED / f"{step:08d}"
         try:
-            if mark.read_text() == hash_file(self.path(step) / MANIFEST)[1]:
-                return mark.stat().st_mtime
+            digest, _, why = mark.read_text().partition("\n")
+            if digest == hash_file(self.path(step) / MANIFEST)[1]:
+                return digest, mark.stat().st_mtime, why
         except (OSError, ValueError):
             pass
-        return None
+        return "", 0.0, ""
 
     # ---- writing (rank 0)
 

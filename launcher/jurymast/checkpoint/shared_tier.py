@@ -278,9 +278,11 @@ class SharedTier:
         group = self._group
         step = candidate.step
         manifest = group.on_first(lambda: self._present(step))
-        problems = self._verify(manifest) if manifest else ["it disappeared"]
+        if manifest is None:
+            return "it disappeared"
+        problems = self._verify(manifest)
+        group.on_first(lambda: self._mark(step, problems))
         if problems:
-            self._damaged.add(step)
             return "; ".join(problems[:3])
         if candidate.world_size != group.size and group.rank == 0:
             for key in (key for key, entry in candidate.entries.items() if entry.get("per_rank")):
@@ -319,6 +321,14 @@ class SharedTier:
         mine = [record for record in manifest.files if record.rank % group.size == group.rank]
         found = group.gather(self._directory.check_files(manifest.step, mine))
         return [problem for problems in found for problem in problems]
+
+    def _mark(self, step: int, problems: list[str]) -> None:
+        """Others must know, who look at names and sizes only: what is damaged is not there for them."""
+        if problems:
+            self._damaged.add(step)
+            self._directory.mark_damaged(step, problems[0])
+        else:
+            self._directory.mark_verified(step)
 
     def _on_all(self, work: Callable[[], None]) -> str:
         """Do `work` on every rank; why it failed on the first rank where it did, the same on all, or ""."""

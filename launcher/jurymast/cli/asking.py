@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from jurymast.cli.options import user
-from jurymast.errors import RunFailedError, UsageError
+from jurymast.errors import NotNowError
 from jurymast.rundir import RunDirectory
 
 
 def refuse_ended(directory: RunDirectory, what: str) -> None:
-    """Raises UsageError when the run is over."""
+    """Raises NotNowError when the run is over."""
     from jurymast.report.view import public_state, read_status
 
     watcher = read_status(directory)
@@ -16,18 +16,18 @@ def refuse_ended(directory: RunDirectory, what: str) -> None:
         from jurymast.report.liveness import Liveness
 
         word, why = public_state(watcher.state, Liveness("ended"))
-        raise UsageError(f"the run has ended ({word}: {why}): there is nothing to {what}")
+        raise NotNowError(f"the run has ended ({word}: {why}): there is nothing to {what}")
 
 
 def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
-    """Raises UsageError when the supervisor refuses, RunFailedError when none answers."""
+    """Raises NotNowError when the supervisor refuses, or none answers."""
     from jurymast.wire.ask import ask
 
     refuse_ended(directory, what)
     answer = ask(directory, what, by=user(), node=node, step=step)
     if answer is None:
-        raise RunFailedError(
+        raise NotNowError(
             "no supervisor answers for this run", hint=f"jurymast status {directory.root} says how it is"
         )
     if not answer.get("ok"):
-        raise UsageError(f"the supervisor refuses: {answer.get('why', 'no reason given')}")
+        raise NotNowError(f"the supervisor refuses: {answer.get('why', 'no reason given')}")

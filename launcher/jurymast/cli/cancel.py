@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from jurymast.report.view import Watcher
 
 END_LIMIT_S = 10.0
+# As long as Slurm waits after its SIGTERM.
+KILL_WAIT_S = 30.0
 # A supervisor that could not be asked may still hear of the end from Slurm, and write it down.
 LAST_WORD_S = 3.0
 
@@ -30,12 +33,17 @@ def command(run: str, runs: Path | None) -> None:
     directory = the_run(run, runs)
     name = directory.root.name
     watcher = read_status(directory)
+    from jurymast.wire.ask import ask
+
+    # Until there is an outcome its supervisor may be there, waiting for room for the last checkpoint.
+    over = watcher.state.ended and directory.outcome_file.exists()
+    answer = None if over else ask(directory, "cancel", by=user())
+    if answer is not None and answer.get("gives_up"):
+        click.echo(f"{name} had ended; {answer['gives_up']}, for which it kept its nodes, is given up")
+        return
     if watcher.state.ended:
         click.echo(f"{name} has ended already: {watcher.state.phase.value}")
         return
-    from jurymast.wire.ask import ask
-
-    answer = ask(directory, "cancel", by=user())
     if answer is not None and answer.get("ok"):
         ended = _await_end(watcher, END_LIMIT_S)
         click.echo(f"{name} is cancelled" if ended else f"{name}: the supervisor is stopping it")
@@ -60,7 +68,8 @@ def _await_end(watcher: Watcher, limit_s: float) -> bool:
 
 
 def _end_local(directory: RunDirectory) -> str:
-    """End the recorded batch process, and no other of the same number. "" when it is gone already."""
+    """End the recorded batch process, and no other of the same number; after a while with all that it has
+    started. "" when it is gone already."""
     import psutil
 
     from jurymast.cluster.local import local_process
@@ -70,9 +79,13 @@ def _end_local(directory: RunDirectory) -> str:
         return ""
     try:
         process.terminate()
-        process.wait(END_LIMIT_S)
+        process.wait(KILL_WAIT_S)
     except psutil.TimeoutExpired:
-        process.kill()
+        left = [process, *process.children(recursive=True)]
+        for one in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(left, END_LIMIT_S)
     except psutil.NoSuchProcess:
         pass
     return f"process {process.pid} ended"

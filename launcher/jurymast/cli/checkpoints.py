@@ -120,6 +120,8 @@ class _Asked:
         self._run = run
         self._directory: CheckpointDirectory = CheckpointDirectory(run.checkpoints)
         self._as_json = as_json
+        if url is not None and "://" not in url:
+            raise UsageError(f"--object {url}: no URL of an object store", hint="like s3://bucket/prefix")
         self._insists = url is not None
         self._url = url or run.plan().settings.object_url or None
 
@@ -235,7 +237,9 @@ class _Asked:
                 row.update(attempt=manifest.attempt, size_bytes=manifest.size_bytes)
                 row["world_size"] = manifest.world_size
                 self._directory.check_sizes(step, manifest)
-                row.update(complete=True, verified_at=self._directory.verified_at(step))
+                problem = self._directory.found_damaged(step)
+                row.update(complete=not problem, problem=problem)
+                row.update(verified_at=self._directory.verified_at(step))
             except BadCheckpoint as why:
                 row.update(problem=str(why), complete=False)
         return rows
@@ -271,7 +275,9 @@ class _Asked:
                 problems = []
                 for record in manifest.files:
                     problems += self._directory.check_files(step, [record], advance)
-            if not problems:
+            if problems:
+                self._directory.mark_damaged(step, problems[0])
+            else:
                 self._directory.mark_verified(step)
             yield step, problems
 
@@ -279,6 +285,11 @@ class _Asked:
 
     def pin(self, step: int) -> int:
         self._present(step)
+        if why := self._directory.found_damaged(step):
+            raise CheckpointError(
+                f"step {step} is damaged, nothing was pinned: {why}",
+                hint=f"after a repair: jurymast checkpoints {self._run.root} verify {step}",
+            )
         self._directory.pin(step)
         return self._say(f"step {step} is pinned: it stays until it is unpinned", step=step, pinned=True)
 

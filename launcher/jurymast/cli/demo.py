@@ -133,13 +133,14 @@ def _ended_with_us(local: LocalRun, screen: Screen) -> Iterator[None]:
 
 def _introduce(screen: Screen, wanted: Wanted, *, with_fault: bool) -> None:
     from jurymast.demo.local_run import SCRIPT
+    from jurymast.report.words import count
 
     spare = f" and {wanted.spares} spare" if wanted.spares else ""
     words = ["jurymast", "submit", "--cluster", "local", "--nodes", str(wanted.nodes)]
     words += ["--spares", str(wanted.spares), "--", str(SCRIPT), *wanted.arguments]
     screen.write(
-        f"A small GPT learns the sources of Python's standard library, on {wanted.nodes} nodes{spare}, "
-        "all on this machine."
+        "A small GPT learns the sources of Python's standard library, "
+        f"on {count(wanted.nodes, 'node')}{spare}, all on this machine."
     )
     if with_fault:
         screen.write("Halfway one of the nodes is killed.")

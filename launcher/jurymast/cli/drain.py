@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from jurymast.cli.asking import ask_supervisor
 from jurymast.cli.options import run_argument, runs_option, the_run
+from jurymast.core.nearest import did_you_mean
+from jurymast.errors import UsageError
+
+if TYPE_CHECKING:
+    from jurymast.core.state import RunState
 
 
 @click.command()
@@ -15,7 +21,35 @@ from jurymast.cli.options import run_argument, runs_option, the_run
 @click.argument("node")
 @runs_option
 def command(run: str, node: str, runs: Path | None) -> None:
-    """Take NODE out of a run; a spare takes its place. Slurm's own view of the node stays as it is."""
+    """Take NODE out of a run; a spare takes its place.
+
+    Without a spare that is ready the job is requeued without NODE: it waits in Slurm's queue again. Slurm's
+    own view of the node stays as it is.
+    """
+    from jurymast.report.view import read_status
+
     directory = the_run(run, runs)
+    state = read_status(directory).state
+    if state.nodes and not state.ended and node not in state.nodes:
+        raise UsageError(
+            f"no node {node} in this run{did_you_mean(node, state.nodes)}",
+            hint=f"it has {', '.join(state.nodes)}",
+        )
+    then = what_follows(state, node)
     ask_supervisor(directory, "drain", node)
-    click.echo(f"{node} is being taken out of {directory.root.name}")
+    click.echo(f"{node} is being taken out of {directory.root.name}: {then}")
+
+
+def what_follows(state: RunState, node: str) -> str:
+    """In words, as the restart ladder decides it when the ranks stand still."""
+    from jurymast.core.state import Role
+
+    if node not in state.placement:
+        return "it has no ranks"
+    spares = [spare.name for spare in state.spare_nodes() if spare.name != node]
+    coming = [n for n in state.nodes.values() if n.role is Role.JOINING and n.incarnation and n.name != node]
+    if spares or coming:
+        return "a spare takes its place"
+    if state.may_requeue:
+        return "no spare is ready: the job will be requeued without it"
+    return "no spare is ready and the job must not be requeued: THE RUN WILL END"

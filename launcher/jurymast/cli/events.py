@@ -33,11 +33,14 @@ def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path 
     """Tell what happened in a run, and what was decided and why (=>)."""
     from jurymast.report.view import Watcher
 
-    entries = _entries(Watcher(the_run(run, runs)), follow)
+    watcher = Watcher(the_run(run, runs))
+    entries = _entries(watcher, follow)
     if not (everything or as_json):
         entries = _wanted(entries, PROGRESS_EVERY_S[follow])
     for entry in entries:
         click.echo(json.dumps(_as_json(entry)) if as_json else _as_text(entry))
+    for text in watcher.tail.unread:
+        click.echo(f"warning    {text}", err=True)
 
 
 def _entries(watcher: Watcher, follow: bool) -> Iterator[Entry]:
@@ -79,11 +82,11 @@ def _wanted(entries: Iterable[Entry], progress_every_s: float) -> Iterator[Entry
 
 
 def _as_text(entry: Entry) -> str:
-    from jurymast.report.layout import clean
+    from jurymast.report.layout import one_line
     from jurymast.report.sentences import sentence
 
     at = datetime.fromtimestamp(entry["t"]).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-    return f"{at}  {clean(sentence(entry))}"
+    return f"{at}  {one_line(sentence(entry))}"
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:

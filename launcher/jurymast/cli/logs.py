@@ -59,7 +59,8 @@ def _nothing(directory: RunDirectory, attempt: int, ranks: tuple[int, ...], job:
         return (f"no attempt of {directory.root.name} has started yet",)
     wanted = f" of rank {', '.join(map(str, ranks))}" if ranks else ""
     have = sorted(path.name for path in directory.logs.glob("attempt-*"))
-    return (f"there is no log{wanted} for attempt {attempt}; there is {', '.join(have[-5:]) or 'none'}",)
+    others = f"there is {', '.join(have[-5:])}" if have else "no attempt has written one"
+    return (f"there is no log{wanted} for attempt {attempt}; {others}",)
 
 
 def _rank_files(directory: RunDirectory, attempt: int, ranks: tuple[int, ...]) -> dict[str, Path]:

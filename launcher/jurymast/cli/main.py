@@ -10,7 +10,7 @@ import click
 
 from jurymast import __version__
 from jurymast.core.nearest import did_you_mean
-from jurymast.errors import JurymastError, UsageError
+from jurymast.errors import JurymastError, RunDirectoryError, UsageError
 
 # name: (module with a click command called `command`, what it does)
 COMMANDS = {
@@ -74,7 +74,8 @@ def cli() -> None:
 def main(words: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. The only place where errors are printed."""
     try:
-        result = cli.main(args=words, prog_name="jurymast", standalone_mode=False)
+        words = sys.argv[1:] if words is None else words
+        result = cli.main(args=words or ["--help"], prog_name="jurymast", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except JurymastError as error:
@@ -86,16 +87,35 @@ def main(words: list[str] | None = None) -> int:
         return _complain(error.format_message(), "", error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return _complain("interrupted", "", 130)
-    except BrokenPipeError:
-        # The reader (head, less) has left. Python would complain once more when it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (head, less) has left
+        _drop_output()
         return 141
+    except OSError as error:
+        _drop_output()
+        return _complain(_trouble(error), "", RunDirectoryError.exit_code)
+
+
+def _drop_output() -> None:
+    """What is left in the buffer goes nowhere: Python would complain once more when it flushes at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _trouble(error: OSError) -> str:
+    """An error of the system that no command has words of its own for."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "the working directory is gone: cd to one that is there"
+    what = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {what}" if error.filename else f"cannot write the output: {what}"
 
 
 def _complain(message: str, hint: str, code: int) -> int:
-    click.echo(f"jurymast: error: {message}", err=True)
+    from jurymast.report.layout import clean
+
+    click.echo(f"jurymast: error: {clean(message)}", err=True)
     if hint:
-        click.echo(f"  hint: {hint}", err=True)
+        click.echo(f"  hint: {clean(hint)}", err=True)
     return code
 
 

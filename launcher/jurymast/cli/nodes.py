@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.find import default_runs
-from jurymast.cli.options import json_option, runs_option, show, show_json
-from jurymast.errors import RunDirectoryError
+from jurymast.cli.options import json_option, runs_option, runs_place, show, show_json
+from jurymast.core.nearest import did_you_mean
+from jurymast.errors import RunDirectoryError, UsageError
 
 
 @click.command()
@@ -33,13 +33,17 @@ def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | N
     from jurymast.policy.resolve import resolve
     from jurymast.report.nodes import node_blocks, node_rows
 
-    place = runs.expanduser().absolute() if runs is not None else default_runs()
+    place = runs_place(runs)
+    exclusion_s = resolve(site_layers(os.environ)).settings().exclusion_s
     if forgive is not None:
+        known = [row["node"] for row in node_rows(place, exclusion_s)]
+        if forgive not in known:
+            raise UsageError(f"no run in {place} knows a node {forgive}{did_you_mean(forgive, known)}")
         try:
             wipe(place, forgive, time.time())
         except OSError as error:
             raise RunDirectoryError(f"cannot write to {place}: {error.strerror}") from error
-    rows = node_rows(place, resolve(site_layers(os.environ)).settings().exclusion_s)
+    rows = node_rows(place, exclusion_s)
     if as_json:
         show_json(rows)
         return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from jurymast.cli.find import find_run
+from jurymast.cli.find import default_runs, find_run
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 
@@ -27,9 +29,36 @@ runs_option: Callable[[Any], Any] = click.option(
     "--runs", type=click.Path(path_type=Path), metavar="DIR",
     help="Where run directories are kept.  [$JURYMAST_RUNS, or ./runs]",
 )  # fmt: skip
-json_option: Callable[[Any], Any] = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object."
+json_option: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+
+
+def size(text: str) -> float:
+    """Bytes in 5e12, 5TB or "4.5 TiB". Raises ValueError."""
+    match = re.fullmatch(r"([\d.]+(?:e\+?\d+)?) ?([kMGTP]?)(i?)B?", text.strip())
+    number = float(match[1]) if match else 0.0
+    if match is None or number <= 0:
+        raise ValueError(f"{text} is no size; write bytes, or a number with a unit, like 5e12 or 5TB")
+    return number * (1024.0 if match[3] else 1000.0) ** " kMGTP".find(match[2] or " ")
+
+
+def _bytes(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
+    try:
+        return None if value is None else size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from error
+
+
+checkpoint_bytes_option: Callable[[Any], Any] = click.option(
+    "--checkpoint-bytes", callback=_bytes, metavar="B", help="Size of one checkpoint, like 5e12 or 5TB."
 )
+
+
+def runs_place(runs: Path | None) -> Path:
+    """The directory that --runs names, or the usual one. Raises RunDirectoryError for a name of nothing."""
+    place = default_runs() if runs is None else runs.expanduser().absolute()
+    if runs is not None and not os.path.isdir(place):
+        raise RunDirectoryError(f"there is no directory {place}")
+    return place
 
 
 def the_run(run: str, runs: Path | None) -> RunDirectory:
@@ -39,8 +68,6 @@ def the_run(run: str, runs: Path | None) -> RunDirectory:
 
 def resolved_policy(file: Path | None) -> Resolved:
     """The policy in force with FILE: the site's, the file's and the defaults. Raises PolicyError."""
-    import os
-
     from jurymast.policy.load import file_layers, site_layers
     from jurymast.policy.resolve import resolve
 
@@ -78,6 +105,4 @@ def user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        import os
-
         return f"uid {os.getuid()}"

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import json_option, resolved_policy, show, show_json, write_page
+from jurymast.cli.options import (
+    checkpoint_bytes_option,
+    json_option,
+    resolved_policy,
+    show,
+    show_json,
+    write_page,
+)
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +27,7 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
 @click.command()
 @click.option("-N", "--nodes", type=click.IntRange(1), required=True, metavar="N", help="Active nodes.")
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, metavar="G", help="GPUs a node.  [8]")
-@click.option("--checkpoint-bytes", type=POSITIVE, metavar="B", help="Size of one checkpoint, like 5e12.")
+@checkpoint_bytes_option
 @click.option(
     "--storage-gb-per-s", type=POSITIVE, metavar="W",
     help="What the shared storage takes from all nodes together, in 1e9 bytes a second.",

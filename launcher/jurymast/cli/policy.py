@@ -11,9 +11,12 @@ from jurymast.cli.options import resolved_policy
 from jurymast.errors import PolicyError, UsageError
 
 
-@click.group()
-def command() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def command(context: click.Context) -> None:
     """Start a policy file, check it, or show what it comes to."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @command.command()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.find import default_runs, run_ids
-from jurymast.cli.options import json_option, runs_option, show, show_json
+from jurymast.cli.find import run_ids
+from jurymast.cli.options import json_option, runs_option, runs_place, show, show_json
 
 
 @click.command()
@@ -19,7 +19,7 @@ def command(everything: bool, as_json: bool, runs: Path | None) -> None:
     from jurymast.report.runs import list_runs
     from jurymast.report.text import ps_blocks
 
-    place = runs.expanduser().absolute() if runs is not None else default_runs()
+    place = runs_place(runs)
     rows = list_runs(place, run_ids(place), everything=everything)
     if as_json:
         show_json(rows)

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import json_option, resolved_policy, show, show_json, write_page
+from jurymast.cli.options import (
+    checkpoint_bytes_option,
+    json_option,
+    resolved_policy,
+    show,
+    show_json,
+    write_page,
+)
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,27 +55,48 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 
 
 @click.command()
-@click.option("--nodes", type=click.IntRange(1), required=True, help="Active nodes.")
-@click.option("--days", type=click.FloatRange(0.0, min_open=True), default=30.0, show_default=True)
-@click.option("--rate", type=click.FloatRange(0.0), help="Failures per 1,000 node-days.  [5]")
+@click.option("--nodes", type=click.IntRange(1), required=True, metavar="N", help="Active nodes.")
+@click.option(
+    "--days",
+    type=click.FloatRange(0.0, min_open=True),
+    default=30.0,
+    metavar="D",
+    help="How long a run is.  [30]",
+)
+@click.option("--rate", type=click.FloatRange(0.0), metavar="R", help="Failures per 1,000 node-days.  [5]")
 @click.option(
     "--faults",
+    metavar="KINDS",
     default="exponential",
     show_default=True,
     help="exponential, weibull, bursts, multi (several nodes at once) or lemons; with a number: lemons:0.1; "
     "several: lemons,multi.",
 )
-@click.option("--script-rate", type=click.FloatRange(0.0), default=0.0, help="Failures of the script itself.")
-@click.option("--hang-rate", type=click.FloatRange(0.0), default=0.0, help="Hangs, per 1,000 node-days.")
+@click.option(
+    "--script-rate",
+    type=click.FloatRange(0.0),
+    default=0.0,
+    metavar="R",
+    help="Failures of the script itself.",
+)
+@click.option(
+    "--hang-rate", type=click.FloatRange(0.0), default=0.0, metavar="R", help="Hangs, per 1,000 node-days."
+)
 @click.option("--trace", metavar="CSV", help="Replay faults (node,start_day,end_day), or `infinitehbd`.")
-@click.option("--trace-nodes", type=click.IntRange(1), help="Nodes of the cluster that was traced.")
+@click.option(
+    "--trace-nodes", type=click.IntRange(1), metavar="N", help="Nodes of the cluster that was traced."
+)
 @click.option("--trace-repairs", is_flag=True, help="Nodes are down for as long as the trace says.")
-@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Runs to simulate.")
+@click.option("--seeds", type=click.IntRange(1), default=3, metavar="N", help="Runs to simulate.  [3]")
 @click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="The policy to decide with.")
 @click.option("--spares", metavar="N|auto", help="Spare nodes.  [the policy's]")
-@click.option("--cadence", help="fixed:60m, young (at the true rate), optimum or adaptive.  [the policy's]")
-@click.option("--prior", type=click.FloatRange(0.0, min_open=True), help="Rate that adaptive starts from.")
-@click.option("--checkpoint-bytes", type=POSITIVE, metavar="B", help="Size of one checkpoint, like 5e12.")
+@click.option(
+    "--cadence", metavar="C", help="fixed:60m, young (at the true rate), optimum or adaptive.  [the policy's]"
+)
+@click.option(
+    "--prior", type=click.FloatRange(0.0, min_open=True), metavar="R", help="Rate that adaptive starts from."
+)
+@checkpoint_bytes_option
 @click.option(
     "--storage-gb-per-s", type=POSITIVE, metavar="W",
     help="What the shared storage takes from all nodes together, in 1e9 bytes a second.",

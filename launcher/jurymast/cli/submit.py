@@ -96,13 +96,18 @@ def command(context: click.Context, /, **options: Any) -> int:
             click.echo(test_only(request))
             return 0
     submitted = submit(request)
-    if submitted.notes:
-        click.echo(submitted.notes, err=True)
-    _announce(submitted, options, runs)
-    if options["wait"]:
-        from jurymast.report.follow import wait
+    try:
+        if submitted.notes:
+            click.echo(submitted.notes, err=True)
+        _announce(submitted, options, runs)
+        if options["wait"]:
+            from jurymast.report.follow import wait
 
-        return wait(request.plan.directory)
+            return wait(request.plan.directory)
+    except KeyboardInterrupt:
+        ends = f"jurymast cancel {shlex.quote(request.plan.directory)}"
+        click.echo(f"the run goes on; {ends} ends it", err=True)
+        raise
     return 0
 
 

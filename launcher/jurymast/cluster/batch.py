@@ -13,6 +13,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +23,7 @@ from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_
 from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
 from jurymast.errors import JurymastError
+from jurymast.processes import die_with_parent
 from jurymast.rundir import RunDirectory
 
 SUPERVISOR_RESTARTS_MAX = 5
@@ -123,8 +126,9 @@ class Batch:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._supervisor = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, pass_fds=(self._listener.fileno(),)
-            )
+                arguments, stdin=subprocess.DEVNULL, pass_fds=(self._listener.fileno(),),
+                preexec_fn=self._tie(),
+            )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self._told_to_end:  # while none was there
@@ -144,7 +148,13 @@ class Batch:
 
     def _start_local(self, agent: list[str], node: str) -> subprocess.Popen[bytes]:
         # A process group a node: what happens to the group happens to the node.
-        return subprocess.Popen([*agent, "--node", node], stdin=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(
+            [*agent, "--node", node], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=self._tie()
+        )
+
+    def _tie(self) -> Callable[[], None] | None:
+        """For a new process: SIGTERM when this one is gone. What is left of a job of its own Slurm ends."""
+        return partial(die_with_parent, signal.SIGTERM) if self._plan.cluster == "local" else None
 
     def _read_outcome(self) -> dict[str, Any] | None:
         try:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from jurymast.cluster.gpus import ranks_per_node
@@ -37,6 +40,8 @@ REFUSED = {
 REFUSED_VARIABLES = {"SBATCH_ARRAY_INX": "array", "SBATCH_GPUS": "gpus"}
 # Not passed on as typed: the exclusions are merged into one option, and one task a node is said anyway.
 CONSUMED = frozenset({"exclude", "ntasks-per-node", "tasks-per-node"})
+# What people put before their script elsewhere.
+_LAUNCHERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun")
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,9 @@ def make_plan(
     check_options(line, environment)
     script, arguments, module = _script(line.script)
     directory = working_directory / (line.last("chdir") or "")
-    if not module:
+    if module:
+        _check_module(script, directory)
+    else:
         script = str(_script_file(script, working_directory, directory))
     name = _name(
         asked.name or line.last("job-name") or environment.get("SBATCH_JOB_NAME") or Path(script).stem
@@ -162,6 +169,11 @@ def _script(words: list[str]) -> tuple[str, list[str], bool]:
         if len(words) < 2:
             raise UsageError(f"{words[0]} needs a module name", hint=hint)
         return words[1], words[2:], True
+    if _LAUNCHERS.fullmatch(Path(words[0]).name) and not Path(words[0]).suffix == ".py":
+        raise UsageError(
+            f"leave {words[0]} out: jurymast starts the script itself, a rank for each --nproc-per-node",
+            hint=hint,
+        )
     if words[0].startswith("-"):
         raise UsageError(f"{words[0]} stands where the training script should", hint=hint)
     return words[0], words[1:], False
@@ -187,6 +199,26 @@ def _script_file(script: str, *directories: Path) -> Path:
             hint="give the Python script that it starts: jurymast submit [options] -- SCRIPT.py [args]",
         )
     return path.absolute()
+
+
+def _check_module(module: str, directory: Path) -> None:
+    """Raise ScriptError for a module that is not there. Nothing is imported: that may take a GPU."""
+    search = [str(directory), *sys.path]
+    parent = ""
+    for part in module.split("."):
+        name = f"{parent}.{part}" if parent else part
+        try:
+            found = PathFinder.find_spec(name, search) or (None if parent else find_spec(name))
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            where = (
+                f"no {part} in {parent}"
+                if parent
+                else f"not in {directory}, nor where {sys.executable} looks"
+            )
+            raise ScriptError(f"there is no module {module} ({where})", hint="-- -m MODULE, or -- SCRIPT.py")
+        search, parent = list(found.submodule_search_locations or ()), name
 
 
 def _name(text: str) -> str:

@@ -43,6 +43,8 @@ ACTING_VERDICTS = (Verdict.BAD, Verdict.SUSPECT)
 PAGE_FAULT, GRAPHICS_EXCEPTION = "xid-31", "xid-13"
 # The job's own use of memory, whatever the probe thinks of it; and what a SIGBUS may come from.
 OOM_KILL, SHM_FULL = "oom-kill", "shm-full"
+# Where there is only one node, nobody else will say so.
+STORAGE_FULL = "storage-full"
 _UNIT = re.compile(r"GPC\W*(\d+)\D+TPC\W*(\d+)", re.IGNORECASE)
 
 
@@ -96,6 +98,9 @@ def rule(state: RunState, node: Node, raw: Finding) -> Ruling:
     common = on_many(state, finding)
     if common:
         return Ruling(finding, alert=(f"{MANY}{_group(finding)}", common))
+    if finding.code == STORAGE_FULL and finding.verdict in ACTING_VERDICTS:
+        message = f"{describe(finding)}; what the run writes there waits for room, and no node is blamed"
+        return Ruling(finding, alert=("storage full", message))
     if not acts(finding) or node.role is Role.FAILED:
         return Ruling(finding)
     if finding.verdict is Verdict.SUSPECT and node.role is Role.SUSPECT:

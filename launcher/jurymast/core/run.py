@@ -28,7 +28,7 @@ HANG_PATIENCE_MAX = 64.0
 def step(state: RunState, event: ev.Event) -> list[Instruction]:
     """Apply one event; returns what to do, in order. Never raises on a late or repeated event."""
     state.now = max(state.now, event.t)
-    if state.ended and not isinstance(event, ev.AllocationEnded | ev.Saved):
+    if state.ended and not isinstance(event, ev.AllocationEnded | ev.Saved | ev.Noted):
         return []
     handler = _HANDLERS.get(type(event))
     instructions = handler(state, event) if handler else []

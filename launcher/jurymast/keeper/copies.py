@@ -13,6 +13,7 @@ from typing import Any
 from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
+from jurymast.keeper.private import NotOurs, check_private, open_own
 
 # The order in which a reader is served.
 _TIERS = (MEMORY, PEER, LOCAL)
@@ -227,18 +228,26 @@ class Copies:
 def local_copies(root: Path) -> list[Copy]:
     """The complete images under a local directory; their contents are verified only when used.
 
-    The manifest is written last: an image without one is none, and neither is one of another size.
+    The manifest is written last: an image without one is none, and neither is one of another size, nor what
+    another user may have put there.
     """
-    found = []
+    found: list[Copy] = []
+    try:
+        check_private(root.parent)
+    except (FileNotFoundError, NotOurs):
+        return found
     for path in sorted(root.glob("step-*.a*/rank-*.manifest")):
         step, rank = _STEP_NAME.fullmatch(path.parent.name), _RANK_NAME.fullmatch(path.name)
         if step is None or rank is None:
             continue
         image = path.with_suffix(".image")
         try:
-            data = path.read_bytes()
+            with open(open_own(path), "rb") as file:
+                data = file.read()
             manifest = trusted(data, (int(step[1]), int(step[2]), int(rank[1])))
-            if os.stat(image, follow_symlinks=False).st_size == manifest.size_bytes:
+            with open(open_own(image), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+            if size == manifest.size_bytes:
                 found.append(Copy(manifest, LOCAL, ALL, image, manifest_bytes=data))
         except (OSError, BadImage):
             continue

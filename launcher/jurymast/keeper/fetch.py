@@ -16,11 +16,12 @@ from pathlib import Path
 
 import xxhash
 
-from jurymast.core.copies import ALL
+from jurymast.core.copies import ALL, LOCAL
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Block, Group, Key, blocks_of, parts_of, trusted
 from jurymast.keeper.manifest import BadImage, Manifest, hash_block
+from jurymast.keeper.private import open_own
 from jurymast.wire import stream
 from jurymast.wire.channel import Message
 from jurymast.wire.stream import Stream
@@ -120,7 +121,8 @@ class Filling:
         good: list[Block] = []
         why = ""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # memory's path is a link that only this user's processes may follow
+            descriptor = open_own(path) if tier == LOCAL else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for block in wanted:
                     if self.stop.is_set():

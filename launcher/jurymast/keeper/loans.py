@@ -3,6 +3,7 @@ the rank's again as soon as a newer step is safe."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,22 +41,35 @@ async def lend(keeper: Keeper, key: Key) -> Loan | None:
 
     if slot is None or not isinstance(place, Buffer):
         return Loan(copy.path, copy.manifest, release)
+    asked = f"a copy for storage of rank {key[2]}, {limits.size(size)}"
+    making = asyncio.ensure_future(_copied(keeper, place, size, asked))
+
+    def give_up(_: object) -> None:
+        if not making.cancelled() and making.exception() is None:
+            keeper.recycle(making.result())
+        release()
+
     try:
-        asked = f"a copy for storage of rank {key[2]}, {limits.size(size)}"
-        (buffer,) = await keeper.memory.take(1, size, asked, extent=(0, size))
+        buffer = await asyncio.shield(making)
     except Refused:
         return Loan(copy.path, copy.manifest, release)
-    try:
-        await keeper.memory.reserve(buffer, (0, size))
-        await in_thread(_copy, place, buffer, size)
-    except BaseException as error:
-        keeper.recycle(buffer)
-        if not isinstance(error, Refused):
-            release()
-            raise
-        return Loan(copy.path, copy.manifest, release)
+    except BaseException:  # cancelled, maybe: the thread that copies is not, and both buffers are its own
+        making.add_done_callback(give_up)
+        raise
     release()
     return Loan(buffer.path, copy.manifest, lambda: keeper.recycle(buffer))
+
+
+async def _copied(keeper: Keeper, source: Buffer, size: int, asked: str) -> Buffer:
+    """A buffer with the same image. Raises Refused."""
+    (buffer,) = await keeper.memory.take(1, size, asked, extent=(0, size))
+    try:
+        await keeper.memory.reserve(buffer, (0, size))
+        await in_thread(_copy, source, buffer, size)
+    except BaseException:
+        keeper.recycle(buffer)
+        raise
+    return buffer
 
 
 def _copy(source: Buffer, target: Buffer, size: int) -> None:

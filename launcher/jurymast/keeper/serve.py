@@ -12,10 +12,13 @@ from typing import Any
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy, Group, Key
+from jurymast.keeper.private import open_own
 from jurymast.wire import stream
 from jurymast.wire.stream import Stream
 
 BACKLOG = 128
+# Connections that have not proved yet that they know the run's secret; each holds a thread.
+UNPROVEN_MAX = 128
 # After a connection could not be accepted.
 REST_S = 0.05
 
@@ -34,6 +37,7 @@ class Server:
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._unproven: dict[socket.socket, None] = {}  # oldest first
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="keeper-accept", daemon=True).start()
 
@@ -58,11 +62,19 @@ class Server:
                     connection.close()
                     return
                 self._connections.add(connection)
+                self._unproven[connection] = None
+                if len(self._unproven) > UNPROVEN_MAX:
+                    # The oldest: who belongs here needs milliseconds, so a stranger more likely than not.
+                    oldest = next(iter(self._unproven))
+                    del self._unproven[oldest]
+                    _shut(oldest)
             threading.Thread(target=self._serve, args=(connection,), name="keeper-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             peer = stream.accept(connection, self._secret)
+            with self._lock:
+                self._unproven.pop(connection, None)
             while True:
                 self._answer(peer, peer.receive())
         except (OSError, EOFError, AuthenticationError, ProtocolError):
@@ -70,6 +82,7 @@ class Server:
         finally:
             with self._lock:
                 self._connections.discard(connection)
+                self._unproven.pop(connection, None)
             connection.close()
 
     def _answer(self, peer: Stream, request: dict[str, Any]) -> None:
@@ -115,9 +128,9 @@ def _send_bytes(peer: Stream, copy: Copy, at: int, length: int) -> None:
         peer.send_file(copy.place.descriptor, at, length)
         return
     try:
-        descriptor = os.open(copy.place, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_own(copy.place)
     except OSError as error:
-        peer.send({"error": f"{copy.place}: {error.strerror}"})
+        peer.send({"error": f"{copy.place}: {error.strerror or error}"})
         return
     try:
         peer.send({"length": length})

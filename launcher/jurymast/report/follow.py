@@ -9,7 +9,7 @@ from typing import TextIO
 
 from jurymast.core.state import RunState
 from jurymast.journal import Entry
-from jurymast.report.layout import clean
+from jurymast.report.layout import one_line
 from jurymast.report.liveness import Liveness, look
 from jurymast.report.sentences import is_routine, sentence
 from jurymast.report.view import Watcher, exit_code_of, public_state, shown_step
@@ -23,8 +23,12 @@ LOOK_EVERY_S = 5.0
 PROGRESS_EVERY_S = 30.0
 # A job that has just ended may have written its last words a moment ago.
 LAST_WORDS_S = 2.0
+# The whole is in the report, and in what --json prints.
+REASON_CHARACTERS = 240
 # Told by the incident's own line, in fewer words.
-_TOLD_ELSEWHERE = frozenset({"Progress", "Saved", "NodeJoined", "NodeLost", "WorkerFailed", "RanksHung"})
+_TOLD_ELSEWHERE = frozenset(
+    {"AllocationEnded", "Progress", "Saved", "NodeJoined", "NodeLost", "WorkerFailed", "RanksHung"}
+)
 _DECISIONS_SHOWN = frozenset({"Launch", "Requeue", "RaiseAlert"})
 
 
@@ -41,7 +45,7 @@ class Progress:
     def say(self, text: str, t: float | None = None) -> None:
         self._erase()
         at = time.strftime("%H:%M:%S", time.localtime(t))
-        self._stream.write(f"{at} {clean(text)}\n")
+        self._stream.write(f"{at} {one_line(text)}\n")
         self._stream.flush()
 
     def show(self, text: str, now: float) -> None:
@@ -50,7 +54,7 @@ class Progress:
             return
         if self._terminal:
             self._erase()
-            self._stream.write(clean(text)[:110])
+            self._stream.write(one_line(text)[:110])
             self._stream.flush()
             self._drawn, self._shown = True, text
         elif now - self._shown_at >= PROGRESS_EVERY_S:
@@ -107,7 +111,8 @@ class Follower:
                 return
             self._told += 1
             self._progress.say(
-                f"incident {incident.id}: {incident.cause}: {incident.reason}", incident.decided_at
+                f"incident {incident.id}: {incident.cause}: {one_line(incident.reason, REASON_CHARACTERS)}",
+                incident.decided_at,
             )
 
 
@@ -123,16 +128,13 @@ def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
     """Follow the run until it ends, telling its progress on `stream` (stderr); returns its exit code.
 
     When its job ends without a word from the supervisor: 79, or 80 when Slurm says it was cancelled.
-    Raises RunDirectoryError; KeyboardInterrupt leaves the run alone.
+    Raises RunDirectoryError.
     """
     directory = RunDirectory(run_directory)
     progress = Progress(sys.stderr if stream is None else stream)
     follower = Follower(directory, progress)
     try:
         life = _follow(follower, progress)
-    except KeyboardInterrupt:
-        progress.say(f"the run goes on; jurymast cancel {directory.root} ends it")
-        raise
     finally:
         progress.close()
     for line in end_lines(follower, life):
@@ -165,7 +167,9 @@ def end_lines(follower: Follower, life: Liveness) -> list[str]:
     """How it ended; for a failure the cause with its traceback."""
     state = follower.state
     word, why = public_state(state, life)
-    lines = [f"the run {word}: {why}" if word != "succeeded" else _success(state)]
+    lines = [
+        f"the run {word}: {one_line(why, REASON_CHARACTERS)}" if word != "succeeded" else _success(state)
+    ]
     if word == "failed" and state.incidents:
         incident = state.incidents[-1]
         lines += [f"  {line}" for line in incident.traceback.rstrip().splitlines()]

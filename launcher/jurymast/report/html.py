@@ -13,7 +13,7 @@ from jurymast.core.state import RunState
 from jurymast.report.gantt import chart, colour
 from jurymast.report.layout import clean
 from jurymast.report.report import share
-from jurymast.report.report_text import MEANINGS, PARTS, cadence_line, mtbf_line, provenance_line
+from jurymast.report.report_text import MEANINGS, PARTS, cadence_line, mtbf_line, provenance_line, reach
 from jurymast.report.words import amounts, duration, node_time, percent
 
 GROUPS = {category.name: category.group for category in CATEGORIES}
@@ -51,13 +51,12 @@ def text(value: object) -> str:
 def page(report: Mapping[str, Any], account: Account, state: RunState) -> str:
     """The whole page."""
     title = f"jurymast report: {report['run']}"
-    until = datetime.fromisoformat(report["until"]).strftime("%Y-%m-%d %H:%M:%S %z")
-    kind = "provisional" if report["provisional"] else "final"
     gantt = chart(account, state.incidents)
     body = [
         f"<h1>{text(report['run'])}</h1>",
         f'<p>{text(report["state"])}{": " + text(report["end_reason"]) if report["end_reason"] else ""} '
-        f'<span class="dim">({kind}, up to {text(until)})</span></p>',
+        f'<span class="dim">({text(reach(report, "%Y-%m-%d %H:%M:%S %z"))})</span></p>',
+        *(f"<p><b>{text(warning)}</b></p>" for warning in report["warnings"]),
         _cards(report),
         f'<h2>Nodes over time</h2><div class="wide">{gantt}</div>' if gantt else "",
         "<h2>Where the time went</h2>", _categories(report),

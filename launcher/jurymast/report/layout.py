@@ -38,6 +38,12 @@ def clean(text: str) -> str:
     return "".join(c if c in "\n\t" or (c.isprintable()) else "�" for c in text)
 
 
+def one_line(text: str, most: int | None = None) -> str:
+    """`text` on one line, control characters replaced, cut after `most` characters."""
+    line = clean(" ".join(text.split("\n")) if "\n" in text else text)
+    return line if most is None or len(line) <= most else f"{line[: most - 4].rstrip()} ..."
+
+
 def render(blocks: Sequence[Block], *, terminal: bool, width: int = 100) -> str:
     """The blocks as text that ends with a newline. `width` in columns counts on a terminal only."""
     return _rich(blocks, width) if terminal else _plain(blocks)
@@ -47,7 +53,7 @@ def _plain(blocks: Sequence[Block]) -> str:
     lines: list[str] = []
     for block in blocks:
         if isinstance(block, Line):
-            lines.append(clean(block.text))
+            lines.append(one_line(block.text))
         else:
             lines += plain_table(block)
     return "\n".join(lines) + "\n"
@@ -55,7 +61,7 @@ def _plain(blocks: Sequence[Block]) -> str:
 
 def plain_table(table: Table) -> list[str]:
     """Columns two blanks apart, as squeue and kubectl print them."""
-    rows = [[clean(str(cell)).replace("\n", " ") for cell in row] for row in (table.headers, *table.rows)]
+    rows = [[one_line(str(cell)) for cell in row] for row in (table.headers, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -78,7 +84,7 @@ def _rich(blocks: Sequence[Block], width: int) -> str:
     console = Console(file=out, force_terminal=True, width=width, highlight=False, emoji=False)
     for block in blocks:
         if isinstance(block, Line):
-            console.print(Text(clean(block.text), style=block.style), soft_wrap=True)
+            console.print(Text(one_line(block.text), style=block.style), soft_wrap=True)
             continue
         if not block.wrap:
             for number, line in enumerate(plain_table(block)):
@@ -92,6 +98,6 @@ def _rich(blocks: Sequence[Block], width: int) -> str:
                 overflow="fold" if last else "ellipsis",
             )  # fmt: skip
         for row in block.rows:
-            shown.add_row(*(Text(clean(str(cell)), style=STYLES.get(str(cell), "")) for cell in row))
+            shown.add_row(*(Text(one_line(str(cell)), style=STYLES.get(str(cell), "")) for cell in row))
         console.print(shown)
     return out.getvalue()

@@ -7,21 +7,22 @@ from datetime import datetime
 from typing import Any
 
 from jurymast.core.accounting import CATEGORIES
-from jurymast.report.layout import Block, Line, Table
+from jurymast.report.layout import Block, Line, Table, one_line
 from jurymast.report.report import share
+from jurymast.report.sentences import own_words
 from jurymast.report.words import amounts, count, duration, node_time, percent, size
 
 BAR_COLUMNS = 24
+COMMAND_CHARACTERS = 400
 MEANINGS = {category.name: category.meaning for category in CATEGORIES}
 PARTS = ("detect", "diagnose", "decide", "replace", "launch", "restore", "rework")
 
 
 def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     """`bar` is the character that bars are drawn with."""
-    kind = "provisional, up to" if report["provisional"] else "final, up to"
-    until = datetime.fromisoformat(report["until"]).strftime("%Y-%m-%d %H:%M:%S")
     blocks: list[Block] = [
-        Line(f"run {report['run']}: {report['state']} ({kind} {until})", "bold"),
+        Line(f"run {report['run']}: {report['state']} ({reach(report)})", "bold"),
+        *(Line(f"warning    {text}", "bold yellow") for text in report["warnings"]),
         Line(""),
     ]
     for name, value in report["ratios"].items():
@@ -31,6 +32,15 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
     blocks += [Line(""), *_incident_blocks(report["incidents"]), Line("")]
     blocks += [Line(text) for text in (mtbf_line(report), cadence_line(report), provenance_line(report))]
     return blocks
+
+
+def reach(report: Mapping[str, Any], form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Up to when the report goes, and whether that is the end."""
+    kind = "provisional" if report["provisional"] else "final"
+    if report["until"] is None:
+        return f"{kind}, nothing is known of its time"
+    until = datetime.fromisoformat(report["until"]).strftime(form)
+    return f"{kind}, up to {until}"
 
 
 def _category_table(report: Mapping[str, Any], bar: str) -> Table:
@@ -65,7 +75,7 @@ def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
             steps += f": {amounts(i['tiers'])}" if i["tiers"] else ""
         blocks.append(Line(f"  #{i['id']} {i['evidence']} ({steps})"))
         if i["action"]:
-            blocks.append(Line(f"     {i['action']}: {i['reason']}"))
+            blocks.append(Line(f"     {i['action']}: {own_words(i)}"))
         blocks += [Line(f"       {line}") for line in (i["traceback"] or "").rstrip().splitlines()[-3:]]
     return blocks
 
@@ -102,7 +112,7 @@ def cadence_line(report: Mapping[str, Any]) -> str:
 
 def provenance_line(report: Mapping[str, Any]) -> str:
     found = report["provenance"]
-    script = " ".join([found["script"], *found["arguments"]])
+    script = one_line(" ".join([found["script"], *found["arguments"]]), COMMAND_CHARACTERS)
     policy = f", policy {found['policy_hash'][:12]}" if found["policy_hash"] else ""
     return f"made from  {found['directory']}: {script}{policy}, jurymast {found['run_version'] or '?'}"
 

@@ -32,10 +32,17 @@ def sentence(entry: Entry) -> str:
     return say(entry) if say else f"({entry.get('event')}, of a newer version of jurymast)"
 
 
+def own_words(incident: Entry) -> str:
+    """A decision's reason without the evidence in it, for where that is shown beside it."""
+    reason, evidence = str(incident["reason"]), str(incident["evidence"])
+    return (reason.replace(evidence, "").strip("; ") if evidence else "") or reason
+
+
 def _run_started(e: Entry) -> str:
     spare = f" + {e['spares']} spare" if e["spares"] else ""
+    nodes = "node" if e["active"] + e["spares"] == 1 else "nodes"
     return (
-        f"run {e['run']}: {e['active']} active{spare} nodes, {count(e['ranks_per_node'], 'rank')} each, "
+        f"run {e['run']}: {e['active']} active{spare} {nodes}, {count(e['ranks_per_node'], 'rank')} each, "
         f"script {e['script']}"
     )
 

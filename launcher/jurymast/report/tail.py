@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from jurymast.core.ledger import Ledger
 from jurymast.core.state import RunState
 from jurymast.journal import Entry, entry_of, event_of, initial_state
+from jurymast.report.words import count, some
 from jurymast.rundir import RunDirectory
 
 
@@ -35,6 +37,38 @@ class FileTail:
         return data[:end].splitlines()
 
 
+class _EpochTail:
+    """One epoch's file. Entries are numbered from 1, so what is missing shows, too."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = FileTail(path)
+        self._line = 0
+        self._number = 0
+        self._bad: list[int] = []
+        self._missing = 0
+
+    def entries(self, *, over: bool) -> Iterator[Entry]:
+        """Those that are new. `over`: a later epoch has begun, so half a line is all that will come."""
+        while lines := self._tail.lines(partial=over):
+            for line in lines:
+                self._line += 1
+                entry = entry_of(line)
+                if entry is None:
+                    self._bad.append(self._line)
+                    continue
+                self._missing += max(0, entry.get("n", 0) - self._number - 1)
+                self._number = entry.get("n", 0)
+                yield entry
+
+    def unread(self) -> Iterator[str]:
+        name = self._tail.path.name
+        if self._bad:
+            lines = some([str(number) for number in self._bad])
+            yield f"{name}: {'line' if len(self._bad) == 1 else 'lines'} {lines} could not be read"
+        if self._missing > len(self._bad):
+            yield f"{name}: {count(self._missing, 'entry').replace('entrys', 'entries')} missing"
+
+
 class JournalTail:
     """New entries of a run's journal, and the state and accounts they lead to.
 
@@ -46,22 +80,32 @@ class JournalTail:
         self.directory = directory
         self.ledger = Ledger(initial_state(directory.plan()))
         self.last_t: float | None = None
-        self._tails: dict[str, FileTail] = {}
+        self._epochs: dict[str, _EpochTail] = {}
 
     @property
     def state(self) -> RunState:
         return self.ledger.state
 
+    @property
+    def unread(self) -> list[str]:
+        """What of the journal is missing or could not be read, in words."""
+        found = [text for epoch in self._epochs.values() for text in epoch.unread()]
+        if self._epochs and not any(name.endswith("-000001.jsonl") for name in self._epochs):
+            found.insert(0, f"the journal begins with {min(self._epochs)}: what came before is not shown")
+        elif not self._epochs and any(self.directory.epochs.glob("*.claim")):
+            found.append(f"there is no journal in {self.directory.journal}: what the run did is not known")
+        return found
+
     def poll(self) -> list[Entry]:
         """The entries since the last call, oldest first; `state` has taken them in."""
         entries: list[Entry] = []
-        for path in self.directory.journal_files():
-            tail = self._tails.setdefault(path.name, FileTail(path))
-            while lines := tail.lines():
-                for entry in filter(None, map(entry_of, lines)):
-                    if entry["epoch"] >= self.state.epoch:
-                        self._take(entry)
-                        entries.append(entry)
+        files = list(self.directory.journal_files())
+        for path in files:
+            epoch = self._epochs.setdefault(path.name, _EpochTail(path))
+            for entry in epoch.entries(over=path != files[-1]):
+                if entry["epoch"] >= self.state.epoch:
+                    self._take(entry)
+                    entries.append(entry)
         return entries
 
     def _take(self, entry: Entry) -> None:

@@ -8,13 +8,16 @@ from typing import Any
 
 from jurymast.core.causes import CAUSES
 from jurymast.report.cadence import cadence_lines
-from jurymast.report.layout import STYLES, Block, Line, Table
+from jurymast.report.layout import STYLES, Block, Line, Table, one_line
+from jurymast.report.sentences import own_words
 from jurymast.report.words import count, duration, percent, some
 
 # With more nodes than this, those that just do their work are counted instead of listed.
 NODES_LISTED_MAX = 32
 INCIDENTS_LISTED = 10
 ALERTS_LISTED = 3
+TEXT_CHARACTERS = 160
+EVIDENCE_CHARACTERS = 600  # of what is shown once
 
 View = Mapping[str, Any]
 
@@ -44,22 +47,29 @@ def status_blocks(view: View, *, now: float, everything: bool = False) -> list[B
     blocks += _incident_blocks(view, everything)
     notes = view["notes"] if everything else view["notes"][-3:]
     blocks += [Line("")] if notes else []
-    blocks += [Line(f"note {_clock(note['at'])}  {note['message']}") for note in notes]
+    blocks += [Line(f"note {_clock(note['at'])}  {_cut(note['message'])}") for note in notes]
     return blocks
 
 
 def _state_detail(view: View, now: float) -> str:
-    if view["ended_at"]:
+    if view["ended_at"] and not view["next"]:
         spent = _seconds(view["ended_at"]) - _seconds(view["submitted_at"])
         code = f"exit code {view['exit_code']}"
-        return f", {duration(spent)} after its submission, {code}: {view['end_reason']}"
-    if view["exit_code"] is not None:
-        return f": {view['end_reason']}"
+        return f", {duration(spent)} after its submission, {code}: {_ended_by(view)}"
+    if view["exit_code"] is not None and not view["next"]:
+        return f": {_ended_by(view)}"
     text = f", attempt {view['attempt']}" if view["attempt"] else ""
     if view["restarts"]:
         text += f", {count(view['restarts'], 'requeue')}"
     text += f", submitted {duration(max(0.0, now - _seconds(view['submitted_at'])))} ago"
     return f"{text}; {view['next']}" if view["next"] else text
+
+
+def _ended_by(view: View) -> str:
+    """What the block on the cause does not say anyway."""
+    last = view["incidents"][-1] if view["state"] == "failed" and view["incidents"] else None
+    told = last is not None and last["reason"] == view["end_reason"]
+    return _cut(own_words(last) if last is not None and told else view["end_reason"])
 
 
 def _training(view: View, now: float) -> str:
@@ -83,11 +93,12 @@ def cause_blocks(incident: View) -> list[Block]:
         Line(""),
         Line(f"cause      {incident['cause']}" + (f" ({', '.join(where)})" if where else ""), "bold red"),
         *([Line(f"meaning    {told.meaning}" + (f"; {told.todo}" if told.todo else ""))] if told else []),
-        Line(f"evidence   {incident['evidence']}"),
-        Line(f"decision   {incident['action'] or 'none yet'}: {incident['reason']}"),
+        Line(f"evidence   {one_line(incident['evidence'], EVIDENCE_CHARACTERS)}"),
+        Line(f"decision   {incident['action'] or 'none yet'}: {own_words(incident)}"),
     ]
     if incident["traceback"]:
-        blocks += [Line(f"  {line}") for line in incident["traceback"].rstrip().splitlines()]
+        lines = incident["traceback"].rstrip().splitlines()
+        blocks += [Line(one_line(f"  {line}", EVIDENCE_CHARACTERS)) for line in lines]
     return blocks
 
 
@@ -100,7 +111,7 @@ def _node_blocks(view: View, everything: bool) -> list[Block]:
         shown = [node for node in nodes if node["role"] not in ("active", "spare")]
     blocks: list[Block] = [Line("")]
     if shown:
-        rows = [[n["name"], n["role"], _clock(n["since"]), n["reason"]] for n in shown]
+        rows = [[n["name"], n["role"], _clock(n["since"]), _cut(n["reason"])] for n in shown]
         blocks.append(Table(("NODE", "ROLE", "SINCE", "REASON"), rows))
     if len(shown) < len(nodes):
         roles = [node["role"] for node in nodes]
@@ -117,13 +128,18 @@ def _incident_blocks(view: View, everything: bool) -> list[Block]:
     rows = [
         [
             str(i["id"]), _clock(i["at"]), _cause(i), i["node"] or "-",
-            i["action"] or "-", _steps(i), _took(i), i["reason"],
+            i["action"] or "-", _steps(i), _took(i), _cut(i["reason"]),
         ]
         for i in incidents
     ]  # fmt: skip
     headers = ("#", "AT", "CAUSE", "NODE", "ACTION", "STEPS", "TOOK", "WHY")
     blocks: list[Block] = [Line(""), Table(headers, rows, right=frozenset({0}))]
     return [*blocks, Line(f"and {count(earlier, 'earlier incident')} (--all)")] if earlier else blocks
+
+
+def _cut(text: str) -> str:
+    """What somebody else may have written at length; `--json` and the report have all of it."""
+    return one_line(text, TEXT_CHARACTERS)
 
 
 def _cause(incident: View) -> str:

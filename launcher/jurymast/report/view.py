@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jurymast.core.causes import meaning
-from jurymast.core.copies import MEMORY
+from jurymast.core.copies import MEMORY, PEER
 from jurymast.core.incident import Incident
-from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.state import Alert, Phase, Role, RunState
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.cadence import cadence_json, next_save
+from jurymast.report.first_hand import hear
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.tail import JournalTail
 from jurymast.report.words import count, duration, iso, some
@@ -66,9 +67,13 @@ class Watcher:
         return entries
 
     def view(self, life: Liveness | None = None, now: float | None = None) -> dict[str, Any]:
-        """The status object; `life` is looked up unless given. `now`: seconds since the epoch."""
-        life = look(self.directory, self.state) if life is None else life
-        return status_view(self, life, time.time() if now is None else now)
+        """The status object; unless `life` is given it is looked up, and the supervisor asked if need be.
+        `now`: seconds since the epoch."""
+        now, told = time.time() if now is None else now, None
+        if life is None:
+            life = look(self.directory, self.state)
+            told = hear(self.directory, self.state, now - (self.tail.last_t or 0.0))
+        return status_view(self, life, now, told)
 
 
 def read_status(directory: RunDirectory) -> Watcher:
@@ -106,19 +111,25 @@ def shown_step(state: RunState) -> int:
     return state.step if state.first_step_at is not None else state.best_step
 
 
-def status_view(watcher: Watcher, life: Liveness, now: float) -> dict[str, Any]:
+def status_view(watcher: Watcher, life: Liveness, now: float, told: dict[str, Any] | None) -> dict[str, Any]:
+    """`told`: see `report.first_hand`."""
     state, plan = watcher.state, watcher.plan
     word, why = public_state(state, life)
+    following = _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else ""
+    step, alerts = shown_step(state), state.alerts
+    if told is not None:
+        word, step, alerts = told["state"], told["step"], [Alert(**alert) for alert in told["alerts"]]
+        following = f"{told['waits']} (jurymast cancel gives it up)" if told["waits"] else following
     place = None if state.ended or life.kind == "gone" else find(watcher.directory.epochs)
     ended_at = state.ended_at
     return {
         "run": state.run or plan.run, "name": state.name or plan.name, "state": word,
-        "attempt": state.attempt, "step": shown_step(state),
+        "attempt": state.attempt, "step": step,
         "step_seconds": round(state.step_s, 6) or None,
         "stepped_at": iso(state.stepped_at) if state.first_step_at is not None else None,
         "saved_step": state.saved_step, "next_save_step": next_save(state), "tiers": _tiers(state),
         "cadence": cadence_json(state, plan, now),
-        "next": _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else "",
+        "next": following,
         "slurm_jobs": [job for job, _ in slurm_jobs(watcher.directory, state)],
         "cluster": plan.cluster, "active": state.active, "spares": state.spares,
         "ranks_per_node": state.ranks_per_node, "restarts": state.restarts,
@@ -129,13 +140,13 @@ def status_view(watcher: Watcher, life: Liveness, now: float) -> dict[str, Any]:
         "excluded": {name: told.reason for name, told in state.excluded.items()},
         "alerts": [
             {"at": iso(a.at), "until": iso(a.until), "message": a.message, "nodes": list(a.nodes)}
-            for a in state.alerts
+            for a in alerts
         ],
         "incidents": [incident_json(incident) for incident in state.incidents],
         "directory": str(watcher.directory.root.absolute()),
         "supervisor": {**asdict(place), "hosts": list(place.hosts)} if place else None,
         "notes": [{"at": iso(t), "message": message} for t, message in state.notes],
-        "warnings": warnings(watcher, life, now),
+        "warnings": warnings(watcher, life, now, (told or {}).get("journal", "")),
         "job": {"id": life.job, "kind": life.kind, "detail": life.detail},
         "submitted_at": iso(state.submitted_at or plan.submitted_at),
         "updated_at": iso(watcher.tail.last_t), "ended_at": iso(ended_at),
@@ -186,9 +197,29 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
     return f"saves after step {save}" if save else ""
 
 
-def warnings(watcher: Watcher, life: Liveness, now: float) -> list[str]:
-    """What somebody should look at, most urgent first."""
-    state, found = watcher.state, []
+def amiss(watcher: Watcher) -> list[str]:
+    """What a report must not leave out: what of the journal is missing, and steps that no checkpoint has."""
+    state, found = watcher.state, list(watcher.tail.unread)
+    kept = [t.step for name, t in state.saved.items() if name not in (MEMORY, PEER) and t.step is not None]
+    unsaved = state.step - max(kept, default=0)
+    # Only a Checkpointer tells of a restore, and counts steps as the training does.
+    if (
+        state.phase is Phase.SUCCEEDED
+        and watcher.facts.restored is not None
+        and state.absolute
+        and unsaved > 0
+    ):
+        newest = f"the newest is step {max(kept)}" if kept else "there is none"
+        found.append(
+            f"the last {count(unsaved, 'step')} are in no checkpoint ({newest}): "
+            f"checkpoint.save({state.step}) at the end of the script would have saved them"
+        )
+    return found
+
+
+def warnings(watcher: Watcher, life: Liveness, now: float, unwritten: str) -> list[str]:
+    """What somebody should look at, most urgent first. `unwritten`: why the journal is behind, if it is."""
+    state, found = watcher.state, amiss(watcher)
     if life.kind == "gone" and not state.ended:
         found.append(public_state(state, life)[1])
     if state.save_failures and watcher.facts.not_saved is not None:
@@ -208,7 +239,11 @@ def warnings(watcher: Watcher, life: Liveness, now: float) -> list[str]:
     if life.kind == "unknown":
         found.append(f"whether {life.job or 'the run'} still runs is not known: {life.detail}")
     last = watcher.tail.last_t
-    if state.phase is Phase.RUNNING and life.kind == "alive" and last is not None and now - last > QUIET_S:
+    if unwritten:
+        age = f"what is shown here is {duration(now - last)} old" if last else "nothing can be shown here"
+        where = watcher.directory.journal
+        found.append(f"the journal in {where} cannot be written ({unwritten}): {age}; the run goes on")
+    elif state.phase is Phase.RUNNING and life.kind == "alive" and last is not None and now - last > QUIET_S:
         found.append(f"the journal is {duration(now - last)} old: no step since, or the journal is behind")
     usable = [node for node in state.nodes.values() if node.usable and node.name not in state.placement]
     if state.spares and state.placement and not usable and not state.ended:

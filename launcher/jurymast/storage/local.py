@@ -2,6 +2,8 @@
 
 ROOT/step-00000100.a0003/rank-00007.image       the image's bytes
 ROOT/step-00000100.a0003/rank-00007.manifest    written last: without it the image does not count
+
+The directory that ROOT is in must be this user's alone.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from jurymast.keeper.private import NotOurs, check_private, make_private
 from jurymast.rundir import sync_directory, write_atomically
 from jurymast.storage.job import Job, Message, StorageFailure, explain, free_bytes, size_text
 from jurymast.storage.source import NewFile, Source
@@ -83,18 +86,35 @@ def drain(order: Message, job: Job) -> Message:
     try:
         return _drain(directory, order, job, (step, attempt))
     except OSError as error:
-        raise StorageFailure(f"local disk: {explain(error, directory.root)}") from error
+        raise _failure(error, directory) from error
 
 
 def prune(order: Message, job: Job) -> Message:
     """Remove all but the newest `keep` states, those in `protect`, and leftovers."""
     directory = LocalDirectory(order["root"])
     try:
+        check_private(directory.root.parent)
         directory.sweep()
         pruned = directory.prune(int(order.get("keep", KEEP)), _states(order.get("protect", ())))
+    except FileNotFoundError:
+        return {"pruned": []}
     except OSError as error:
-        raise StorageFailure(f"local disk: {explain(error, directory.root)}") from error
+        raise _failure(error, directory) from error
     return {"pruned": pruned}
+
+
+def remove(root: Path) -> None:
+    """All of one run's images, best effort."""
+    try:
+        check_private(root.parent)
+    except OSError:
+        return
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def _failure(error: OSError, directory: LocalDirectory) -> StorageFailure:
+    why = str(error) if isinstance(error, NotOurs) else explain(error, directory.root)
+    return StorageFailure(f"local disk: {why}")
 
 
 def _states(pairs: Iterable[Sequence[int]]) -> set[State]:
@@ -107,7 +127,8 @@ def _drain(directory: LocalDirectory, order: Message, job: Job, state: State) ->
     place = directory.path(*state)
     with ExitStack() as stack:
         sources = [stack.enter_context(Source.of_order(image, *state)) for image in order["images"]]
-        directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(directory.root.parent)
+        directory.root.mkdir(mode=0o700, exist_ok=True)
         directory.sweep()
         held = directory.ranks(*state)
         missing = [source for source in sources if source.manifest.rank not in held]

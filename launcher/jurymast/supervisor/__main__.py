@@ -34,6 +34,7 @@ async def supervise(
     directory cannot be read or written."""
     plan = directory.plan()
     epoch = claim_epoch(directory.epochs)
+    directory.hold_reserve()
     state = replay(directory)
     journal = JournalWriter(directory.journal, epoch)
 

@@ -1,4 +1,4 @@
-"""What people ask of a run by hand: cancel, restart, drain, rollback, save."""
+"""What people ask of a run by hand: cancel, restart, drain, rollback, save, and how it is."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ from jurymast.supervisor.tiers import Tiers
 from jurymast.wire.channel import Channel, Message
 
 KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
+HOW = "how"  # nothing is to be done: how is it?
 # A drain by hand can wait so long for a save; with steps of minutes it loses some of them instead.
 SAVE_LIMIT_S = 60.0
 
 
 @dataclass
 class Asks:
-    """`feed` journals an event, `now` is the supervisor's clock."""
+    """`feed` journals an event, `now` is the supervisor's clock, `how` tells what the journal may not tell.
+    `given_up_by`: who does not want to wait for the last checkpoint of a run that has ended."""
 
     state: RunState
     tiers: Tiers
     cadence: Cadence
     feed: Callable[[ev.Event], None]
     now: Callable[[], float]
+    how: Callable[[], Message]
+    given_up_by: str = ""
 
     async def answer(self, connection: Channel, asked: Message) -> None:
-        """Say {"ok": bool, "why": text when refused}, and do it."""
+        """Say {"ok": bool, "why": text when refused}, and do it. A cancel of a run that has ended also says
+        what it "gives_up"."""
         what, by = str(asked.get("what")), str(asked.get("by", ""))
         node, back_to = str(asked.get("node") or ""), asked.get("step")
         why = self._refusal(what, node, back_to)
         if what == "save" and not why and not self.cadence.ask(by):
             why = "its ranks have no Checkpointer, or have not done a step with it yet"
-        connection.send({"ok": False, "why": why} if why else {"ok": True})
+        connection.send({"ok": False, "why": why} if why else {"ok": True, **self._told(what, by)})
         await connection.drain()
-        if why:
+        if why or what == HOW:
             return
         if what == "drain" and node in self.state.placement:
             await self._save_before(f"drain of {node}, {by}")
@@ -43,8 +48,16 @@ class Asks:
             self.tiers.go_back(back_to)
         self.feed(ev.Asked(t=self.now(), what=what, by=by, node=node))
 
+    def _told(self, what: str, by: str) -> Message:
+        if what == HOW:
+            return self.how()
+        if what == "cancel" and self.state.ended:
+            self.given_up_by = by
+            return {"gives_up": self.tiers.unsaved_text()} if self.tiers.unsaved() else {}
+        return {}
+
     def _refusal(self, what: str, node: str, back_to: object) -> str:
-        if what not in KNOWN:
+        if what not in KNOWN and what != HOW:
             return f"unknown request {what!r}"
         if what == "drain" and node not in self.state.nodes:
             return f"no node {node!r} in this run; it has {', '.join(self.state.nodes)}"

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from jurymast import __version__
@@ -16,7 +17,7 @@ from jurymast.checkpoint.directory import BadCheckpoint
 from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
-from jurymast.core.copies import RestorePlan
+from jurymast.core.copies import SHARED, RestorePlan
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
@@ -91,7 +92,7 @@ class Supervisor:
         self._hangs = Hangs(state, self._watch, self._progress, self._tell, self.feed, self.now)
         self._tiers = Tiers(state, self._tell, self.feed, self.now)
         self._cadence = Cadence(state, self._tell, self.feed, self.now, self._tiers.copying)
-        self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now)
+        self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now, self._how)
         self._health = Health(self.feed, self.now)
         self._preflight = Preflight(state, self._tell, self.feed, self.now)
         self._stragglers = Stragglers(state, self.feed, self.now, self._spawn, self._cadence.save_first)
@@ -233,11 +234,22 @@ class Supervisor:
                 task.cancel()
             for connection in list(self._channels.values()):
                 connection.close()
-            if not self.superseded and self._failure is None:
-                self._write_outcome()
-            self._journal.close()
+            self._write_last_words()
         if self._failure is not None:
             raise self._failure
+
+    def _write_last_words(self) -> None:
+        """On a full disk into the room that was kept free for them."""
+        if self._journal.error is not None:
+            self._directory.give_reserve_up()
+        self._journal.close()
+        if self.superseded or self._failure is not None:
+            return
+        try:
+            self._write_outcome()
+        except OSError:
+            self._directory.give_reserve_up()
+            self._write_outcome()
 
     def _write_outcome(self) -> None:
         """For the batch script: how to end the Slurm job."""
@@ -479,6 +491,20 @@ class Supervisor:
             event = ev.Noted(t=self.now(), node=node, message=f"malformed event from a rank: {error}")
         self.feed(event)
 
+    def _how(self) -> Message:
+        """What the journal does not tell while it cannot be written."""
+        state, error = self.state, self._journal.error
+        waits = ""
+        if self._leaving and self._tiers.unsaved():
+            known = state.saved.get(SHARED)
+            why = f": {known.error}" if known is not None and known.error else ""
+            waits = f"{self._tiers.unsaved_text()} is on its way to {self._directory.checkpoints}{why}"
+        return {
+            "state": state.public_state, "waits": waits, "journal": (error.strerror or "") if error else "",
+            "step": state.step if state.first_step_at is not None else state.best_step,
+            "alerts": [asdict(alert) for alert in state.alerts],
+        }  # fmt: skip
+
     # The end of an epoch.
 
     async def _agent_terminated(self, node: str) -> None:
@@ -516,14 +542,13 @@ class Supervisor:
 
     async def _secure(self) -> None:
         """The newest checkpoint may be in memory only, and that goes with the nodes."""
-        how = self.state.public_state
-        limit_s = SECURE_LIMIT_S.get(how, SECURE_HURRY_S)
-        end = time.monotonic() + (SECURE_HURRY_S if self._terminating else limit_s)
+        began = time.monotonic()
         while not self._tiers.secure():
-            if time.monotonic() > end:
-                self.feed(
-                    ev.Noted(t=self.now(), message=f"{self._tiers.unsaved_text()} was lost with the nodes")
-                )
+            limit_s = SECURE_LIMIT_S.get(self.state.public_state, SECURE_HURRY_S)
+            given_up = f": {self._asks.given_up_by} gave it up" if self._asks.given_up_by else ""
+            if given_up or time.monotonic() > began + (SECURE_HURRY_S if self._terminating else limit_s):
+                lost = f"{self._tiers.unsaved_text()} was lost with the nodes{given_up}"
+                self.feed(ev.Noted(t=self.now(), message=lost))
                 return
             await asyncio.sleep(SECURE_POLL_S)
 

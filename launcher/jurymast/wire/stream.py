@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
 
 from jurymast.errors import AuthenticationError, ProtocolError
@@ -111,10 +112,11 @@ class Stream:
 def accept(connection: socket.socket, secret: bytes) -> Stream:
     """Server side of the handshake. Raises AuthenticationError or OSError; `connection` stays the caller's
     then."""
+    end = time.monotonic() + HANDSHAKE_LIMIT_S
     _tune(connection, HANDSHAKE_LIMIT_S)
     ours = secrets.token_bytes(NONCE_BYTES)
     _send(connection, MAGIC + ours)
-    answer = _receive(connection, 2 * NONCE_BYTES)
+    answer = _receive(connection, 2 * NONCE_BYTES, end)
     theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
     if not hmac.compare_digest(proof, digest(secret, b"client", ours, theirs)):
         raise AuthenticationError("a connection did not prove that it knows the run's secret")
@@ -127,14 +129,15 @@ def accept(connection: socket.socket, secret: bytes) -> Stream:
 def connect(host: str, port: int, secret: bytes, limit_s: float = CONNECT_LIMIT_S) -> Stream:
     """Connect and authenticate. Raises OSError, AuthenticationError or ProtocolError."""
     connection = socket.create_connection((host, port), limit_s)
+    end = time.monotonic() + limit_s
     try:
         _tune(connection, limit_s)
-        hello = _receive(connection, len(MAGIC) + NONCE_BYTES)
+        hello = _receive(connection, len(MAGIC) + NONCE_BYTES, end)
         if not hello.startswith(MAGIC):
             raise ProtocolError(f"{host}:{port} does not speak {MAGIC.decode().strip()}")
         theirs, ours = hello[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
         _send(connection, ours + digest(secret, b"client", theirs, ours))
-        proof = _receive(connection, NONCE_BYTES)
+        proof = _receive(connection, NONCE_BYTES, end)
         if not hmac.compare_digest(proof, digest(secret, b"server", theirs, ours)):
             raise AuthenticationError(f"{host}:{port} does not know the run's secret")
         _tune(connection, SILENT_LIMIT_S)
@@ -149,10 +152,14 @@ def _tune(connection: socket.socket, silent_s: float) -> None:
     """Blocking calls that the kernel itself ends: Python's own time limits would make every read two calls,
     and sendfile knows nothing of them."""
     connection.settimeout(None)
-    limit = struct.pack("ll", int(silent_s), int(silent_s % 1 * 1_000_000))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, direction, _time(silent_s))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _time(seconds: float) -> bytes:
+    # Zero would be no limit at all.
+    return struct.pack("ll", *divmod(max(1, int(seconds * 1_000_000)), 1_000_000))
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
@@ -162,15 +169,20 @@ def _send(connection: socket.socket, data: bytes) -> None:
         raise _silent() from error
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
+def _receive(connection: socket.socket, count: int, end: float | None = None) -> bytes:
+    """`end`: all of it by then (time.monotonic), however many bytes come now and then."""
     data = bytearray(count)
-    _receive_into(connection, memoryview(data))
+    _receive_into(connection, memoryview(data), end)
     return bytes(data)
 
 
-def _receive_into(connection: socket.socket, target: memoryview) -> None:
+def _receive_into(connection: socket.socket, target: memoryview, end: float | None = None) -> None:
     done = 0
     while done < len(target):
+        if end is not None:
+            if (left_s := end - time.monotonic()) <= 0:
+                raise TimeoutError("the handshake takes too long")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _time(left_s))
         try:
             got = connection.recv_into(target[done:], len(target) - done, socket.MSG_WAITALL)
         except BlockingIOError as error:

@@ -70,6 +70,7 @@ class HealthCheck:
     def __init__(self, config: Config, state: Path, log: Log) -> None:
         self._config = config
         self._state = state
+        self._unseen = state / "unseen.json"  # a drain of ours, until the others that are out were looked at
         self._log = log
         self._now = time.time()
         self._node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
@@ -77,6 +78,7 @@ class HealthCheck:
 
     def run(self) -> None:
         """Raises Failed and OSError."""
+        self._look_again()
         jobs = self._jobs_lately()
         look = self._look()
         reason = self._reason_by_verdict(look, jobs)
@@ -159,15 +161,24 @@ class HealthCheck:
         if self._config.dry_run:
             self._log.say(f"would drain (dry run): {reason}")
             return
+        save_state(self._unseen, {"drained for": reason})  # before it is, or a round that breaks off forgets
         slurm.drain(self._node, reason)
-        # Where one fault shows on many nodes they all look at this moment, and none has seen the others out.
-        refused = self._beyond_limits()
-        if refused:
-            slurm.resume(self._node)
-            self._log.alert(f"not drained after all, because {refused}: {reason}")
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """After a drain. Where one fault shows on many nodes they all drain at the same moment, and none has
+        seen the others out. In the next round, if Slurm does not answer in this one. Raises Failed."""
+        if not load_state(self._unseen):
             return
-        state, after = slurm.node_state(self._node)
-        self._log.say(f"drained ({state}): {after}")
+        state, reason = slurm.node_state(self._node)
+        if slurm.is_out(state) and not slurm.is_foreign(state, reason):
+            refused = self._beyond_limits()
+            if refused:
+                slurm.resume(self._node)
+                self._log.alert(f"not drained after all, because {refused}: {reason}")
+            else:
+                self._log.say(f"drained ({state}): {reason}")
+        save_state(self._unseen, {})
 
     def _beyond_limits(self) -> str:
         """Why this node may not be out beside those that are out for our reasons; "" when it may. Many bad

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 from jurymast_site.system import Failed, run
 
 SIZE_MAX = 16_384
-# Of one node in one look; what a user heaps up beyond that is removed unread.
+# Of one user's in one look; what they heap up beyond that is removed unread, and costs nobody else's.
 READ_MAX = 32
+NOBODY = -1  # whose it is that cannot be a verdict: links may be to other users' files
 SPOOL_MODE = 0o1733
 # Files of nodes that never looked at them.
 ABANDONED_S = 7 * 86_400.0
@@ -67,16 +69,17 @@ def taken(spool: Path, node: str, now: float) -> Iterator[bytes | Refused]:
     descriptor = _open_spool(spool)
     try:
         names = sorted(name for name in os.listdir(descriptor) if name.startswith(f"{node}."))
-        read = 0
+        read: Counter[int] = Counter()
         for name in names:
             found: bytes | Refused
+            owner = _owner(name, descriptor)
             try:
-                found = _read(name, descriptor) if read < READ_MAX else b""
+                found = _read(name, descriptor) if read[owner] < READ_MAX else b""
             except Refused as refusal:
                 found = refusal
             # What cannot be removed, a directory that somebody filled, must not fill the log at every look.
-            if _remove(name, descriptor) and read < READ_MAX:
-                read += 1
+            if _remove(name, descriptor) and read[owner] < READ_MAX:
+                read[owner] += 1
                 yield found
         _remove_abandoned(descriptor, now)
     finally:
@@ -95,6 +98,15 @@ def _open_spool(spool: Path) -> int:
         os.close(descriptor)
         raise Failed(f"the spool {spool} must be root's, with mode {SPOOL_MODE:o}")
     return descriptor
+
+
+def _owner(name: str, directory: int) -> int:
+    """Uid of the user who left an ordinary file; `NOBODY` for all else."""
+    try:
+        status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return NOBODY
+    return status.st_uid if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 else NOBODY
 
 
 def _read(name: str, directory: int) -> bytes:
