@@ -132,6 +132,6 @@ def test_without_a_checkpointer_there_is_nothing_to_save(tmp_path: Path) -> None
                    arguments=(*TRAIN[:4], "--save-every", "never")) as run:  # fmt: skip
         run.wait_step(10)
         done = jurymast("save", str(run.directory.root))
-        assert done.returncode == 64
+        assert done.returncode == 74
         assert "no Checkpointer" in done.stderr
         jurymast("cancel", str(run.directory.root))

@@ -161,6 +161,26 @@ def test_a_step_that_is_there_stays_as_it_is(tmp_path: Path, processes: list[Sto
     assert len(list(root.glob("step-00000010.damaged-*"))) == 1
 
 
+def test_what_a_restore_found_damaged_is_replaced_and_does_not_count(
+    tmp_path: Path, processes: list[StorageProcess]
+) -> None:
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    for step in (10, 20, 30):
+        together(processes, shared_orders(directory.root, simple_images(tmp_path / "i", step=step, world=2)))
+    for step in (20, 30):
+        flip(directory.path(step) / "__0_0.distcp")
+        directory.mark_damaged(step, "__0_0.distcp is corrupt")
+    # the run goes on from 10
+    for step in (15, 20):
+        images = simple_images(tmp_path / "i", step=step, attempt=2, world=2)
+        answers = together(processes, shared_orders(directory.root, images, attempt=2, keep=2))
+        assert [answer.get("existing", False) for answer in answers] == [False, False], answers
+        assert directory.complete()[:2] == [step, 10 if step == 15 else 15]
+    assert directory.check_files(20, directory.manifest(20).files) == []
+    assert directory.steps() == [30, 20, 15]
+    assert len(list(directory.root.glob("step-00000020.damaged-*"))) == 1
+
+
 def test_old_steps_go_and_pinned_ones_stay(tmp_path: Path, processes: list[StorageProcess]) -> None:
     root = tmp_path / "checkpoints"
     directory = CheckpointDirectory(root)

@@ -187,7 +187,7 @@ SCENARIOS = (
     Scenario("storage hangs, and the ranks with it", STORAGE, "active storage-hangs /lustre; hang",
              "", "storage_failed", "restart", alert=True),
     Scenario("storage is nearly full and nothing fails", STORAGE,
-             "n3 storage-full /lustre; n4 storage-full /lustre"),
+             "n3 storage-full /lustre; n4 storage-full /lustre", alert=True),
     Scenario("a node's own disk is full", SSD,
              "n3 raises OSError: [Errno 28] No space left on device: '/tmp/x'",
              "n3", "disk_full", "restart"),

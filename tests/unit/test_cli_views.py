@@ -73,6 +73,7 @@ def test_what_a_script_said_is_cut_and_told_once(place: Place) -> None:
     assert "decision   stop: crash loop: the same failure 3 times without a new step\n" in shown
     assert shown.count("ValueError: bad \ufffd[31mxxx") == 1 + 3, "the evidence, and a line an incident"
     assert max(map(len, shown.splitlines())) < 700
+    assert shown.count("; restarted in place, no node is at fault\n") == 2, "what was decided is never cut"
     told = place.good("events", RUN).splitlines()
     assert all(line.startswith("2026-") for line in told), "one line each"
     whole = place.json("status", RUN)

@@ -192,6 +192,7 @@ def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
                 (other,) = await one.memory.take(1, SIZE, "the next who asks")
                 assert written
                 assert other not in written
+                one.recycle(other)
             asking.clear()
             go_on.set()
             await saved(one, rank, 20)

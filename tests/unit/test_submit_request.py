@@ -117,6 +117,8 @@ def test_requeue(script: Path, words: tuple[str, ...], environment: dict[str, st
 
 
 def test_a_module(script: Path) -> None:
+    (script.parent / "pkg").mkdir()
+    (script.parent / "pkg" / "train.py").touch()
     made = plan(script, behind=("-m", "pkg.train", "-m", "x"))
     assert (made.module, made.script, made.arguments) == (True, "pkg.train", ("-m", "x"))
 

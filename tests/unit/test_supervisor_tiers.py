@@ -17,8 +17,9 @@ from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.journal import JournalWriter
 from jurymast.keeper.page import REFUSED
 from jurymast.rundir import RunDirectory
+from jurymast.supervisor.retries import RETRY_MAX_S, RETRY_S
 from jurymast.supervisor.supervisor import Supervisor
-from jurymast.supervisor.tiers import DRAIN_LIMIT_S, RETRY_S, Tiers
+from jurymast.supervisor.tiers import DRAIN_LIMIT_S, Tiers
 from jurymast.supervisor.watch import WATCH_INTERVAL_S
 from support.stories import Story
 
@@ -250,7 +251,7 @@ def test_a_committed_step_is_drained_by_the_nodes_that_have_it_one_at_a_time() -
     assert site.ordered("drain") == []
     site.answer(drains)
     assert site.saved("shared") == [(10, True)]
-    assert site.tiers.shared == {10: 150}
+    assert site.tiers.shared == {(10, 1): 150}
     site.tiers.look()
     assert {order["step"] for _, order in site.ordered("drain")} == {20}
 
@@ -269,6 +270,40 @@ def test_a_failed_drain_is_told_cancelled_everywhere_and_tried_again() -> None:
     site.time += RETRY_S + 0.1
     site.tiers.look()
     assert site.ordered("drain")[0][1]["step"] == 10
+
+
+def test_a_storage_that_goes_on_failing_is_tried_less_often_and_told_of_when_that_changes() -> None:
+    site = Site()
+    site.save()
+    tries: list[float] = []
+
+    def tried_until(end: float, why: str) -> None:
+        while site.time < end:
+            site.time += 1.0
+            site.tiers.look()
+            if drains := site.ordered("drain"):
+                tries.append(site.time)
+                place = f".draining-{len(tries):08d}.0{len(tries)}ab"
+                site.answer(drains[len(tries) % 2 :], why=f"{why}, at {place}")
+
+    site.answer(site.ordered("drain"), why="it hangs: its process was killed")
+    tried_until(site.time + 3600.0, "it still hangs")
+    assert 12 <= len(tries) <= 20
+    assert site.saved("shared") == [(10, False)] * 2
+    assert not site.tiers.secure()  # who waits for it, before the nodes go, does not wait long
+    assert site.time - tries[-1] > RETRY_S
+    site.answer(site.ordered("drain"), why="no space left")
+    assert site.saved("shared") == [(10, False)] * 3
+    site.time += RETRY_MAX_S
+    site.tiers.look()
+    site.answer(site.ordered("drain"))
+    assert site.saved("shared")[-1] == (10, True)
+    site.save(20)
+    site.answer(site.ordered("drain"), why="no space left")
+    site.time += RETRY_S
+    site.tiers.look()
+    assert len(site.ordered("drain")) == 3  # after a success as at first
+    assert site.saved("shared")[3:] == [(10, True), (20, False)]
 
 
 def test_a_lost_writer_and_an_endless_silence_end_a_drain() -> None:
@@ -306,7 +341,7 @@ def test_one_node_copies_what_is_on_shared_storage_to_the_object_store() -> None
     site = Site(object_url="s3://bucket", object_every_s=60.0)
     site.save()
     assert {order["tier"] for _, order in site.ordered("drain")} == {"shared"}
-    site.tiers.found_on_storage({5: 900}, [])
+    site.tiers.found_on_storage({(5, 1): 900}, [])
     site.tiers.look()
     ((node, order),) = site.ordered("drain")
     assert (node, order["tier"], order["step"], order["ranks"]) == ("n1", "object", 5, [])
@@ -340,7 +375,44 @@ def test_before_the_nodes_go_the_newest_step_gets_to_storage_put_together_where_
     assert not site.tiers.secure()
     site.answer(site.ordered("drain"))
     assert site.tiers.secure()
-    assert 20 in site.tiers.shared
+    assert (20, 1) in site.tiers.shared
+
+
+def test_what_the_ranks_passed_over_on_storage_does_not_stand_for_newer_states() -> None:
+    site = Site(replicas=0)
+    for at in (10, 20):
+        site.save(at)
+        site.answer(site.ordered("drain"))
+        site.time += 60.0
+    site.tiers.lost("n2")
+    site.state.attempt = 2
+    plan = site.tiers.plan(launch("n1", "s1", "n3"))
+    assert (plan.tier, plan.step) == ("shared", 20)
+    site.tiers.restored(2, 20, "shared")
+    assert set(site.tiers.shared) == {(10, 1), (20, 1)}
+    site.tiers.restored(2, 10, "memory")  # nobody has looked at storage
+    assert set(site.tiers.shared) == {(10, 1), (20, 1)}
+    site.tiers.restored(2, 10, "shared")  # 20 is corrupt
+    assert set(site.tiers.shared) == {(10, 1)}
+    assert site.tiers.secure()
+    site.state.placement = ("n1", "s1", "n3")
+    for rank, node in enumerate(site.state.placement):
+        site.hold(rank, node, at=15)
+    assert site.tiers.unsaved() == (15, 2)
+    assert not site.tiers.secure()
+    site.answer(site.ordered("drain"))
+    assert site.tiers.secure()
+    assert set(site.tiers.shared) == {(10, 1), (15, 2)}
+
+
+def test_what_could_not_be_restored_from_memory_does_not_hold_newer_states_up() -> None:
+    site = Site()
+    site.save(30)
+    site.state.attempt = 2
+    assert site.tiers.plan(launch(*ACTIVE)).tier == "memory"
+    site.tiers.restored(2, 10, "shared")
+    site.save(20)
+    assert site.saved("memory") == [(30, True), (20, True)]
 
 
 def test_nothing_is_waited_for_when_nothing_would_be_lost() -> None:
@@ -445,6 +517,17 @@ class Line:
     def send(self, message: dict[str, Any]) -> None:
         if message["do"] == "launch":
             self.launches.append(message)
+
+
+def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have(tmp_path: Path) -> None:
+    story = Story(active=2, spares=1).running()
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
+    supervisor._tiers.found_on_storage({(10, 1): 9, (20, 1): 9}, [])
+    said = {"event": "Restored", "step": 10, "tier": "shared", "seconds": 1.0, "skipped": ["step 20"]}
+    supervisor._rank_event("n1", {"attempt": 2, "event": {**said, "local_rank": 0, "t": 0.0}})
+    assert set(supervisor._tiers.shared) == {(10, 1)}
 
 
 def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_path: Path) -> None:

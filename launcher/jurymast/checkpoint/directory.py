@@ -203,12 +203,12 @@ class CheckpointDirectory:
         return problems
 
     def complete(self) -> list[int]:
-        """Steps whose checkpoint has a sound manifest and all files in full length, and in which the last full
-        check, if there was one, found no damage; newest first."""
+        """Steps whose checkpoint is whole, newest first. Raises OSError."""
         return [step for step in self.steps() if self.whole(step) is not None]
 
     def whole(self, step: int) -> Manifest | None:
-        """The manifest of a step that is complete, as far as can be told without reading it all."""
+        """The manifest of a step that has all files in full length, and no damage that the last full check
+        found; None: it does not count."""
         try:
             manifest = self.manifest(step)
             self.check_sizes(step, manifest)
@@ -327,7 +327,7 @@ class CheckpointDirectory:
     def retire(self, keep: int, known_bad: frozenset[int] = frozenset()) -> list[Path]:
         """Take all but the newest `keep` complete checkpoints away; returns what is left to delete.
 
-        Incomplete ones and those in `known_bad` neither count nor go: they are somebody's evidence. Pinned
+        Damaged ones and those in `known_bad` neither count nor go: they are somebody's evidence. Pinned
         ones count, and stay. The rename makes each disappear at once, so that no reader ever sees half of
         one. Raises OSError.
         """

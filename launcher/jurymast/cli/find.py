@@ -40,9 +40,14 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
             return RunDirectory(place)
     for place in places:
         check_readable(place)
-    if places and os.path.isdir(places[0]) and places[0].parent == runs:
-        raise RunDirectoryError(
-            f"{places[0]} has no plan.json: it was never submitted, or is damaged", hint="remove it"
+    if places and os.path.isdir(places[0]):
+        if places[0].parent == runs:
+            raise RunDirectoryError(
+                f"{places[0]} has no plan.json: it was never submitted, or is damaged",
+                hint="if there is nothing in its checkpoints, remove it",
+            )
+        raise RunNotFoundError(
+            f"{places[0]} is no run directory: it has no plan.json", hint=_hint(text, runs)
         )
     raise RunNotFoundError(f"there is no run {text or '(empty)'} in {runs}", hint=_hint(text, runs))
 

@@ -94,8 +94,9 @@ def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int
         hint = f"the largest that fits is --spares {room - active}"
     else:
         hint = f"--nodes {active} alone is too many; with no spare node at most --nodes {room} fits"
+    nodes = active + spares
     raise UsageError(
-        f"the run needs {active + spares} nodes ({active} active + {spares} spare), "
+        f"the run needs {nodes} node{'s' if nodes > 1 else ''} ({active} active + {spares} spare), "
         f"and partition {best.name} {counted}{out}",
         hint=hint,
     )

@@ -19,6 +19,7 @@ from jurymast.cluster.allocation import run_command
 from jurymast.cluster.verdicts import seal
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.report.layout import Block, Line, Table
+from jurymast.report.words import count
 from jurymast.rundir import RunDirectory
 
 COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel")
@@ -167,7 +168,7 @@ def _gpu_library(site: Site) -> Check:
         return Check("gpu library", NO, "NVML does not answer", "the driver hangs: reboot this machine")
     if done.returncode == 0:
         driver, gpus = done.stdout.split()
-        return Check("gpu library", YES, f"driver {driver}, {gpus} GPUs here")
+        return Check("gpu library", YES, f"driver {driver}, {count(int(gpus), 'GPU')} here")
     what = "pynvml is not installed" if "No module" in done.stderr else "no NVIDIA driver on this machine"
     todo = "on the GPU nodes: pip install 'jurymast[nvidia]', then srun jurymast health"
     return Check("gpu library", NOTE, what, todo)

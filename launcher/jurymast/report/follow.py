@@ -11,7 +11,7 @@ from jurymast.core.state import RunState
 from jurymast.journal import Entry
 from jurymast.report.layout import one_line
 from jurymast.report.liveness import Liveness, look
-from jurymast.report.sentences import is_routine, sentence
+from jurymast.report.sentences import is_routine, sentence, short_reason
 from jurymast.report.view import Watcher, exit_code_of, public_state, shown_step
 from jurymast.report.words import count, duration
 from jurymast.rundir import RunDirectory
@@ -110,10 +110,8 @@ class Follower:
             if incident.decided_at is None or incident.decided_at > until:
                 return
             self._told += 1
-            self._progress.say(
-                f"incident {incident.id}: {incident.cause}: {one_line(incident.reason, REASON_CHARACTERS)}",
-                incident.decided_at,
-            )
+            why = short_reason(incident.reason, incident.evidence, REASON_CHARACTERS)
+            self._progress.say(f"incident {incident.id}: {incident.cause}: {why}", incident.decided_at)
 
 
 def progress_line(state: RunState) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from jurymast.core.forecast import Forecast, goodput_at
 from jurymast.report.html import ALLOWED, STYLE, embedded, text
 from jurymast.report.plan_text import WAYS, facts, gains, minutes, percent_fine
-from jurymast.report.words import duration, percent
+from jurymast.report.words import count, duration, percent
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 900, 300, 60, 14, 44
 POINTS = 120
@@ -27,9 +27,9 @@ svg.curve .end{text-anchor:end}svg.curve .middle{text-anchor:middle}
 
 def page(plan: Mapping[str, Any], found: Forecast) -> str:
     """The whole page; `plan` is `plan_view(found)`."""
-    title = f"jurymast plan: {plan['nodes']} nodes"
+    title = f"jurymast plan: {count(plan['nodes'], 'node')}"
     body = [
-        f"<h1>A run on {plan['nodes']} nodes, {plan['gpus']} GPUs</h1>",
+        f"<h1>A run on {count(plan['nodes'], 'node')}, {count(plan['gpus'], 'GPU')}</h1>",
         _rate_line(plan["rate"]),
         _cards(plan),
         "<h2>The figures</h2>",

@@ -87,7 +87,9 @@ def _short(seconds: float) -> str:
 def mtbf_line(report: Mapping[str, Any]) -> str:
     found = report["mtbf"]
     seen = f"{count(found['failures'], 'failure')} in {duration(found['observed_seconds'])} with nodes"
-    predicted = f"usual for {report['nodes']['active']} nodes: {duration(found['predicted_seconds'])}"
+    predicted = (
+        f"usual for {count(report['nodes']['active'], 'node')}: {duration(found['predicted_seconds'])}"
+    )
     if found["seconds"] is None:
         low = f", so at least {duration(found['low_seconds'])} (95 %)" if found["low_seconds"] else ""
         return f"MTBF       {seen}{low}; {predicted}"

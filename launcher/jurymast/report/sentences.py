@@ -8,6 +8,7 @@ from typing import Any
 from jurymast.core.attribution import describe_exit
 from jurymast.core.copies import MEMORY
 from jurymast.core.health import APPLICATION, SYMPATHETIC
+from jurymast.report.layout import one_line
 from jurymast.report.words import amounts, count, duration, size, some
 
 Entry = Mapping[str, Any]
@@ -36,6 +37,14 @@ def own_words(incident: Entry) -> str:
     """A decision's reason without the evidence in it, for where that is shown beside it."""
     reason, evidence = str(incident["reason"]), str(incident["evidence"])
     return (reason.replace(evidence, "").strip("; ") if evidence else "") or reason
+
+
+def short_reason(reason: str, evidence: str, most: int) -> str:
+    """A decision's reason on one line of about `most` characters: of the evidence in it, so much as fits."""
+    if evidence and len(reason) > most:
+        room = max(most // 2, most - (len(reason) - len(evidence)))
+        reason = reason.replace(evidence, one_line(evidence, room))
+    return one_line(reason)
 
 
 def _run_started(e: Entry) -> str:

@@ -9,14 +9,14 @@ from typing import Any
 from jurymast.core.causes import CAUSES
 from jurymast.report.cadence import cadence_lines
 from jurymast.report.layout import STYLES, Block, Line, Table, one_line
-from jurymast.report.sentences import own_words
+from jurymast.report.sentences import own_words, short_reason
 from jurymast.report.words import count, duration, percent, some
 
 # With more nodes than this, those that just do their work are counted instead of listed.
 NODES_LISTED_MAX = 32
 INCIDENTS_LISTED = 10
 ALERTS_LISTED = 3
-TEXT_CHARACTERS = 160
+TEXT_CHARACTERS = 200
 EVIDENCE_CHARACTERS = 600  # of what is shown once
 
 View = Mapping[str, Any]
@@ -128,7 +128,8 @@ def _incident_blocks(view: View, everything: bool) -> list[Block]:
     rows = [
         [
             str(i["id"]), _clock(i["at"]), _cause(i), i["node"] or "-",
-            i["action"] or "-", _steps(i), _took(i), _cut(i["reason"]),
+            i["action"] or "-", _steps(i), _took(i),
+            short_reason(i["reason"], i["evidence"], TEXT_CHARACTERS),
         ]
         for i in incidents
     ]  # fmt: skip

@@ -182,7 +182,7 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
         ready = len(state.spare_nodes())
         return f"waits for nodes: {ready} of {state.active} ready, {len(state.nodes)} allocated"
     if state.phase is Phase.LAUNCHING:
-        return f"ranks start: up on {len(state.started)} of {len(state.placement)} nodes"
+        return f"ranks start: up on {len(state.started)} of {count(len(state.placement), 'node')}"
     if state.phase is Phase.STOPPING:
         alive = [name for name in state.placement if state.nodes[name].role is not Role.FAILED]
         left = [name for name in alive if name not in state.stopped]

@@ -490,6 +490,8 @@ class Supervisor:
         except (KeyError, TypeError) as error:
             event = ev.Noted(t=self.now(), node=node, message=f"malformed event from a rank: {error}")
         self.feed(event)
+        if isinstance(event, ev.Restored):
+            self._tiers.restored(event.attempt, event.step, event.tier)
 
     def _how(self) -> Message:
         """What the journal does not tell while it cannot be written."""

@@ -23,6 +23,7 @@ from jurymast.core.state import Phase, Role, RunState
 from jurymast.keeper.page import REFUSED
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.foresight import Foresight
+from jurymast.supervisor.retries import RETRY_S, Retries
 from jurymast.wire.channel import Message
 
 SHARED_PAUSE_MIN_S = 1.0
@@ -30,8 +31,6 @@ SHARED_PAUSE_MIN_S = 1.0
 REST_SHARE = 9.0
 SAFE_TOLD_EVERY_S = 30.0
 SAFE_TOLD = 500
-# A drain that failed is tried again, with the newest step then, after this long.
-RETRY_S = 5.0
 # Agents that are silent about a drain for this long have lost it; a hung storage is theirs to notice earlier.
 DRAIN_LIMIT_S = 3600.0
 
@@ -67,7 +66,7 @@ class _Node:
 class Tiers:
     """`tell` sends a message to a node's agent, `feed` journals an event, `now` is the supervisor's clock.
 
-    `shared` maps the steps that are complete in the shared tier to their size in bytes, `domains` nodes to
+    `shared` maps the states that are complete in the shared tier to their size in bytes, `domains` nodes to
     what they share with others that may fail at once, like a switch.
     """
 
@@ -77,7 +76,7 @@ class Tiers:
     now: Callable[[], float]
     domains: dict[str, str] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)
-    shared: dict[int, int] = field(default_factory=dict)
+    shared: dict[Key, int] = field(default_factory=dict)
     rollbacks: list[Rollback] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -89,10 +88,10 @@ class Tiers:
         self._ordered: set[tuple[Key, str, int, str, tuple[int, ...]]] = set()
         self._drains: dict[str, Drain] = {}
         self._next_at: dict[str, float] = {}
-        self._failed_at: dict[str, float] = {}
+        self._retries = Retries(self.now)
         self._tried: dict[str, Key] = {}
         self._numbers = itertools.count(1)
-        self._newest_object = -1
+        self._newest_object: Key = (-1, -1)
         self._drained_before = False
         self._void: Key | None = None
         self._dirty = False
@@ -231,10 +230,9 @@ class Tiers:
     def _commit(self) -> bool:
         """True when a step has just become complete in memory."""
         for key in self.copies.newest_first():
-            if key == self._committed:
+            if self._committed is not None and cp.age(key) <= cp.age(self._committed):
                 return False
-            abandoned = self._committed is not None and key[1] < self._committed[1]
-            if self.copies.in_memory(key) and not abandoned:
+            if self.copies.in_memory(key):
                 self._committed, self._committed_at = key, self.now()
                 self.feed(
                     ev.Saved(
@@ -320,7 +318,7 @@ class Tiers:
         for node in self._nodes:
             self.tell(node, {"do": "committed", "step": key[0], "attempt": key[1]})
         for other in self.copies.newest_first():
-            if _age(other) < _age(key):
+            if cp.age(other) < cp.age(key):
                 self._ask_again(other)
                 self.copies.drop_where(other, tiers=(cp.MEMORY, cp.PEER))
         self._ordered = {order for order in self._ordered if order[0] == key}
@@ -344,13 +342,13 @@ class Tiers:
         settings, now = self.state.settings, self.now()
         if settings.local_path and self._due(cp.LOCAL, key, now):
             self.drain(cp.LOCAL, key)
-        if self._due(cp.SHARED, key, now) and key[0] not in self.shared:
+        if self._due(cp.SHARED, key, now) and key not in self.shared:
             self.drain(cp.SHARED, key)
         if settings.object_url and self.shared and now >= self._next_at.get(cp.OBJECT, 0.0):
-            newest = max(self.shared)
-            if newest > self._newest_object and self._free(cp.OBJECT):
+            newest = max(self.shared, key=cp.age)
+            if cp.age(newest) > cp.age(self._newest_object) and self._free(cp.OBJECT):
                 self._next_at[cp.OBJECT] = now + settings.object_every_s
-                self.drain(cp.OBJECT, (newest, 0))
+                self.drain(cp.OBJECT, newest)
 
     def _due(self, tier: str, key: Key, now: float) -> bool:
         idle = self._free(tier) and now >= self._next_at.get(tier, 0.0)
@@ -360,9 +358,9 @@ class Tiers:
         """Whether images are on their way to some storage."""
         return bool(self._drains)
 
-    def _free(self, tier: str) -> bool:
+    def _free(self, tier: str, hurry: bool = False) -> bool:
         """True when nothing is on its way there, and the last failure is a while ago."""
-        return tier not in self._drains and self.now() >= self._failed_at.get(tier, -math.inf) + RETRY_S
+        return tier not in self._drains and self._retries.due(tier, hurry)
 
     def _shared_pause_s(self, took_s: float) -> float:
         """The first drain took longer than any other will: its process had to start."""
@@ -389,7 +387,7 @@ class Tiers:
             return False
         name = f"{self.state.epoch:04x}{next(self._numbers):06x}"
         self._tried[tier] = key
-        size_bytes = self.shared.get(key[0], 0) if tier == cp.OBJECT else self.copies.size_bytes(key)
+        size_bytes = self.shared.get(key, 0) if tier == cp.OBJECT else self.copies.size_bytes(key)
         late_at = self.now() + late_after_s(self.state, tier, size_bytes, len(writers))
         self._drains[tier] = Drain(name, tier, key, self.now(), set(writers), late_at)
         for node, ranks in writers.items():
@@ -436,12 +434,15 @@ class Tiers:
         took_s = now - drain.started_at
         if drain.why:
             self._tried.pop(drain.tier, None)
-            self._failed_at[drain.tier] = now
-        elif drain.tier == cp.SHARED:
-            self.shared[drain.key[0]] = drain.size_bytes
+            if not self._retries.failed(drain.tier, drain.why):
+                return
+        else:
+            self._retries.succeeded(drain.tier)
+        if not drain.why and drain.tier == cp.SHARED:
+            self.shared[drain.key] = drain.size_bytes
             self._next_at[cp.SHARED] = now + self._shared_pause_s(took_s)
-        elif drain.tier == cp.OBJECT:
-            self._newest_object = drain.key[0]
+        elif not drain.why and drain.tier == cp.OBJECT:
+            self._newest_object = drain.key
         self._told(drain.tier, drain.key, drain.size_bytes, drain.why, took_s)
 
     # ---- restoring
@@ -458,14 +459,15 @@ class Tiers:
             if drain.key[0] > step:
                 for node in list(drain.waiting):
                     self._drained(drain, node, f"the run goes back to step {step}")
-        self.shared = {one: size for one, size in self.shared.items() if one <= step}
+        self.shared = {one: size for one, size in self.shared.items() if one[0] <= step}
         self._committed = self._safe = None
 
     def plan(self, launch: Launch) -> RestorePlan:
         """What this attempt restores; journals it."""
         incident = self.state.incident
+        on_shared = {one: self.shared[one, attempt] for one, attempt in sorted(self.shared, key=cp.age)}
         plan = cp.plan_restore(
-            self.copies, self.shared, launch.placement, self.state.ranks_per_node,
+            self.copies, on_shared, launch.placement, self.state.ranks_per_node,
             lost_from=incident.step_lost_from if incident is not None else self.state.best_step,
             step_s=self.state.step_s,
         )  # fmt: skip
@@ -483,6 +485,14 @@ class Tiers:
         self._safe = None
         self._ordered.clear()
         return plan
+
+    def restored(self, attempt: int, step: int, tier: str) -> None:
+        """The ranks go on from here. If storage was read for it, what earlier attempts have newer there is as
+        good as gone: it was passed over as damaged, or somebody has moved it away."""
+        if tier != cp.MEMORY:
+            self.shared = {
+                one: size for one, size in self.shared.items() if one[0] <= step or one[1] >= attempt
+            }
 
     def restore_message(self, plan: RestorePlan, node: str, ranks: range) -> Message | None:
         """The part of the plan for one node; None: its ranks look in the shared tier themselves."""
@@ -516,15 +526,15 @@ class Tiers:
 
     def unsaved(self) -> Key | None:
         """The newest set of images that would be lost with these nodes."""
-        newest = max(self.shared, default=-1)
+        newest = max(map(cp.age, self.shared), default=(-1, -1))
         for key in self.copies.newest_first():
-            if key[0] <= newest:
+            if cp.age(key) <= newest:
                 return None
             if self.copies.restorable(key):
                 return key
         return None
 
-    def found_on_storage(self, shared: Mapping[int, int], rollbacks: list[Rollback]) -> None:
+    def found_on_storage(self, shared: Mapping[Key, int], rollbacks: list[Rollback]) -> None:
         """What earlier supervisors, attempts and runs left there."""
         self.shared = {**shared, **self.shared}
         self.rollbacks += [back for back in rollbacks if back not in self.rollbacks]
@@ -544,7 +554,7 @@ class Tiers:
         key = self.unsaved()
         if key is None:
             return True
-        if not self._free(cp.SHARED):
+        if not self._free(cp.SHARED, hurry=True):
             return False
         return not self.drain(cp.SHARED, key) and not self._gather(key)
 
@@ -567,16 +577,11 @@ class Tiers:
         return True
 
 
-def on_storage(directory: RunDirectory) -> tuple[dict[int, int], list[Rollback]]:
-    """Size in bytes by step of the complete shared checkpoints, and the rollbacks there were.
+def on_storage(directory: RunDirectory) -> tuple[dict[Key, int], list[Rollback]]:
+    """Size in bytes of the complete shared checkpoints, and the rollbacks there were.
 
     Raises OSError or BadCheckpoint.
     """
     checkpoints = CheckpointDirectory(directory.checkpoints)
-    sizes = {step: checkpoints.manifest(step).size_bytes for step in checkpoints.complete()}
-    return sizes, checkpoints.rollbacks()
-
-
-def _age(key: Key) -> tuple[int, int]:
-    """Of two states of a run the one that was reached later compares greater: (attempt, step)."""
-    return key[1], key[0]
+    found = [one for step in checkpoints.steps() if (one := checkpoints.whole(step)) is not None]
+    return {(one.step, one.attempt): one.size_bytes for one in found}, checkpoints.rollbacks()

@@ -1,0 +1,106 @@
+"""`jurymast cancel` at awkward moments: whatever is left of the run goes, and soon."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from support.runs import end_all, jurymast, local_run, processes_of, tree, wait_gone
+from support.waiting import wait_until
+
+
+def batch_process(directory: Path) -> psutil.Process:
+    record = json.loads((directory / "slurm" / "local.json").read_text())
+    return psutil.Process(record["pid"])
+
+
+@contextlib.contextmanager
+def until_nothing_is_left(directory: Path) -> Iterator[None]:
+    try:
+        yield
+        wait_until("end of every process of the run", lambda: not processes_of(directory), limit_s=30.0)
+    finally:
+        end_all(processes_of(directory))
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["at once", "before it can answer"])
+def test_a_run_that_has_hardly_begun(tmp_path: Path, started: bool) -> None:
+    with local_run(tmp_path, "--nodes", "1", "--spares", "1", script="train_tiny.py",
+                   arguments=("--steps", "1000000")) as run:  # fmt: skip
+        root = run.directory.root
+        batch = batch_process(root)
+        with until_nothing_is_left(root):
+            if started:
+                wait_until("supervisor", lambda: len(tree(batch.pid)) > 1)
+            done = jurymast("cancel", str(root))
+            assert done.returncode == 0, done.stderr
+            assert "is cancelled" in done.stdout
+        assert run.state().phase.value == "cancelled"
+        log = (run.directory.submission / "job-local.log").read_text()
+        assert "ended with code" not in log, "the supervisor got the signal before it could heed it"
+
+
+def test_nothing_outlives_the_batch_process(tmp_path: Path) -> None:
+    """Under Slurm the job's end would see to that."""
+    started = local_run(tmp_path, "--nodes", "1", "--spares", "1", script="train_tiny.py",
+                        arguments=("--steps", "1000000"))  # fmt: skip
+    with started as run, until_nothing_is_left(run.directory.root):
+        run.wait_step(2)
+        batch_process(run.directory.root).send_signal(signal.SIGKILL)
+        run.wait_end()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(place: Path) -> None:
+    with open(place / "theirs", "ab", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_a_run_that_ends_on_a_full_disk_says_so_and_can_be_let_go(small_disk: Path) -> None:
+    train = ("--width", "256", "--step-time", "0.1", "--save-every", "20 steps", "--steps", "300")
+    with local_run(small_disk, "--nodes", "1", "--spares", "0", script="train_tiny.py",
+                   arguments=train) as run:  # fmt: skip
+        root = run.directory.root
+        run.wait("a durable one", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
+        fill(small_disk)
+
+        def status() -> dict[str, Any]:
+            told: dict[str, Any] = json.loads(jurymast("status", str(root), "--json").stdout)
+            return told
+
+        def waiting() -> dict[str, Any]:
+            return told if (told := status())["state"] == "succeeded" else {}
+
+        told = wait_until("word that it has ended", waiting, limit_s=120.0)
+        assert told["exit_code"] is None
+        assert "is on its way to" in told["next"]
+        assert told["step"] == 300
+        (warned,) = [text for text in told["warnings"] if "cannot be written" in text]
+        assert "No space left on device" in warned
+        done = jurymast("cancel", str(root))
+        assert "given up" in done.stdout, (done, run.story())
+        wait_gone(root, limit_s=30.0)
+        assert status()["state"] == "succeeded", run.story()
+        assert status()["exit_code"] == 0
+        assert "gave it up" in run.state().notes[-1][1]
