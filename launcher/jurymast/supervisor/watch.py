@@ -6,13 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jurymast.core.hang import HangLimits, HangVerdict, RankView, judge
-from jurymast.core.heartbeat import LIMIT_MAX_S, Arrivals, WatcherClock
+from jurymast.core.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock
 from jurymast.core.settings import Settings
 from jurymast.core.state import Phase, Role, RunState
 
 WATCH_INTERVAL_S = 0.05
 # While a run just runs: nobody waits for a closer look, and the ranks want the processors.
 STEADY_INTERVAL_S = 0.1
+# So much of the limit, and all others silent: none of them is lost, this node hears nothing.
+ISOLATED = 0.6
 # An agent may still look for a supervisor that has just taken over; on top comes the limit of a node of which
 # nothing is known.
 REJOIN_LIMIT_S = 6.5
@@ -70,7 +72,7 @@ class Watch:
         """(node, seconds silent, limit) of each node silent beyond its limit. With a node that only starts
         nothing is lost yet, and its imports alone may keep a busy machine from beating for seconds."""
         found = []
-        for name, watch in self.nodes.items():
+        for name, watch in self._quiet(self._settings.node_lost_after_s).items():
             silent_s = watch.arrivals.silent_s(self.clock.now)
             limit_s = watch.arrivals.limit_s(self._settings.node_lost_after_s)
             if _only_starts(name, state):
@@ -79,11 +81,23 @@ class Watch:
                 found.append((name, silent_s, limit_s))
         return found
 
+    def _quiet(self, fixed_s: float | None = None) -> dict[str, NodeWatch]:
+        """Nodes that may be silent for too long: of thousands their own limits are not asked for at every
+        look."""
+        least_s = ISOLATED * (BEATS * self._settings.heartbeat_s if fixed_s is None else fixed_s)
+        now = self.clock.now
+        return {name: watch for name, watch in self.nodes.items() if now - watch.arrivals.last > least_s}
+
     def isolated(self, own: str) -> bool:
         """True when this node hears none of at least two others: then it is the one that is cut off."""
-        others = [watch for name, watch in self.nodes.items() if name != own]
+        quiet = self._quiet(self._settings.node_lost_after_s)
+        others = [watch for name, watch in quiet.items() if name != own]
+        if len(others) < len(self.nodes) - (own in self.nodes):
+            return False
         limit_s = max((w.arrivals.limit_s(self._settings.node_lost_after_s) for w in others), default=0.0)
-        return len(others) >= 2 and all(w.arrivals.silent_s(self.clock.now) > 0.6 * limit_s for w in others)
+        return len(others) >= 2 and all(
+            w.arrivals.silent_s(self.clock.now) > ISOLATED * limit_s for w in others
+        )
 
     def _reports(self, state: RunState) -> list[tuple[NodeWatch, str, int, dict[str, Any]]]:
         """(watch, node, rank, report) of every rank of the attempt on a node that is not lost; [] until all
