@@ -26,18 +26,19 @@ class Progress:
         """Journal how far the run is: at the first step, when it ends an incident, else now and then."""
         if self._state.phase not in (Phase.RUNNING, Phase.STOPPING):
             return
+        now, first, incident = self._now(), self._state.first_step_at is None, self._state.incident
+        due = forced or first or now >= self._progress_at + self._progress_interval_s(now)
+        if not due and incident is None:
+            return  # to ask all ranks takes long where there are many
         reach = self._watch.reach(self._state)
-        first = self._state.first_step_at is None
         if reach is None or (not first and reach.step <= self._state.step):
             return
-        incident = self._state.incident
         ends = (
             incident is not None
             and self._state.phase is Phase.RUNNING
             and (not reach.absolute or reach.step > incident.step_lost_from)
         )
-        now = self._now()
-        if forced or first or ends or now >= self._progress_at + self._progress_interval_s(now):
+        if due or ends:
             self._progress_at = now
             stepped_at = now - reach.ago_s
             done = reach.step - self._state.step

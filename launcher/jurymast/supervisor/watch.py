@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jurymast.core.hang import HangLimits, HangVerdict, RankView, judge
+from jurymast.core.hang import IDLE_FLOOR_S, HangLimits, HangVerdict, RankView, judge
 from jurymast.core.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock
 from jurymast.core.settings import Settings
 from jurymast.core.state import Phase, Role, RunState
@@ -22,13 +23,23 @@ REJOIN_LIMIT_S = 6.5
 
 @dataclass
 class NodeWatch:
-    """One node: when its heartbeats came (watcher's clock) and what its ranks last said."""
+    """One node: when its heartbeats came (watcher's clock) and what its ranks last said. `quiet_s` is the
+    shortest time since one that has not ended did something, as of `reported_at`; `stopped` that one is in
+    state T."""
 
     arrivals: Arrivals
     connected: bool = True
     attempt: int = 0
     ranks: list[dict[str, Any]] = field(default_factory=list)
     reported_at: float = 0.0
+    quiet_s: float = math.inf
+    stopped: bool = False
+
+    def report(self, attempt: int, ranks: list[dict[str, Any]], now: float) -> None:
+        self.attempt, self.ranks, self.reported_at = attempt, ranks, now
+        known = [one["quiet_s"] for one in ranks if one["phase"] != "done"]
+        self.quiet_s = min((quiet_s for quiet_s in known if quiet_s is not None), default=math.inf)
+        self.stopped = any(one["stopped_s"] for one in ranks)
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class Watch:
             return
         watch.arrivals.beat(self.clock.now)
         if ranks or attempt != watch.attempt:  # ranks that have ended stay where they were
-            watch.attempt, watch.ranks, watch.reported_at = attempt, ranks, self.clock.now
+            watch.report(attempt, ranks, self.clock.now)
 
     def silent(self, state: RunState) -> list[tuple[str, float, float]]:
         """(node, seconds silent, limit) of each node silent beyond its limit. With a node that only starts
@@ -113,7 +124,18 @@ class Watch:
                 reports.append((watch, name, group_rank * state.ranks_per_node + local_rank, report))
         return reports
 
+    def _moves(self, state: RunState) -> bool:
+        """True when no rank is stopped and one has just done something: then there is no need to look at the
+        ranks of thousands of nodes."""
+        floor_s = IDLE_FLOOR_S if self._settings.hang_s is None else self._settings.hang_s
+        placed = [self.nodes[name] for name in state.placement if name in self.nodes]
+        return not any(watch.stopped for watch in placed) and any(
+            watch.quiet_s + self.clock.now - watch.reported_at < floor_s for watch in placed
+        )
+
     def hang(self, state: RunState) -> HangVerdict | None:
+        if self._moves(state):
+            return None
         views = []
         for watch, node, rank, report in self._reports(state):
             since_s = self.clock.now - watch.reported_at
