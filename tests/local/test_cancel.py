@@ -58,6 +58,27 @@ def test_nothing_outlives_the_batch_process(tmp_path: Path) -> None:
         run.wait_end()
 
 
+def test_a_run_whose_supervisors_all_crash_trains_on_and_can_be_ended(tmp_path: Path) -> None:
+    started = local_run(tmp_path, "--nodes", "1", "--spares", "1", script="train_tiny.py",
+                        arguments=("--steps", "1000000", "--step-time", "0.01"))  # fmt: skip
+    with started as run, until_nothing_is_left(run.directory.root):
+        rank = psutil.Process(run.pids(run.wait_step(2).placement[0])[0])
+        batch = batch_process(run.directory.root)
+        log = run.directory.submission / "job-local.log"
+
+        def kill_supervisor() -> bool:
+            for child in batch.children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "jurymast.supervisor" in child.cmdline():
+                        child.kill()
+            return "no supervisor stays up" in log.read_text()
+
+        wait_until("the end of all supervisors", kill_supervisor, limit_s=120.0)
+        assert rank.is_running()
+        done = jurymast("cancel", str(run.directory.root))
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "small"

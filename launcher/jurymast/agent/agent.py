@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import os
 import secrets
 import shutil
@@ -42,8 +43,10 @@ SUPERVISOR_SILENT_S = 3.0
 # A host that has not stopped its ranks by then is stuck itself.
 STOP_MARGIN_S = 2.5
 HOST_RESTARTS_MAX = 5
-# Ranks go on without a supervisor; once they have ended and still none is there, the agent leaves too.
+# Ranks go on without a supervisor; once they have ended and still none is there, the agent leaves too. One
+# without ranks (a spare) may be all that a supervisor has which comes back when storage does.
 ALONE_LIMIT_S = 60.0
+IDLE_ALONE_LIMIT_S = 1800.0
 # After a SIGTERM Slurm waits 30 s (KillWait), unless the partition's GraceTime says otherwise.
 TERMINATED_LIMIT_S = 25.0
 # Probes wait for the torchrun host; one that does not get warm may have its reason in what they would find.
@@ -127,12 +130,17 @@ class Agent:
 
     # The supervisor's side.
 
+    def _alone_limit_s(self) -> float:
+        if self.ranks_state in ("starting", "running"):
+            return math.inf
+        return ALONE_LIMIT_S if self.ranks_state == "finished" else IDLE_ALONE_LIMIT_S
+
     async def _serve(self) -> None:
         while not self._over.is_set():
             connection = await self._connect()
             if connection is None:
                 self._alone_since = self._alone_since or time.monotonic()
-                if self.ranks_state == "finished" and time.monotonic() > self._alone_since + ALONE_LIMIT_S:
+                if time.monotonic() > self._alone_since + self._alone_limit_s():
                     self._over.set()  # nobody will ever say so
                 await asyncio.sleep(RECONNECT_S)
                 continue

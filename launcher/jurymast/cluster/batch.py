@@ -78,10 +78,11 @@ class Batch:
             self._listener.close()
 
     def _go_on_without(self) -> dict[str, Any]:
-        """No supervisor stays up. The training is not to blame: let the ranks come to their end."""
+        """No supervisor stays up. The training is not to blame: let the ranks come to their end, unless
+        somebody ends the job."""
         print("jurymast: no supervisor stays up; the ranks go on without failure handling", flush=True)
-        for process in self._agents:
-            process.wait()
+        while not self._told_to_end and any(process.poll() is None for process in self._agents):
+            time.sleep(OUTCOME_POLL_S)
         return self._read_outcome() or {"state": "failed", "exit_code": 70}
 
     def _await_outcome(self) -> dict[str, Any]:
