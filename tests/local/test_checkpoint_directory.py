@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import jurymast
-from jurymast.checkpoint.directory import MANIFEST, CheckpointDirectory, final_name
+from jurymast.checkpoint.directory import MANIFEST, VERIFIED, CheckpointDirectory, final_name
 from jurymast.errors import CheckpointError
 from jurymast.rundir import RunDirectory
 from jurymast.worker import link
@@ -144,6 +144,7 @@ def test_leftovers_of_earlier_attempts_are_swept(tmp_path: Path, monkeypatch: py
     assert {p.name for p in tmp_path.iterdir()} == {
         ".saving-00000003.a0004.0a1b2c3d",
         ".saving-notes",
+        VERIFIED,
         final_name(1),
     }
 
