@@ -140,3 +140,17 @@ def test_requests_by_hand_spend_no_budget() -> None:
         story.stopped()
         story.recovered(0, 20 + number)
     assert phase(story) is Phase.RUNNING
+
+
+def test_a_full_disk_is_waited_for_longer_each_time_though_steps_are_done_between() -> None:
+    story = Story().allocated().ranks_up()
+    waits = []
+    for _ in range(4):
+        story.stepped(30, absolute=False)
+        story.failed(0, error="OSError", message="[Errno 28] No space left on device")
+        story.stopped()
+        assert story.incident.cause == "storage_full"
+        waits.append(max(0.0, story.state.not_before - story.t))
+        story.wait(waits[-1] + 1.0)
+        story.ranks_up()
+    assert waits == pytest.approx([0.0, 15.0, 30.0, 60.0])

@@ -26,6 +26,7 @@ PATIENT = frozenset({"storage_full", "storage_failed", "fabric_fault"})
 SAME_PATIENT_ERROR = 20
 PATIENT_FIRST_S = 15.0
 PATIENT_MAX_S = 300.0
+PATIENT_WINDOW_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def decide(state: RunState, cause: Cause) -> Decision:
         bad += tuple(b.node for b in aside)
         why += "; on the occasion out: " + ", ".join(f"{b.node} ({b.evidence})" for b in aside)
     if not bad:
-        wait_s = patient_s(state.fruitless) if cause.kind in PATIENT else wait_s
+        wait_s = patient_s(_patient_tries(state, cause)) if cause.kind in PATIENT else wait_s
         return Decision("restart", f"{cause.evidence}; {why}", backoff_s=wait_s)
     coming = [
         n for n in state.nodes.values() if n.role is Role.JOINING and n.incarnation and n.name not in bad
@@ -97,6 +98,13 @@ def backoff_s(fruitless: int) -> float:
 def patient_s(fruitless: int) -> float:
     """Wait before the next attempt when only other people can help: as above, but 15 s up to 5 minutes."""
     return 0.0 if fruitless <= 1 else min(PATIENT_MAX_S, PATIENT_FIRST_S * 2.0 ** (fruitless - 2))
+
+
+def _patient_tries(state: RunState, cause: Cause) -> int:
+    """How often the cause came within the hour: a script that saves for itself does some steps each time."""
+    since = state.now - PATIENT_WINDOW_S
+    recent = sum(1 for one in state.incidents if one.cause == cause.kind and one.detected_at > since)
+    return max(state.fruitless, recent)
 
 
 def job_exit_code(cause: Cause) -> int:
