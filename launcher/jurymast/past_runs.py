@@ -22,16 +22,23 @@ from jurymast.journal import events, initial_state, read
 from jurymast.rundir import RunDirectory, write_atomically
 
 VERSION = 1
-SUMMARY_FILE = ".past-runs.json"
 CLEARED = "cleared: "  # how the state machine begins the reason of a node that it no longer blames
-FORGIVEN_FILE = ".forgiven-nodes.json"
 
 Stamp = list[list[int]]
 
 
+def summary_file(runs: Path) -> Path:
+    """What this user's earlier runs came to; users may share the directory."""
+    return runs / f".past-runs-{os.geteuid()}.json"
+
+
+def forgiven_file(runs: Path) -> Path:
+    return runs / f".forgiven-nodes-{os.geteuid()}.json"
+
+
 def past_runs(runs: Path) -> list[PastRun]:
     """Every run below `runs` on Slurm nodes, oldest first. Unreadable ones are left out."""
-    kept = _load(runs / SUMMARY_FILE)
+    kept = _load(summary_file(runs))
     known: dict[str, Any] = {}
     found = []
     for name in _names(runs):
@@ -50,7 +57,7 @@ def past_runs(runs: Path) -> list[PastRun]:
         if run is not None:
             found.append(run)
     if known != kept:
-        _save(runs / SUMMARY_FILE, known)
+        _save(summary_file(runs), known)
     return found
 
 
@@ -63,14 +70,14 @@ def _kept(entry: Any, stamp: Stamp) -> PastRun | None:
 
 def forgiven_nodes(runs: Path) -> dict[str, float]:
     """Nodes whose record somebody wiped, with when (seconds since the epoch)."""
-    kept = _load(runs / FORGIVEN_FILE)
+    kept = _load(forgiven_file(runs))
     return {name: float(at) for name, at in kept.items() if isinstance(at, int | float)}
 
 
 def forgive(runs: Path, node: str, now: float) -> None:
     """What `node` did so far no longer keeps it out of runs. Raises OSError."""
     kept = {**forgiven_nodes(runs), node: now}
-    write_atomically(runs / FORGIVEN_FILE, json.dumps({"v": VERSION, "entries": kept}).encode())
+    write_atomically(forgiven_file(runs), json.dumps({"v": VERSION, "entries": kept}).encode())
 
 
 def _names(runs: Path) -> list[str]:
@@ -94,8 +101,10 @@ def _stamp(directory: RunDirectory) -> Stamp:
 
 
 def _load(path: Path) -> dict[str, Any]:
+    """{} for a file that is none of ours: anybody may have put it there."""
     try:
-        content = json.loads(path.read_bytes())
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            content = json.load(file) if os.fstat(file.fileno()).st_uid == os.geteuid() else {}
         entries = content["entries"] if content["v"] == VERSION else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jurymast.core.attribution import attribute, describe_exit, is_communication
@@ -35,6 +37,8 @@ CRASHED = failed(3, -11)
 EXITED = failed(4, 3)
 GLOO = failed(0, 1, "RuntimeError", "[gloo] Connection closed by peer [10.0.0.7]:4711")
 
+EARLIER = replace(GLOO, t=-1.0)  # than the hang was noticed
+
 
 @pytest.mark.parametrize(
     ("lost_", "asked_", "failures", "hung_", "expected"),
@@ -47,7 +51,8 @@ GLOO = failed(0, 1, "RuntimeError", "[gloo] Connection closed by peer [10.0.0.7]
         ([], None, [GLOO, RAISED], None, ("worker_exception", "application", "n2")),
         ([], None, [GLOO, EXITED], None, ("worker_exit", "application", "n4")),
         ([], None, [GLOO, CRASHED], None, ("worker_crash", "application", "n3")),
-        ([], None, [GLOO], hung(), ("communication", "infrastructure", "n0")),
+        ([], None, [EARLIER], hung(), ("communication", "infrastructure", "n0")),
+        ([], None, [GLOO], hung(), ("hang", "infrastructure", "")),
         ([], None, [], hung(), ("hang", "infrastructure", "")),
     ],
 )

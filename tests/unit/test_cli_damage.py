@@ -49,7 +49,6 @@ def among_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         # Modules are imported when they are needed, and the interpreter may be root's alone.
         for words in (["ps"], ["report", MINE], ["nodes"], ["cancel", MINE], ["checkpoints", MINE], SUBMIT):
             main(list(words))
-        (place.runs / ".past-runs.json").unlink()
         capsys.readouterr()
         os.seteuid(NOBODY)
         try:

@@ -24,7 +24,7 @@ from jurymast.core.node_history import (
     Span,
     history,
 )
-from jurymast.past_runs import SUMMARY_FILE, forgive, forgiven_nodes, past_runs
+from jurymast.past_runs import forgive, forgiven_nodes, past_runs, summary_file
 from support.stories import START, Story
 
 NOW = 1_800_000_000.0
@@ -175,12 +175,28 @@ def test_a_run_is_read_from_its_journal_once(tmp_path: Path) -> None:
     os.utime(journal, ns=(1, 1))
     (changed,) = past_runs(tmp_path)
     assert changed.departures == (), "until the journal changes"
-    summary = tmp_path / SUMMARY_FILE
+    summary = summary_file(tmp_path)
     before_that = summary.read_text()
     for damaged in ('{"v": 1, "entries": [', before_that.replace('"departures"', '"earlier-name"')):
         summary.write_text(damaged)
         assert past_runs(tmp_path) == [changed]
         assert summary.read_text() == before_that
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("how", ["file", "link"])
+def test_a_summary_that_somebody_else_put_there_is_not_believed(tmp_path: Path, how: str) -> None:
+    swapped().write(tmp_path / "a-run")
+    honest = past_runs(tmp_path)
+    summary = summary_file(tmp_path)
+    summary.write_text(summary.read_text().replace("n3", "n4"))
+    assert past_runs(tmp_path) != honest, "ours is believed"
+    theirs = tmp_path / "theirs" if how == "link" else summary
+    summary.rename(theirs)
+    os.chown(theirs, 65534, 65534)
+    if how == "link":
+        summary.symlink_to(theirs)
+    assert past_runs(tmp_path) == honest
 
 
 def test_what_is_no_run_on_slurm_is_left_out(tmp_path: Path) -> None:

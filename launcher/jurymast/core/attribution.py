@@ -174,7 +174,8 @@ def _collective_cause(
         return _cause("storage_failed", "", "; ".join(storage[:3]))
     if around.common:
         return _cause(_OF_MANY.get(around.common_kind, "common_fault"), "", around.common)
-    if hung is not None and _absent(around):
+    # Ranks that are stopped because all hang lose each other on the way: that explains nothing.
+    if hung is not None and (_absent(around) or all(failure.t >= hung.t for _, failure in classed)):
         return _hang_cause("hang", hung, around)
     for kind in ("collective_timeout", "communication"):
         found = [pair for pair in classed if pair[0] == kind]
