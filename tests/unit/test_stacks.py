@@ -217,6 +217,21 @@ def test_a_missing_flight_record_is_told() -> None:
     assert "no flight record from rank 1" in story.incident.evidence
 
 
+def test_flight_records_name_the_rank_where_stacks_do_not() -> None:
+    """On a GPU all ranks may stand at the same line, which waits for what runs behind it."""
+    story = Story().running()
+    story.hung()
+    culprit = story.state.placement[1]
+    flights = [
+        [0, "0", [], 57, "all_reduce", True],
+        [1, "0", [], 56, "all_reduce", False],
+    ]
+    stopped_with(story, {0: WORKS, 1: WORKS}, recorded=True, records=(0, 1), flights=tuple(flights))
+    incident = story.incident
+    assert (incident.cause, incident.node, incident.rank) == ("hang", culprit, 1)
+    assert "rank 1 never entered all_reduce number 57 of group 0, where rank 0 waits" in incident.evidence
+
+
 def test_other_failures_do_not_wait_for_stacks() -> None:
     story = Story().running()
     (stop,) = story.failed(0)

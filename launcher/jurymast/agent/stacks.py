@@ -6,7 +6,7 @@ files go to `evidence/attempt-NNNN` of the run directory meanwhile, on a thread,
 
 Three sources: the rank itself (`worker.stack_signal`); py-spy, where it is installed, for ranks that do not
 answer; and /proc. torch's flight recorder keeps the newest collectives of each rank and writes them when they
-time out, or when its pipe is written to. That file is a pickle: it is named, and never read here.
+time out, or when its pipe is written to: who entered which collective is read from that.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jurymast.agent import flight_record
 from jurymast.agent.ranks import process_state
 from jurymast.core import stacks
+from jurymast.core.flight import Entered
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.wire.channel import Message
@@ -143,15 +145,22 @@ class Stacks:
         ranks = self._ranks(pids)
         folder, end = self._directory.evidence(self._attempt), time.monotonic() + LIMIT_S
         asked, records = self._ask_flight_recorders(ranks), list[int]()
+        flights: list[Entered] = []
         looked, recorded = threading.Event(), threading.Event()
 
         def look() -> None:
             _look(ranks, end)
             looked.set()
             _save(ranks, folder)  # what was asked to write a record needs the directory, too
+            sizes = dict.fromkeys(asked, 0)
             while len(records) < len(asked) and time.monotonic() < end:
                 time.sleep(POLL_S)
-                records[:] = [rank for rank in asked if _has_bytes(self._flight_record(rank))]
+                for rank, size in sizes.items():
+                    path = self._flight_record(rank)
+                    sizes[rank] = _size(path)
+                    if size and size == sizes[rank] and rank not in records:  # it grows no more
+                        records.append(rank)
+                        flights.extend(flight_record.read(path, rank))
             recorded.set()
 
         threading.Thread(target=look, name="stacks", daemon=True).start()
@@ -164,7 +173,8 @@ class Stacks:
                 "say": "stacks", "attempt": self._attempt, "ranks": [rank.rank for rank in ranks],
                 "kinds": [place.kind for place in places], "places": [place.text for place in places],
                 "folder": str(folder.relative_to(self._directory.root)),
-                "recorded": bool(asked), "records": list(records),
+                "recorded": bool(asked), "records": sorted(records),
+                "flights": [one.to_json() for one in flights],
             }
         )  # fmt: skip
 
@@ -254,8 +264,8 @@ def _text_of(path: str) -> str:
         return f"({error.strerror})"
 
 
-def _has_bytes(path: Path) -> bool:
+def _size(path: Path) -> int:
     try:
-        return path.stat().st_size > 0
+        return path.stat().st_size
     except OSError:
-        return False
+        return 0

@@ -298,7 +298,9 @@ def _straggler_cause(event: Straggling) -> Cause:
 def _absent(around: Surroundings) -> dict[int, str]:
     """Rank -> node of those that never came to where the others wait."""
     node_of = {rank: event.node for event in around.stacks for rank in event.ranks}
-    return {rank: node_of[rank] for rank in stacks.absent(stacks.places(around.stacks))}
+    flight = stacks.in_flight(around.stacks)
+    late = stacks.absent(stacks.places(around.stacks)) if flight is None else flight.ranks
+    return {rank: node_of[rank] for rank in late if rank in node_of}
 
 
 def _hang_cause(kind: str, hung: RanksHung, around: Surroundings) -> Cause:

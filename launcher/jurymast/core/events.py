@@ -310,7 +310,8 @@ class Straggling(Event):
 class StacksTaken(Event):
     """Where the ranks of a node stood just before they were stopped for a hang: for each of `ranks` the kind
     of place (see `core.stacks`) and its description. `records` are the ranks whose flight recorder has
-    written what collectives it saw, `recorded` tells whether any was asked to. All of it is in `folder`."""
+    written what collectives it saw, `recorded` tells whether any was asked to, and `flights` what those say
+    (`core.flight.Entered`, as JSON). All of it is in `folder`."""
 
     node: str
     attempt: int
@@ -320,6 +321,7 @@ class StacksTaken(Event):
     folder: str = ""
     recorded: bool = False
     records: tuple[int, ...] = ()
+    flights: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jurymast.core.events import StacksTaken
+from jurymast.core.flight import Entered, Missing, missing
 
 COLLECTIVE, BACKWARD, LOADER, CODE, UNKNOWN = "collective", "backward", "loader", "code", "unknown"
 WAITING = (COLLECTIVE, BACKWARD)
@@ -150,15 +151,29 @@ def places(taken: Sequence[StacksTaken]) -> dict[int, Place]:
     }
 
 
+def in_flight(taken: Sequence[StacksTaken]) -> Missing | None:
+    """The collective that some ranks never entered, by the flight recorders of all nodes: on GPUs, where
+    collectives run behind the program, they know more than stacks."""
+    try:
+        return missing([Entered.from_json(one) for event in taken for one in event.flights])
+    except (TypeError, ValueError):
+        return None
+
+
 def evidence(taken: Sequence[StacksTaken]) -> list[str]:
     """What an incident says of stacks: where the ranks stood, which were missing, where it is kept."""
     at = places(taken)
     if not at:
         return []
     told = [describe(at)]
-    missing = absent(at)
-    if missing:
-        told.append(f"{_ranks(missing)} never came to where the others wait")
+    flight = in_flight(taken)
+    if flight is not None:
+        told.append(
+            f"{_ranks(flight.ranks)} never entered {flight.collective} number {flight.number} of group "
+            f"{flight.group}, where {_ranks(flight.waiting)} wait{'s' * (len(flight.waiting) == 1)}"
+        )
+    elif late := absent(at):
+        told.append(f"{_ranks(late)} never came to where the others wait")
     asked = [rank for event in taken if event.recorded for rank in event.ranks]
     silent = sorted(set(asked) - {rank for event in taken for rank in event.records})
     if silent:

@@ -1,0 +1,36 @@
+"""Reads what torch's flight recorder wrote: a pickle of plain values, so nothing else is let in."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jurymast.core.flight import Entered, entered
+
+RECORD_BYTES_MAX = 64 << 20
+
+
+class _PlainValues(pickle.Unpickler):
+    """Dictionaries, lists, texts and numbers. A pickle that names anything to import is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("no plain value")
+
+
+def read(path: Path, rank: int) -> list[Entered]:
+    """How far the rank is in each of its groups; [] for a record that is unfinished, or of another format."""
+    try:
+        if path.stat().st_size > RECORD_BYTES_MAX:
+            return []
+        with path.open("rb") as file:
+            record = _PlainValues(file).load()
+        return entered(rank, record) if isinstance(record, Mapping) else []
+    except (OSError, pickle.UnpicklingError, EOFError, MemoryError, RecursionError):
+        return []
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
+        return []
