@@ -78,12 +78,12 @@ def test_before_a_requeue_the_newest_save_gets_to_storage() -> None:
 
 
 def test_a_hang_is_found_by_the_hang_detector() -> None:
-    """All ranks idle: after 5 s and twice the longest gap between steps, a step and a stall."""
+    """All ranks idle: after 5 s and twice the longest gap between steps, a step and a stall, and a look."""
     outcome = ran([Fault(1000.0, kind=HANG)])
     (incident,) = outcome.incidents
     assert (incident.cause, incident.action, incident.step_restored) == ("hang", "restart", 901)
-    assert incident.seconds()["detect"] == pytest.approx(5 + 2 * (1 + 1))
-    assert outcome.categories["hang"] == 20 * 9 * 1_000_000
+    assert incident.seconds()["detect"] == pytest.approx(5 + 2 * (1 + 1) + 1)
+    assert outcome.categories["hang"] == 20 * 10 * 1_000_000
     (later,) = ran([Fault(1000.0, kind=HANG)], hang_s=60.0).incidents
     assert later.seconds()["detect"] == pytest.approx(60.0)
 

@@ -17,7 +17,7 @@ from typing import Any
 from jurymast.core import events as ev
 from jurymast.core.accounting import Account, ordered, to_us
 from jurymast.core.copies import SHARED
-from jurymast.core.hang import HangLimits, RankView, judge
+from jurymast.core.hang import WAITING_S, HangLimits, RankView, judge
 from jurymast.core.incident import Incident
 from jurymast.core.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ledger import Ledger
@@ -247,7 +247,9 @@ class Simulation:
                           longest_s, math.inf, 0.0)]  # fmt: skip
         limits = HangLimits(settings.hang_s, settings.start_limit_s, self.state.hang_patience)
         verdict = judge(ranks, limits)
-        return COLLECTIVE_LIMIT_S if verdict is None else verdict.limit_s
+        if verdict is None:
+            return COLLECTIVE_LIMIT_S
+        return verdict.limit_s + (0.0 if verdict.certain else WAITING_S)
 
     def _hung(self, generation: int, silent_s: float) -> None:
         if generation == self._generation and self.state.phase is Phase.RUNNING:
