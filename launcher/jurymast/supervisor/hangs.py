@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jurymast.core import events as ev
 from jurymast.core.hang import HangVerdict, Looks
-from jurymast.core.stacks import Stand
+from jurymast.core.stacks import UNKNOWN, Stand
 from jurymast.core.state import RunState
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.watch import Watch
@@ -28,6 +28,7 @@ class Hangs:
         self._state, self._watch, self._progress = state, watch, progress
         self._tell, self._feed, self._now = tell, feed, now
         self._looks = Looks()
+        self._asked = False  # in this silence
         self._asked_at = 0.0
         self._number = 0
         self._answers: dict[int, Stand] = {}
@@ -36,7 +37,7 @@ class Hangs:
         """To be called often while the ranks run."""
         verdict = self._watch.hang(self._state)
         if verdict is None:
-            self._looks = Looks()
+            self._looks, self._asked = Looks(), False
             return
         evidence = verdict.evidence
         if not verdict.certain:
@@ -44,7 +45,7 @@ class Hangs:
             if not self._looks.stuck(self._state.hang_patience, idle=verdict.idle):
                 return
             evidence += f"; {self._looks.evidence()}"
-        self._looks = Looks()
+        self._looks, self._asked = Looks(), False
         self._tell_journal(verdict, evidence)
 
     def _look(self) -> None:
@@ -52,13 +53,23 @@ class Hangs:
         now = self._watch.clock.now
         if now - self._asked_at < self._looks.interval_s():
             return
-        ranks = len(self._state.placement) * self._state.ranks_per_node
-        if len(self._answers) == ranks:  # else a node is slow, or on its way out: no look at the run
-            self._looks.add(self._asked_at, self._answers)
+        if self._asked:
+            self._looks.add(self._asked_at, {**self._silent(), **self._answers})
         self._number += 1
-        self._asked_at, self._answers = now, {}
+        self._asked, self._asked_at, self._answers = True, now, {}
         for node in self._state.placement:
             self._tell(node, {"do": "look", "attempt": self._state.attempt, "number": self._number})
+
+    def _silent(self) -> dict[int, Stand]:
+        """Ranks that gave no answer this time: their agent is slow, or their node in a bad state. Those of
+        nodes where all have come to their end give none."""
+        count = self._state.ranks_per_node
+        return {
+            place * count + local: Stand(UNKNOWN, "no answer")
+            for place, node in enumerate(self._state.placement)
+            if node not in self._state.finished
+            for local in range(count)
+        }
 
     def hear(self, message: Message) -> None:
         """What a node's agent saw."""

@@ -1,0 +1,105 @@
+"""When the supervisor believes that ranks hang: silence, and looks at their stacks on all nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jurymast.core import events as ev
+from jurymast.core.hang import LOOK_AGAIN_S, UNMOVED_S
+from jurymast.core.stacks import CODE, COLLECTIVE
+from jurymast.supervisor.hangs import Hangs
+from jurymast.supervisor.progress import Progress
+from jurymast.supervisor.watch import Watch
+from support.stories import Story
+
+TICK_S = 0.1
+
+
+class Silent:
+    """A run of two nodes with a rank each whose ranks have been idle for long. `answers` says what each
+    node's agent sees at a look, or None when it says nothing."""
+
+    def __init__(self) -> None:
+        self.story = Story(active=2).running(30)
+        self.state = self.story.state
+        self.watch = Watch(self.state.settings, 0.0)
+        self.fed: list[ev.Event] = []
+        progress = Progress(self.state, self.watch, self.fed.append, lambda: self.story.t)
+        self.hangs = Hangs(self.state, self.watch, progress, self.tell, self.fed.append, lambda: self.story.t)
+        self.answers: dict[str, tuple[str, str] | None] = dict.fromkeys(self.state.placement)
+        self.asked = 0
+        for node in self.state.placement:
+            self.watch.joined(node)
+
+    def tell(self, node: str, message: dict[str, Any]) -> None:
+        self.asked += 1
+        answer = self.answers[node]
+        if answer is not None:
+            kind, mark = answer
+            rank = self.state.placement.index(node)
+            self.hangs.hear({**message, "ranks": [rank], "kinds": [kind], "marks": [mark]})
+
+    def passes(self, seconds: float, quiet_s: float = 60.0) -> bool:
+        """True when a hang was told of by then."""
+        for _ in range(round(seconds / TICK_S)):
+            self.watch.clock.now += TICK_S
+            for node in self.state.placement:
+                self.watch.beat(node, self.state.attempt, [report(quiet_s)])
+            self.hangs.judge()
+            if any(isinstance(event, ev.RanksHung) for event in self.fed):
+                return True
+        return False
+
+
+def report(quiet_s: float) -> dict[str, Any]:
+    return {
+        "step": 30, "beats": 30, "explicit": True, "phase": "stepping", "quiet_s": quiet_s, "beat_s": quiet_s,
+        "longest_s": 0.5, "settled": 0, "idle_s": quiet_s, "stopped_s": 0.0,
+    }  # fmt: skip
+
+
+def test_ranks_that_step_are_not_looked_at() -> None:
+    silent = Silent()
+    assert not silent.passes(20.0, quiet_s=0.3)
+    assert silent.asked == 0
+
+
+def test_all_in_collectives_is_a_hang_within_seconds() -> None:
+    silent = Silent()
+    silent.answers = dict.fromkeys(silent.state.placement, (COLLECTIVE, "in all_reduce at a.py:1"))
+    assert silent.passes(4 * LOOK_AGAIN_S)
+    (hung,) = [event for event in silent.fed if isinstance(event, ev.RanksHung)]
+    assert "all ranks wait for each other" in hung.evidence
+
+
+def test_a_rank_that_moves_is_waited_for_and_looked_at_seldom() -> None:
+    silent = Silent()
+    one, other = silent.state.placement
+    silent.answers[one] = (COLLECTIVE, "in all_reduce at a.py:1")
+    for second in range(300):
+        silent.answers[other] = (CODE, f"{second}")
+        assert not silent.passes(1.0)
+    assert silent.asked < 2 * 300 / 4
+
+
+def test_an_agent_that_gives_no_answer_cannot_hide_a_hang() -> None:
+    silent = Silent()
+    silent.answers[silent.state.placement[0]] = (COLLECTIVE, "in all_reduce at a.py:1")
+    assert not silent.passes(UNMOVED_S)
+    assert silent.passes(30.0)
+
+
+def test_silence_without_any_answer_is_a_hang_too_but_not_one_silence_after_another() -> None:
+    silent = Silent()
+    for _ in range(5):
+        assert not silent.passes(UNMOVED_S / 2)
+        assert not silent.passes(1.0, quiet_s=0.3)
+    assert silent.passes(UNMOVED_S + 30.0)
+
+
+def test_a_node_whose_ranks_have_ended_is_not_waited_for() -> None:
+    silent = Silent()
+    one, other = silent.state.placement
+    silent.answers[one] = (COLLECTIVE, "in all_reduce at a.py:1")
+    silent.state.finished.add(other)
+    assert silent.passes(4 * LOOK_AGAIN_S)
