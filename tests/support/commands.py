@@ -41,9 +41,10 @@ class Place:
             "HOME": str(self.root), "LC_ALL": "C.UTF-8", "TZ": "UTC", "USER": "ada", "LOGNAME": "ada",
         }  # fmt: skip
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """With `more` in its environment."""
         return subprocess.run(
-            [sys.executable, "-m", "jurymast", *words], cwd=self.root, env=self.environment(),
+            [sys.executable, "-m", "jurymast", *words], cwd=self.root, env=self.environment() | more,
             capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
 

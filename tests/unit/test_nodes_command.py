@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from jurymast.cluster.exclusions import avoided, banned, fitting
 from jurymast.core.node_history import NodeRecord
 from jurymast.core.settings import Avoided, RunPlan
+from support.commands import Place
 from support.stories import START, Story
 
 LAUNCHER = Path(__file__).parents[2] / "launcher"
@@ -29,31 +28,12 @@ esac
 """
 
 
-class Place:
-    """A runs directory, and a PATH with nothing but the Slurm commands that a test puts there."""
+class Site(Place):
+    """With runs on Slurm's nodes."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.runs = root / "runs"
-        self.bin = root / "bin"
-        self.runs.mkdir()
-        self.bin.mkdir()
+        super().__init__(root)
         (root / "train.py").write_text("")
-
-    def program(self, name: str, body: str) -> None:
-        path = self.bin / name
-        path.write_text(f"#!/bin/sh\n{body}\n")
-        path.chmod(0o755)
-
-    def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "jurymast", *words], cwd=self.root, capture_output=True, text=True,
-            timeout=60, check=False, stdin=subprocess.DEVNULL,
-            env={
-                "PATH": str(self.bin), "PYTHONPATH": str(LAUNCHER), "JURYMAST_RUNS": str(self.runs),
-                "HOME": str(self.root), "LC_ALL": "C.UTF-8", "TZ": "UTC", "USER": "ada", **environment,
-            },
-        )  # fmt: skip
 
     def rows(self, *words: str) -> list[dict[str, Any]]:
         done = self.run("nodes", "--json", *words)
@@ -78,11 +58,11 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def place(tmp_path: Path) -> Site:
+    return Site(tmp_path)
 
 
-def test_nodes_shows_what_speaks_against_each(place: Place) -> None:
+def test_nodes_shows_what_speaks_against_each(place: Site) -> None:
     assert place.rows() == []
     assert "no run on Slurm's nodes" in place.run("nodes").stderr
     place.fails("n3", "run-1")
@@ -107,7 +87,7 @@ def test_nodes_shows_what_speaks_against_each(place: Place) -> None:
     assert "n1" in place.run("nodes", "--all").stdout
 
 
-def test_slurms_own_word_is_shown_too(place: Place) -> None:
+def test_slurms_own_word_is_shown_too(place: Site) -> None:
     place.program("sinfo", LIMITS)
     place.fails("n3", "run-1")
     assert not any(row["slurm_reason"] for row in place.rows()), "n4 served no run here"
@@ -116,7 +96,7 @@ def test_slurms_own_word_is_shown_too(place: Place) -> None:
     assert (row["node"], row["slurm_reason"], row["out_of_service_s"] > 0) == ("n3", "new disk", True)
 
 
-def test_a_new_run_keeps_out_what_failed_the_last_one(place: Place) -> None:
+def test_a_new_run_keeps_out_what_failed_the_last_one(place: Site) -> None:
     place.program("sinfo", LIMITS)
     place.fails("n3", "run-1")
     request, told = place.submit("--nodes", "2", "--spares", "0", "--exclude", "n2")
@@ -131,7 +111,7 @@ def test_a_new_run_keeps_out_what_failed_the_last_one(place: Place) -> None:
     assert "--exclude=n3" in shown.stdout
 
 
-def test_three_strikes_are_for_good_until_somebody_forgives(place: Place) -> None:
+def test_three_strikes_are_for_good_until_somebody_forgives(place: Site) -> None:
     for days in (3, 9, 15):
         place.fails("n3", f"run-{days}", ago_s=days * 86_400.0)
     (row,) = [row for row in place.rows() if row["excluded"]]
@@ -144,7 +124,7 @@ def test_three_strikes_are_for_good_until_somebody_forgives(place: Place) -> Non
     assert "knows a node n33 (did you mean n3?)" in done.stderr
 
 
-def test_no_run_is_left_without_enough_nodes(place: Place) -> None:
+def test_no_run_is_left_without_enough_nodes(place: Site) -> None:
     place.program("sinfo", LIMITS)
     place.fails("n3", "run-1")
     request, told = place.submit("--nodes", "4", "--spares", "0")
@@ -155,7 +135,7 @@ def test_no_run_is_left_without_enough_nodes(place: Place) -> None:
     assert request["plan"]["avoided"] == [], "sbatch would refuse a node that Slurm does not know"
 
 
-def test_report_and_the_local_cluster_keep_nobody_out(place: Place) -> None:
+def test_report_and_the_local_cluster_keep_nobody_out(place: Site) -> None:
     place.fails("n3", "run-1")
     policy = place.root / "policy.yaml"
     policy.write_text("nodes_policy: {bad: report}\n")
@@ -181,7 +161,7 @@ def test_the_worst_are_kept_out_first(usable: set[str], needed: int, kept: list[
     assert wanted[0] == Avoided(node="a", until=None, why="")
 
 
-def test_a_requeue_excludes_as_long_as_enough_are_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeue_excludes_as_long_as_enough_are_left(place: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     place.program("sinfo", LIMITS)
     monkeypatch.setenv("PATH", str(place.bin))
     plan = RunPlan(
@@ -213,7 +193,7 @@ SLURM_VERSION           = 24.11.5
 """
 
 
-def doctor(place: Place, *, kill_wait: int = 30, parameters: str = "(null)", ahead_s: float = 0.0) -> Any:
+def doctor(place: Site, *, kill_wait: int = 30, parameters: str = "(null)", ahead_s: float = 0.0) -> Any:
     for name in ("sbatch", "srun", "squeue", "sinfo", "scancel"):
         place.program(name, "exit 0")
     place.program("munge", "echo MUNGE:AAA:")
@@ -234,7 +214,7 @@ def doctor(place: Place, *, kill_wait: int = 30, parameters: str = "(null)", ahe
     return {check["check"]: (check["answer"], check["found"], check["todo"]) for check in told["checks"]}
 
 
-def test_doctor_on_a_site_that_is_ready(place: Place) -> None:
+def test_doctor_on_a_site_that_is_ready(place: Site) -> None:
     told = doctor(place)
     answers = {name: answer for name, (answer, _, _) in told.items()}
     for name in (
@@ -255,7 +235,7 @@ def test_doctor_on_a_site_that_is_ready(place: Place) -> None:
     assert "no" not in answers.values()
 
 
-def test_doctor_says_what_to_do(place: Place) -> None:
+def test_doctor_says_what_to_do(place: Site) -> None:
     told = doctor(place, kill_wait=2, parameters="bf_continue,disable_job_shrink", ahead_s=90.0)
     for name, answer, words in (
         ("give nodes back", "note", "disable_job_shrink"),
@@ -270,7 +250,7 @@ def test_doctor_says_what_to_do(place: Place) -> None:
     assert "to do\n  clocks: mend NTP" in done.stdout
 
 
-def test_doctor_where_there_is_no_slurm_and_no_place_to_write(place: Place) -> None:
+def test_doctor_where_there_is_no_slurm_and_no_place_to_write(place: Site) -> None:
     told = json.loads(place.run("doctor", "--json", "--runs", "/proc/runs").stdout)
     checks = {check["check"]: check for check in told["checks"]}
     assert not told["ready"]

@@ -81,7 +81,9 @@ def _end_local(directory: RunDirectory) -> str:
         process.terminate()
         process.wait(KILL_WAIT_S)
     except psutil.TimeoutExpired:
-        left = [process, *process.children(recursive=True)]
+        left = [process]
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end just now after all
+            left += process.children(recursive=True)
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
