@@ -7,17 +7,21 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jurymast.checkpoint.directory import CheckpointDirectory
+from jurymast.checkpoint.directory import CheckpointDirectory, remove_trees
 from jurymast.keeper.copies import local_copies
 from jurymast.keeper.manifest import Manifest
+from jurymast.storage import shared
 from jurymast.storage.drainer import Drainer
+from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.local import LocalDirectory, remove
 from support.checkpoints import flip
 from support.images import StorageProcess, drain_order, make_image, put_image, simple_images
@@ -345,8 +349,8 @@ def test_a_full_disk(tmp_path: Path, small_disk: Path, processes: list[StoragePr
     filler = small_disk / "filler"
     filler.write_bytes(bytes(900_000))
     lead, follower = together(processes, shared_orders(root, images))
-    assert f"no space left at {root}" in lead["why"]
-    assert "make room there" in follower["why"]
+    assert any(f"no space left at {root}" in answer["why"] for answer in (lead, follower))
+    assert {lead["said"], follower["said"]} == {"failed"}
     assert names(root) == set()
     answer = processes[0].carry_out(drain_order("local", small_disk / "local", images))
     assert f"no space left at {small_disk / 'local'}: " in answer["why"]
@@ -427,6 +431,36 @@ def test_a_cancelled_drain_leaves_nothing(tmp_path: Path, processes: list[Storag
     processes[0].tell({"do": "cancel", "id": number})
     assert processes[0].answer()["why"] == "it was cancelled"
     assert names(root) == set()
+
+
+def test_who_only_sees_that_another_failed_lets_it_say_why_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor tells what it hears first, and cancels the others then."""
+    monkeypatch.setattr(shared, "CAUSE_FIRST_S", 300.0)
+    root = tmp_path / "checkpoints"
+    order = shared_orders(root, simple_images(tmp_path / "i", world=2))[1]
+    place = root / ".draining-00000010.a0001.00ab"
+    place.mkdir(parents=True)
+    job = Job(order, lambda message: None)
+    waits = threading.Event()
+
+    def wait(timeout: float) -> bool:
+        if timeout == 300.0:
+            waits.set()
+            return threading.Event.wait(job.cancelled, timeout)
+        return threading.Event.wait(job.cancelled, 0.01)
+
+    monkeypatch.setattr(job.cancelled, "wait", wait)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(shared.drain, order, job)
+        wait_until("its layout", (place / "layout-r00001.json").exists)
+        remove_trees([place])
+        assert waits.wait(30.0)
+        assert not answer.done()
+        job.cancelled.set()
+        with pytest.raises(StorageFailure, match="gave up"):
+            answer.result(30.0)
 
 
 def test_it_ends_with_its_stdin() -> None:

@@ -209,12 +209,15 @@ class CheckpointDirectory:
     def whole(self, step: int) -> Manifest | None:
         """The manifest of a step that has all files in full length, and no damage that the last full check
         found; None: it does not count."""
+        # Looked up first: what is set aside between the two looks is not there at the second.
+        if self.found_damaged(step):
+            return None
         try:
             manifest = self.manifest(step)
             self.check_sizes(step, manifest)
         except BadCheckpoint:
             return None
-        return None if self.found_damaged(step) else manifest
+        return manifest
 
     def mark_verified(self, step: int) -> None:
         """Remember that all files of the step were checked just now; best effort, for people to see."""

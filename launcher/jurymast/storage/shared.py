@@ -40,6 +40,8 @@ from jurymast.storage.source import NewFile, Source
 
 STREAMS = 4
 WRITES = "writes.json"
+# Who fails first says why to the supervisor, which then cancels the others: they leave it so long for that.
+CAUSE_FIRST_S = 3.0
 
 
 def drain(order: Message, job: Job) -> Message:
@@ -158,6 +160,7 @@ class _Meeting:
         if isinstance(error, _OthersFailure):
             return error
         if isinstance(error, FileNotFoundError) and not self._place.exists():
+            self._job.cancelled.wait(CAUSE_FIRST_S)
             return StorageFailure("rank 0's node gave up: its directory is gone")
         if isinstance(error, OSError):
             error = StorageFailure(f"shared storage: {explain(error, self._place)}")
@@ -282,8 +285,10 @@ class _Meeting:
         for name in sorted(names):
             if name.startswith("failed-r"):
                 rank = name[len("failed-r") :].partition(".")[0]
-                why = (self._place / name).read_text() or "its node has failed"
-                raise _OthersFailure(f"rank {int(rank)}: {why}")
+                why = (self._place / name).read_text()
+                if not why:  # no room for the message: the supervisor has it
+                    self._job.cancelled.wait(CAUSE_FIRST_S)
+                raise _OthersFailure(f"rank {int(rank)}: {why or 'its node has failed'}")
         return names
 
     def _present(self, wanted: Iterable[str]) -> bool | None:
