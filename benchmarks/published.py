@@ -328,7 +328,8 @@ def assumed() -> list[str]:
         f"from new ranks to their first step {TRAINING_START_S:g} s: communicators, compiled code, data "
         "loaders; nobody measured it",
         "shared storage takes 1 TB/s from all nodes together",
-        f"{100 * DURABLE_SHARE:g} % of incidents take several nodes, and with them both copies in memory",
+        f"{100 * DURABLE_SHARE:g} % of incidents take several neighbours: in the plan with both copies of "
+        "something, in the simulator with those that they hold",
         f"a lost node is replaced in {Durations().repair_s / 3600.0:g} h; spares as `spares: auto` has them",
         "nothing hangs, the script never fails, no rank is slow",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ TIMES = Durations(
     detection_s=2, stop_s=1, launch_s=5, restore_s=30, step_s=1, stall_s=1, drain_s=10, write_s=50,
     read_s=200, repair_s=10_000,
 )  # fmt: skip
+
+
+# Node 3's replica is on this spare, and this one steps in for it.
+HOLDER, STEPS_IN = 23, 20
 
 
 def ran(faults: list[Fault], *, spares: int = 4, durations: Durations = TIMES, **settings: object) -> Outcome:
@@ -50,24 +55,55 @@ def test_a_save_on_its_way_to_other_nodes_outlives_dead_ranks_but_no_lost_node()
     assert (restored(lost), restored(raised)) == ([801], [901])
 
 
-@pytest.mark.parametrize(("replicas", "step"), [(1, 601), (2, 901)])
-def test_more_lost_nodes_than_replicas_go_back_to_storage(replicas: int, step: int) -> None:
+@pytest.mark.parametrize(
+    ("settings", "nodes", "tier"),
+    [
+        ({}, (3, 4), MEMORY),  # neighbours do not hold each other's
+        ({}, (3, HOLDER), SHARED),
+        ({"replicas": 2}, (3, HOLDER), MEMORY),
+        ({"replicas": 2}, (3, HOLDER, HOLDER - 1), SHARED),
+        ({"replicas": 0}, (3,), SHARED),
+        ({"parity": 4}, (3,), MEMORY),
+        ({"parity": 4}, (3, 4), MEMORY),  # nor are they in one group
+        ({"parity": 4}, (3, 8), SHARED),
+        ({"prefer_spares": False}, (3, HOLDER), MEMORY),
+        ({"prefer_spares": False}, (3, 13), SHARED),
+    ],
+)
+def test_what_the_lost_nodes_held_decides(
+    settings: dict[str, object], nodes: tuple[int, ...], tier: str
+) -> None:
     """Step 101 goes to storage, and 500 s after its write began step 601 (whole at 702 s)."""
-    outcome = ran([Fault(1000.0, (3, 4))], replicas=replicas)
-    assert restored(outcome) == [step]
-    assert outcome.restores == {SHARED if replicas == 1 else MEMORY: 1}
-    restore_s = outcome.incidents[0].seconds()["restore"]
-    assert restore_s == (200 if replicas == 1 else 30)
+    outcome = ran([Fault(1000.0, nodes)], **settings)  # type: ignore[arg-type]
+    assert restored(outcome) == [901 if tier == MEMORY else 601]
+    assert outcome.restores == {tier: 1}
+    assert outcome.incidents[0].seconds()["restore"] == (30 if tier == MEMORY else 200)
+
+
+@pytest.mark.parametrize(("restore_s", "tier"), [(210.0, MEMORY), (400.0, SHARED)])
+def test_a_newer_save_that_takes_longer_to_restore_than_to_do_again_is_left(
+    restore_s: float, tier: str
+) -> None:
+    outcome = ran([Fault(1200.0, (3,))], durations=replace(TIMES, restore_s=restore_s))
+    assert outcome.restores == {tier: 1}
 
 
 def test_a_second_loss_during_the_recovery_counts_with_the_first() -> None:
-    outcome = ran([Fault(1000.0, (3,)), Fault(1020.0, (5,))])
-    assert restored(outcome) == [None, 601]
+    """Without spares for it, place 3's replica is at place 13."""
+    again = ran([Fault(1000.0, (3,)), Fault(1020.0, (13,))], prefer_spares=False)
+    other = ran([Fault(1000.0, (3,)), Fault(1020.0, (5,))], prefer_spares=False)
+    assert (restored(again), restored(other)) == ([None, 601], [None, 901])
 
 
 def test_a_second_loss_once_copies_are_made_again_does_not() -> None:
-    outcome = ran([Fault(1000.0, (3,)), Fault(1070.0, (5,))])
+    outcome = ran([Fault(1000.0, (3,)), Fault(1070.0, (13,))], prefer_spares=False)
     assert restored(outcome) == [901, 901]
+
+
+def test_who_steps_in_holds_what_the_lost_one_held() -> None:
+    """The spare that stepped in for node 3 is lost together with the one that holds place 3's replica."""
+    outcome = ran([Fault(1000.0, (3,)), Fault(2000.0, (STEPS_IN, HOLDER))])
+    assert outcome.restores == {MEMORY: 1, SHARED: 1}
 
 
 def test_before_a_requeue_the_newest_save_gets_to_storage() -> None:
@@ -117,28 +153,32 @@ def test_a_fault_can_wait_for_a_step() -> None:
 
 def test_writes_never_overlap() -> None:
     """One that takes longer than saves are apart: each begins when the one before it is over."""
-    tiers = SimTiers(Durations(drain_s=0, write_s=250), 1, 0.0)
+    tiers = SimTiers(Durations(drain_s=0, write_s=250), Settings(prefer_spares=False), 0.0, 4, 0)
     for i in range(1, 11):
         tiers.saved(100.0 * i, i)
-    tiers.halted(1010.0)
-    tiers.lost(1010.0)
-    tiers.lost(1010.0)
+    tiers.halted(1010.0, 10)
+    tiers.lost(0, 1010.0)
+    tiers.lost(2, 1010.0)
     # Begun at 100, 400, 700, 1,000 s.
     assert tiers.survivor() == (7, SHARED, 0.0)
 
 
-def test_multi_node_failures_cost_more_with_two_tiers() -> None:
+def test_neighbours_that_fail_together_cost_no_more_where_others_hold_their_copies() -> None:
     durations = Durations(drain_s=2, write_s=100, read_s=100, stall_s=0.5, repair_s=3600)
-    setup = Setup(nodes=1000, spares=60, seconds=10 * 86_400.0, durations=durations, write_every_s=1800.0)
+    model = FaultModel(rate=10.0 * (1 + 1.5 * 0.5), multi=0.5)
+    seconds = 10 * 86_400.0
+    faults = model.draw(1060, seconds, random.Random(5))
     lost = []
-    for multi in (0.0, 0.5):
-        model = FaultModel(rate=10.0 * (1 + 1.5 * multi), multi=multi)
-        faults = model.draw(1060, setup.seconds, random.Random(5))
+    for replicas, shared in ((1, 0.0), (0, 1.0)):
+        setup = Setup(
+            nodes=1000, spares=60, seconds=seconds, durations=durations, write_every_s=1800.0,
+            settings=Settings(replicas=replicas),
+        )  # fmt: skip
         outcome = Simulation(setup, faults, FixedCadence(120.0)).run()
         lost.append(1.0 - (outcome.ratios["runtime_goodput"] or 0.0))
-        assert outcome.restores.get(SHARED, 0) == pytest.approx(multi * len(outcome.incidents), abs=12)
-    # A hundred incidents, half of them with 900 s instead of 60 s to do again.
-    assert lost[1] - lost[0] == pytest.approx(0.5 * 100 * 900 / setup.seconds, rel=0.4)
+        assert outcome.restores.get(SHARED, 0) == pytest.approx(shared * len(outcome.incidents), abs=5)
+    # A hundred incidents, with 900 s instead of 60 s to do again.
+    assert lost[1] - lost[0] == pytest.approx(100 * 900 / seconds, rel=0.4)
 
 
 # Figures that were measured.

@@ -63,13 +63,14 @@ def command(
     from jurymast.report.plan import plan_view
     from jurymast.sim.measured import read_measured
 
+    resolved = resolved_policy(policy)
     measured = read_measured(figures)
-    durations = measured.durations(given["nodes"], given["checkpoint_bytes"])
+    durations = measured.durations(given["nodes"], given["checkpoint_bytes"], settings=resolved.settings())
     lines: list[str] = []
     if given["restart_s"] is None:
         given["restart_s"] = durations.restart_s
         lines = restart_lines(measured, durations, given["nodes"], given["checkpoint_bytes"])
-    found = forecast(_question(resolved_policy(policy), given))
+    found = forecast(_question(resolved, given))
     view = plan_view(found, lines)
     if html is not None:
         from jurymast.report.plan_html import page

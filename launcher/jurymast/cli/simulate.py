@@ -202,13 +202,11 @@ def _durations(measured: Measured, nodes: int, settings: Settings, options: dict
     """What was measured, at this size, with what was said in its place."""
     storage = options["storage_gb_per_s"] and options["storage_gb_per_s"] * 1e9
     try:
-        durations = measured.durations(nodes, options["checkpoint_bytes"], storage)
+        durations = measured.durations(nodes, options["checkpoint_bytes"], storage, settings)
         if not (
             settings.memory and settings.replicas > 0
         ):  # each save goes to storage, behind training's back
             durations = replace(durations, drain_s=durations.read_s, restore_s=durations.read_s, write_s=None)
-        if settings.node_lost_after_s is not None:
-            durations = replace(durations, detection_s=settings.node_lost_after_s)
         names = {"stall": "stall_s", "drain": "drain_s", "step": "step_s", "repair": "repair_s",
                  "requeue": "requeue_s"}  # fmt: skip
         said = {field: options[name] for name, field in names.items() if options[name] is not None}

@@ -45,6 +45,14 @@ class Arrivals:
         return now - self.last
 
 
+def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
+    """The limit for a node whose heartbeats have all come on time, in seconds; `fixed_s` as in `limit_s`."""
+    arrivals = Arrivals(heartbeat_s, 0.0)
+    for beat in range(KNOWN_AFTER):
+        arrivals.beat((beat + 1) * heartbeat_s)
+    return arrivals.limit_s(fixed_s)
+
+
 class WatcherClock:
     """Counts only time during which the watcher itself was awake.
 

@@ -12,9 +12,11 @@ from typing import Any
 import yaml
 
 from jurymast.core.forecast import SLOWDOWN
+from jurymast.core.heartbeat import steady_limit_s
 from jurymast.core.nearest import did_you_mean
+from jurymast.core.settings import Settings
 from jurymast.errors import UsageError
-from jurymast.sim.durations import KINDS, Durations, Parts
+from jurymast.sim.durations import KINDS, POWER_LOSS, Durations, Parts
 
 # What no benchmark of ours can measure. From new ranks to their first step a large training sets up its
 # communicators, loads compiled code and fills its data loader.
@@ -28,11 +30,13 @@ QUEUE_S = 600.0
 
 _RATES = ("copy", "replicate", "restore")
 _PARTS = ("detect", "stop", "launch")
+_USUAL = Settings()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """`kinds`: what each kind of failure takes; `requeue_s`: from a requeue to the next allocation where
+    """`kinds`: what each kind of failure takes (its detection: what that takes besides the detector's own
+    limit, where there is one); `requeue_s`: from a requeue to the next allocation where
     nodes are free; rates in bytes per second of one node; `source` says where the figures come from."""
 
     source: str
@@ -43,18 +47,24 @@ class Measured:
     restore: float
 
     def durations(
-        self, nodes: int, checkpoint_bytes: float | None = None, storage_bytes_per_s: float | None = None
+        self,
+        nodes: int,
+        checkpoint_bytes: float | None = None,
+        storage_bytes_per_s: float | None = None,
+        settings: Settings = _USUAL,
     ) -> Durations:
-        """For a run on `nodes` nodes whose checkpoint has so many bytes altogether. Raises ValueError for
-        parts that the run's own limits would cut short."""
+        """For a run on `nodes` nodes whose checkpoint has so many bytes altogether. A node's silence is
+        noticed as its heartbeats' detector decides by the policy's `settings`. Raises ValueError for parts
+        that the run's own limits would cut short."""
         node_bytes = NODE_BYTES if checkpoint_bytes is None else checkpoint_bytes / nodes
         write_s = WRITE_S
         if storage_bytes_per_s is not None:
             write_s = node_bytes * nodes / storage_bytes_per_s
-        worst = self.kinds["power_loss"]
+        worst = self.kinds[POWER_LOSS]
+        silence_s = steady_limit_s(settings.heartbeat_s, settings.node_lost_after_s)
         return Durations(
-            detection_s=worst.detect_s, stop_s=worst.stop_s, launch_s=worst.launch_s, kinds=self.kinds,
-            restore_s=node_bytes / self.restore, warm_up_s=TRAINING_START_S,
+            detection_s=silence_s + worst.detect_s, stop_s=worst.stop_s, launch_s=worst.launch_s,
+            kinds=self.kinds, restore_s=node_bytes / self.restore, warm_up_s=TRAINING_START_S,
             requeue_s=self.requeue_s + QUEUE_S, stall_s=node_bytes / self.copy,
             drain_s=node_bytes / self.replicate, slowdown=SLOWDOWN, write_s=write_s, read_s=write_s,
         )  # fmt: skip

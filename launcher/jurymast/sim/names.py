@@ -52,6 +52,7 @@ class Names:
         self._names = {number: f"n{number}" + f".{allocation}" * bool(allocation) for number in numbers}
         # Names that were lent longest ago come first: decisions look back at the last incidents' nodes.
         self._lendable = [self._names[number] for number in range(own)]
+        self._placed = tuple(self._lendable)
 
     def all(self) -> tuple[str, ...]:
         return ((OTHERS,) if self.others else ()) + tuple(self._names.values())
@@ -77,7 +78,13 @@ class Names:
             self._lendable.append(name)
         return name
 
-    def placed(self, placement: Sequence[str]) -> None:
-        """The nodes of the newest attempt: their names may be lent."""
+    def placed(self, placement: Sequence[str]) -> list[tuple[int, int]]:
+        """The nodes of the newest attempt: their names may be lent. Returns (number of one that left the
+        placement, number of one in its place) for each that is new."""
+        numbers = {name: number for number, name in self._names.items()}
+        gone = [numbers[name] for name in self._placed if name not in placement and name in numbers]
+        new = [numbers[name] for name in placement if name not in self._placed and name in numbers]
+        self._placed = tuple(placement)
         kept = [name for name in self._lendable if name in placement]
         self._lendable = kept + [name for name in placement if name != OTHERS and name not in kept]
+        return list(zip(gone, new, strict=False))

@@ -102,7 +102,7 @@ class Simulation:
         self._segment = (0.0, 0, False)  # start, steps before it, copies drain during it
         self._next_save = 0  # step
         self._next_fault, self._end, self._saves = START, START + setup.seconds, 0
-        self._tiers = SimTiers(self._d, setup.settings.replicas, setup.write_every_s)
+        self._tiers = SimTiers(self._d, setup.settings, setup.write_every_s, setup.nodes, setup.spares)
         self._restorable = (0, SHARED, 0.0)  # step, its tier, seconds
         self._restores: Counter[str] = Counter()
         self._kind = POWER_LOSS  # of the newest failure
@@ -183,7 +183,8 @@ class Simulation:
             self._at(self.now + stop_s, self._stopped, instruction.attempt, instruction.nodes)
         elif isinstance(instruction, Launch):
             self._generation += 1
-            self._names.placed(instruction.placement)
+            for out, into in self._names.placed(instruction.placement):
+                self._tiers.swapped(out, into)
             self._at(self.now + d.parts(self._kind).launch_s, self._started, self._generation)
         elif isinstance(instruction, Requeue):
             self._at(self.now + self._tiers.given_back() + d.requeue_s, self._allocate_again)
@@ -199,6 +200,7 @@ class Simulation:
         self._allocation += 1
         self._names = Names(self.setup.nodes, self.setup.spares, self._allocation, self._named)
         self._dead = set()
+        self._tiers.allocated()
         names = self._names.all()
         self._feed(
             ev.AllocationStarted(
@@ -299,7 +301,7 @@ class Simulation:
         if name in self._dead or self.state.nodes[name].role is Role.FAILED:
             return  # it is being repaired
         self._dead.add(name)
-        self._tiers.lost(self.now)
+        self._tiers.lost(number, self.now)
         if name in self.state.placement:
             self._halt()
             self.cadence.failed(self.now)
@@ -434,7 +436,7 @@ class Simulation:
         done = before + self._d.steps_in(self.now - start, draining=draining)
         done = min(done, self._next_save)  # after that they stood still for the save
         done_at = min(self.now, start + self._d.time_of(done - before, draining=draining))
-        self._tiers.halted(self.now)
+        self._tiers.halted(self.now, done)
         if self.state.phase is Phase.RUNNING and done > before:
             self._feed(
                 ev.Progress(

@@ -1,25 +1,31 @@
 """Which saves of a simulated run are held where, and which of them outlives a failure.
 
 As in a run: the copy in a node's own memory is there when its stall is over and outlives dead ranks; a while
-later (`Durations.drain_s`) other nodes hold copies, too, and it outlives as many lost nodes as there are of
-those; some saves are written to durable storage, one at a time. More nodes lost at once than there are
-replicas are taken to have held all copies of something: chance would often spare a pair, but what strikes
-several nodes at once does not choose at random. Before nodes are given back the newest save that memory still
-has is written. What was written during a recovery is not counted.
+later (`Durations.drain_s`) the nodes that `core.parity` names hold replicas, or the XOR of groups; some saves
+are written to durable storage, one at a time. What a failure leaves of all that, `core.copies.plan_restore`
+is asked, with only those nodes in its books that matter: the lost ones, whose copies these held and who hold
+theirs. Before nodes are given back the newest save that memory still has is written. What was written during
+a recovery is not counted.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import lru_cache
 
 from jurymast.core.cadence import durable_interval_s
-from jurymast.core.copies import MEMORY, SHARED
+from jurymast.core.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, RestorePlan, plan_restore
 from jurymast.core.durable import IDLE_SHARE
 from jurymast.core.failure_rate import mtbf_s
 from jurymast.core.forecast import DURABLE_SHARE
 from jurymast.core.optimum import Saving
+from jurymast.core.parity import Keeping, keeping
 from jurymast.core.settings import Settings
 from jurymast.sim.durations import Durations
+
+# A plan counts in bytes: of so many a second.
+_UNITS_PER_S = 1e6
 
 
 def write_every_s(settings: Settings, durations: Durations, nodes: int, rate: float) -> float:
@@ -38,20 +44,42 @@ def write_every_s(settings: Settings, durations: Durations, nodes: int, rate: fl
 
 
 class SimTiers:
-    """`every_s` is the least time from one write's begin to the next. Times are the simulation's."""
+    """`every_s` is the least time from one write's begin to the next. Times are the simulation's.
 
-    def __init__(self, durations: Durations, replicas: int, every_s: float) -> None:
-        self._d, self._replicas = durations, replicas
+    Replicas go by places: 0 .. nodes - 1 are the active ones, those after them the spares'. Who steps in for
+    another takes its place, and what that one would hold.
+    """
+
+    def __init__(
+        self, durations: Durations, settings: Settings, every_s: float, nodes: int, spares: int
+    ) -> None:
+        self._d, self._nodes = durations, nodes
+        self._replication = (
+            nodes,
+            spares if settings.prefer_spares else 0,
+            settings.replicas,
+            settings.parity,
+        )
         self._write_s = durations.write_s
         self._every_s = max(every_s, self._write_s or 0.0)
         # The two newest, as the newest may not be complete: step, and when that is or was.
         self._copies = [(0, 0.0)] * 2
         self._written = [(0, 0.0)] * 2
         self._next_write = 0.0
-        self._losses: list[float] = []
-        self._halted_at = 0.0
-        self._own, self._replicated, self._durable = 0, 0, 0  # steps that a failure found
+        self._places: dict[int, int] = {}  # of the nodes (numbers) that are not at their first ones
+        self._losses: list[tuple[float, int]] = []
+        self._halted_at, self._lost_from = 0.0, 0
+        self._durable = 0  # step that a failure found
         self._in_memory = True
+
+    def swapped(self, out: int, into: int) -> None:
+        """The node `into` takes the place of the node `out`."""
+        places = self._places
+        places[into], places[out] = places.get(out, out), places.get(into, into)
+
+    def allocated(self) -> None:
+        """All nodes are others now."""
+        self._places.clear()
 
     def saved(self, at: float, step: int) -> None:
         """The stall of a save ended."""
@@ -61,16 +89,14 @@ class SimTiers:
             self._written = [self._written[1], (step, complete + self._write_s)]
             self._next_write = complete + self._every_s
 
-    def lost(self, now: float) -> None:
+    def lost(self, node: int, now: float) -> None:
         """A node with copies of others, or of its own, is gone."""
-        self._losses.append(now)
+        self._losses.append((now, self._places.get(node, node)))
 
-    def halted(self, now: float) -> None:
-        """Ranks that trained stopped: what is not complete now never will be."""
-        self._halted_at = now
-        self._own = self._copies[1][0]
-        self._replicated = _newest(self._copies, now)
-        self._durable = self._replicated if self._write_s is None else _newest(self._written, now)
+    def halted(self, now: float, step: int) -> None:
+        """Ranks that had trained up to `step` stopped: what is not complete now never will be."""
+        self._halted_at, self._lost_from = now, step
+        self._durable = _newest(self._copies if self._write_s is None else self._written, now)
         self._written = [(self._durable, now)] * 2
         self._next_write = now
 
@@ -88,17 +114,88 @@ class SimTiers:
         """The newest step that can be restored (0: none), its tier, and how long that takes."""
         if self._write_s is None:
             return self._durable, SHARED, self._d.restore_s
-        lost = sum(at >= self._halted_at - self._d.drain_s for at in self._losses)
-        if not self._in_memory or lost > self._replicas:
-            return self._durable, SHARED, self._d.read_s
-        return self._replicated if lost else self._own, MEMORY, self._d.restore_s
+        # Before this the others have made the copies anew that were lost.
+        lost = {place for at, place in self._losses if at >= self._halted_at - self._d.drain_s}
+        world = _World(self._replication, lost)
+        if self._in_memory:
+            for step, complete_at in self._copies:
+                if step:
+                    world.hold(step, _units(self._d.restore_s), replicated=complete_at <= self._halted_at)
+        plan = world.plan(
+            {self._durable: _units(self._d.read_s)} if self._durable else {}, self._lost_from, self._d.step_s
+        )
+        seconds = self._d.read_s if plan.tier == SHARED else self._d.restore_s
+        return plan.step, plan.tier, seconds
 
     def restored(self, step: int) -> None:
         """All nodes have this state, and copies of it."""
         self._losses.clear()
         self._in_memory = True
         self._copies = [(step, 0.0)] * 2
-        self._own = self._replicated = step
+
+
+class _World:
+    """The books of a few nodes: those at the places `lost`, all that have to do with their copies, and one
+    that stands for all others."""
+
+    def __init__(self, replication: tuple[int, int, int, int], lost: set[int]) -> None:
+        nodes = replication[0]
+        self._kept = _keeping(*replication)
+        self._lost = {f"n{place}" for place in lost}
+        self._groups = [group for group in self._kept.parity if any(place in group for place in lost)]
+        concerned = {place for place in lost if place < nodes}.union(*self._groups)
+        if len(concerned) < nodes:
+            concerned.add(next(place for place in range(nodes) if place not in concerned))
+        self._ranks = {place: rank for rank, place in enumerate(sorted(concerned))}
+        self._copies = Copies()
+
+    def hold(self, step: int, size: int, *, replicated: bool) -> None:
+        """All have a save of this step in their own memory, and if `replicated`, copies of each other's."""
+        for place, rank in self._ranks.items():
+            image = Copy(f"n{place}", MEMORY, step, 1, rank, len(self._ranks), ALL, size)
+            self._hold(image)
+            for holder in self._kept.whole[image.node] if replicated else ():
+                self._hold(replace(image, node=holder, tier=PEER))
+        for group in self._groups if replicated else ():
+            ranks = tuple(self._ranks[place] for place in group)
+            for rank in ranks:
+                self._hold(
+                    Copy(
+                        self._kept.parity[group],
+                        PEER,
+                        step,
+                        1,
+                        rank,
+                        len(self._ranks),
+                        ALL,
+                        size,
+                        group=ranks,
+                    )
+                )
+
+    def _hold(self, copy: Copy) -> None:
+        if copy.node not in self._lost:
+            self._copies.hold(copy)
+
+    def plan(self, shared: dict[int, int], lost_from: int, step_s: float) -> RestorePlan:
+        placement = [f"n{place}" for place in self._ranks]
+        sizes = {step: size * len(placement) for step, size in shared.items()}
+        return plan_restore(
+            self._copies, sizes, placement, 1, lost_from=lost_from, step_s=step_s,
+            rates=dict.fromkeys((MEMORY, PEER, SHARED), _UNITS_PER_S),
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=4)
+def _keeping(nodes: int, spares: int, copies: int, parity: int) -> Keeping:
+    """Who keeps whose replicas, by places."""
+    names = [f"n{place}" for place in range(nodes + spares)]
+    return keeping(names[:nodes], 1, names[nodes:], {}, copies=copies, parity=parity)
+
+
+def _units(seconds: float) -> int:
+    """Bytes of an image that takes so long to restore."""
+    return max(1, round(seconds * _UNITS_PER_S))
 
 
 def _newest(copies: list[tuple[int, float]], now: float) -> int:
