@@ -6,7 +6,8 @@ any one node, as a replica does; what it does not survive is the loss of two nod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import heapq
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from jurymast.core.copies import (
@@ -26,6 +27,7 @@ AUTO_NODES = 4
 NODES_MIN = 3
 
 Group = tuple[int, ...]
+_Load = tuple[bool, int, str]  # whether it is no spare with room, what it holds, node
 
 
 @dataclass(frozen=True)
@@ -93,18 +95,40 @@ def _parity_holders(
     """For the groups of ranks, one rank of each node, a node outside: spares first, as far as they go, then
     in another failure domain than all members, then whoever has least to hold."""
     first_rank = {node: index * ranks_per_node for index, node in enumerate(placement)}
-    load = dict.fromkeys(nodes, 0)
+    room = dict.fromkeys(spares, NODES_PER_SPARE * ranks_per_node)
+    queue = [(room.get(node, 0) <= 0, 0, node) for node in nodes]
+    heapq.heapify(queue)
     found: dict[Group, str] = {}
     for members in groups:
-        theirs = {domains[node] for node in members if node in domains}
-        outside = [node for node in nodes if node not in members]
-        together = {node for node in outside if domains.get(node) in theirs}
-        for local in range(ranks_per_node if outside else 0):
-            roomy = {node for node in spares if load.get(node, 0) < NODES_PER_SPARE * ranks_per_node}
-            _, _, _, holder = min((node not in roomy, node in together, load[node], node) for node in outside)
-            load[holder] += 1
+        for local in range(ranks_per_node):
+            chosen = _take(queue, set(members), domains)
+            if chosen is None:
+                break
+            _, load, holder = chosen
+            heapq.heappush(queue, (room.get(holder, 0) <= load + 1, load + 1, holder))
             found[tuple(sorted(first_rank[node] + local for node in members))] = holder
     return found
+
+
+def _take(queue: list[_Load], members: Set[str], domains: Mapping[str, str]) -> _Load | None:
+    """Out of the queue: the first that is no member, and in no member's domain if another as roomy is not."""
+    theirs = {domains[node] for node in members if node in domains}
+    passed: list[_Load] = []
+    chosen: _Load | None = None
+    while queue and (chosen is None or queue[0][0] == chosen[0]):
+        one = heapq.heappop(queue)
+        apart = domains.get(one[2]) not in theirs
+        if one[2] in members or (chosen is not None and not apart):
+            passed.append(one)
+            continue
+        if chosen is not None:
+            passed.append(chosen)
+        chosen = one
+        if apart:
+            break
+    for one in passed:
+        heapq.heappush(queue, one)
+    return chosen
 
 
 def missing(

@@ -45,8 +45,8 @@ def simulated_lines(
             written = duration(durations.write_s)
             lines.append(f"storage takes a whole checkpoint in {written} (--storage-gb-per-s)")
         lines.append(
-            f"replicas in memory on {count(setup['replicas'], 'other node')}, a spare or half the run away: if "
-            "all who hold a copy are lost at once, back to the newest save in storage"
+            f"replicas on {count(setup['replicas'], 'other node')}, a spare or half the run away: if all "
+            "that hold a copy are lost at once, back to the newest save in storage"
         )
     for name, text in (
         ("step", f"a step takes {duration(durations.step_s)}"),
