@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.core import events as ev
 from jurymast.core.state import RunState
 from support.runs import RunUnderTest, local_run, result, wait_gone
+from support.saves import check_restores
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -94,18 +94,3 @@ def test_faults_at_random_moments_of_saves_cost_no_bit(tmp_path: Path, undisturb
 
 def wait_recovered(run: RunUnderTest, before: int, what: str) -> None:
     run.wait(what, lambda state: len(state.incidents) > before and state.incident is None)
-
-
-def check_restores(run: RunUnderTest) -> None:
-    """Every attempt restored what it was told to, and never less than what was safe on two nodes."""
-    safe = 0
-    planned: ev.RestorePlanned | None = None
-    for event in run.events():
-        if isinstance(event, ev.Saved) and event.ok and event.tier in ("peer", "shared"):
-            safe = max(safe, event.step)
-        elif isinstance(event, ev.RestorePlanned):
-            planned = event
-            assert event.step >= safe, run.story()
-        elif isinstance(event, ev.Restored):
-            assert planned is not None
-            assert event.step == planned.step, run.story()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,7 @@ parser.add_argument(
     "--slow", default="", metavar="STEP:NODE:SECONDS", help="that node loads its data so slowly from STEP on"
 )
 parser.add_argument("--tell-saves", action="store_true", help="every rank prints the steps that it saved")
+parser.add_argument("--buffer-mib", type=int, default=0, help="of state, besides the model's, on each rank")
 parser.add_argument("--out", type=Path, default=None, help="JSON with the final weights' sha256")
 
 
@@ -72,19 +74,27 @@ def sha256_of(model: nn.Module) -> str:
 
 
 class Counter:
-    """A data loader's stand-in: state of its own, different on every rank."""
+    """A data loader's stand-in: state of its own, different on every rank; `mebibytes` of it show a state
+    that was put together from those of two steps."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, mebibytes: int) -> None:
         self.drawn = 0
         self.rank = rank
+        self.buffer = torch.zeros(mebibytes << 17, dtype=torch.int64)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"drawn": self.drawn, "rank": self.rank}
+    def draw(self, count: int) -> None:
+        self.drawn += count
+        self.buffer.fill_(self.drawn)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, object]:
+        return {"drawn": self.drawn, "rank": self.rank, "buffer": self.buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["rank"] != self.rank:
             raise ValueError(f"rank {self.rank} was given the state of rank {state['rank']}")
-        self.drawn = state["drawn"]
+        if not bool((state["buffer"] == state["drawn"]).all()):
+            raise ValueError(f"rank {self.rank} was given a mixed state")
+        self.drawn, self.buffer = state["drawn"], state["buffer"]
 
 
 def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -134,7 +144,7 @@ def main() -> None:
         model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = optimizer_for(args.optimizer, model)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[10, 30])
-    data = Counter(rank)
+    data = Counter(rank, args.buffer_mib)
     checkpoint = None
     start = 0
     if args.save_every != "never":
@@ -156,7 +166,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         schedule.step()
-        data.drawn += args.batch
+        data.draw(args.batch)
         if args.step_time:
             time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
         if checkpoint:

@@ -52,3 +52,18 @@ def all_alike(run: RunUnderTest, attempt: int, tier: str = "memory") -> list[int
     expected = [step for step in named(run, attempt, done) if step not in skipped]
     assert steps[0] == expected, f"{steps[0]} are not {expected}; skipped {skipped}\n{run.story()}"
     return steps[0]
+
+
+def check_restores(run: RunUnderTest) -> None:
+    """Every attempt restored what it was told to, and never less than what was safe on two nodes."""
+    safe = 0
+    planned: ev.RestorePlanned | None = None
+    for event in run.events():
+        if isinstance(event, ev.Saved) and event.ok and event.tier in ("peer", "shared"):
+            safe = max(safe, event.step)
+        elif isinstance(event, ev.RestorePlanned):
+            planned = event
+            assert event.step >= safe, run.story()
+        elif isinstance(event, ev.Restored):
+            assert planned is not None
+            assert event.step == planned.step, run.story()

@@ -1,0 +1,120 @@
+"""Deaths at each point of a save: a process is stopped and its stack looked at; there, somebody dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.runs import RunUnderTest, local_run, result, wait_gone
+from support.saves import check_restores
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+PY_SPY = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+TRAIN = (
+    "--steps", "120", "--step-time", "0.05", "--save-every", "1 step", "--buffer-mib", "96",
+)  # fmt: skip
+LIMIT_S = 90.0
+# Where a save is, by the function that some thread is in, and the process whose thread that is.
+COPYING, HASHING, REPLICATING, DRAINING = "Window.stage", "_read_image", "_receive", "_Meeting._write_rank"
+
+
+def ranks(run: RunUnderTest) -> list[int]:
+    return list(run.pids(placed(run)))
+
+
+def agents(run: RunUnderTest) -> list[int]:
+    return [run.agent_pid(placed(run))]
+
+
+def drainers(run: RunUnderTest) -> list[int]:
+    children = psutil.Process(run.agent_pid(placed(run))).children()
+    return [child.pid for child in children if "jurymast.storage" in child.cmdline()]
+
+
+def spares_agents(run: RunUnderTest) -> list[int]:
+    """Of the node that holds the others' replicas."""
+    state = run.state()
+    return [run.agent_pid(node) for node in state.nodes if node not in state.placement]
+
+
+def placed(run: RunUnderTest) -> str:
+    """Not the supervisor's node."""
+    return run.state().placement[1]
+
+
+Who = Callable[[RunUnderTest], list[int]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trained_plainly: Callable[..., str]) -> str:
+    return trained_plainly(*TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("point", "where", "victim"),
+    [
+        (COPYING, ranks, ranks),
+        (COPYING, ranks, agents),
+        (HASHING, agents, ranks),
+        (HASHING, agents, agents),
+        (REPLICATING, spares_agents, ranks),
+        (REPLICATING, spares_agents, agents),
+        (DRAINING, drainers, ranks),
+        (DRAINING, drainers, agents),
+    ],
+)
+def test_whoever_dies_at_any_point_of_a_save_costs_no_bit(
+    tmp_path: Path, undisturbed: str, point: str, where: Who, victim: Who
+) -> None:
+    out = tmp_path / "out.json"
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
+        run.wait_safe(4)
+        stopped = stop_in(point, run, where)
+        for pid in victim(run):
+            psutil.Process(pid).kill()
+        if where is not victim:
+            try:
+                os.kill(stopped, signal.SIGCONT)
+            except ProcessLookupError:
+                pass  # it was the victim's child
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    assert len(state.incidents) == 1, run.story()
+    assert result(out)["sha256"] == undisturbed, run.story()
+    check_restores(run)
+
+
+def stop_in(function: str, run: RunUnderTest, where: Who) -> int:
+    """A process of which a thread is in that function: stopped there."""
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        for pid in where(run):
+            os.kill(pid, signal.SIGSTOP)
+            if f" {function} (" in stacks(pid):
+                return pid
+            os.kill(pid, signal.SIGCONT)
+        assert not run.state().ended, f"nobody was found in {function}"
+    raise AssertionError(f"nobody was found in {function} within {LIMIT_S:.0f} s")
+
+
+def stacks(pid: int) -> str:
+    if PY_SPY is None:
+        pytest.skip("py-spy is not installed")
+    command = [PY_SPY, "dump", "--nonblocking", "--pid", str(pid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if "ermission" in done.stderr:
+        os.kill(pid, signal.SIGCONT)
+        pytest.skip("py-spy may not look at other processes here")
+    return done.stdout
