@@ -81,6 +81,22 @@ def test_one_fault_costs_no_bit(
     assert result(out)["sha256"] == undisturbed
 
 
+def test_what_is_sent_to_all_of_a_job_costs_no_warm_server(tmp_path: Path) -> None:
+    """Ranks come from the same one as before, not from another that outlives its host."""
+    with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script="train_tiny.py",
+                   arguments=TRAIN) as run:  # fmt: skip
+        node = run.wait_saved(40).placement[0]
+        rank = psutil.Process(run.pids(node)[0])
+        server = rank.ppid()
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            os.kill(server, number)
+        rank.send_signal(signal.SIGTERM)
+        run.wait("recovery", lambda state: bool(state.incidents) and state.incident is None)
+        assert psutil.Process(run.pids(node)[0]).ppid() == server
+        assert run.wait_end().exit_code == 0, run.story()
+        wait_gone(run.directory.root)
+
+
 def test_no_spare_left_requeues_without_the_bad_node(tmp_path: Path, undisturbed: str) -> None:
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import multiprocessing
 import os
 import runpy
 import signal
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from jurymast.processes import die_with_parent
-from jurymast.worker import error_file, hooks, link, stack_signal
+from jurymast.worker import error_file, forkserver, hooks, link, stack_signal
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
@@ -59,8 +60,11 @@ def _tether() -> None:
     (sched_autogroup), and steps of two ranks on two cores took about 7 % longer when they shared one.
     """
     die_with_parent()
+    host = multiprocessing.parent_process()
+    if host is not None and not host.is_alive():
+        os._exit(1)  # it was too late for the end of the server to be heard
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
+    for number in (*forkserver.DEAF_TO, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

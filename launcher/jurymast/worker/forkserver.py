@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 from multiprocessing import connection, forkserver
@@ -27,6 +28,9 @@ PRELOAD = [
     "jurymast.worker.entry",
     "jurymast.checkpoint.checkpointer",
 ]
+# What is sent to everything in the job must not end the server: multiprocessing would start another, which is
+# cold and outlives the host. Whether to end is the agent's decision.
+DEAF_TO = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def start(close_in_server: int) -> None:
@@ -64,6 +68,8 @@ def _serve(listener: int, alive_r: int) -> None:
     code = 1
     try:
         die_with_parent()
+        for number in DEAF_TO:
+            signal.signal(number, signal.SIG_IGN)
         forkserver.main(listener, alive_r, [])
         code = 0
     except SystemExit:
