@@ -425,7 +425,10 @@ class Cluster:
             self.login(["scancel", *jobs], root=True, check=False)
         self.repair(*self._inspector.broken())
         if jobs:
-            wait_until(lambda: not self.squeue(), _REPAIR_DEADLINE_S, "the jobs to end", _SLURM_POLL_S)
+            try:
+                wait_until(lambda: not self.squeue(), _REPAIR_DEADLINE_S, "the jobs to end", _SLURM_POLL_S)
+            except DeadlineError as error:
+                raise DeadlineError("\n".join([f"{error}; left are:", *self.leftovers()])) from error
         strays = self.leftovers()
         if strays:
             self._inspector.clean()
