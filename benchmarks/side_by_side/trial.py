@@ -85,6 +85,8 @@ def run_trial(cluster: Cluster, plan: Plan) -> dict[str, Any]:
     """The sample of one trial; `seconds` is None when it did not recover, and `note` says what it did."""
     folder = cluster.shared / "bench" / plan.name
     place = Place(folder, plan.case.spares)
+    # A benchmark that was interrupted has left its trial's stamps.
+    cluster.login(["rm", "-rf", str(folder)])
     cluster.login(["mkdir", "-p", str(place.record)])
     sample: dict[str, Any] = {"repeat": plan.repeat, "seconds": None, "deadline_s": plan.deadline_s}
     try:
