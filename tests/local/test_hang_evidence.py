@@ -49,7 +49,8 @@ def test_the_rank_that_never_came_to_the_collective_is_named(tmp_path: Path) -> 
     assert "torch" in files[0].read_text()
 
 
-def test_a_stopped_rank_does_not_hold_the_look_up(tmp_path: Path) -> None:
+def test_a_stopped_rank_does_not_hold_the_look_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # where no py-spy is
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
                    arguments=TRAIN) as run:  # fmt: skip
         victim = run.wait_safe(40).placement[1]

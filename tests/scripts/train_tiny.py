@@ -55,6 +55,7 @@ parser.add_argument(
 )
 parser.add_argument("--tell-saves", action="store_true", help="every rank prints the steps that it saved")
 parser.add_argument("--buffer-mib", type=int, default=0, help="of state, besides the model's, on each rank")
+parser.add_argument("--until", type=Path, help="ends with the next twenty steps once this file is there")
 parser.add_argument("--out", type=Path, default=None, help="JSON with the final weights' sha256")
 
 
@@ -126,6 +127,16 @@ def load_slowly(place: str, step: int) -> None:
         time.sleep(float(seconds))
 
 
+def told_to_end(file: Path | None, step: int) -> bool:
+    """All ranks hear the same."""
+    if file is None or step % 20:
+        return False
+    told = torch.tensor([int(file.exists())])
+    if dist.is_initialized():
+        dist.broadcast(told, 0)
+    return bool(told)
+
+
 def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -155,7 +166,10 @@ def main() -> None:
         start = checkpoint.restore()
         if rank == 0:
             print(f"restored {start}", flush=True)
+    done = start
     for step in range(start, args.steps):
+        if told_to_end(args.until, step):
+            break
         began = time.monotonic()
         misbehave(args, step, rank)
         if args.slow:
@@ -167,6 +181,7 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         data.draw(args.batch)
+        done = step + 1
         if args.step_time:
             time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
         if checkpoint:
@@ -175,10 +190,10 @@ def main() -> None:
                 print(f"saved {step + 1}", flush=True)
         if rank == 0 and (step + 1) % 10 == 0:
             print(f"step {step + 1} loss {loss.item():.6f}", flush=True)
-    if data.drawn != args.steps * args.batch:
-        raise SystemExit(f"rank {rank} drew {data.drawn} samples of {args.steps * args.batch}")
+    if data.drawn != done * args.batch:
+        raise SystemExit(f"rank {rank} drew {data.drawn} samples of {done * args.batch}")
     if rank == 0 and args.out:
-        result = {"steps": args.steps, "restored": start, "sha256": sha256_of(model)}
+        result = {"steps": done, "restored": start, "sha256": sha256_of(model)}
         partial = args.out.with_name(f".{args.out.name}.partial")
         partial.write_text(json.dumps(result))
         partial.rename(args.out)
