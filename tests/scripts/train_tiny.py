@@ -137,6 +137,16 @@ def told_to_end(file: Path | None, step: int) -> bool:
     return bool(told)
 
 
+def end_plainly() -> None:
+    """Under plain torchrun torch's threads now and then abort the end of the interpreter ("terminate called
+    without an active exception"); jurymast's ranks never run into that."""
+    for thread in threading.enumerate():  # what the interpreter would wait for
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -201,13 +211,7 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         if "JURYMAST_RUN" not in os.environ:
-            # Under plain torchrun torch's threads now and then abort the end of the interpreter ("terminate
-            # called without an active exception"); jurymast's ranks never run into that.
-            for thread in threading.enumerate():  # what the interpreter would wait for
-                if thread is not threading.main_thread() and not thread.daemon:
-                    thread.join()
-            sys.stdout.flush()
-            os._exit(0)
+            end_plainly()
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 As in a run: the copy in a node's own memory is there when its stall is over and outlives dead ranks; a while
 later (`Durations.drain_s`) the nodes that `core.parity` names hold replicas, or the XOR of groups; some saves
 are written to durable storage, one at a time. What a failure leaves of all that, `core.copies.plan_restore`
-is asked, with only those nodes in its books that matter: the lost ones, whose copies these held and who hold
-theirs. Before nodes are given back the newest save that memory still has is written. What was written during
-a recovery is not counted.
+is asked, with the ranks of only those nodes in its books that matter: the lost ones, the others of their XOR
+groups, and one that stands for the rest. Before nodes are given back the newest save that memory still has is
+written. What was written during a recovery is not counted.
 """
 
 from __future__ import annotations
@@ -53,13 +53,9 @@ class SimTiers:
     def __init__(
         self, durations: Durations, settings: Settings, every_s: float, nodes: int, spares: int
     ) -> None:
-        self._d, self._nodes = durations, nodes
-        self._replication = (
-            nodes,
-            spares if settings.prefer_spares else 0,
-            settings.replicas,
-            settings.parity,
-        )
+        self._d = durations
+        spares = spares if settings.prefer_spares else 0
+        self._replication = (nodes, spares, settings.replicas, settings.parity)
         self._write_s = durations.write_s
         self._every_s = max(every_s, self._write_s or 0.0)
         # The two newest, as the newest may not be complete: step, and when that is or was.
@@ -135,8 +131,8 @@ class SimTiers:
 
 
 class _World:
-    """The books of a few nodes: those at the places `lost`, all that have to do with their copies, and one
-    that stands for all others."""
+    """The books of the nodes at the places `lost`, the others of their XOR groups, and one that stands for
+    the rest."""
 
     def __init__(self, replication: tuple[int, int, int, int], lost: set[int]) -> None:
         nodes = replication[0]
@@ -154,24 +150,14 @@ class _World:
         for place, rank in self._ranks.items():
             image = Copy(f"n{place}", MEMORY, step, 1, rank, len(self._ranks), ALL, size)
             self._hold(image)
-            for holder in self._kept.whole[image.node] if replicated else ():
+            if not replicated:
+                continue
+            for holder in self._kept.whole[image.node]:
                 self._hold(replace(image, node=holder, tier=PEER))
-        for group in self._groups if replicated else ():
-            ranks = tuple(self._ranks[place] for place in group)
-            for rank in ranks:
-                self._hold(
-                    Copy(
-                        self._kept.parity[group],
-                        PEER,
-                        step,
-                        1,
-                        rank,
-                        len(self._ranks),
-                        ALL,
-                        size,
-                        group=ranks,
-                    )
-                )
+            for group in self._groups:
+                if place in group:
+                    ranks = tuple(self._ranks[one] for one in group)
+                    self._hold(replace(image, node=self._kept.parity[group], tier=PEER, group=ranks))
 
     def _hold(self, copy: Copy) -> None:
         if copy.node not in self._lost:

@@ -285,10 +285,10 @@ class _Meeting:
         for name in sorted(names):
             if name.startswith("failed-r"):
                 rank = name[len("failed-r") :].partition(".")[0]
-                why = (self._place / name).read_text()
-                if not why:  # no room for the message: the supervisor has it
+                if not (why := (self._place / name).read_text()):  # not yet, or there is no room for it
                     self._job.cancelled.wait(CAUSE_FIRST_S)
-                raise _OthersFailure(f"rank {int(rank)}: {why or 'its node has failed'}")
+                    why = (self._place / name).read_text() or "its node has failed"
+                raise _OthersFailure(f"rank {int(rank)}: {why}")
         return names
 
     def _present(self, wanted: Iterable[str]) -> bool | None:
