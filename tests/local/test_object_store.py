@@ -134,7 +134,7 @@ def test_a_store_that_is_down_and_back_again(
         "url": BUCKET,
         "run": "down",
         "root": str(root),
-        "limit_s": 40.0,
+        "limit_s": 100.0,
     }
     with StorageProcess() as process:
         for step in (1, 2, 3):

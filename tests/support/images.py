@@ -114,7 +114,7 @@ def simple_images(
 def drain_order(
     tier: str, root: Path, images: Sequence[dict[str, Any]], *, step: int = 10, attempt: int = 1, **more: Any
 ) -> dict[str, Any]:
-    order = {"do": "drain", "tier": tier, "root": str(root), "images": list(images), "limit_s": 30.0}
+    order = {"do": "drain", "tier": tier, "root": str(root), "images": list(images), "limit_s": 100.0}
     return {**order, "step": step, "attempt": attempt, "world": len(images), **more}
 
 
