@@ -8,6 +8,10 @@ Two turns in a row give a ratio (who goes first alternates). Where a process's m
 it some percent faster or slower for all its life, so both are started anew many times: a start gives the
 median of its ratios, the result is the median over starts, with a bootstrap interval.
 
+What jurymast's own processes cost is also measured within the same ranks, which that cannot disturb: turns
+with the launcher at work against turns with all of it stopped and only the ranks running, as under a launcher
+that costs nothing. What is left then is what runs in a rank itself: the price of a heartbeat.
+
 Processor times are given beside them: of a rank's step, and of everything that the launcher runs besides the
 ranks.
 """
@@ -160,6 +164,7 @@ def jurymast(ranks: int, folder: Path) -> Iterator[Running]:
 
 
 LAUNCHERS = {common.JURYMAST: jurymast, f"torchrun {common.public_version('torch')}": torchrun}
+AT_WORK = {True: "at work", False: "stopped"}
 Figures = dict[str, float]
 Pair = dict[str, Figures]
 
@@ -186,15 +191,18 @@ class Contender:
         self.pids = {stamp.pid for stamp in self.files.stamps}
         self.running.signal(signal.SIGSTOP, self.pids, ranks_first=False)
 
-    def turn(self, turn_s: float) -> Figures:
-        """Let it run for so long.
+    def turn(self, turn_s: float, *, launcher: bool = True) -> Figures:
+        """Let it run for so long; without its `launcher` only the ranks.
 
         `median_ms` and `mean_ms` of a step, `cpu_ms` of processor time of a rank's median step, and
         `launcher_cores`: processor time of everything but the ranks, per second.
         """
         pids, before = self.pids, len(self.files.stamps)
         used = self.running.cpu_without(pids)
-        self.running.signal(signal.SIGCONT, pids, ranks_first=True)
+        if launcher:
+            self.running.signal(signal.SIGCONT, pids, ranks_first=True)
+        else:
+            self._signal_ranks(signal.SIGCONT)
         began = time.time()
         time.sleep(turn_s)
         ended = time.time()
@@ -212,8 +220,20 @@ class Contender:
             "launcher_cores": used / (ended - began),
         }
 
+    def _signal_ranks(self, number: signal.Signals) -> None:
+        for pid in self.pids:
+            os.kill(pid, number)
 
-def measure_start(size: Size, ranks: int, number: int) -> list[Pair]:
+
+@dataclass(frozen=True)
+class Start:
+    """What a start gave: `pairs` of turns of both launchers, and of jurymast's with and without itself."""
+
+    pairs: list[Pair]
+    own: list[Pair]
+
+
+def measure_start(size: Size, ranks: int, number: int) -> Start:
     """Start both launchers, and give them their turns."""
     pairs: list[Pair] = []
     names = list(LAUNCHERS) if number % 2 else list(reversed(LAUNCHERS))
@@ -227,15 +247,24 @@ def measure_start(size: Size, ranks: int, number: int) -> list[Pair]:
         for _ in range(size.pairs):
             names.reverse()
             pairs.append({launcher: contenders[launcher].turn(size.turn_s) for launcher in names})
-    return pairs
+        own, works = contenders[common.JURYMAST], [True, False]
+        alone: list[Pair] = []
+        for _ in range(size.pairs):
+            works.reverse()
+            alone.append({AT_WORK[work]: own.turn(size.turn_s, launcher=work) for work in works})
+    return Start(pairs, alone)
 
 
-def measure_starts(size: Size, ranks: int) -> list[list[Pair]]:
-    starts = []
+def measure_starts(size: Size, ranks: int) -> list[Start]:
+    starts: list[Start] = []
     for number in range(size.starts):
         starts.append(measure_start(size, ranks, number))
-        ratio = _ratio(starts[-1], "mean_ms")
-        common.progress(f"{_case(ranks)}, start {number + 1} of {size.starts}: ratio {ratio:.3f}")
+        ratio = _ratio(starts[-1].pairs, "mean_ms", *LAUNCHERS)
+        own = _ratio(starts[-1].own, "mean_ms", *AT_WORK.values())
+        common.progress(
+            f"{_case(ranks)}, start {number + 1} of {size.starts}: ratio {ratio:.3f}, "
+            f"with the launcher over without it {own:.3f}"
+        )
     return starts
 
 
@@ -243,8 +272,8 @@ def _case(ranks: int) -> str:
     return f"{ranks} rank" + ("s" if ranks > 1 else "")
 
 
-def rows_of(starts: list[list[Pair]], ranks: int) -> tuple[list[Row], Target]:
-    """What both took, and jurymast over torchrun: of the mean step (which the target is about, for what a
+def rows_of(starts: list[Start], ranks: int) -> tuple[list[Row], list[Target]]:
+    """What both took, and jurymast over torchrun: of the mean step (which the targets are about, for what a
     launcher takes now and then is in it), of the median step, and of processor time."""
     case = _case(ranks)
     rows = []
@@ -254,7 +283,7 @@ def rows_of(starts: list[list[Pair]], ranks: int) -> tuple[list[Row], Target]:
         ("processors used by the launcher", "launcher_cores", "cores"),
     ):
         for launcher in LAUNCHERS:
-            samples = [statistics.fmean(pair[launcher][figure] for pair in pairs) for pairs in starts]
+            samples = [statistics.fmean(pair[launcher][figure] for pair in start.pairs) for start in starts]
             found = common.spread(samples)
             rows.append(
                 Row(case, launcher, metric, unit, found.median, found.low, found.high, found.n,
@@ -263,20 +292,35 @@ def rows_of(starts: list[list[Pair]], ranks: int) -> tuple[list[Row], Target]:
     rows.append(_ratio_row(case, "processor time ratio", "cpu_ms", starts))
     rows.append(_ratio_row(case, "median step time ratio", "median_ms", starts))
     ratio = _ratio_row(case, "step time ratio", "mean_ms", starts)
-    interval = f"95 % interval {ratio.low:.4f} to {ratio.high:.4f} over {len(starts)} starts"
-    name = f"step_time_ratio_{case.replace(' ', '_')}"
-    return [*rows, ratio], Target(name, ratio.median, RATIO_TARGET, "lower", interval)
+    own = _own_row(case, starts)
+    return [*rows, ratio, own], [
+        _target(f"step_time_ratio_{ranks}", ratio, "starts"),
+        _target(f"launcher_at_work_over_stopped_{ranks}", own, "pairs of turns"),
+    ]
 
 
-def _ratio(pairs: list[Pair], figure: str) -> float:
-    own, other = LAUNCHERS
+def _target(name: str, ratio: Row, what: str) -> Target:
+    interval = f"95 % interval {ratio.low:.4f} to {ratio.high:.4f} over {ratio.n} {what}"
+    return Target(name, ratio.median, RATIO_TARGET, "lower", interval)
+
+
+def _ratio(pairs: list[Pair], figure: str, own: str, other: str) -> float:
     return statistics.median(pair[own][figure] / pair[other][figure] for pair in pairs)
 
 
-def _ratio_row(case: str, metric: str, figure: str, starts: list[list[Pair]]) -> Row:
-    ratios = [_ratio(pairs, figure) for pairs in starts]
+def _ratio_row(case: str, metric: str, figure: str, starts: list[Start]) -> Row:
+    return _of_ratios(case, metric, [_ratio(start.pairs, figure, *LAUNCHERS) for start in starts], "starts")
+
+
+def _own_row(case: str, starts: list[Start]) -> Row:
+    """Each pair of turns counts by itself: both are of the same ranks, so nothing of a start is in it."""
+    pairs = [_ratio([pair], "mean_ms", *AT_WORK.values()) for start in starts for pair in start.own]
+    return _of_ratios(case, "step time, launcher at work over stopped", pairs, "pairs of turns")
+
+
+def _of_ratios(case: str, metric: str, ratios: list[float], what: str) -> Row:
     low, high = common.bootstrap(ratios)
-    note = "low and high: 95 % bootstrap interval of the median over starts"
+    note = f"low and high: 95 % bootstrap interval of the median over {what}"
     value = statistics.median(ratios)
     return Row(case, common.JURYMAST, metric, "ratio", value, low, high, len(ratios), note, list(ratios))
 
@@ -354,9 +398,9 @@ def main() -> int:
     rows = beat_rows()
     targets = [Target("beat_ns", rows[0].median, BEAT_TARGET_NS, "lower")]
     for ranks in arguments.ranks:
-        more, target = rows_of(measure_starts(size, ranks), ranks)
+        more, found = rows_of(measure_starts(size, ranks), ranks)
         rows += more
-        targets.append(target)
+        targets += found
     common.print_report("overhead", rows, targets, about, arguments.json)
     return 0
 

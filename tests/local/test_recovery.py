@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jurymast.cluster.local import local_process
 from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 
 pytestmark = pytest.mark.torch
@@ -181,15 +182,22 @@ def test_a_rank_that_does_something_else_for_long_is_left_alone(tmp_path: Path) 
     assert (state.exit_code, state.incidents) == (0, []), run.story()
 
 
-def test_cancel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["jurymast", "a signal"])
+def test_cancel(tmp_path: Path, way: str) -> None:
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
                    arguments=("--steps", "100000", "--step-time", "0.01")) as run:  # fmt: skip
         run.wait_step(5)
-        told = jurymast("cancel", str(run.directory.root))
-        assert told.returncode == 0, told.stderr
+        if way == "jurymast":
+            told = jurymast("cancel", str(run.directory.root))
+            assert told.returncode == 0, told.stderr
+        else:
+            batch = local_process(run.directory)
+            assert batch is not None
+            batch.terminate()
         state = run.wait_end(20)
         wait_gone(run.directory.root)
     assert state.phase.value == "cancelled"
+    assert (state.end_reason == "cancel asked by a signal") == (way == "a signal"), state.end_reason
 
 
 def test_an_unmodified_script_is_watched_and_restarted(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ WORKS, READS, NOTHING = (
         ([GRADIENTS, WAITS, READS], (2,)),
         ([WORKS, READS, WAITS], (0, 1)),
         ([WAITS, NOTHING], (1,)),
+        ([NOTHING, WORKS, WAITS], (1,)),  # the first was too slow to answer
         ([WAITS, WAITS], ()),
         ([WORKS, WORKS, READS, WORKS], (2,)),  # on GPUs: the others wait at a line of their own
         ([WORKS, READS], ()),

@@ -127,7 +127,12 @@ def absent(places: Mapping[int, Place]) -> tuple[int, ...]:
         waiting = {
             rank for rank, at in places.items() if at.text == most and 2 * texts.count(most) > len(places)
         }
-    return tuple(sorted(set(places) - waiting)) if waiting else ()
+    if not waiting:
+        return ()
+    missing = set(places) - waiting
+    # Whoever gave no stack may stand with the others: it is named only when nobody was seen elsewhere.
+    seen = {rank for rank in missing if places[rank].kind != UNKNOWN}
+    return tuple(sorted(seen or missing))
 
 
 def describe(places: Mapping[int, Place]) -> str:

@@ -21,6 +21,7 @@ from jurymast.core.state import Phase, Role, RunState
 from jurymast.errors import JurymastError
 from jurymast.journal import JournalWriter, replay
 from jurymast.rundir import RunDirectory
+from jurymast.supervisor.door import allow_files
 from jurymast.supervisor.supervisor import Supervisor, first_events
 from jurymast.wire.endpoint import claim_epoch
 
@@ -46,6 +47,8 @@ async def supervise(
         for event in first_events(directory, supervisor.now()):
             supervisor.feed(event)
     supervisor.feed(ev.SupervisorStarted(t=supervisor.now(), epoch=epoch, node=node))
+    if trouble := allow_files(plan.nodes):
+        supervisor.feed(ev.Noted(t=supervisor.now(), message=trouble))
     if state.allocation != allocation.key:
         supervisor.feed(
             ev.AllocationStarted(

@@ -27,6 +27,7 @@ from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.asks import Asks
 from jurymast.supervisor.cadence import Cadence
 from jurymast.supervisor.clock import Clock
+from jurymast.supervisor.door import BACKLOG, Door
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.health import Health
 from jurymast.supervisor.preflight import Preflight
@@ -35,7 +36,7 @@ from jurymast.supervisor.sick_nodes import SickNodes
 from jurymast.supervisor.stragglers import Stragglers
 from jurymast.supervisor.tiers import Tiers, on_storage
 from jurymast.supervisor.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
-from jurymast.wire import channel, endpoint
+from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel, Message
 
 # While a run just runs, only silence is looked for at every look; the rest at every so many.
@@ -208,7 +209,10 @@ class Supervisor:
         """Announce the endpoint, and supervise until the end. Raises what broke it."""
         self._node = node
         self._allocation = allocation
-        server = await asyncio.start_server(lambda r, w: self._spawn(self._serve(r, w)), sock=listener)
+        door = Door(self._secret, self.state.active + self.state.spares)
+        server = await asyncio.start_server(
+            lambda r, w: self._spawn(self._serve(door, r, w)), sock=listener, backlog=BACKLOG
+        )
         port = server.sockets[0].getsockname()[1]
         place = endpoint.Endpoint(self._epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)
@@ -339,17 +343,10 @@ class Supervisor:
 
     # Agents and operators.
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            connection = await asyncio.wait_for(
-                channel.accept(reader, writer, self._secret), channel.HANDSHAKE_LIMIT_S
-            )
-            hello = await asyncio.wait_for(connection.receive(), channel.HANDSHAKE_LIMIT_S)
-        except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError) as error:
-            if not isinstance(error, ConnectionError):  # an agent that found a quicker way here hangs up
-                print(f"refused a connection: {type(error).__name__}: {error}", flush=True)
-            writer.close()
+    async def _serve(self, door: Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (entered := await door.enter(reader, writer)) is None:
             return
+        connection, hello = entered
         if hello.get("say") == "ask":
             await self._asks.answer(connection, hello)
         elif hello.get("say") == "hello" and hello.keys() >= HELLO_KEYS:
@@ -529,7 +526,8 @@ class Supervisor:
             self._terminating = False
             return
         if why == "cancelled":
-            self.feed(ev.Asked(t=self.now(), what="cancel", by="scancel"))
+            by = "a signal" if self._allocation.startswith("local-") else "scancel"
+            self.feed(ev.Asked(t=self.now(), what="cancel", by=by))
         else:
             self.feed(ev.Signalled(t=self.now(), signal=why))
         self._journal.flush()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import io
-import multiprocessing
 import os
 import runpy
 import signal
@@ -20,6 +19,17 @@ from jurymast.worker import error_file, forkserver, hooks, link, stack_signal
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
+
+
+_forked_by = 0  # the server's process id, in a rank
+
+
+def _remember_self() -> None:
+    global _forked_by
+    _forked_by = os.getpid()
+
+
+os.register_at_fork(before=_remember_self)
 
 
 @dataclass(frozen=True)
@@ -56,13 +66,15 @@ def run(script: Script) -> None:
 def _tether() -> None:
     """A rank must not outlive its node: the agent's end ends the host, that the server, that the ranks.
 
+    The server may have ended already, unheard. Only its id tells: the host, of many threads, ends bit by bit,
+    and for a moment the server is gone while the pipe to the host still looks alive.
+
     Like a rank of torchrun's it leads a session of its own: Linux may share processors out by session
     (sched_autogroup), and steps of two ranks on two cores took about 7 % longer when they shared one.
     """
     die_with_parent()
-    host = multiprocessing.parent_process()
-    if host is not None and not host.is_alive():
-        os._exit(1)  # it was too late for the end of the server to be heard
+    if _forked_by not in (0, os.getppid()):
+        os._exit(1)
     os.setsid()
     for number in (*forkserver.DEAF_TO, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

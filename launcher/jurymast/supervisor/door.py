@@ -1,0 +1,93 @@
+"""Where agents and operators come in: whoever proves to know the run's secret. Few strangers wait there.
+
+Everybody on the cluster's network can reach the port. Strangers must neither use up the supervisor's open
+files, which it has one of for every node, nor fill its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+import time
+
+from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.wire import channel
+from jurymast.wire.channel import Channel, Message
+
+# That may wait beside all nodes at once: those come together when a supervisor takes over.
+STRANGERS_MAX = 256
+# Connections that the kernel holds meanwhile; net.core.somaxconn has the last word.
+BACKLOG = 4096
+# A refusal is told at once, further ones by their number so often.
+TOLD_EVERY_S = 60.0
+# Beside connections: the journal, the run's files, commands.
+OWN_FILES = 128
+
+
+def allow_files(nodes: int) -> str:
+    """Let this process open as many files as it may, and say so when that is too few for so many nodes.
+
+    Slurm hands on the soft limit of the shell that submitted, often 1024.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = nodes + _waiting_max(nodes) + OWN_FILES
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        return ""
+    return (
+        f"a process may open {hard} files here, and the supervisor of {nodes} nodes may need {needed}: raise "
+        "the hard limit of open files (LimitNOFILE of slurmd, or limits.conf)"
+    )
+
+
+def _waiting_max(nodes: int) -> int:
+    return nodes + STRANGERS_MAX
+
+
+class Door:
+    """Lets the agents of `nodes` nodes in, and operators."""
+
+    def __init__(self, secret: bytes, nodes: int) -> None:
+        self._secret = secret
+        self._waiting_max = _waiting_max(nodes)
+        self._waiting: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._told_at = -math.inf
+        self._untold = 0
+
+    async def enter(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[Channel, Message] | None:
+        """The connection and its first message. None: it was refused, and is closed."""
+        self._wait(writer)
+        try:
+            connection = await asyncio.wait_for(
+                channel.accept(reader, writer, self._secret), channel.HANDSHAKE_LIMIT_S
+            )
+            self._waiting.pop(writer, None)
+            return connection, await asyncio.wait_for(connection.receive(), channel.HANDSHAKE_LIMIT_S)
+        except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError) as error:
+            if not isinstance(error, ConnectionError):  # an agent that found a quicker way here hangs up
+                self._tell(writer, error)
+            writer.close()
+            return None
+        finally:
+            self._waiting.pop(writer, None)
+
+    def _wait(self, writer: asyncio.StreamWriter) -> None:
+        self._waiting[writer] = None
+        if len(self._waiting) > self._waiting_max:
+            # The oldest: who belongs here needs milliseconds, so a stranger more likely than not.
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.transport.abort()
+
+    def _tell(self, writer: asyncio.StreamWriter, error: BaseException) -> None:
+        now = time.monotonic()
+        if now - self._told_at < TOLD_EVERY_S:
+            self._untold += 1
+            return
+        others = f"; {self._untold} others since the last one told" if self._untold else ""
+        address = writer.get_extra_info("peername") or ("somewhere",)
+        print(f"refused a connection from {address[0]}: {type(error).__name__}: {error}{others}", flush=True)
+        self._told_at, self._untold = now, 0

@@ -1,0 +1,136 @@
+"""The supervisor's door over real sockets: strangers keep nobody out, fill no log, and use up no files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from jurymast.errors import AuthenticationError
+from jurymast.supervisor import door
+from jurymast.supervisor.door import Door
+from jurymast.wire import channel
+from jurymast.wire.channel import Message
+
+SECRET = secrets.token_bytes(32)
+LIMIT_S = 30.0
+NODES = 2
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(work, LIMIT_S)
+
+    asyncio.run(limited())
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[int]:
+    """Port of a server that sends each message back."""
+    entrance = Door(SECRET, NODES)
+    served: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if entered := await entrance.enter(reader, writer):
+            connection, message = entered
+            with suppress(ConnectionError):
+                while True:
+                    connection.send(message)
+                    message = await connection.receive()
+            connection.close()
+
+    def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.add(asyncio.ensure_future(serve(reader, writer)))
+
+    server = await asyncio.start_server(come, "127.0.0.1", 0, backlog=door.BACKLOG)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        await asyncio.gather(*served)
+
+
+async def greet(port: int) -> Message:
+    connection = await channel.connect("127.0.0.1", port, SECRET)
+    try:
+        connection.send({"say": "hello"})
+        return await connection.receive()
+    finally:
+        connection.close()
+
+
+def test_strangers_who_say_nothing_are_few_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(channel, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
+    most = NODES + door.STRANGERS_MAX
+
+    async def work() -> None:
+        async with listening() as port:
+            known = await channel.connect("127.0.0.1", port, SECRET)
+            known.send({"say": "first"})
+            assert await known.receive() == {"say": "first"}
+            strangers = []
+            for _ in range(2 * most):
+                strangers.append(await asyncio.open_connection("127.0.0.1", port))
+            for reader, _ in strangers[:most]:
+                with suppress(ConnectionError):  # greeted, and hung up on
+                    while await reader.read(4096):
+                        pass
+            assert await greet(port) == {"say": "hello"}
+            late, _ = strangers[-1]
+            assert (await late.read(len(channel.MAGIC))) == channel.MAGIC
+            for _, writer in strangers:
+                writer.close()
+            known.send({"say": "still here"})
+            assert await known.receive() == {"say": "still here"}
+            known.close()
+
+    run(work())
+
+
+def test_refusals_are_told_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def knock(port: int, times: int) -> None:
+        for _ in range(times):
+            with pytest.raises((AuthenticationError, ConnectionError)):
+                await channel.connect("127.0.0.1", port, b"wrong")
+
+    async def work() -> None:
+        async with listening() as port:
+            await knock(port, 7)
+            (line,) = capsys.readouterr().out.splitlines()
+            assert line.startswith("refused a connection from 127.0.0.1: AuthenticationError: ")
+            monkeypatch.setattr(door, "TOLD_EVERY_S", 0.0)
+            await knock(port, 1)
+            (line,) = capsys.readouterr().out.splitlines()
+            assert line.endswith("; 6 others since the last one told")
+
+    run(work())
+
+
+@pytest.mark.parametrize(("hard", "nodes", "enough"), [(512, 10, True), (512, 400, False)])
+def test_files_for_all_nodes(hard: int, nodes: int, enough: bool) -> None:
+    """In a process of its own: a hard limit never goes up again."""
+    code = (
+        "import json, resource, sys\n"
+        "from jurymast.supervisor.door import allow_files\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))\n"
+        f"told = allow_files({nodes})\n"
+        "print(json.dumps([told, resource.getrlimit(resource.RLIMIT_NOFILE)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told, limits = json.loads(done.stdout)
+    assert limits == [hard, hard]
+    needed = 2 * nodes + door.STRANGERS_MAX + door.OWN_FILES
+    assert (
+        f"may open {hard} files here, and the supervisor of {nodes} nodes may need {needed}" in told
+    ) != enough
+    assert (told == "") == enough
