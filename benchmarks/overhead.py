@@ -8,9 +8,11 @@ Two turns in a row give a ratio (who goes first alternates). Where a process's m
 it some percent faster or slower for all its life, so both are started anew many times: a start gives the
 median of its ratios, the result is the median over starts, with a bootstrap interval.
 
-What jurymast's own processes cost is also measured within the same ranks, which that cannot disturb: turns
-with the launcher at work against turns with all of it stopped and only the ranks running, as under a launcher
-that costs nothing. What is left then is what runs in a rank itself: the price of a heartbeat.
+What jurymast's own processes cost is also measured within the same ranks, which that cannot disturb: the
+ranks run on while all the rest of it is stopped and continued five times a second, and the steps of a slot
+are compared with those of the slot beside it: as under a launcher that costs nothing. What its timers missed
+while they were stopped they catch up with, so the cost is rather overstated. What is left then is what runs
+in a rank itself: the price of a heartbeat.
 
 Processor times are given beside them: of a rank's step, and of everything that the launcher runs besides the
 ranks.
@@ -30,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +60,18 @@ BLOCKS = 15
 
 @dataclass(frozen=True)
 class Size:
-    """How often both are started anew, and how many pairs of turns, how long each, they then have."""
+    """How often both are started anew, how many pairs of turns, how long each, they then have, and how many
+    pairs of slots jurymast with and without its launcher."""
 
     starts: int
     pairs: int
     turn_s: float
+    slots: int
 
 
-FULL = Size(starts=15, pairs=10, turn_s=1.0)
-QUICK = Size(starts=2, pairs=4, turn_s=0.6)
+FULL = Size(starts=15, pairs=10, turn_s=1.0, slots=75)
+QUICK = Size(starts=2, pairs=4, turn_s=0.6, slots=10)
+SLOT_S = 0.2
 RANKS = (1, 2)
 # A step of 5-10 ms that a processor's cache holds: what else runs on the machine disturbs it least.
 WIDTH = 256
@@ -164,7 +169,6 @@ def jurymast(ranks: int, folder: Path) -> Iterator[Running]:
 
 
 LAUNCHERS = {common.JURYMAST: jurymast, f"torchrun {common.public_version('torch')}": torchrun}
-AT_WORK = {True: "at work", False: "stopped"}
 Figures = dict[str, float]
 Pair = dict[str, Figures]
 
@@ -191,18 +195,15 @@ class Contender:
         self.pids = {stamp.pid for stamp in self.files.stamps}
         self.running.signal(signal.SIGSTOP, self.pids, ranks_first=False)
 
-    def turn(self, turn_s: float, *, launcher: bool = True) -> Figures:
-        """Let it run for so long; without its `launcher` only the ranks.
+    def turn(self, turn_s: float) -> Figures:
+        """Let it run for so long.
 
         `median_ms` and `mean_ms` of a step, `cpu_ms` of processor time of a rank's median step, and
         `launcher_cores`: processor time of everything but the ranks, per second.
         """
         pids, before = self.pids, len(self.files.stamps)
         used = self.running.cpu_without(pids)
-        if launcher:
-            self.running.signal(signal.SIGCONT, pids, ranks_first=True)
-        else:
-            self._signal_ranks(signal.SIGCONT)
+        self.running.signal(signal.SIGCONT, pids, ranks_first=True)
         began = time.time()
         time.sleep(turn_s)
         ended = time.time()
@@ -220,17 +221,50 @@ class Contender:
             "launcher_cores": used / (ended - began),
         }
 
-    def _signal_ranks(self, number: signal.Signals) -> None:
-        for pid in self.pids:
-            os.kill(pid, number)
+    def with_and_without(self, pairs: int) -> list[float]:
+        """Mean step time with the launcher at work over that with all of it stopped, of pairs of slots."""
+        first, slots = len(self.files.stamps), list[tuple[float, float]]()
+        self.running.signal(signal.SIGCONT, self.pids, ranks_first=True)
+        for number in range(2 * pairs):
+            self._launcher(signal.SIGCONT if _at_work(number) else signal.SIGSTOP)
+            began = time.time()
+            time.sleep(SLOT_S)
+            slots.append((began, time.time()))
+        self.running.signal(signal.SIGSTOP, self.pids, ranks_first=False)
+        times = [stamp.time for stamp in self.files.poll()[first:] if stamp.rank == 0]
+        means = [_mean_step([t for t in times if began < t < ended]) for began, ended in slots]
+        return [
+            pair[0] / pair[1] if _at_work(number) else pair[1] / pair[0]
+            for number in range(0, 2 * pairs, 2)
+            if all(pair := means[number : number + 2])
+        ]
+
+    def _launcher(self, number: signal.Signals) -> None:
+        for process in self.running.tree():
+            if process.pid not in self.pids:
+                try:
+                    process.send_signal(number)
+                except psutil.NoSuchProcess:
+                    continue
+
+
+def _at_work(slot: int) -> bool:
+    """On, off, off, on: a machine that gets slower all the time favours neither."""
+    return slot % 4 in (0, 3)
+
+
+def _mean_step(times: list[float]) -> float:
+    """Seconds; 0.0 of too few to say anything."""
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) >= 10 else 0.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a start gave: `pairs` of turns of both launchers, and of jurymast's with and without itself."""
+    """What a start gave: `pairs` of turns of both launchers, and ratios of jurymast's slots with and without
+    its launcher."""
 
     pairs: list[Pair]
-    own: list[Pair]
+    own: list[float]
 
 
 def measure_start(size: Size, ranks: int, number: int) -> Start:
@@ -247,12 +281,8 @@ def measure_start(size: Size, ranks: int, number: int) -> Start:
         for _ in range(size.pairs):
             names.reverse()
             pairs.append({launcher: contenders[launcher].turn(size.turn_s) for launcher in names})
-        own, works = contenders[common.JURYMAST], [True, False]
-        alone: list[Pair] = []
-        for _ in range(size.pairs):
-            works.reverse()
-            alone.append({AT_WORK[work]: own.turn(size.turn_s, launcher=work) for work in works})
-    return Start(pairs, alone)
+        own = contenders[common.JURYMAST].with_and_without(size.slots)
+    return Start(pairs, own)
 
 
 def measure_starts(size: Size, ranks: int) -> list[Start]:
@@ -260,7 +290,7 @@ def measure_starts(size: Size, ranks: int) -> list[Start]:
     for number in range(size.starts):
         starts.append(measure_start(size, ranks, number))
         ratio = _ratio(starts[-1].pairs, "mean_ms", *LAUNCHERS)
-        own = _ratio(starts[-1].own, "mean_ms", *AT_WORK.values())
+        own = statistics.median(starts[-1].own)
         common.progress(
             f"{_case(ranks)}, start {number + 1} of {size.starts}: ratio {ratio:.3f}, "
             f"with the launcher over without it {own:.3f}"
@@ -295,7 +325,7 @@ def rows_of(starts: list[Start], ranks: int) -> tuple[list[Row], list[Target]]:
     own = _own_row(case, starts)
     return [*rows, ratio, own], [
         _target(f"step_time_ratio_{ranks}", ratio, "starts"),
-        _target(f"launcher_at_work_over_stopped_{ranks}", own, "pairs of turns"),
+        _target(f"launcher_at_work_over_stopped_{ranks}", own, "pairs of slots"),
     ]
 
 
@@ -313,9 +343,9 @@ def _ratio_row(case: str, metric: str, figure: str, starts: list[Start]) -> Row:
 
 
 def _own_row(case: str, starts: list[Start]) -> Row:
-    """Each pair of turns counts by itself: both are of the same ranks, so nothing of a start is in it."""
-    pairs = [_ratio([pair], "mean_ms", *AT_WORK.values()) for start in starts for pair in start.own]
-    return _of_ratios(case, "step time, launcher at work over stopped", pairs, "pairs of turns")
+    """Each pair of slots counts by itself: both are of the same ranks, so nothing of a start is in it."""
+    pairs = [ratio for start in starts for ratio in start.own]
+    return _of_ratios(case, "step time, launcher at work over stopped", pairs, "pairs of slots")
 
 
 def _of_ratios(case: str, metric: str, ratios: list[float], what: str) -> Row:
@@ -393,7 +423,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, help=f"starts for each number of ranks [{FULL.starts}]")
     arguments = parser.parse_args()
     size = QUICK if arguments.quick else FULL
-    size = Size(arguments.starts or size.starts, size.pairs, size.turn_s)
+    size = replace(size, starts=arguments.starts or size.starts)
     about = {**common.machine(), "turn_s": size.turn_s, "low_and_high": "lowest and highest sample"}
     rows = beat_rows()
     targets = [Target("beat_ns", rows[0].median, BEAT_TARGET_NS, "lower")]
