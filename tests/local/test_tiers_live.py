@@ -88,6 +88,7 @@ def test_a_rollback_takes_a_live_run_back_and_nothing_newer_returns(tmp_path: Pa
     ], run.story()
 
 
+@pytest.mark.timeout(300)  # what stores is nice to the ranks, and torch's import may take a minute then
 def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
@@ -102,7 +103,7 @@ def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
         assert str(blocked) in warned[0]
         before = run.state().step
         blocked.unlink()
-        state = run.wait("catching up", lambda s: (s.saved["shared"].step or 0) > 0)
+        state = run.wait("catching up", lambda s: (s.saved["shared"].step or 0) > 0, limit_s=180)
         assert state.saved["shared"].failures == 0
         assert run.wait_step(before + 20).incidents == []
         run.wait_end()

@@ -144,6 +144,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/cluster/entry.py",
             "launcher/jurymast/cluster/lift.py",
             "launcher/jurymast/supervisor/__main__.py",
+            "launcher/jurymast/supervisor/door.py",
             "launcher/jurymast/supervisor/supervisor.py",
             "launcher/jurymast/worker/entry.py",
             "launcher/jurymast/demo/train_gpt.py",  # a user's script
