@@ -72,6 +72,7 @@ class Size:
 FULL = Size(starts=15, pairs=10, turn_s=1.0, slots=75)
 QUICK = Size(starts=2, pairs=4, turn_s=0.6, slots=10)
 SLOT_S = 0.2
+SLOT_STEPS_MIN = 3
 RANKS = (1, 2)
 # A step of 5-10 ms that a processor's cache holds: what else runs on the machine disturbs it least.
 WIDTH = 256
@@ -233,11 +234,14 @@ class Contender:
         self.running.signal(signal.SIGSTOP, self.pids, ranks_first=False)
         times = [stamp.time for stamp in self.files.poll()[first:] if stamp.rank == 0]
         means = [_mean_step([t for t in times if began < t < ended]) for began, ended in slots]
-        return [
+        ratios = [
             pair[0] / pair[1] if _at_work(number) else pair[1] / pair[0]
             for number in range(0, 2 * pairs, 2)
             if all(pair := means[number : number + 2])
         ]
+        if not ratios:
+            raise RuntimeError(f"{len(times)} steps in {2 * pairs * SLOT_S:.0f} s: too few to say anything")
+        return ratios
 
     def _launcher(self, number: signal.Signals) -> None:
         for process in self.running.tree():
@@ -255,7 +259,7 @@ def _at_work(slot: int) -> bool:
 
 def _mean_step(times: list[float]) -> float:
     """Seconds; 0.0 of too few to say anything."""
-    return (times[-1] - times[0]) / (len(times) - 1) if len(times) >= 10 else 0.0
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > SLOT_STEPS_MIN else 0.0
 
 
 @dataclass(frozen=True)
@@ -322,10 +326,10 @@ def rows_of(starts: list[Start], ranks: int) -> tuple[list[Row], list[Target]]:
     rows.append(_ratio_row(case, "processor time ratio", "cpu_ms", starts))
     rows.append(_ratio_row(case, "median step time ratio", "median_ms", starts))
     ratio = _ratio_row(case, "step time ratio", "mean_ms", starts)
-    own = _own_row(case, starts)
+    own, name = _own_row(case, starts), case.replace(" ", "_")
     return [*rows, ratio, own], [
-        _target(f"step_time_ratio_{ranks}", ratio, "starts"),
-        _target(f"launcher_at_work_over_stopped_{ranks}", own, "pairs of slots"),
+        _target(f"step_time_ratio_{name}", ratio, "starts"),
+        _target(f"launcher_at_work_over_stopped_{name}", own, "pairs of slots"),
     ]
 
 

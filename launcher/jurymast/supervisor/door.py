@@ -10,6 +10,7 @@ import asyncio
 import math
 import resource
 import time
+from contextlib import suppress
 
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import channel
@@ -31,12 +32,14 @@ def allow_files(nodes: int) -> str:
     Slurm hands on the soft limit of the shell that submitted, often 1024.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with suppress(OSError, ValueError):  # a hard limit above fs.nr_open cannot be set, not even as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = nodes + _waiting_max(nodes) + OWN_FILES
-    if hard == resource.RLIM_INFINITY or hard >= needed:
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
         return ""
     return (
-        f"a process may open {hard} files here, and the supervisor of {nodes} nodes may need {needed}: raise "
+        f"a process may open {allowed} files here, and the supervisor of {nodes} nodes may need {needed}: raise "
         "the hard limit of open files (LimitNOFILE of slurmd, or limits.conf)"
     )
 
