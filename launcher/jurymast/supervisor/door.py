@@ -39,8 +39,8 @@ def allow_files(nodes: int) -> str:
     if allowed == resource.RLIM_INFINITY or allowed >= needed:
         return ""
     return (
-        f"a process may open {allowed} files here, and the supervisor of {nodes} nodes may need {needed}: raise "
-        "the hard limit of open files (LimitNOFILE of slurmd, or limits.conf)"
+        f"a process may open {allowed} files here, and the supervisor of {nodes} nodes may need {needed}: "
+        "raise the hard limit of open files (LimitNOFILE of slurmd, or limits.conf)"
     )
 
 
