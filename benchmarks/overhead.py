@@ -364,7 +364,7 @@ def beat_rows() -> list[Row]:
     from jurymast.worker import link
 
     page = mmap.mmap(-1, link.SLOT_BYTES)
-    own = link.Link(page, -1, 0)
+    own = link.Link(page, "", 0)
 
     def nothing() -> None:
         for _ in range(BEATS):

@@ -94,7 +94,7 @@ def test_the_demo_loses_a_node_and_nothing_else(temporary: Path) -> None:
 def test_an_interrupted_demo_leaves_nothing(temporary: Path, number: signal.Signals, code: int) -> None:
     with demo(temporary) as process:
         wait_until(
-            "rank of the demo", lambda: any("worker.host" in " ".join(w) for w in left_over(temporary))
+            "rank of the demo", lambda: any("train_gpt.py" in " ".join(w) for w in left_over(temporary))
         )
         began = time.monotonic()
         process.send_signal(number)

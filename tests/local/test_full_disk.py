@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.worker.entry import LOG_VARIABLE
+from jurymast.worker import startup
 from jurymast.worker.error_file import PATH_VARIABLE, read
+from jurymast.worker.rank import LOG_VARIABLE
 
-RANK = """
-import sys
-from jurymast.worker.entry import Script, run
-run(Script(sys.argv[1], (), False, "/"))
-"""
 # More than any buffer holds, from Python and from below it.
 TALKS = """
 import os, sys
@@ -28,11 +24,14 @@ sys.stdout.buffer.write(b"z" * 100_000)
 
 
 def end_of(folder: Path, script: str, log: str) -> subprocess.CompletedProcess[str]:
+    """Of a rank that starts by itself."""
     path = folder / "script.py"
     path.write_text(script)
+    given = {**os.environ, LOG_VARIABLE: log, PATH_VARIABLE: str(folder / "error.json")}
+    cold = {"why": "", "since": 0.0, "log": -1}
     return subprocess.run(
-        [sys.executable, "-c", RANK, str(path)], capture_output=True, text=True, timeout=60, check=False,
-        env={**os.environ, LOG_VARIABLE: log, PATH_VARIABLE: str(folder / "error.json")},
+        [sys.executable, "-u", str(path)], capture_output=True, text=True, timeout=60, check=False,
+        env=startup.variables({"cold": cold}, given),
     )  # fmt: skip
 
 

@@ -7,12 +7,11 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.state import Role, RunState
-from support.runs import jurymast, local_run, processes_of, wait_gone
+from support.runs import hosts, jurymast, local_run, processes_of, wait_gone
 
 pytestmark = pytest.mark.torch
 
@@ -119,9 +118,8 @@ def test_a_suspect_is_tested_once_its_ranks_are_gone_and_serves_again(tmp_path: 
                    script="train_tiny.py", arguments=("--steps", "100000")) as run:  # fmt: skip
         suspect = run.wait_step(3).placement[1]
         before = len(run.events())
-        for child in psutil.Process(run.agent_pid(suspect)).children():
-            if "jurymast.worker.host" in child.cmdline():
-                child.kill()
+        for host in hosts(run.agent_pid(suspect)):
+            host.kill()
         run.wait(
             "the suspect to pass its tests",
             lambda s: s.nodes[suspect].role is Role.SPARE and s.incident is None,

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from jurymast.cluster.local import local_process
-from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
+from support.runs import RunUnderTest, hosts, jurymast, local_run, result, wait_gone
 
 pytestmark = pytest.mark.torch
 
@@ -48,9 +48,8 @@ def freeze_node(run: RunUnderTest, node: str) -> None:
 
 def kill_host(run: RunUnderTest, node: str) -> None:
     """The torchrun host dies under its ranks."""
-    for child in psutil.Process(run.agent_pid(node)).children():
-        if "jurymast.worker.host" in child.cmdline():
-            child.kill()
+    for host in hosts(run.agent_pid(node)):
+        host.kill()
 
 
 @pytest.mark.parametrize(

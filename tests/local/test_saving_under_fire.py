@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from jurymast.core.state import RunState
-from support.runs import RunUnderTest, local_run, result, wait_gone
+from support.runs import RunUnderTest, hosts, local_run, result, wait_gone
 from support.saves import check_restores
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -46,7 +46,8 @@ def kill_agent(run: RunUnderTest, state: RunState, chance: random.Random) -> Non
 
 
 def kill_host(run: RunUnderTest, state: RunState, chance: random.Random) -> None:
-    kill_children(run, chance.choice(state.placement), "jurymast.worker.host")
+    for host in hosts(run.agent_pid(chance.choice(state.placement))):
+        host.kill()
 
 
 def kill_drainers(run: RunUnderTest, state: RunState, chance: random.Random) -> None:

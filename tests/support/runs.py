@@ -113,6 +113,11 @@ def jurymast(
     )  # fmt: skip
 
 
+def hosts(agent: int) -> list[psutil.Process]:
+    """The torchrun hosts of an agent."""
+    return [process for process in tree(agent) if process.name() == "jurymast-host"]
+
+
 def tree(pid: int) -> list[psutil.Process]:
     """A process and all its descendants."""
     try:

@@ -33,7 +33,7 @@ class Rank:
     def __init__(
         self, memory: RankMemory, local_rank: int, wait: Callable[[Callable[[], bool]], None]
     ) -> None:
-        self.link = Link(open_page(memory.page_path), -1, local_rank)
+        self.link = Link(open_page(memory.page_path), "", local_rank)
         self.link.explicit_steps = True
         schedule = self.link.schedule
         assert schedule is not None
@@ -172,7 +172,7 @@ def test_a_schedule_names_the_same_steps_from_wherever_it_is_asked() -> None:
 
 
 def follower(memory: RankMemory, **options: Any) -> tuple[Follower, list[int]]:
-    link = Link(open_page(memory.page_path), -1, 0)
+    link = Link(open_page(memory.page_path), "", 0)
     assert link.schedule is not None
     settled: list[int] = []
     return Follower(link.schedule, settled.append, **options), settled

@@ -170,7 +170,7 @@ def test_both_are_gone_with_the_agent_and_the_rank_goes_on() -> None:
 
 
 def test_without_an_agent_every_call_does_nothing() -> None:
-    link = Link(None, -1, 0)
+    link = Link(None, "", 0)
     link.beat(5)
     link.optimizer_stepped()
     link.enter(3)
@@ -264,7 +264,7 @@ def test_what_the_whole_machine_slept_is_held_against_no_rank(monkeypatch: pytes
     with memory_of(1) as memory, child("cat") as process:
         clock = Clock(monkeypatch)
         watch = RankWatch(memory, interval_s=0.5)
-        Link(memory.page, -1, 0).beat(1)
+        Link(memory.page, "", 0).beat(1)
         watch.look([process.pid])
         clock.now += 60.0
         (report,) = watch.look([process.pid])
@@ -280,6 +280,6 @@ def test_the_wait_for_an_attempt_is_no_sleep(monkeypatch: pytest.MonkeyPatch) ->
         watch = RankWatch(memory, interval_s=0.5)
         watch.look([])
         clock.now += 60.0
-        Link(memory.page, -1, 0).beat(1)
+        Link(memory.page, "", 0).beat(1)
         report = look_for(30.0, clock, watch, process.pid)
         assert report["quiet_s"] == pytest.approx(30.0)

@@ -257,7 +257,7 @@ def test_a_heartbeat_has_the_times_now_and_then() -> None:
     memory = RankMemory(2)
     watch = RankWatch(memory)
     for local_rank in range(2):
-        Link(memory.page, -1, local_rank).timed(3, 1.5, 0.25, 0.125 * local_rank)
+        Link(memory.page, "", local_rank).timed(3, 1.5, 0.25, 0.125 * local_rank)
     pids = [os.getpid(), os.getppid()]
     told = [report.get("timed") for report in watch.look(pids)]
     assert told == [[3, 1.5, 0.25, 0.0], [3, 1.5, 0.25, 0.125]]
@@ -280,7 +280,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> tuple[mmap.mmap, Callable[..., Non
     page = mmap.mmap(-1, SLOT_BYTES)
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    watch_steps(Link(page, -1, 0))
+    watch_steps(Link(page, "", 0))
 
     class Slowly(torch.autograd.Function):  # type: ignore[misc, name-defined]
         @staticmethod

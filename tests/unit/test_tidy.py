@@ -146,7 +146,6 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/supervisor/__main__.py",
             "launcher/jurymast/supervisor/door.py",
             "launcher/jurymast/supervisor/supervisor.py",
-            "launcher/jurymast/worker/entry.py",
             "launcher/jurymast/demo/train_gpt.py",  # a user's script
             "plugins/jurymast_nvidia/__main__.py",  # a command
         },

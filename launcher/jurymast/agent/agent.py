@@ -92,6 +92,7 @@ class Agent:
         self.ranks_state = "warming"
         self._store_port = 0
         self._pids: list[int] = []
+        self._cold = False  # the script cannot use what was loaded ahead of it
         self._succession = Succession(directory, plan, node)
         self._testing = Testing(plan, _visible_gpus(), self._environment, self._say)
         self._over = asyncio.Event()
@@ -269,12 +270,13 @@ class Agent:
         if message["attempt"] <= self.attempt or self._host is None:
             return
         self.attempt = message["attempt"]
+        self._cold = self._cold or bool(message.get("cold"))
         self.ranks_state = "starting"
         self._memory.clear()
         self._evidence.attempt_begins()
         self._keeping.launch(message)
         environment = {**self._around.environment(self.attempt), **self._stacks.launch(message)}
-        plan = {**message, "restore": None, "environment": environment}
+        plan = {**message, "restore": None, "environment": environment, "cold": self._cold}
         if self._testing.idle:
             self._host.tell(plan)
         else:
@@ -330,6 +332,7 @@ class Agent:
             "script": self._plan.script, "arguments": self._plan.arguments, "module": self._plan.module,
             "directory": self._plan.working_directory, "logs": str(self._directory.logs),
             "temporary": str(self._temporary), "grace_s": self._plan.settings.stop_grace_s,
+            "warm": self._plan.settings.warm_start,
         }  # fmt: skip
         self._host = await HostProcess.start(plan, self._environment(), self._host_said, self._host_ended)
         if self.attempt == 0:
@@ -419,6 +422,7 @@ class Agent:
         for event in self._memory.read_events():
             if self._keeping.heard(event) or self._memory.heard(event):
                 continue
+            self._cold = self._cold or event["event"] == "ColdStart"
             self._tell("event", attempt=self.attempt, event=event)
 
 

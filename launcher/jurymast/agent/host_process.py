@@ -1,4 +1,5 @@
-"""The torchrun host as a child of the agent: start it, talk to it, and end it when it does not listen."""
+"""The torchrun host, with the server of its ranks, as a child of the agent: start it, talk to it, and end it
+when it does not listen."""
 
 from __future__ import annotations
 
@@ -12,12 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jurymast.worker import startup
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
 Message = dict[str, Any]
 LINE_BYTES_MAX = 4 * 1024 * 1024
-# A host that is killed leaves its semaphores to the resource tracker, which clears them away: no news.
-QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 class HostProcess:
@@ -46,13 +46,16 @@ class HostProcess:
         on_message: Callable[[Message], None],
         on_end: Callable[[int], None],
     ) -> HostProcess:
-        """`plan` goes by the environment: it holds no secret. Output joins the agent's own."""
+        """`plan` goes by the environment: it holds no secret. Output joins the agent's own.
+
+        The command line is that of the ranks, which are to be this interpreter's forks."""
         ours, theirs = socket.socketpair()
         with theirs:
             values = {**os.environ, **environment, FD_VARIABLE: str(theirs.fileno())}
-            values["JURYMAST_HOST_PLAN"] = json.dumps(plan)
+            module = ["-m"] if plan["module"] else []
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-W", QUIET, "-m", "jurymast.worker.host", env=values,
+                sys.executable, "-u", *module, plan["script"], *plan["arguments"],
+                env=startup.variables({"server": plan}, values),
                 pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, cwd=plan["directory"],
             )  # fmt: skip
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
@@ -108,11 +111,12 @@ def kill_ranks(pids: list[int]) -> None:
 
 
 def signal_ranks(pids: list[int], number: signal.Signals) -> None:
-    """Signal the ranks' processes by their ids. They are children of the forkserver, so their ids cannot
-    have been given to others while it has not reaped them; it reaps them at once, hence the check."""
+    """Signal the ranks, with what each has started, by their ids. They are children of the server, so their
+    ids cannot have been given to others while it has not reaped them; it reaps them at once, hence the check.
+    """
     for pid in pids:
         try:
-            if b"jurymast" in Path(f"/proc/{pid}/environ").read_bytes():
-                os.kill(pid, number)
+            if b"JURYMAST_" in Path(f"/proc/{pid}/environ").read_bytes():
+                os.killpg(pid, number)
         except OSError:
             continue

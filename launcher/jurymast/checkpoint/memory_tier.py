@@ -73,7 +73,9 @@ class MemoryTier:
 
     name = "memory"
 
-    def __init__(self, page: mmap.mmap, agent: str, state: State, group: Group, attempt: int) -> None:
+    def __init__(
+        self, page: mmap.mmap | memoryview[int], agent: str, state: State, group: Group, attempt: int
+    ) -> None:
         self._record = RankRecord(page, int(os.environ.get("LOCAL_RANK", "0")))
         self._slots = [self._record.slot(number) for number in range(SLOTS)]
         self._agent = agent

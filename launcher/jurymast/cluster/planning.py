@@ -75,7 +75,7 @@ def make_plan(
     if module:
         _check_module(script, directory)
     else:
-        script = str(_script_file(script, working_directory, directory))
+        script = _script_file(script, directory, working_directory)
     name = _name(
         asked.name or line.last("job-name") or environment.get("SBATCH_JOB_NAME") or Path(script).stem
     )
@@ -179,9 +179,10 @@ def _script(words: list[str]) -> tuple[str, list[str], bool]:
     return words[0], words[1:], False
 
 
-def _script_file(script: str, *directories: Path) -> Path:
-    """The script's absolute path. Raises ScriptError (missing, unreadable), UsageError (a batch script)."""
-    tried = [directory / script for directory in directories]
+def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
+    """The script as ranks that start in `directory` name it: as it was typed, if that finds it there. Raises
+    ScriptError (missing, unreadable), UsageError (a batch script)."""
+    tried = [directory / script, submitted_from / script]
     path = next((path for path in tried if os.path.isfile(path)), tried[0])
     try:
         with path.open("rb") as file:
@@ -198,7 +199,7 @@ def _script_file(script: str, *directories: Path) -> Path:
             f"{script} is a batch script, not a Python script",
             hint="give the Python script that it starts: jurymast submit [options] -- SCRIPT.py [args]",
         )
-    return path.absolute()
+    return script if path == tried[0] else str(path.absolute())
 
 
 def _check_module(module: str, directory: Path) -> None:

@@ -219,6 +219,18 @@ class Restored(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ColdStart(Event):
+    """A rank had to load everything by itself, which took `seconds`: what was loaded ahead of its script is
+    not what the script would have got. Told once a run; later attempts start that way at once."""
+
+    attempt: int
+    node: str
+    rank: int
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Asked(Event):
     """Somebody asked by hand: cancel, restart or drain (`node`)."""
 
@@ -343,8 +355,8 @@ class _Registry:
         for cls in (
             RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady,
             NodeLost, WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
-            RestorePlanned, Fetched, Restored, Asked, Signalled, CadenceSet, HealthFound, NodeTested,
-            Straggling, StacksTaken, Noted, Tick,
+            RestorePlanned, Fetched, Restored, ColdStart, Asked, Signalled, CadenceSet, HealthFound,
+            NodeTested, Straggling, StacksTaken, Noted, Tick,
         )
     }  # fmt: skip
 

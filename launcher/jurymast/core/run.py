@@ -314,6 +314,11 @@ def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
     return []
 
 
+def _cold_start(state: RunState, event: ev.ColdStart) -> list[Instruction]:
+    state.cold = event.why
+    return []
+
+
 def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
     node = state.nodes.get(event.node)
     finding = blame.take(state, event) if node is not None else None
@@ -431,6 +436,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = 
     ev.RestorePlanned: _restore_planned,
     ev.Fetched: _fetched,
     ev.Restored: _restored,
+    ev.ColdStart: _cold_start,
     ev.Asked: _asked,
     ev.Signalled: _signalled,
     ev.CadenceSet: _cadence_set,

@@ -36,7 +36,8 @@ class Settings:
     exclude, drain or report (nothing is done); at most `excluded_fraction` of the run's nodes, and one in any
     case, are blamed at a time, and an exclusion is forgotten after `exclusion_s`. Findings within
     `together_s` have one origin; so long a bad node is kept, for many may turn out to have the same.
-    `spool` is the site's directory for verdicts, with `bad_nodes` drain.
+    `spool` is the site's directory for verdicts, with `bad_nodes` drain. `warm_start`: ranks are forks of a
+    process that has loaded torch.
     """
 
     heartbeat_s: float = 0.5
@@ -75,6 +76,7 @@ class Settings:
     exclusion_s: float = 86400.0
     together_s: float = 180.0
     spool: str = "/var/spool/jurymast"
+    warm_start: bool = True
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Settings:

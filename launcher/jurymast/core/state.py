@@ -214,6 +214,7 @@ class RunState:
     stalls: deque[float] = field(default_factory=lambda: deque(maxlen=STALLS_KEPT))  # of the last saves
     saved: dict[str, TierState] = field(default_factory=dict)
     restore: RestorePlanned | None = None  # what this attempt was told to restore
+    cold: str = ""  # why ranks load everything by themselves, once one of them had to
     cadence: CadenceSet | None = None  # what this attempt's ranks agreed on last
 
     findings: Findings = field(default_factory=Findings)

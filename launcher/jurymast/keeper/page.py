@@ -85,7 +85,7 @@ class _Words:
 class RankRecord(_Words):
     """One rank's words."""
 
-    def __init__(self, page: mmap.mmap, local_rank: int) -> None:
+    def __init__(self, page: mmap.mmap | memoryview[int], local_rank: int) -> None:
         start = local_rank * RANK_BYTES
         super().__init__(memoryview(page)[start : start + RANK_BYTES].cast("q"))
 

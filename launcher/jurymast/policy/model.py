@@ -214,6 +214,9 @@ class Policy(Section):
     spares: Annotated[int | None, BeforeValidator(values.auto_or_count), _either(_AUTO, _COUNT)] = _key(
         "auto", "nodes kept warm beside the active ones: auto, or a number"
     )
+    start: Literal["warm", "cold"] = _key(
+        "warm", "warm: ranks find torch loaded already; cold: each loads it by itself, as under torchrun"
+    )
     nodes: Nodes = _key({}, "bounds on the number of active nodes")
     detect: Detect = _key({}, "when something counts as failed")
     checkpoint: Checkpoint = _key({}, "when and where checkpoints are kept")

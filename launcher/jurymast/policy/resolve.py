@@ -83,6 +83,7 @@ class Resolved:
             exclusion_s=policy.nodes_policy.expire,
             together_s=policy.nodes_policy.together,
             spool=policy.nodes_policy.spool,
+            warm_start=policy.start == "warm",
         )
 
     def yaml(self, *, origins: bool = False) -> str:

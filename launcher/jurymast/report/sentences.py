@@ -129,6 +129,11 @@ def _restored(e: Entry) -> str:
     )
 
 
+def _cold_start(e: Entry) -> str:
+    takes = f", which takes {duration(e['seconds'])} a start" if e["seconds"] else ""
+    return f"from now on ranks load everything by themselves{takes} (rank {e['rank']}): {e['why']}"
+
+
 def _asked(e: Entry) -> str:
     node = f" of node {e['node']}" if e.get("node") else ""
     return f"{e['what']}{node} asked by {e['by'] or 'somebody'}"
@@ -190,6 +195,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "RestorePlanned": _restore_planned,
     "Fetched": _fetched,
     "Restored": _restored,
+    "ColdStart": _cold_start,
     "Asked": _asked,
     "Signalled": lambda e: (
         f"Slurm sent {e['signal']}" if e["signal"].startswith("SIG") else f"Slurm ends the job: {e['signal']}"

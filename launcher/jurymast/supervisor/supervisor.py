@@ -180,7 +180,7 @@ class Supervisor:
         return {
             "do": "launch", "attempt": launch.attempt, "rank": rank, "world": len(launch.placement),
             "master_address": launch.master_address, "master_port": launch.master_port,
-            "mtbf_s": launch.mtbf_s,
+            "mtbf_s": launch.mtbf_s, "cold": bool(self.state.cold),
             "restore": self._tiers.restore_message(plan, node, ranks) if plan else None,
         }  # fmt: skip
 
@@ -480,7 +480,11 @@ class Supervisor:
             self._tiers.skipped(int(message["event"]["step"]), rank, str(message["event"].get("why", "")))
             return
         fields = {key: value for key, value in message["event"].items() if key not in ("local_rank", "t")}
-        if fields.get("event") not in ("Saved", "Restored"):
+        if fields.get("event") == "ColdStart":
+            if self.state.cold:
+                return
+            fields |= {"node": node, "rank": self._rank_of(node, message["event"])}
+        elif fields.get("event") not in ("Saved", "Restored"):
             return
         try:
             event = ev.from_json({**fields, "t": self.now(), "attempt": message["attempt"]})

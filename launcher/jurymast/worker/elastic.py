@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import os
+import select
 import signal
+import socket
+import sys
 import time
-from collections.abc import Callable
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed import is_nccl_available
+from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
 
-from jurymast.worker import entry, error_file, stack_signal
+from jurymast.worker import error_file, stack_signal
+from jurymast.worker import rank as rank_start
 from jurymast.worker.rendezvous import AgentRendezvous
 
 # torch polls its ranks; here a look waits until one has ended or a stop was asked, which takes no processor
@@ -29,7 +33,8 @@ LOOK_LIMIT_S = 1.0
 # torch counts its own restarts; ours are decided and counted by the supervisor.
 UNLIMITED = 2**31
 KILL_LIMIT_S = 2.0
-ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# torchrun tells its ranks which signals it passes on to them, since that can be chosen.
+SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class RankLogs(LogsSpecs):
@@ -58,11 +63,14 @@ class RankLogs(LogsSpecs):
             environment[error_file.PATH_VARIABLE] = failure
             stacks = stack_signal.file_name(attempt, local_rank)
             environment[stack_signal.PATH_VARIABLE] = str(self._temporary / stacks)
-            environment[entry.LOG_VARIABLE] = str(folder / f"rank-{rank:05d}.log")
+            environment[rank_start.LOG_VARIABLE] = str(folder / f"rank-{rank:05d}.log")
             environment["JURYMAST_ATTEMPT"] = str(attempt)
             if self._rendezvous.mtbf_s:
                 environment["JURYMAST_MTBF_S"] = str(self._rendezvous.mtbf_s)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)
+            signals = getattr(LaunchConfig, "signals_to_handle", "")
+            if signals:
+                environment[SIGNALS_VARIABLE] = signals
             environment.update(self._rendezvous.environment)
         console = dict.fromkeys(envs, "")
         return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict(self.error_files))
@@ -72,71 +80,180 @@ class RankLogs(LogsSpecs):
         return str(self._logs)
 
 
+class RankServer:
+    """The line to the server that the ranks are forks of: ask for ranks, hear of their ends."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._rest = b""
+        self._ended: dict[int, int] = {}
+
+    def fileno(self) -> int:
+        """Readable when a rank has ended."""
+        return self._channel.fileno()
+
+    def start(self, environment: dict[str, str], arguments: tuple[str, ...], *, cold: bool) -> int:
+        """A new rank's process id."""
+        order = {"start": {"environment": environment, "arguments": arguments, "cold": cold}}
+        self._channel.sendall(json.dumps(order).encode() + b"\n")
+        while True:
+            for message in self._receive():
+                if "started" in message:
+                    return int(message["started"])
+
+    def code(self, pid: int) -> int | None:
+        """The exit code of a rank, negative for a signal; None while it runs."""
+        while pid not in self._ended and select.select([self._channel], [], [], 0)[0]:
+            self._receive()
+        return self._ended.get(pid)
+
+    def _receive(self) -> list[dict[str, Any]]:
+        """What the server says next, with the ends of ranks taken note of; waits for it."""
+        data = self._channel.recv(1 << 16)
+        if not data:
+            os._exit(1)  # the server is gone, and this process with it
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        messages = [json.loads(line) for line in lines]
+        for message in messages:
+            if "ended" in message:
+                self._ended[int(message["ended"])] = int(message["code"])
+        return messages
+
+
+class RankProcess:
+    """One rank. It leads a process group, with whatever it starts that does not make one of its own."""
+
+    def __init__(self, server: RankServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._server.code(self.pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the rank with its loader workers and the like, as torchrun does it."""
+        if self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+
+class RankContext(PContext):
+    """What torch's agent knows as the processes of an attempt."""
+
+    def __init__(self, server: RankServer, cold: bool, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._server, self._cold = server, cold
+        self.processes: list[RankProcess] = []
+
+    def start(self) -> None:
+        """torch's own takes signal handlers for itself and follows the ranks' output."""
+        for local_rank in range(self.nprocs):
+            pid = self._server.start(self.envs[local_rank], self.args[local_rank], cold=self._cold)
+            self.processes.append(RankProcess(self._server, pid))
+
+    def pids(self) -> dict[int, int]:
+        return {local_rank: process.pid for local_rank, process in enumerate(self.processes)}
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM, grace, SIGKILL."""
+        for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_LIMIT_S)):
+            for process in self.processes:
+                process.signal(number)
+                process.signal(signal.SIGCONT)  # a stopped process acts on SIGTERM only when it goes on
+            if self._wait(limit_s):
+                return
+
+    def _wait(self, limit_s: float) -> bool:
+        """Whether all have ended within `limit_s`."""
+        end = time.monotonic() + limit_s
+        while any(process.exit_code is None for process in self.processes):
+            left_s = end - time.monotonic()
+            if left_s <= 0 or not select.select([self._server], [], [], left_s)[0]:
+                return all(process.exit_code is not None for process in self.processes)
+        return True
+
+    def _start(self) -> None: ...
+
+    def _poll(self) -> None: ...
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None: ...
+
+
 class ImpatientAgent(LocalElasticAgent):
     """One node's ranks. Failures go to the jurymast agent; the next rendezvous brings the decision."""
 
-    def __init__(self, spec: WorkerSpec, logs: RankLogs, rendezvous: AgentRendezvous, grace_s: float) -> None:
-        super().__init__(spec, logs_specs=logs, start_method="forkserver")
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: RankLogs,
+        rendezvous: AgentRendezvous,
+        server: RankServer,
+        grace_s: float,
+    ) -> None:
+        super().__init__(spec, logs_specs=logs)
         self._rank_logs = logs
         self._rendezvous_handler = rendezvous
+        self._server = server
         self._grace_s = grace_s
+        self._ranks: RankContext | None = None
         self._reported: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """torch makes the ranks' environment and arguments, and would start them by `start_processes`."""
         self._reported = set()
+        local_elastic_agent.start_processes = self._start_ranks
         started: dict[int, Any] = super()._start_workers(worker_group)
-        # torch has just taken these. Slurm sends them to everything there is, and the agent decides.
-        for number in ENDINGS:
-            signal.signal(number, signal.SIG_IGN)
         pids = [started[local_rank] for local_rank in sorted(started)]
         self._rendezvous_handler.pipe.tell("started", attempt=self._rendezvous_handler.attempt, pids=pids)
         return started
 
-    def _processes(self) -> list[Any]:
-        started = getattr(self._pcontext, "_pc", None)
-        return list(started.processes) if started is not None else []
+    def _start_ranks(
+        self, name: str, entrypoint: Any, args: Any, envs: Any, logs_specs: Any, **_: Any
+    ) -> PContext:
+        cold = self._rendezvous_handler.cold
+        self._ranks = RankContext(self._server, cold, name, entrypoint, args, envs, logs_specs)
+        self._ranks.start()
+        return self._ranks
+
+    def _processes(self) -> list[RankProcess]:
+        return [] if self._ranks is None else self._ranks.processes
 
     def _report_failures(self) -> list[int]:
         """Tell the agent about ranks that ended badly and were not reported yet; returns all local ranks
         that failed."""
-        failed = [i for i, process in enumerate(self._processes()) if process.exitcode not in (None, 0)]
+        failed = [i for i, process in enumerate(self._processes()) if process.exit_code not in (None, 0)]
         for local_rank in failed:
             if local_rank not in self._reported:
                 self._reported.add(local_rank)
                 worker = self._worker_group.workers[local_rank]
                 self._rendezvous_handler.pipe.tell(
                     "failed", attempt=self._rendezvous_handler.attempt, rank=worker.global_rank,
-                    exit_code=self._processes()[local_rank].exitcode,
+                    exit_code=self._processes()[local_rank].exit_code,
                     **error_file.read(self._rank_logs.error_files.get(local_rank, "")),
                 )  # fmt: skip
         return failed
 
-    def _wait_for_news(self) -> None:
-        running = [process.sentinel for process in self._processes() if process.exitcode is None]
-        connection.wait([*running, self._rendezvous_handler.pipe.stop_signal], LOOK_LIMIT_S)
-
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._wait_for_news()
-        if self._report_failures():
-            return RunResult(state=WorkerState.FAILED)
-        if all(process.exitcode == 0 for process in self._processes()):
-            return RunResult(state=WorkerState.SUCCEEDED)
-        return RunResult(state=WorkerState.HEALTHY)
+        state = self._ranks_state()
+        if state is WorkerState.HEALTHY:
+            news: list[Any] = [self._server, self._rendezvous_handler.pipe.stop_signal]
+            select.select(news, [], [], LOOK_LIMIT_S)
+            state = self._ranks_state()
+        return RunResult(state=state)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_torchs: Any, **_own: Any) -> None:
-        """Report what has already failed, then SIGTERM, grace, SIGKILL. torch's own patience, passed in
-        different ways by its releases, does not count."""
+    def _ranks_state(self) -> WorkerState:
+        if self._report_failures():
+            return WorkerState.FAILED
+        done = all(process.exit_code == 0 for process in self._processes())
+        return WorkerState.SUCCEEDED if done else WorkerState.HEALTHY
+
+    def _shutdown(self, *_torchs: Any, **_own: Any) -> None:
+        """Report what has already failed, then stop the ranks. torch's own patience, passed in different ways
+        by its releases, does not count."""
         self._report_failures()
-        processes = self._processes()
-        for number, limit_s in ((death_sig, self._grace_s), (signal.SIGKILL, KILL_LIMIT_S)):
-            living = [process for process in processes if process.is_alive()]
-            for process in living:
-                _kill(process.pid, number)
-                _kill(process.pid, signal.SIGCONT)  # a stopped process acts on SIGTERM only when it goes on
-            if wait_until(lambda: not any(process.is_alive() for process in processes), limit_s):
-                break
-        super()._shutdown(signal.SIGKILL)
-        self._pcontext = None
+        if self._ranks is not None:
+            self._ranks.stop(self._grace_s)
+        self._pcontext = self._ranks = None
 
     def _exit_barrier(self) -> None:
         """torch waits up to 300 s for the other nodes here; the supervisor knows when all are done."""
@@ -145,48 +262,21 @@ class ImpatientAgent(LocalElasticAgent):
         """torch's own event log wants return values, which ranks that end by exit code do not give."""
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float, period_s: float = 0.005) -> bool:
-    """Poll `condition` until it holds or `limit_s` have passed."""
-    end = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() >= end:
-            return False
-        time.sleep(period_s)
-    return True
-
-
-def _kill(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-
-class _Unused:
-    """In place of what torch makes to carry return values: our ranks end by exit code and give none."""
-
-
-def _make_no_semaphores() -> None:
-    """torch makes seven named semaphores an attempt, which a SIGKILL would leave as files in /dev/shm."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.SimpleQueue = context.Event = _Unused
-
-
-def serve(plan: dict[str, Any]) -> NoReturn:
+def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
     """Run attempts until the agent ends this process. `plan`: see the agent's `host_plan`."""
-    _make_no_semaphores()
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     parameters = RendezvousParameters("jurymast", "agent", plan["run"], 1, max(1, plan["nodes"]))
     rendezvous = get_rendezvous_handler(parameters)
     assert isinstance(rendezvous, AgentRendezvous)
-    script = entry.Script(plan["script"], tuple(plan["arguments"]), plan["module"], plan["directory"])
     logs = RankLogs(Path(plan["logs"]), Path(plan["temporary"]), rendezvous)
+    server = RankServer(channel)
     while True:
         spec = WorkerSpec(
-            role="default", local_world_size=plan["ranks"], entrypoint=entry.run, args=(script,),
-            rdzv_handler=rendezvous, max_restarts=UNLIMITED, monitor_interval=MONITOR_INTERVAL_S,
+            role="default", local_world_size=plan["ranks"], entrypoint=sys.executable,
+            args=tuple(plan["arguments"]), rdzv_handler=rendezvous, max_restarts=UNLIMITED,
+            monitor_interval=MONITOR_INTERVAL_S,
         )  # fmt: skip
-        agent = ImpatientAgent(spec, logs, rendezvous, plan["grace_s"])
+        agent = ImpatientAgent(spec, logs, rendezvous, server, plan["grace_s"])
         agent.run()
         # All ranks of this node are done. Another node's failure may still need them once more.
         rendezvous.pipe.tell("finished", attempt=rendezvous.attempt)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     Optimizer,
@@ -144,6 +145,7 @@ def _waiting(function: Callable[..., None], parts: StepParts) -> Callable[..., N
 
 
 def _not_compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """A compiled training does not trace into it; called as it is, it costs no more than before."""
-    disabled: Callable[..., None] = torch.compiler.disable(function, recursive=False)
+    """A compiled training does not trace into it; called as it is, it costs no more than before. As torch's
+    own optimizers do it: this alone does not load the compiler, which the script may not have set up yet."""
+    disabled: Callable[..., None] = _disable_dynamo(function, recursive=False)
     return disabled

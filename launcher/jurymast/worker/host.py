@@ -1,31 +1,24 @@
 """The torchrun host: torch's own elastic agent, fed by our rendezvous, one process a node.
 
-Started by the agent on active and spare nodes alike: it imports torch, forks the server that
-ranks come from, then waits in the rendezvous. It only starts, watches and stops the ranks of its
-node; what happens after a failure the supervisor decides.
+A fork of the server, on active and spare nodes alike: it waits in the rendezvous, then has the server start
+ranks, watches them and stops them. What happens after a failure the supervisor decides.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import signal
+import socket
+from typing import Any
 
-from jurymast.processes import die_with_parent
-from jurymast.worker import forkserver
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
 
-def main() -> None:
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning signal reaches every process of a step
-    die_with_parent()
-    forkserver.start(int(os.environ[FD_VARIABLE]))
+def main(plan: dict[str, Any], server: socket.socket, agent: int) -> None:
+    """Never returns. `server` is the line to the server of the ranks, `agent` the descriptor of the line to
+    the agent; the signals that Slurm sends to everything are ignored already."""
+    os.environ[FD_VARIABLE] = str(agent)
     from jurymast.worker.elastic import serve
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    serve(json.loads(os.environ["JURYMAST_HOST_PLAN"]))
-
-
-if __name__ == "__main__":
-    main()
+    serve(plan, server)

@@ -7,13 +7,14 @@ or fail the training: without an agent (plain torchrun) every call does nothing.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
 import struct
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from jurymast.worker.schedule import ScheduleRecord
 
@@ -36,6 +37,9 @@ WARM_UP_BEATS = 3
 # A write of up to PIPE_BUF bytes to a pipe is atomic, so ranks can share one (pipe(7)).
 EVENT_BYTES_MAX = 4096
 
+# Words in memory that several processes share.
+Page: TypeAlias = "mmap.mmap | memoryview[int]"
+
 PAGE_VARIABLE = "JURYMAST_PAGE"
 EVENTS_VARIABLE = "JURYMAST_EVENTS"
 
@@ -56,7 +60,7 @@ class Beat:
     timed: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
 
 
-def read_slot(page: mmap.mmap, local_rank: int) -> Beat:
+def read_slot(page: Page, local_rank: int) -> Beat:
     offset = local_rank * SLOT_BYTES
     step, beats, pid, phase, beat_at, longest_s, phase_at = SLOT.unpack_from(page, offset)
     (settled,) = SETTLED.unpack_from(page, offset + SLOT.size)
@@ -76,14 +80,16 @@ def read_slot(page: mmap.mmap, local_rank: int) -> Beat:
 
 class Link:
     """One rank's way to its agent. `page` has `SLOT_BYTES` a local rank, and behind them the schedule of
-    saves; `events_fd` is a pipe or -1."""
+    saves; `events` is the path of a pipe, or "".
 
-    def __init__(self, page: mmap.mmap | None, events_fd: int, local_rank: int) -> None:
+    Nothing is kept open: a script gets the descriptors that it would get under torchrun."""
+
+    def __init__(self, page: Page | None, events: str, local_rank: int) -> None:
         # Set once the script reports its own step numbers (Checkpointer): they are absolute, the optimizer
         # hook can only count from the start of this process.
         self.explicit_steps = False
         self._page = page
-        self._events_fd = events_fd
+        self._events = events
         self._offset = local_rank * SLOT_BYTES
         self._step = 0
         self._beats = 0
@@ -177,7 +183,7 @@ class Link:
 
     def emit(self, event: str, **fields: Any) -> None:
         """Send an event to the journal, best effort: a full pipe or a lost agent drops it."""
-        if self._events_fd < 0:
+        if not self._events:
             return
         line = (
             json.dumps({"event": event, "local_rank": self._offset // SLOT_BYTES, **fields}).encode() + b"\n"
@@ -185,28 +191,41 @@ class Link:
         if len(line) > EVENT_BYTES_MAX:
             return
         try:
-            os.write(self._events_fd, line)
+            pipe = os.open(self._events, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            os.write(pipe, line)
         except OSError:
             pass
+        finally:
+            os.close(pipe)
 
 
-def open_page(path: str) -> mmap.mmap | None:
-    """A page of words that the agent owns; None when no agent is there."""
+def open_page(path: str) -> Page | None:
+    """A page of words that the agent owns, for as long as this process lives; None when no agent is there."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return mmap.mmap(descriptor, 0)
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError):
-        return None
-
-
-def _open_events(path: str) -> int:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return -1
+        return None
+    try:
+        size = os.fstat(descriptor).st_size
+        return _mapped(descriptor, size) if size else None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(descriptor: int, size: int) -> Page:
+    """As mmap.mmap does it, but that keeps a descriptor of its own open before Python 3.13."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), "mmap")
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 _current: Link | None = None
@@ -217,6 +236,6 @@ def current() -> Link:
     global _current
     if _current is None or _current._pid != os.getpid():
         page = open_page(os.environ[PAGE_VARIABLE]) if PAGE_VARIABLE in os.environ else None
-        events_fd = _open_events(os.environ[EVENTS_VARIABLE]) if EVENTS_VARIABLE in os.environ else -1
-        _current = Link(page, events_fd, int(os.environ.get("LOCAL_RANK", "0")))
+        events = os.environ.get(EVENTS_VARIABLE, "")
+        _current = Link(page, events, int(os.environ.get("LOCAL_RANK", "0")))
     return _current

@@ -25,13 +25,15 @@ STORE_CONNECT_S = 10.0
 
 class AgentRendezvous(RendezvousHandler):
     """One node's rendezvous; `attempt` is the number of the attempt last joined, `mtbf_s` the mean time
-    between failures that the supervisor expected then, `environment` what the agent adds to the ranks'."""
+    between failures that the supervisor expected then, `environment` what the agent adds to the ranks',
+    `cold` whether they start with nothing loaded ahead."""
 
     def __init__(self, pipe: AgentPipe, run_id: str) -> None:
         self.pipe = pipe
         self.attempt = 0
         self.mtbf_s = 0.0
         self.environment: dict[str, str] = {}
+        self.cold = False
         self._run_id = run_id
         self._closed = False
         self._store: Store | None = None
@@ -55,7 +57,7 @@ class AgentRendezvous(RendezvousHandler):
         self.pipe.tell("waiting", attempt=self.attempt, store_port=store.port)
         order = self.pipe.next_launch()
         self.attempt, self.mtbf_s = order["attempt"], order["mtbf_s"]
-        self.environment = order["environment"]
+        self.environment, self.cold = order["environment"], order["cold"]
         address, port = order["master_address"], order["master_port"]
         if order["rank"] == 0:
             self._store = store

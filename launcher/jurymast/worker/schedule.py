@@ -43,7 +43,7 @@ class _Word(IntEnum):
 class ScheduleRecord:
     """The last words of the ranks' page, written by the agent."""
 
-    def __init__(self, page: mmap.mmap) -> None:
+    def __init__(self, page: mmap.mmap | memoryview[int]) -> None:
         self._page = page
         self._start = len(page) - SCHEDULE_BYTES
 

@@ -7,7 +7,9 @@ interpreter's lock, answers too. One that is stopped, or stuck in the kernel, do
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
+import resource
 import signal
 
 # A real-time signal in the middle of the range: C libraries take from the lower end, people use the ends.
@@ -16,6 +18,8 @@ PATH_VARIABLE = "JURYMAST_STACKS"
 # Where torch's flight recorder writes, in a directory that must be there.
 FLIGHT_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
 
+# The descriptor that is kept for the answers is below this, and below the process's limit.
+HIGH_DESCRIPTOR = 1024
 # Above the stack of the thread that took the signal: the main thread, unless that blocks it.
 OWN_THREAD = "Current thread"
 
@@ -34,7 +38,20 @@ def listen() -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError:
         return  # a rank without a place to answer trains all the same
-    faulthandler.register(NUMBER, file=file, all_threads=True)
+    try:
+        # Out of the way: the script's own files get the numbers that they would get without us.
+        high = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _high_descriptor())
+    except OSError:
+        high = file
+    else:
+        os.close(file)
+    faulthandler.register(NUMBER, file=high, all_threads=True)
+
+
+def _high_descriptor() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = HIGH_DESCRIPTOR if soft == resource.RLIM_INFINITY else min(soft, HIGH_DESCRIPTOR)
+    return max(3, most - 8)
 
 
 def listens(pid: int) -> bool:

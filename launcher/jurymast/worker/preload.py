@@ -1,0 +1,262 @@
+"""Modules loaded ahead of the script, which looks at them as if they were not.
+
+A rank is forked from a process that has imported torch already. Its `sys.modules` begins as that of a new
+interpreter all the same: what was loaded ahead is hidden, and is there once the script imports it. Then it is
+what the script would have got by itself: the same file is found under that name, and no variable that the
+import reads has changed. If one has, the rank must start with nothing loaded ahead.
+
+A stage is what one list of modules brought along. What it did outside its modules (warning filters, entries
+of `sys.path`, variables) happens when the first of its modules from outside the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Native libraries read their variables where nothing sees it; these are the names they begin with.
+NATIVE = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_", "ATEN_", "C10_",
+    "TORCH_", "PYTORCH_", "KINETO_", "CPUINFO_",
+)  # fmt: skip
+# Of those, what is read only once a process group is made.
+LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_", "TORCH_UCC_", "TORCH_ELASTIC_")
+
+
+@dataclass
+class Stage:
+    """What one list of imports did. `native`: its libraries read variables by themselves. `read`: variables
+    that Python code asked for meanwhile, found or not; `written`: those that it changed."""
+
+    native: bool = False
+    read: set[str] = field(default_factory=set)
+    written: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, ModuleType] = field(default_factory=dict)
+    filters: list[Any] = field(default_factory=list)
+    path: list[str] = field(default_factory=list)
+
+    def reads(self, name: str) -> bool:
+        """Whether its imports go by this variable."""
+        return name in self.read or (self.native and name.startswith(NATIVE) and not name.startswith(LATER))
+
+
+def load(names: Sequence[str], *, native: bool = False) -> Stage:
+    """Import these here and now; one that is not there is left out."""
+    stage = Stage(native)
+    before, modules = dict(os.environ), set(sys.modules)
+    filters, path = list(warnings.filters), list(sys.path)
+    with _recorded(stage.read):
+        for name in names:
+            try:
+                importlib.import_module(name)
+            except ImportError:
+                continue  # torch renames its inner modules now and then; a rank imports what it really needs
+    stage.modules = {name: module for name, module in sys.modules.items() if name not in modules}
+    stage.filters = [entry for entry in warnings.filters if entry not in filters]
+    stage.path = [entry for entry in sys.path if entry not in path]
+    stage.written = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    _set_filters(filters)
+    sys.path[:] = path
+    return stage
+
+
+@contextmanager
+def _recorded(read: set[str]) -> Iterator[None]:
+    """Put the name of every variable that is looked up into `read`."""
+    kind: Any = type(os.environ)
+    original = kind.__getitem__
+
+    def look_up(environment: Any, name: Any) -> Any:
+        read.add(name)
+        return original(environment, name)
+
+    kind.__getitem__ = look_up
+    try:
+        yield
+    finally:
+        kind.__getitem__ = original
+
+
+def _set_filters(filters: list[Any]) -> None:
+    present: Any = warnings.filters
+    present[:] = filters
+    changed = getattr(warnings, "_filters_mutated", None)  # what a warning led to before is looked up anew
+    if changed is not None:
+        changed()
+
+
+# (top-level name, number of the stage): what a package brings along is hidden, and revealed, with it
+_Group = tuple[str, int]
+
+
+class Hidden:
+    """A finder in front of all others, for modules that were loaded ahead.
+
+    `assumed`: the variables that the stages were loaded with. `stale` is called with the names of those that
+    the script has changed before torch, or "sys.path" when another torch is found now, and may end this
+    process; `torch_loaded` once torch has been imported, also when it was not loaded ahead.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        visible: frozenset[str],
+        assumed: Mapping[str, str],
+        stale: Callable[[list[str]], None],
+        torch_loaded: Callable[[], None],
+    ) -> None:
+        self._stages, self._assumed = stages, dict(assumed)
+        self._stale, self._torch_loaded = stale, torch_loaded
+        self._groups: dict[_Group, dict[str, ModuleType]] = {}
+        self._group_of: dict[str, _Group] = {}
+        self._detached: dict[_Group, list[tuple[ModuleType, str, ModuleType]]] = {}
+        self._begun: set[int] = set()
+        for number, stage in enumerate(stages):
+            for name, module in stage.modules.items():
+                top = name.partition(".")[0]
+                if name not in visible and _has_file(top):
+                    self._groups.setdefault((top, number), {})[name] = module
+                    self._group_of[name] = (top, number)
+        self._watch_torch = "torch" not in self._group_of
+
+    def hide(self) -> None:
+        """From now on they are not there."""
+        for group, modules in self._groups.items():
+            self._detached[group] = [
+                (holder, child, module)
+                for name, module in modules.items()
+                for parent, _, child in [name.rpartition(".")]
+                if (holder := self._earlier(group, parent)) is not None and vars(holder).get(child) is module
+            ]
+        for name in self._group_of:
+            del sys.modules[name]
+        for children in self._detached.values():
+            for holder, child, _ in children:
+                delattr(holder, child)
+        finders: list[Any] = sys.meta_path
+        finders.insert(0, self)
+
+    def _earlier(self, group: _Group, name: str) -> ModuleType | None:
+        """The module of this name, when an earlier stage loaded it."""
+        top, number = group
+        found = (self._groups.get((top, before), {}).get(name) for before in range(number))
+        return next((module for module in found if module is not None), None)
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Part of the import system. Looks only: a script may ask whether there is a torch."""
+        if name == "torch" and self._watch_torch:
+            return self._watched(name, path, target)
+        group = self._group_of.get(name)
+        if group is None:
+            return None
+        module = self._groups[group][name]
+        if "." not in name and not self._same_file(module, name, path, target):
+            return None
+        return _spec_like(module, name, _Revealed(self, group, module))
+
+    def _elsewhere(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        return next((spec for spec in specs if spec is not None), None)
+
+    def _same_file(self, module: ModuleType, name: str, path: Any, target: ModuleType | None) -> bool:
+        found = self._elsewhere(name, path, target)
+        if found is not None and module.__spec__ is not None and found.origin == module.__spec__.origin:
+            return True
+        if name == "torch":
+            self._stale(["sys.path"])
+        return False
+
+    def check(self) -> None:
+        """Call `stale` if torch could not be revealed as things are now."""
+        if "torch" in self._group_of:
+            self._check(self._group_of["torch"][1])
+
+    def _check(self, number: int) -> None:
+        names = {*os.environ, *self._assumed}
+        stage = self._stages[number]
+        changed = (n for n in names if os.environ.get(n) != self._assumed.get(n) and stage.reads(n))
+        if stale := sorted(changed):
+            self._stale(stale)
+
+    def begin(self, group: _Group) -> None:
+        """What comes with the first module of a stage."""
+        top, number = group
+        if number in self._begun or top in sys.stdlib_module_names:
+            return
+        self._check(number)
+        self._begun.add(number)
+        stage = self._stages[number]
+        if stage.filters:
+            _set_filters([*stage.filters, *warnings.filters])
+        sys.path.extend(entry for entry in stage.path if entry not in sys.path)
+        os.environ.update(stage.written)
+        self._assumed.update(stage.written)
+
+    def reveal(self, group: _Group) -> None:
+        """All of a group."""
+        modules = self._groups.pop(group, {})
+        for name, module in modules.items():
+            del self._group_of[name]
+            sys.modules.setdefault(name, module)
+        for holder, child, module in self._detached.pop(group, ()):
+            setattr(holder, child, module)
+        if "torch" in modules:
+            self._torch_loaded()
+
+    def _watched(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
+        """torch by the ordinary way; its hooks are set once it is loaded."""
+        spec = self._elsewhere(name, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return spec
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            self._watch_torch = False
+            loader.exec_module(module)
+            self._torch_loaded()
+
+        loader.exec_module = exec_module
+        return spec
+
+
+class _Revealed(Loader):
+    """Hands out a module that is there already, as it was."""
+
+    def __init__(self, hidden: Hidden, group: _Group, module: ModuleType) -> None:
+        self._hidden, self._group, self._module = hidden, group, module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        self._hidden.begin(self._group)
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        try:
+            module.__spec__ = self._spec
+        except AttributeError:
+            pass  # some of torch's modules allow no assignments; then it was not changed in the first place
+        self._hidden.reveal(self._group)
+
+
+def _spec_like(module: ModuleType, name: str, loader: Loader) -> ModuleSpec:
+    true = module.__spec__
+    if true is None:
+        return ModuleSpec(name, loader)
+    spec = ModuleSpec(name, loader, origin=true.origin, loader_state=true.loader_state)
+    spec.submodule_search_locations = true.submodule_search_locations
+    return spec
+
+
+def _has_file(top: str) -> bool:
+    """False for names that extension modules put into sys.modules with nothing to import behind them."""
+    return getattr(sys.modules.get(top), "__spec__", None) is not None

@@ -1,0 +1,81 @@
+"""What a script sets before it imports torch, read from its text.
+
+    os.environ["OMP_NUM_THREADS"] = "4"
+    import torch
+
+A process that loads torch ahead of such a script sets these first. Only what is plain counts: constants, at
+the top of the script, outside of any condition. The rest is found when the script runs.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+# What torch's compiler reads when the script first uses it, or an optimizer: a script that names one of these
+# may set it after it has imported torch.
+COMPILER = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_LOGS", "AOTINDUCTOR_", "AOT_INDUCTOR_")
+
+
+def presets(source: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables as they are when the script comes to import torch; {} for a text that is no Python."""
+    found: dict[str, str] = {}
+    for name, value, default_only in _settings(source):
+        if not default_only or name not in {**environment, **found}:
+            found[name] = value
+    return found
+
+
+def names_compiler(source: str) -> bool:
+    """Whether the script has to do with variables of torch's compiler."""
+    return any(prefix in source for prefix in COMPILER)
+
+
+def _settings(source: str) -> Iterator[tuple[str, str, bool]]:
+    """(name, value, only when it is not set yet) of each plain setting before torch is imported."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in body:
+        if _imports_torch(node):
+            return
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target = node.targets[0]
+            if isinstance(target, ast.Subscript) and _is_environ(target.value):
+                yield from _pair(target.slice, node.value, default_only=False)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield from _called(node.value)
+
+
+def _called(call: ast.Call) -> Iterator[tuple[str, str, bool]]:
+    function = call.func
+    if not isinstance(function, ast.Attribute) or not _is_environ(function.value):
+        return
+    if function.attr == "setdefault" and len(call.args) == 2:
+        yield from _pair(call.args[0], call.args[1], default_only=True)
+    elif function.attr == "update":
+        for argument in call.args:
+            if isinstance(argument, ast.Dict):
+                for key, value in zip(argument.keys, argument.values, strict=True):
+                    if key is not None:
+                        yield from _pair(key, value, default_only=False)
+        for keyword in call.keywords:
+            if keyword.arg is not None:
+                yield from _pair(ast.Constant(keyword.arg), keyword.value, default_only=False)
+
+
+def _pair(name: ast.expr, value: ast.expr, *, default_only: bool) -> Iterator[tuple[str, str, bool]]:
+    words = [node.value for node in (name, value) if isinstance(node, ast.Constant)]
+    if len(words) == 2 and isinstance(words[0], str) and isinstance(words[1], str):
+        yield words[0], words[1], default_only
+
+
+def _is_environ(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("os.environ", "environ")
+
+
+def _imports_torch(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Import):
+        return any(alias.name.partition(".")[0] == "torch" for alias in node.names)
+    return isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch"

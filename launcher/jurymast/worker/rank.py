@@ -1,0 +1,206 @@
+"""A rank before its script begins: like one of torchrun's, with a line to its agent."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NoReturn, TextIO
+
+from jurymast.processes import die_with_parent, name_process
+from jurymast.worker import error_file, link, preload, stack_signal, startup
+
+TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
+LOG_VARIABLE = "JURYMAST_LOG"
+# Slurm signals a whole job, and the processes around a rank are deaf to that.
+AS_BY_DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def users_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """What ranks get of the agent's own environment: the agent keeps its temporary files where the user need
+    not look."""
+    kept = dict(variables)
+    theirs = kept.pop(TEMPORARY_VARIABLE, "")
+    kept.pop("JURYMAST_HOST_FD", None)
+    if theirs:
+        kept["TMPDIR"] = theirs
+    else:
+        kept.pop("TMPDIR", None)
+    return kept
+
+
+def begin(
+    order: dict[str, Any],
+    *,
+    parent: int,
+    name: str,
+    environment: dict[str, str],
+    loaded: frozenset[str],
+    stages: Sequence[preload.Stage],
+    presets: dict[str, str],
+) -> None:
+    """In a process just forked from the server `parent`; returns to go on to the script."""
+    _tether(parent)
+    name_process(name)
+    variables = {**environment, **order["environment"]}
+    _redirect_output(variables.get(LOG_VARIABLE, ""))
+    os.environ.clear()
+    os.environ.update(variables)
+    this = _Rank(loaded, variables, _log_size())
+    if order["cold"] or len(stages) == 1:
+        this.start_cold("")
+    sys.argv[1:] = order["arguments"]
+    sys.orig_argv[len(sys.orig_argv) - len(order["arguments"]) :] = order["arguments"]
+    _renew(stages)
+    this.attach()
+    this.hide(stages, {**variables, **presets})
+
+
+def begin_cold(loaded: frozenset[str], what: dict[str, Any]) -> None:
+    """In a new interpreter that took a rank's place."""
+    _redirect_output(os.environ.get(LOG_VARIABLE, ""))
+    this = _Rank(loaded, dict(os.environ), what["log"])
+    this.attach()
+    this.hide([preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in loaded})], os.environ)
+    this.cold, this.cold_since = what["why"], what["since"]
+
+
+def _tether(parent: int) -> None:
+    """A rank must not outlive its node: the agent's end ends the server, that the ranks.
+
+    The server may have ended already, unheard; only its id tells. Like a rank of torchrun's it leads a
+    session of its own: Linux may share processors out by session (sched_autogroup), and steps of two ranks on
+    two cores took about 7 % longer when they shared one.
+    """
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
+    for number in AS_BY_DEFAULT:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _Log(io.FileIO):
+    """Loses what finds no room: a full disk must not end a training for a line that it prints."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _redirect_output(path: str) -> None:
+    if path:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            sys.stderr.write(f"a rank writes here, for it has no log of its own: {error}\n")
+        else:
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+    _keep_output_going()
+
+
+def _keep_output_going() -> None:
+    for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+        _rebuild(stream, _Log(descriptor, "w", closefd=False))
+
+
+def _rebuild(stream: TextIO, raw: io.FileIO) -> None:
+    """Put `raw` below a stream; the object stays the same, for handlers of logs may have it already."""
+    assert isinstance(stream, io.TextIOWrapper)
+    encoding, errors, name = stream.encoding, stream.errors, stream.name
+    again: Any = stream.__init__  # type: ignore[misc]
+    again(raw, encoding, errors, newline="\n", line_buffering=stream.line_buffering, write_through=True)
+    raw.name = name
+
+
+def _log_size() -> int:
+    """Bytes in this rank's log so far; -1 when it has none of its own."""
+    try:
+        own, log = os.fstat(1), os.stat(os.environ[LOG_VARIABLE])
+    except (OSError, KeyError):
+        return -1
+    return own.st_size if os.path.samestat(own, log) else -1
+
+
+def _renew(stages: Sequence[preload.Stage]) -> None:
+    """What every process has for itself, in modules that were loaded before this one was forked."""
+    modules: dict[str, ModuleType] = {}
+    for stage in stages:
+        modules.update(stage.modules)
+    if "multiprocessing.process" in modules:
+        modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+    if "torch" in modules:
+        modules["torch"].default_generator.seed()
+    if "numpy.random" in modules:
+        modules["numpy.random"].seed()
+    if "tempfile" in modules:
+        vars(modules["tempfile"])["tempdir"] = None
+
+
+class _Rank:
+    """A rank that is about to run its script. `log`: bytes in its log when it began, -1 without one."""
+
+    def __init__(self, loaded: frozenset[str], variables: dict[str, str], log: int) -> None:
+        self._loaded, self._variables, self._log = loaded, variables, log
+        self._pid = os.getpid()
+        self._has_torch = False
+        self.cold = ""  # why it started cold
+        self.cold_since = 0.0
+
+    def attach(self) -> None:
+        """Let the agent see this rank, and hear how it ends."""
+        stack_signal.listen()
+        self._link = link.current()
+        atexit.register(self._ends)
+
+    def hide(self, stages: Sequence[preload.Stage], assumed: Mapping[str, str]) -> None:
+        self._hidden = preload.Hidden(stages, self._loaded, assumed, self._stale, self._torch_loaded)
+        self._hidden.hide()
+        if len(stages) > 1:
+            os.register_at_fork(before=self._hidden.check)
+
+    def _torch_loaded(self) -> None:
+        from jurymast.worker import hooks
+
+        self._has_torch = True
+        hooks.watch_steps(self._link)
+        if self.cold:
+            self._link.emit("ColdStart", why=self.cold, seconds=round(time.monotonic() - self.cold_since, 3))
+
+    def _stale(self, names: list[str]) -> None:
+        """The script has set these before it imports torch, or a part of torch that is loaded late."""
+        if os.getpid() != self._pid:
+            return  # a child of the rank: it cannot begin anew
+        if not self._has_torch:
+            self.start_cold(f"the script sets {', '.join(names)} before it imports torch")
+        late = f"the script sets {', '.join(names)} after it imports torch"
+        sys.stderr.write(f"jurymast: {late}, which has no effect; with `start: cold` in the policy it has\n")
+        self._link.emit("ColdStart", why=late, seconds=0.0)
+
+    def start_cold(self, why: str) -> NoReturn:
+        """Become a new interpreter, with nothing loaded ahead. What was printed will be printed again."""
+        what = {"cold": {"why": why, "since": time.monotonic(), "log": self._log}}
+        if self._log >= 0:
+            os.ftruncate(1, self._log)
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, startup.variables(what, self._variables))
+
+    def _ends(self) -> None:
+        """The last that is done: the interpreter has printed what ended the script."""
+        if os.getpid() != self._pid:
+            return
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            error_file.write(error, "".join(traceback.format_exception(error)))
+        self._link.enter(link.DONE)

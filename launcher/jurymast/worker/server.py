@@ -1,0 +1,195 @@
+"""The server of a node's ranks: one process with torch loaded, of which the host and all ranks are forks.
+
+torch takes seconds to import, a fork a hundredth of one. The server has one thread and touches no device, so
+its forks are sound. It does what the host asks for over a socket pair, JSON lines:
+
+    host -> server   {"start": {"environment": ..., "arguments": ..., "cold": ...}}
+    server -> host   {"started": PID}, in the order of the questions; {"ended": PID, "code": exit code}
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jurymast.processes import die_with_parent, name_process
+from jurymast.worker import preload, presets, rank
+from jurymast.worker.agent_pipe import FD_VARIABLE
+
+# What ranks will import anyway. Only modules that are safe to fork after: they touch no device.
+FIRST = ["torch"]
+THEN = [
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch._dynamo",  # the first optimizer of a process imports it: 0.5 s
+    "torch.distributed.checkpoint.state_dict",
+    "jurymast.checkpoint.checkpointer",
+]
+# The part of it that does without torch's compiler, whose variables a script may set before it uses that.
+WITHOUT_COMPILER = ["torch.distributed", "torch.nn.parallel"]
+# What is sent to everything in the job must not end the server. Whether to end is the agent's decision.
+DEAF_TO = (
+    signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+
+
+class Server:
+    """`plan` is the host's (see the agent's `host_plan`); `loaded` the modules of a new interpreter."""
+
+    def __init__(self, loaded: frozenset[str], plan: dict[str, Any]) -> None:
+        self._loaded, self._plan = loaded, plan
+        self._pid = os.getpid()
+        self._ranks_name = Path("/proc/self/comm").read_text().strip()
+        self._rest = b""
+
+    def serve(self) -> None:
+        """Until the host ends, then end like it; returns in the ranks alone."""
+        die_with_parent()
+        for number in DEAF_TO:
+            signal.signal(number, signal.SIG_IGN)
+        name_process("jurymast-server")
+        environment = rank.users_environment(os.environ)
+        self._load(environment)
+        pipe = int(os.environ.pop(FD_VARIABLE))
+        self._environment = environment
+        self._wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        ours, theirs = socket.socketpair()
+        self._host = self._fork()
+        if self._host == 0:
+            ours.close()
+            self._become_host(theirs, pipe)
+        theirs.close()
+        os.close(pipe)
+        self._channel = ours
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        order = self._await_rank()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for descriptor in (self._wake_r, wake_w):
+            os.close(descriptor)
+        ours.close()
+        rank.begin(
+            order, parent=self._pid, name=self._ranks_name, environment=self._environment,
+            loaded=self._loaded, stages=self._stages, presets=self._presets,
+        )  # fmt: skip
+
+    def _load(self, environment: dict[str, str]) -> None:
+        """Load torch and what ranks need of it, with the variables that the script sets first."""
+        source = self._source()
+        self._presets = presets.presets(source, environment)
+        more = WITHOUT_COMPILER if presets.names_compiler(source) else THEN
+        own = preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in self._loaded})
+        before = dict(os.environ)
+        os.environ.update(self._presets)
+        try:
+            self._stages = [own]
+            if self._plan["warm"]:
+                self._stages += [preload.load(FIRST, native=True), preload.load(more)]
+                # A rank's collections, the last of them at its end, leave alone what all ranks share: going
+                # through it would copy all of its memory, which takes a second.
+                gc.collect()
+                gc.freeze()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def _source(self) -> str:
+        """The script's text; "" for a module, which may be anywhere, and for what Python will complain of."""
+        if self._plan["module"]:
+            return ""
+        try:
+            return Path(self._plan["script"]).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def _fork(self) -> int:
+        with warnings.catch_warnings():
+            # Python 3.12 counts numpy's threads, which numpy itself stops for a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return os.fork()
+
+    def _become_host(self, channel: socket.socket, pipe: int) -> NoReturn:
+        code = 1
+        try:
+            die_with_parent()
+            if os.getppid() == self._pid:
+                name_process("jurymast-host")
+                from jurymast.worker import host
+
+                host.main(self._plan, channel, pipe)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _await_rank(self) -> dict[str, Any]:
+        """Serve the host; returns in a rank, with what was asked for."""
+        while True:
+            both: list[Any] = [self._channel, self._wake_r]
+            ready, _, _ = select.select(both, [], [])
+            if self._wake_r in ready:
+                os.read(self._wake_r, 4096)
+            self._reap()
+            if self._channel in ready:
+                for order in self._orders():
+                    pid = self._fork()
+                    if pid == 0:
+                        return order
+                    self._tell({"started": pid})
+
+    def _orders(self) -> list[dict[str, Any]]:
+        try:
+            data = self._channel.recv(1 << 20)
+        except ConnectionError:
+            data = b""
+        if not data:  # the host is ending; its exit code is about to come
+            self._reap(wait=True)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line)["start"] for line in lines]
+
+    def _reap(self, *, wait: bool = False) -> None:
+        """Pass the ends of ranks on; end like the host when that has ended."""
+        while True:
+            options = os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)
+            ended = os.waitid(os.P_ALL, 0, options)
+            if ended is None:
+                return
+            pid = ended.si_pid
+            if pid != self._host and (ended.si_code != os.CLD_EXITED or ended.si_status != 0):
+                _end_group(pid)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if pid == self._host:
+                _end_like(code)
+            self._tell({"ended": pid, "code": code})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            self._channel.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            pass  # the host is ending
+
+
+def _end_group(pid: int) -> None:
+    """What a rank that failed leaves behind, loader workers and the like: they would find out by themselves
+    only after seconds. Its id is nobody else's as long as nobody has waited for it."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except OSError:
+        pass  # nothing is left, or it had not come to lead a group
+
+
+def _end_like(code: int) -> NoReturn:
+    """The agent reads from this process how the host ended."""
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 1)
