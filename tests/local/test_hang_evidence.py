@@ -64,3 +64,15 @@ def test_a_stopped_rank_does_not_hold_the_look_up(tmp_path: Path, monkeypatch: p
     taken = [event for event in run.events() if isinstance(event, ev.StacksTaken)]
     assert {event.node for event in taken} == set(state.placement)
     assert incident.seconds()["diagnose"] < 6
+
+
+def test_a_loader_worker_that_stops_before_the_first_step_is_named(tmp_path: Path) -> None:
+    """The ranks themselves are well; the others wait for the one, that for its worker."""
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="loader_stops.py") as run:
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    (incident,) = state.incidents
+    assert (incident.cause, incident.action, incident.rank) == ("hang", "restart", 1), incident.evidence
+    assert "for its DataLoader worker 0, which is stopped (state T)" in incident.evidence
+    assert "rank 1 waits at loader_stops.py:" in incident.evidence

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from jurymast.core.hang import (
+    BLOCKED_S,
     BUSY_FLOOR_S,
     IDLE_FLOOR_S,
     LOOK_SELDOM_S,
+    START_BUSY_S,
+    START_IDLE_S,
+    START_UNMOVED_S,
+    START_WAITING_S,
     UNMOVED_S,
     WAITING_S,
     HangLimits,
@@ -18,7 +23,7 @@ from jurymast.core.hang import (
     RankView,
     judge,
 )
-from jurymast.core.stacks import BACKWARD, CODE, COLLECTIVE, Stand
+from jurymast.core.stacks import BACKWARD, BLOCKED, CODE, COLLECTIVE, LOADER, Stand
 
 AUTO = HangLimits(fixed_s=None, start_s=1800.0)
 VIEW = RankView(
@@ -63,12 +68,27 @@ def test_steps_of_earlier_attempts_count() -> None:
     assert judge(views, AUTO, longest_before_s=10.0) is None
 
 
-@pytest.mark.parametrize("changes", [{"phase": "starting"}, {"phase": "restoring"}, {"beats": 0}])
-def test_before_the_first_step_it_may_take_long(changes: dict[str, Any]) -> None:
-    assert judge(ranks(quiet_s=1700.0, idle_s=1700.0, **changes), AUTO) is None
-    verdict = judge(ranks(quiet_s=1900.0, idle_s=1900.0, **changes), AUTO)
+@pytest.mark.parametrize(
+    ("changes", "limit_s"),
+    [
+        ({"phase": "starting", "idle_s": 100.0}, START_IDLE_S),
+        ({"beats": 0, "idle_s": 100.0}, START_IDLE_S),
+        ({"beats": 0, "idle_s": 0.0}, START_BUSY_S),
+        ({"phase": "restoring", "idle_s": 100.0}, AUTO.start_s),  # storage may be slow
+        ({"phase": "saving", "beats": 0, "idle_s": 100.0}, AUTO.start_s),
+    ],
+)
+def test_before_the_first_step_looks_begin_later(changes: dict[str, Any], limit_s: float) -> None:
+    assert judge(ranks(quiet_s=limit_s - 1, **changes), AUTO) is None
+    verdict = judge(ranks(quiet_s=limit_s + 1, **changes), AUTO)
     assert verdict is not None
     assert "until the first step" in verdict.evidence
+    assert (verdict.certain, verdict.starting) == (False, True)
+
+
+def test_a_start_that_the_policy_wants_sooner_is_looked_at_sooner() -> None:
+    limits = replace(AUTO, start_s=5.0)
+    assert judge(ranks(quiet_s=6.0, beats=0), limits) is not None
 
 
 def test_a_save_may_take_ten_minutes() -> None:
@@ -109,6 +129,27 @@ def test_only_a_stopped_process_and_the_policys_own_limit_need_no_look() -> None
 
 
 WAIT = {0: Stand(BACKWARD, "in backward at x.py:5"), 1: Stand(COLLECTIVE, "in recv at x.py:9")}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "limit_s", "started_limit_s"),
+    [
+        ((COLLECTIVE, BACKWARD), START_WAITING_S, WAITING_S),
+        ((COLLECTIVE, CODE), START_UNMOVED_S, UNMOVED_S),
+        ((COLLECTIVE, LOADER), UNMOVED_S, UNMOVED_S),
+        ((COLLECTIVE, BLOCKED), BLOCKED_S, BLOCKED_S),
+    ],
+)
+def test_how_long_nobody_may_move(kinds: tuple[str, ...], limit_s: float, started_limit_s: float) -> None:
+    """Before the first step, and after it."""
+    for starting, expected_s in ((True, limit_s), (False, started_limit_s)):
+        looks = Looks()
+        stands = {rank: Stand(kind, "the same") for rank, kind in enumerate(kinds)}
+        looks.add(100.0, stands)
+        looks.add(100.0 + expected_s - 0.1, stands)
+        assert not looks.stuck(1.0, idle=True, starting=starting)
+        looks.add(100.0 + expected_s, stands)
+        assert looks.stuck(1.0, idle=True, starting=starting)
 
 
 def test_ranks_that_all_wait_for_each_other_hang_at_the_second_look() -> None:

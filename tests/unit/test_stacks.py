@@ -22,13 +22,17 @@ from jurymast.core import stacks
 from jurymast.core.settings import RunPlan
 from jurymast.core.stacks import (
     BACKWARD,
+    BLOCKED,
     CODE,
     COLLECTIVE,
     LOADER,
     UNKNOWN,
+    Frame,
+    LoaderWorker,
     Place,
     Stand,
     absent,
+    behind,
     describe,
     frames,
     place,
@@ -237,6 +241,57 @@ def test_other_failures_do_not_wait_for_stacks() -> None:
     story = Story().running()
     (stop,) = story.failed(0)
     assert getattr(stop, "stacks", None) is False
+
+
+IN_LOADER = Place(LOADER, "in the data loader at train.py:20")
+IDLE = (
+    Frame("/usr/lib/python3.11/multiprocessing/connection.py", 5, "poll"),
+    Frame("/x/site-packages/torch/utils/data/_utils/worker.py", 320, "_worker_loop"),
+    Frame("/home/me/train.py", 20, "main"),
+)
+STUCK = (
+    Frame("/usr/lib/python3.11/threading.py", 5, "wait"),
+    Frame("/home/me/data.py", 7, "__getitem__"),
+    *IDLE[1:],
+)
+
+
+@pytest.mark.parametrize(
+    ("workers", "kind", "text"),
+    [
+        ((), LOADER, IN_LOADER.text),
+        ((LoaderWorker(0, "S", IDLE),), LOADER, IN_LOADER.text),
+        (
+            (LoaderWorker(0, "S", IDLE), LoaderWorker(1, "S", STUCK)),
+            LOADER,
+            "waits at train.py:20 for its DataLoader worker 1, which is in __getitem__ at data.py:7",
+        ),
+        (
+            (LoaderWorker(0, "T"), LoaderWorker(1, "S", STUCK)),
+            BLOCKED,
+            "waits at train.py:20 for its DataLoader worker 0, which is stopped (state T)",
+        ),
+        (
+            (LoaderWorker(0, "Z"),),
+            BLOCKED,
+            "waits at train.py:20 for its DataLoader worker 0, which has ended",
+        ),
+        (
+            (LoaderWorker(0, "D"),),
+            LOADER,
+            "waits at train.py:20 for its DataLoader worker 0, which gave no stack (state D)",
+        ),
+    ],
+)
+def test_the_loader_worker_that_holds_a_rank_up_is_named(
+    workers: tuple[LoaderWorker, ...], kind: str, text: str
+) -> None:
+    assert behind(IN_LOADER, workers) == Place(kind, text)
+
+
+def test_only_a_rank_that_waits_for_its_loader_looks_at_its_workers() -> None:
+    elsewhere = Place(CODE, "in main at train.py:3")
+    assert behind(elsewhere, (LoaderWorker(0, "T"),)) == elsewhere
 
 
 # Real processes.

@@ -18,6 +18,8 @@ from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
 TIMED_INTERVAL_S = 2.0
 # A look that comes later than so many intervals after the last: not only the ranks stood still.
 OVERSLEPT = 4.0
+# The kernel counts processor time in ticks of 10 ms: of a shorter time one of them would be much.
+BUSY_WINDOW_S = 0.4
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -171,7 +173,7 @@ def _update(watch: ProcessWatch, pid: int, now: float) -> None:
     else:
         watch.stopped_since = None
     passed = now - watch.seen_at
-    if passed > 0.05:
+    if passed >= BUSY_WINDOW_S:
         busy = (cpu_s - watch.cpu_s) / passed > IDLE_SHARE
         watch.idle_since = None if busy else (watch.idle_since or watch.seen_at)
         watch.cpu_s, watch.seen_at = cpu_s, now

@@ -22,10 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from jurymast.agent import flight_record
 from jurymast.agent.ranks import process_state
 from jurymast.core import stacks
 from jurymast.core.flight import Entered
+from jurymast.core.hang import IDLE_SHARE
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.wire.channel import Message
@@ -33,6 +36,10 @@ from jurymast.worker import stack_signal
 
 LIMIT_S = 2.0
 POLL_S = 0.02
+WORKER_LIMIT_S = 0.3
+LOADER_WORKER = "pt_data_worker"
+# Of reading and writing between two looks: a rank's helpers poll a little all the time.
+BUSY_BYTES = 256 * 1024
 # A file that has not grown for so many looks is complete: faulthandler writes no end mark.
 STILL_LOOKS = 2
 STACK_BYTES_MAX = 256 * 1024
@@ -57,6 +64,7 @@ class _Rank:
     still: int = 0
     text: str = ""
     proc: dict[str, str] = field(default_factory=dict)
+    workers: list[stacks.LoaderWorker] = field(default_factory=list)
 
     def answered(self) -> bool:
         """Its file has the main thread's stack, and grows no more."""
@@ -79,10 +87,11 @@ class _Rank:
         return f"state {state or 'gone'}" + (f", in {where}" if waits else "")
 
     def place(self) -> stacks.Place:
-        return stacks.place(stacks.frames(self.text), self.process())
+        at = stacks.place(stacks.frames(self.text), self.process())
+        return stacks.behind(at, self.workers)
 
-    def stand(self) -> stacks.Stand:
-        return stacks.stand(stacks.frames(self.text), self.place())
+    def stand(self, busy: int) -> stacks.Stand:
+        return stacks.stand(stacks.frames(self.text), self.place(), busy)
 
 
 class Stacks:
@@ -98,6 +107,7 @@ class Stacks:
         self._say = say
         self._attempt = 0
         self._first = 0
+        self._work = Work()
 
     def launch(self, message: Message) -> dict[str, str]:
         """A new attempt: what its ranks need in their environment, unless the user has set it under any of
@@ -132,7 +142,8 @@ class Stacks:
         """Say where these ranks stand, so that it can be seen whether they move. Nothing is kept."""
         ranks, attempt = self._ranks(pids), self._attempt
         await asyncio.to_thread(_ask, ranks, time.monotonic() + LIMIT_S)
-        stands = [rank.stand() for rank in ranks]
+        busy = await asyncio.to_thread(self._work.look, pids)
+        stands = [rank.stand(busy[rank.pid]) for rank in ranks]
         self._say(
             {
                 "say": "looked", "attempt": attempt, "number": number, "ranks": [rank.rank for rank in ranks],
@@ -222,6 +233,86 @@ def _ask(ranks: list[_Rank], end: float) -> None:
     while waiting and time.monotonic() < end:
         time.sleep(POLL_S)
         waiting = [rank for rank in waiting if _can_answer(rank) and not rank.answered()]
+
+    for rank in ranks:
+        if rank.place().kind == stacks.LOADER:
+            _ask_workers(rank, end)
+
+
+def _ask_workers(rank: _Rank, end: float) -> None:
+    """Those that were forked from the rank answer into the same file; each has it to itself for a moment."""
+    own = rank.text
+    for number, pid in enumerate(_loader_workers(rank.pid)):
+        worker = _Rank(rank.rank, pid, rank.dump)
+        if _can_answer(worker) and stack_signal.listens(pid):
+            _ask_one(worker, min(end, time.monotonic() + WORKER_LIMIT_S))
+        text = worker.text or _from_outside(pid, end - time.monotonic())
+        state = process_state(pid)[0]
+        rank.workers.append(stacks.LoaderWorker(number, state, tuple(stacks.frames(text))))
+        own += f"\nloader worker {number}, process {pid} (state {state or 'gone'}):\n{text}"
+    rank.text = own
+
+
+def _ask_one(process: _Rank, end: float) -> None:
+    with suppress(OSError):
+        os.truncate(process.dump, 0)
+        os.kill(process.pid, stack_signal.NUMBER)
+    while time.monotonic() < end and not process.answered():
+        time.sleep(POLL_S)
+
+
+def _loader_workers(pid: int) -> list[int]:
+    """A rank's processes that load data, in the order of their starts. torch names them."""
+    found = []
+    for child in _family(pid):
+        with suppress(psutil.Error):
+            if child.name() == LOADER_WORKER:
+                found.append((child.create_time(), child.pid))
+    return [worker for _, worker in sorted(found)]
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """All that a process has started, and what that has."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+class Work:
+    """Whether ranks, with all that they have started, are at work between one look and the next."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float, int]] = {}  # when, processor seconds, bytes
+        self._busy: dict[int, int] = {}
+
+    def look(self, pids: list[int]) -> dict[int, int]:
+        """For each, how many looks have found it at work."""
+        now = time.monotonic()
+        self._busy = {pid: self._busy.get(pid, 0) for pid in pids}
+        for pid in pids:
+            cpu_s, size = _used(pid)
+            at, cpu_before_s, size_before = self._seen.get(pid, (now, cpu_s, size))
+            worked = cpu_s - cpu_before_s > IDLE_SHARE * (now - at) or size - size_before > BUSY_BYTES
+            self._busy[pid] += worked
+            self._seen[pid] = now, cpu_s, size
+        self._seen = {pid: self._seen[pid] for pid in pids}
+        return dict(self._busy)
+
+
+def _used(pid: int) -> tuple[float, int]:
+    """Processor time (seconds) and bytes read and written by a process and all that it has started."""
+    cpu_s, size = process_state(pid)[1], _bytes(pid)
+    for child in _family(pid):
+        cpu_s += process_state(child.pid)[1]
+        size += _bytes(child.pid)
+    return cpu_s, size
+
+
+def _bytes(pid: int) -> int:
+    """See proc(5): rchar and wchar of /proc/PID/io; 0 when it cannot be read."""
+    fields = dict(line.split(": ") for line in _text_of(f"/proc/{pid}/io").splitlines() if ": " in line)
+    return int(fields.get("rchar", 0)) + int(fields.get("wchar", 0))
 
 
 def _can_answer(rank: _Rank) -> bool:

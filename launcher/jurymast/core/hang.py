@@ -11,6 +11,11 @@ time, and then a restart would cost what no time-out does. So the ranks' stacks 
 from then on: they hang when none moves, for `WAITING_S` if all idle in collectives (nobody is left to wake
 them), for `SPINNING_S` if they are busy there, else for `UNMOVED_S`. torch's own time-outs hold beside it.
 
+Before the first step there is no scale, and a rank may well prepare something for the others: looks begin
+after `START_IDLE_S` in which no rank used its processor (`START_BUSY_S` if one did), and believe a wait only
+after `START_WAITING_S`, code of the script's own only after `START_UNMOVED_S`. A rank whose data loader waits
+for a process that is stopped, or gone, hangs after `BLOCKED_S` at any time.
+
 A process that somebody stopped (state T) needs no calibration, and a limit that the policy gives no look.
 Times in seconds.
 """
@@ -20,12 +25,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jurymast.core.stacks import WAITING, Stand
+from jurymast.core.stacks import BLOCKED, CODE, WAITING, Stand
 
 FROZEN_S = 1.0
 WAITING_S = 1.0
 SPINNING_S = 30.0
 UNMOVED_S = 120.0
+START_IDLE_S = 20.0
+START_BUSY_S = 300.0
+START_WAITING_S = 10.0
+START_UNMOVED_S = 300.0
+BLOCKED_S = 10.0
 # Between looks: soon, to see whether all who wait go on waiting; else an evaluation may last for hours.
 LOOK_AGAIN_S = 1.0
 LOOK_SELDOM_S = 5.0
@@ -52,7 +62,8 @@ class RankView:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """`certain`: no look at the ranks' stacks is needed. `idle`: none of them uses its processor."""
+    """`certain`: no look at the ranks' stacks is needed. `idle`: none of them uses its processor. `starting`:
+    some rank has done no step yet."""
 
     ranks: tuple[int, ...]
     node: str
@@ -61,6 +72,7 @@ class HangVerdict:
     evidence: str
     certain: bool = False
     idle: bool = False
+    starting: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,8 +96,9 @@ def judge(ranks: Sequence[RankView], limits: HangLimits, longest_before_s: float
     if quiet_s <= limit_s:
         return None
     evidence = f"no rank stepped for {quiet_s:.1f} s; {why}"
+    certain, starting = limit_s == limits.fixed_s, _before_first_step(ranks)
     return HangVerdict(
-        (), "", quiet_s, limit_s, evidence, certain=limit_s == limits.fixed_s, idle=_all_idle(ranks)
+        (), "", quiet_s, limit_s, evidence, certain=certain, idle=_all_idle(ranks), starting=starting
     )
 
 
@@ -104,9 +117,8 @@ def _stopped_verdict(stopped: list[RankView], limit_s: float) -> HangVerdict:
 
 
 def _limit(ranks: Sequence[RankView], limits: HangLimits, longest_before_s: float) -> tuple[float, str]:
-    if any(view.phase in ("starting", "restoring") or view.beats == 0 for view in ranks):
-        limit_s = limits.start_s * limits.patience
-        return limit_s, f"limit {limit_s:.0f} s until the first step"
+    if _before_first_step(ranks):
+        return _start_limit(ranks, limits)
     if limits.fixed_s is not None:
         return limits.fixed_s, f"the policy's limit is {limits.fixed_s:g} s"
     longest_s = max(longest_before_s, *(view.longest_s for view in ranks))
@@ -118,6 +130,20 @@ def _limit(ranks: Sequence[RankView], limits: HangLimits, longest_before_s: floa
         return limit_s, f"all ranks idle, limit {limit_s:.1f} s (longest step so far {longest_s:.2f} s)"
     limit_s = (BUSY_FLOOR_S + 3 * longest_s) * limits.patience
     return limit_s, f"ranks busy, limit {limit_s:.1f} s (longest step so far {longest_s:.2f} s)"
+
+
+def _before_first_step(ranks: Sequence[RankView]) -> bool:
+    return any(view.phase in ("starting", "restoring") or view.beats == 0 for view in ranks)
+
+
+def _start_limit(ranks: Sequence[RankView], limits: HangLimits) -> tuple[float, str]:
+    limit_s, why = limits.start_s * limits.patience, "until the first step"
+    if all(view.phase not in ("restoring", "saving") for view in ranks):
+        idle = all(view.idle_s >= START_IDLE_S / 2 for view in ranks)
+        floor_s = (START_IDLE_S if idle else START_BUSY_S) * limits.patience
+        if floor_s < limit_s:
+            limit_s, why = floor_s, f"{why} with {'all ranks idle' if idle else 'ranks busy'}"
+    return limit_s, f"limit {limit_s:.0f} s {why}"
 
 
 def _all_idle(ranks: Sequence[RankView]) -> bool:
@@ -139,14 +165,21 @@ class Looks:
 
     def interval_s(self) -> float:
         """Until the next look."""
-        return LOOK_AGAIN_S if self._all_wait() else LOOK_SELDOM_S
+        soon = self._all_wait() or any(stand.kind == BLOCKED for stand in self.stands.values())
+        return LOOK_AGAIN_S if soon else LOOK_SELDOM_S
 
-    def stuck(self, patience: float, *, idle: bool) -> bool:
+    def stuck(self, patience: float, *, idle: bool, starting: bool = False) -> bool:
         """Nobody has moved for long enough."""
-        limit_s = UNMOVED_S * patience
+        return bool(self.stands) and self.until_s - self.since_s >= self._limit_s(patience, idle, starting)
+
+    def _limit_s(self, patience: float, idle: bool, starting: bool) -> float:
+        kinds = {stand.kind for stand in self.stands.values()}
+        if BLOCKED in kinds:
+            return BLOCKED_S * patience
         if self._all_wait():
-            limit_s = WAITING_S if idle else SPINNING_S * patience
-        return bool(self.stands) and self.until_s - self.since_s >= limit_s
+            wait_s = START_WAITING_S if starting else WAITING_S
+            return wait_s if idle else max(wait_s, SPINNING_S * patience)
+        return (START_UNMOVED_S if starting and CODE in kinds else UNMOVED_S) * patience
 
     def evidence(self) -> str:
         who = "all ranks wait for each other" if self._all_wait() else "no rank moved"

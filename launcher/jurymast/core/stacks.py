@@ -16,6 +16,7 @@ from jurymast.core.events import StacksTaken
 from jurymast.core.flight import Entered, Missing, missing
 
 COLLECTIVE, BACKWARD, LOADER, CODE, UNKNOWN = "collective", "backward", "loader", "code", "unknown"
+BLOCKED = "blocked"  # by a process of its own that is stopped, or gone
 WAITING = (COLLECTIVE, BACKWARD)
 PLACES_TOLD = 4
 RANKS_TOLD = 6
@@ -26,6 +27,7 @@ _MAIN_THREAD = re.compile(r'^(Current thread |Thread .*"MainThread")')
 _THREAD = re.compile(r"^(Current thread |Thread )")
 # Neither the user's script nor what it is made of.
 _NOT_THE_USERS = re.compile(r"^<|/lib/python3[^/]*/|/(site|dist)-packages/|/jurymast/(worker|checkpoint)/")
+_WORKER_LOOP = "_worker_loop"  # torch's, of a process that loads data
 # By a frame's file; the innermost frame that is in this table, or the user's, says where the rank stands.
 _AUTOGRAD = re.compile(r"/torch/autograd/")
 _PLACES = (
@@ -66,12 +68,47 @@ class Stand:
     mark: str
 
 
-def stand(stack: Sequence[Frame], at: Place) -> Stand:
+@dataclass(frozen=True)
+class LoaderWorker:
+    """A process that loads data for a rank: its number, in the order of their starts, the kernel's letter for
+    its state ("" when it is gone), and the stack of its main thread if it gave one."""
+
+    number: int
+    state: str
+    stack: tuple[Frame, ...] = ()
+
+    def trouble(self) -> str:
+        """What keeps it from delivering, as far as can be seen; "" for one that waits for work."""
+        if self.state in ("", "Z", "X"):
+            return "has ended"
+        if self.state == "T":
+            return "is stopped (state T)"
+        inner = [frame.function for frame in self.stack]
+        own = self.stack[: inner.index(_WORKER_LOOP)] if _WORKER_LOOP in inner else self.stack
+        users = next((frame for frame in own if not _NOT_THE_USERS.search(frame.file)), None)
+        if users is not None:
+            return f"is in {users.function} at {users.place}"
+        return "" if self.stack else f"gave no stack (state {self.state})"
+
+
+def behind(at: Place, workers: Sequence[LoaderWorker]) -> Place:
+    """Where a rank stands that waits for its data loader, with what holds that up."""
+    dead = [worker for worker in workers if worker.state in ("", "Z", "X", "T")]
+    holding = dead or [worker for worker in workers if worker.trouble()]
+    if at.kind != LOADER or not holding:
+        return at
+    told = ", ".join(f"worker {worker.number}, which {worker.trouble()}" for worker in holding[:PLACES_TOLD])
+    where = at.text.rpartition(" at ")[2]
+    return Place(BLOCKED if dead else LOADER, f"waits at {where} for its DataLoader {told}")
+
+
+def stand(stack: Sequence[Frame], at: Place, busy: int = 0) -> Stand:
     """One that waits for others may poll within torch: it stays where the user's code stands. A backward that
-    runs Python (a compilation, a function of the user's) does not wait."""
+    runs Python (a compilation, a function of the user's) does not wait. Others move as well when they, or
+    processes of theirs, are at work: `busy` counts the looks that found them so."""
     works = at.kind == BACKWARD and not _AUTOGRAD.search(stack[0].file)
-    if stack and (at.kind not in WAITING or works):
-        return Stand(CODE if works else at.kind, f"{zlib.crc32(repr(stack).encode()):08x}")
+    if stack and (at.kind not in (*WAITING, BLOCKED) or works):
+        return Stand(CODE if works else at.kind, f"{zlib.crc32(repr((stack, busy)).encode()):08x}")
     return Stand(at.kind, at.text)
 
 

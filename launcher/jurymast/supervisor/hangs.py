@@ -42,7 +42,8 @@ class Hangs:
         evidence = verdict.evidence
         if not verdict.certain:
             self._look()
-            if not self._looks.stuck(self._state.hang_patience, idle=verdict.idle):
+            patience, starting = self._state.hang_patience, verdict.starting
+            if not self._looks.stuck(patience, idle=verdict.idle, starting=starting):
                 return
             evidence += f"; {self._looks.evidence()}"
         self._looks, self._asked = Looks(), False
