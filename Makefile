@@ -25,6 +25,9 @@ BENCHMARKS := $(filter-out benchmarks/__init__.py benchmarks/common.py,$(wildcar
 # What the test cluster's unprivileged user must be able to read. Never a run directory: it holds a secret.
 CLOSED := ! -type l '(' ! -perm -o+r -o -type d ! -perm -o+x ')'
 
+# Every run of the tests starts hundreds of interpreters; each would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install demo test lint bench
 .DELETE_ON_ERROR:
 

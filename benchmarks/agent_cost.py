@@ -23,6 +23,8 @@ from pathlib import Path
 
 import psutil
 
+from jurymast.cli.find import find_run
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -122,7 +124,7 @@ def waiting_run(folder: Path, environment: dict[str, str]) -> Iterator[psutil.Pr
         ],
         env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=START_LIMIT_S,
     )  # fmt: skip
-    run = runs / done.stdout.strip().split(";")[0]
+    run = find_run(done.stdout.strip(), runs).root
     root = psutil.Process(json.loads((run / "slurm" / "local.json").read_text())["pid"])
     try:
         yield root

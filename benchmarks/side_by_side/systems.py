@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
+from jurymast.cli.find import find_run
 from testcluster import Cluster
 
 ACTIVE = 3
@@ -111,8 +112,9 @@ def submit_jurymast(cluster: Cluster, place: Place) -> Started:
     command = [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(runs), "--parsable"]
     command += ["--nodes", str(ACTIVE), "--spares", str(place.spares), "--", *place.command()]
     told = cluster.login(command, env=ENVIRONMENT, cwd=place.folder).stdout
-    run, job = told.strip().split(";")[:2]
-    return Started(int(job), tuple((runs / run / part) for part in ("slurm", "logs")), runs / run)
+    job = told.strip()
+    run = find_run(job, runs).root
+    return Started(int(job), tuple((run / part) for part in ("slurm", "logs")), run)
 
 
 # srun's options keep one node's end from ending the other nodes' tasks.

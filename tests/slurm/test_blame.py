@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.cli.find import find_run
 from jurymast.core import events as ev
 from jurymast.core.state import RunState, TierState
 from support.fake_gpus import FakeGpus, build
@@ -79,8 +80,8 @@ def submit(
     command += ["--parsable", *options, "--", str(SCRIPTS / script), *arguments]
     done = cluster.login(command, env=environment, timeout_s=60, check=False)
     assert done.returncode == 0, done.stderr
-    run_id, job = done.stdout.strip().split(";")
-    return str(runs / run_id), int(job)
+    job = done.stdout.strip()
+    return str(find_run(job, runs).root), int(job)
 
 
 def seen(cluster: Cluster, path: str | Path) -> Path:

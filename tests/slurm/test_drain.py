@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jurymast.cli.find import find_run
 from jurymast.cluster.verdicts import verdict
 from jurymast.core.health import HARDWARE, Finding, Verdict
 from support.fake_gpus import FakeGpus, build
@@ -95,8 +96,8 @@ def test_a_lost_gpu_is_swapped_out_drained_and_back_after_its_repair(
 ) -> None:
     code, told, error = submit(cluster, tmp_path, "--nodes", "2", "--spares", "1")
     assert code == 0, error
-    run_id, job = told.strip().split(";")
-    run = SlurmRun(cluster, cluster.shared / tmp_path.name / run_id, int(job))
+    job = told.strip()
+    run = SlurmRun(cluster, find_run(job, cluster.shared / tmp_path.name).root, int(job))
     state = run.wait_saved(100)
     victim = next(name for name in state.placement if name != state.host)
     wait_until("the job in root's book", lambda: job in _jobs_seen(cluster, victim), LIMIT_S)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.cli.find import find_run
 from jurymast.core.state import RunState
 from support.runs import SCRIPTS
 from support.slurm_runs import (
@@ -135,8 +136,8 @@ def test_a_script_that_always_crashes_ends_the_job_with_its_code(cluster: Cluste
         str(SCRIPTS / "crash.py"), "--rank", "2",
     )  # fmt: skip
     assert code == 0, error
-    run_id, job = told.strip().split(";")
-    run = SlurmRun(cluster, runs / run_id, int(job))
+    job = told.strip()
+    run = SlurmRun(cluster, find_run(job, runs).root, int(job))
     state = run.wait_end(60)
     victim = state.placement[2]
     code, told, _ = jurymast(cluster, "status", "--runs", str(runs), job)

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from jurymast.cli.find import find_run
 from jurymast.core import events as ev
 from jurymast.core.state import RunState
 from jurymast.journal import events, read, replay
@@ -135,8 +136,7 @@ def local_run(
     done = jurymast("submit", "--cluster", "local", "--runs", str(runs), "--parsable", *options, "--",
                     str(SCRIPTS / script), *arguments, within=within)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    run_id = done.stdout.strip().split(";")[0]
-    run = RunUnderTest(runs / run_id)
+    run = RunUnderTest(find_run(done.stdout.strip(), runs).root)
     seen: dict[int, psutil.Process] = {}
     pid = json.loads((run.directory.submission / "local.json").read_text())["pid"]
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jurymast.cli.find import find_run
 from support.runs import SCRIPTS, RunUnderTest, result
 from testcluster import Cluster
 
@@ -37,8 +38,8 @@ def submit(cluster: Cluster, folder: Path, *options: str, arguments: tuple[str, 
         str(SCRIPTS / "train_tiny.py"), *arguments, *out,
     )  # fmt: skip
     assert code == 0, error
-    run_id, job = told.strip().split(";")
-    return SlurmRun(cluster, runs / run_id, int(job))
+    job = told.strip()
+    return SlurmRun(cluster, find_run(job, runs).root, int(job))
 
 
 def weights(cluster: Cluster, folder: Path) -> str:

@@ -282,6 +282,8 @@ def test_a_run_is_found_by_id_by_slurm_job_and_by_directory(
     assert find_run("20261120-100000-gpt-aaaa", tmp_path).root.name.endswith("aaaa")
     assert find_run("18", tmp_path).root.name.endswith("bbbb")
     assert find_run("17", tmp_path).root.name.endswith("bbbb")
+    assert find_run("17;research", tmp_path).root.name.endswith("bbbb")
+    assert find_run("20261120-100000-gpt-aaaa/", tmp_path).root.name.endswith("aaaa")
     make_run(tmp_path, "20261122-100000-gpt-cccc", "local-42")
     assert find_run("local-42", tmp_path).root.name.endswith("cccc")
     assert find_run(str(tmp_path / "20261120-100000-gpt-aaaa"), Path("/nowhere")).root.name.endswith("aaaa")

@@ -28,12 +28,14 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
     """The run that `text` names. Raises RunNotFoundError, which names the nearest runs, and RunDirectoryError
     for a directory of that name that is no run of this user's."""
     runs = default_runs() if runs is None else runs
+    text = text.rstrip("/") or text  # a shell completes a directory's name so
     places = [Path(text).expanduser().absolute()] if text else []
     if "/" not in text and text not in ("", ".", ".."):
         places.insert(0, runs / text)
-        if text.isdigit() or text.startswith("local-"):
+        job, _, _cluster = text.partition(";")  # as `submit --parsable` prints it
+        if job.isdigit() or job.startswith("local-"):
             # Slurm starts counting anew one day; the newest run with this job is meant.
-            jobs = (runs / name / "slurm" / "jobs" / text for name in run_ids(runs))
+            jobs = (runs / name / "slurm" / "jobs" / job for name in run_ids(runs))
             places += [job.parents[2] for job in jobs if os.path.exists(job)][:1]
     for place in places:
         if os.path.exists(place / "plan.json"):

@@ -68,7 +68,7 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
     help="Where run directories are kept; all nodes must see it.  [$JURYMAST_RUNS, or ./runs]",
 )  # fmt: skip
 @click.option("-W", "--wait", is_flag=True, help="Follow the run to its end and return its exit code.")
-@click.option("--parsable", is_flag=True, help="Print only RUN;SLURMJOB.")
+@click.option("--parsable", is_flag=True, help="Print only JOBID[;CLUSTER], as sbatch does.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
@@ -181,7 +181,7 @@ def _announce(submitted: Submitted, options: dict[str, Any], runs: Path) -> None
         click.echo(json.dumps(values))
         return
     if options["parsable"]:
-        click.echo(";".join(filter(None, (plan.run, submitted.job, submitted.slurm_cluster))))
+        click.echo(";".join(filter(None, (submitted.job, submitted.slurm_cluster))))
         return
     spare = f" + {plan.spares} spare" if plan.spares else ""
     name = plan.run if runs == default_runs() else shlex.quote(plan.directory)

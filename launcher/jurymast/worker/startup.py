@@ -24,16 +24,3 @@ def variables(what: dict[str, Any], environment: dict[str, str]) -> dict[str, st
     users = environment.get("PYTHONPATH", "")
     path = here + (os.pathsep + users if users else "")
     return {**environment, "PYTHONPATH": path, VARIABLE: json.dumps(what)}
-
-
-def begin(loaded: frozenset[str]) -> None:
-    """Returns in ranks. `loaded`: the modules that an interpreter has when its script begins."""
-    what = json.loads(os.environ.pop(VARIABLE))
-    if "server" in what:
-        from jurymast.worker.server import Server
-
-        Server(loaded, what["server"]).serve()
-    else:
-        from jurymast.worker import rank
-
-        rank.begin_cold(loaded, what["cold"])

@@ -42,14 +42,29 @@ def _complain(error: Exception) -> None:
     )
 
 
+def _begin() -> None:
+    """Returns in ranks."""
+    import json
+
+    from jurymast.worker.startup import VARIABLE
+
+    what = json.loads(os.environ.pop(VARIABLE))
+    if "server" in what:
+        from jurymast.worker.server import Server
+
+        Server(_loaded, what["server"]).serve()
+    else:
+        from jurymast.worker.rank import begin_cold
+
+        begin_cold(_loaded, what["cold"])
+
+
 _take_back()
 _found = _import_users()
 _loaded = frozenset(sys.modules)
 
 try:
-    from jurymast.worker import startup
-
-    startup.begin(_loaded)
+    _begin()
 except BaseException:  # whatever it is, the script must not run as if it were a rank
     import traceback
 
