@@ -1,0 +1,76 @@
+"""Ranks that cannot use what was loaded ahead of them; what a rank leaves behind when it dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jurymast.core import events as ev
+from support.runs import RunUnderTest, hosts, jurymast, local_run, wait_gone
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.torch
+
+
+def logs(run: RunUnderTest, attempt: int) -> list[str]:
+    return [
+        path.read_text() for path in sorted((run.directory.logs / f"attempt-{attempt:04d}").glob("rank-*"))
+    ]
+
+
+def test_what_a_script_sets_before_torch_counts_and_is_told_once(tmp_path: Path) -> None:
+    with local_run(tmp_path / "runs", "--nodes", "2", "--nproc-per-node", "2", "--spares", "0",
+                   script="sets_threads.py") as run:  # fmt: skip
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    for attempt in (1, 2):  # nothing is printed twice, although the ranks of the first began twice
+        assert logs(run, attempt) == ["begins\nthreads 2\n"] * 4
+    (cold,) = [event for event in run.events() if isinstance(event, ev.ColdStart)]
+    assert (cold.attempt, cold.seconds > 0) == (1, True)
+    assert cold.why == "the script sets OMP_NUM_THREADS before it imports torch"
+    told = jurymast("events", str(run.directory.root)).stdout
+    assert "from now on ranks load everything by themselves, which takes" in told
+
+
+def test_a_policy_that_wants_cold_starts_gets_them(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("start: cold\n")
+    with local_run(tmp_path / "runs", "--nodes", "1", "--nproc-per-node", "2", "--spares", "0", "--policy",
+                   str(policy), script="sets_threads.py") as run:  # fmt: skip
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert state.exit_code == 0, run.story()
+    assert logs(run, 2) == ["begins\nthreads 2\n"] * 2
+    assert [event for event in run.events() if isinstance(event, ev.ColdStart)] == []
+    assert state.step == 1, "a rank that starts cold is seen as well"
+
+
+def test_a_signal_to_the_ranks_group_reaches_what_they_started(tmp_path: Path) -> None:
+    """A rank that is killed leaves no loader worker behind."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.001)\n"
+        "for epoch in range(100_000):\n"
+        "    loader = DataLoader(torch.ones(8, 1), num_workers=2) if epoch == 0 else loader\n"
+        "    for batch in loader if epoch % 50 == 0 else [torch.ones(1, 1)] * 8:\n"
+        "        model(batch).sum().backward()\n"
+        "        optimizer.step()\n"
+    )
+    with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script=str(script)) as run:
+        node = run.wait_step(20).placement[0]
+        assert len(hosts(run.agent_pid(node))) == 1
+        (pid,) = run.pids(node)
+        rank = psutil.Process(pid)
+        workers = wait_until("loader workers", rank.children)
+        rank.kill()
+        _, alive = psutil.wait_procs(workers, timeout=4)  # by themselves they would look after 5 s
+        assert alive == []
+        jurymast("cancel", str(run.directory.root))
+        run.wait_end()
+        wait_gone(run.directory.root)
