@@ -4,7 +4,7 @@
 # TORCH_INDEX=URL           where torch comes from, if not from pip's usual index. For the CPU build, which is
 #                           all that demo and tests need: https://download.pytorch.org/whl/cpu
 # PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS and BENCH_FLAGS likewise
-# TEST_WORKERS=3            so many tests run at the same time, except those on Slurm and those that measure time
+# TEST_WORKERS=4            so many tests run at the same time, one of them on Slurm; those that measure time do not
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,7 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_FLAGS ?=
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 
@@ -71,7 +71,7 @@ test: install
 	fi
 	@# Both parts always run, unless interrupted (2). No test at all (5) is a failure of both together only.
 	@umask 022; worst=5; \
-	for part in 'beside --numprocesses=$(TEST_WORKERS) --dist=worksteal' alone; do \
+	for part in 'beside --numprocesses=$(TEST_WORKERS) --dist=loadgroup' alone; do \
 	  code=0; $(BIN)/python -m pytest --part=$$part $(PYTEST_FLAGS) || code=$$?; \
 	  if [[ $$code == 2 ]]; then exit 2; fi; \
 	  if [[ $$code != 5 && ( $$code != 0 || $$worst == 5 ) ]]; then worst=$$code; fi; \

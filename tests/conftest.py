@@ -1,6 +1,8 @@
-"""Two parts of the suite: what may run beside other tests, and what has the machine to itself."""
+"""The order of the suite: what takes longest begins first; what bounds a time has the machine to itself."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -9,8 +11,10 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-# A cluster of its own that a session shares, or a bound on time or load.
-_ALONE = ("slurm", "alone")
+_HERE = Path(__file__).parent
+
+# The tests on the Slurm cluster run one after another, beside all others: they mostly wait.
+_FOLDERS = ("slurm", "conformance", "local", "sim", "unit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,6 +24,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slurm"):
+            item.add_marker(pytest.mark.xdist_group("slurm"))
+    items.sort(key=lambda item: _FOLDERS.index(item.path.relative_to(_HERE).parts[0]))
     part = config.getoption("--part")
     if part is None:
         return
@@ -28,4 +36,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _part_of(item: pytest.Item) -> str:
-    return "alone" if any(item.get_closest_marker(name) for name in _ALONE) else "beside"
+    return "alone" if item.get_closest_marker("alone") else "beside"

@@ -102,7 +102,10 @@ def test_the_same_on_every_node_stops_nobody_for_long_and_alerts(tmp_path: Path,
     assert "so none is blamed" in jurymast("status", str(run.directory.root)).stdout
 
 
-def test_a_rank_that_crashes_leaves_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_rank_that_crashes_leaves_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # the user's wish, which ranks get as under torchrun
     with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script="train_tiny.py",
                    arguments=(*TRAIN, "--out", str(tmp_path / "out.json"))) as run:  # fmt: skip
         state = run.wait_saved(20)

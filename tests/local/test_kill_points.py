@@ -18,13 +18,13 @@ import pytest
 from support.runs import RunUnderTest, local_run, result, wait_gone
 from support.saves import check_restores
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(500)]
 
 PY_SPY = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 TRAIN = (
     "--steps", "100000", "--step-time", "0.05", "--save-every", "1 step", "--buffer-mib", "96",
 )  # fmt: skip
-LIMIT_S = 90.0
+LIMIT_S = 240.0  # found by chance: on a busy machine after many looks
 # Where a save is, by the function that some thread is in, and the process whose thread that is.
 COPYING, HASHING, REPLICATING, DRAINING = "Window.stage", "_read_image", "_receive", "_Meeting._write_rank"
 

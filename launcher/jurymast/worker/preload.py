@@ -50,7 +50,7 @@ class Stage:
 
 
 def load(names: Sequence[str], *, native: bool = False) -> Stage:
-    """Import these here and now; one that is not there is left out."""
+    """Import these here and now; one that is not there is left out. Nothing but the modules stays behind."""
     stage = Stage(native)
     before, modules = dict(os.environ), set(sys.modules)
     filters, path = list(warnings.filters), list(sys.path)
@@ -66,6 +66,11 @@ def load(names: Sequence[str], *, native: bool = False) -> Stage:
     stage.written = {name: value for name, value in os.environ.items() if before.get(name) != value}
     _set_filters(filters)
     sys.path[:] = path
+    for name in stage.written:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
     return stage
 
 

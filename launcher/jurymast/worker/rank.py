@@ -171,10 +171,14 @@ class _Rank:
             os.register_at_fork(before=self._hidden.check)
 
     def _torch_loaded(self) -> None:
+        import threading
+
         from jurymast.worker import hooks
 
         self._has_torch = True
         hooks.watch_steps(self._link)
+        # From the end of the script on it may take long, for uploads say; nobody waits for steps then.
+        threading._register_atexit(self._script_ends)  # type: ignore[attr-defined]
         if self.cold:
             self._link.emit("ColdStart", why=self.cold, seconds=round(time.monotonic() - self.cold_since, 3))
 
@@ -196,8 +200,13 @@ class _Rank:
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, command, startup.variables(what, self._variables))
 
+    def _script_ends(self) -> None:
+        """Its last line is done, its threads and exit handlers are not."""
+        if os.getpid() == self._pid:
+            self._link.enter(link.DONE)
+
     def _ends(self) -> None:
-        """The last that is done: the interpreter has printed what ended the script."""
+        """After the script's own exit handlers: the interpreter has printed what ended it."""
         if os.getpid() != self._pid:
             return
         error = getattr(sys, "last_value", None)
