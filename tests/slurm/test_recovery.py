@@ -158,7 +158,7 @@ def test_cancel_ends_the_job_and_the_run(cluster: Cluster, tmp_path: Path, way: 
     else:
         cluster.login(["scancel", str(run.job)], timeout_s=10)
     state = run.wait_end(20)
-    assert (state.phase.value, state.incidents) == ("cancelled", [])
+    assert (state.phase.value, state.incidents) == ("cancelled", []), run.story()
     cluster.wait_job(run.job, "CANCELLED", "FAILED")
 
 

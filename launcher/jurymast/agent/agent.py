@@ -227,7 +227,8 @@ class Agent:
 
     def _tell(self, what: str, **fields: Any) -> None:
         """Say it now; what must not be lost waits for the next supervisor if none is there."""
-        if self._terminating and what == "failed":
+        unasked = what == "stopped" and self._stopping < self.attempt
+        if self._terminating and (what == "failed" or unasked):
             return  # Slurm ends the ranks, and that is no failure
         if self._channel is not None:
             self._channel.send({"say": what, **fields})
