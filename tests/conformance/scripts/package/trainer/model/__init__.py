@@ -1,0 +1,5 @@
+"""Its model."""
+
+from .layers import build
+
+__all__ = ["build"]

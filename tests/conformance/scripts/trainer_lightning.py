@@ -1,0 +1,64 @@
+"""A Lightning Trainer over all ranks, which goes on from its last checkpoint."""
+
+import argparse
+import hashlib
+import os
+import signal
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset
+
+
+class Points(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.tensor([index / 64]), torch.tensor([(index / 64) ** 2])
+
+
+class Model(lightning.LightningModule):
+    def __init__(self, kill_at):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.kill_at = kill_at
+
+    def training_step(self, batch, index):
+        if self.global_step == self.kill_at and self.global_rank == 1 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        x, y = batch
+        loss = (self.layers(x) - y).square().mean()
+        print(self.trainer.current_epoch, self.global_step, f"{loss.item():.6f}")
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kill-at", type=int, default=-1)
+    options = parser.parse_args()
+    lightning.seed_everything(5, workers=True)
+    saving = ModelCheckpoint("out", save_last=True, every_n_epochs=1, save_top_k=1, save_on_train_epoch_end=True)
+    trainer = lightning.Trainer(
+        accelerator="cpu", strategy="ddp", devices=int(os.environ["LOCAL_WORLD_SIZE"]), max_epochs=3,
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)), callbacks=[saving], logger=False,
+        enable_progress_bar=False, limit_train_batches=4,
+    )  # fmt: skip
+    model = Model(options.kill_at)
+    loader = DataLoader(Points(), batch_size=8, num_workers=2, shuffle=True, persistent_workers=True)
+    last = "out/last.ckpt" if os.path.exists("out/last.ckpt") else None
+    trainer.fit(model, loader, ckpt_path=last)
+    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    print("step", trainer.global_step, hashlib.sha256(weights).hexdigest())
+    if trainer.is_global_zero:
+        with open("weights.txt", "w") as file:
+            file.write(f"{trainer.global_step} {hashlib.sha256(weights).hexdigest()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+WHOSE = "the code of this project"

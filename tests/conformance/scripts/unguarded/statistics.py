@@ -1,0 +1,5 @@
+"""Of this project."""
+
+
+def mean(values):
+    return "a mean of our own"

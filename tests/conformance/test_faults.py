@@ -1,0 +1,70 @@
+"""A rank is killed, and the script goes on from its own checkpoint as it does under torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conformance.harness import LIMIT_S, Case, jurymast_run, torchrun_alone
+from jurymast.core import events as ev
+from jurymast.core.state import Phase
+from support.runs import RunUnderTest, wait_gone
+from support.waiting import wait_until
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+
+RESTARTED = "failures: {restarts: {application: 3 per 1h}}\n"
+GONE_S = 4.0
+
+
+def _weights(folder: Path) -> str:
+    return (folder / "work" / "weights.txt").read_text()
+
+
+def _assert_one_rank_was_killed(run: RunUnderTest) -> None:
+    failed = [event for event in run.events() if isinstance(event, ev.WorkerFailed)]
+    assert [(event.rank, event.exit_code, event.attempt) for event in failed][:1] == [(1, -signal.SIGKILL, 1)]
+    assert run.state().attempt == 2
+
+
+@pytest.mark.parametrize(("script", "needs"), [("trainer_hf.py", "transformers"),
+                                               ("trainer_lightning.py", "lightning")])  # fmt: skip
+def test_a_trainer_goes_on_from_its_own_checkpoint(script: str, needs: str, tmp_path: Path) -> None:
+    pytest.importorskip(needs)
+    killed = Case(script, (script,), (script, "--kill-at", "5"))
+    with (
+        torchrun_alone(killed, tmp_path / "torchrun", "--max-restarts", "1"),
+        jurymast_run(killed, tmp_path / "jurymast", policy=RESTARTED) as run,
+    ):
+        state = run.wait_end(LIMIT_S)
+        wait_gone(run.directory.root)
+    assert state.phase is Phase.SUCCEEDED, run.story()
+    _assert_one_rank_was_killed(run)
+    assert _weights(tmp_path / "jurymast") == _weights(tmp_path / "torchrun")
+
+
+def test_loader_workers_of_a_killed_rank_are_gone_soon(tmp_path: Path) -> None:
+    case = Case("loader_killed", ("loader_killed.py",), ("loader_killed.py",))
+    with (
+        torchrun_alone(case, tmp_path / "torchrun"),
+        jurymast_run(case, tmp_path / "jurymast", policy=RESTARTED) as run,
+    ):
+        work = tmp_path / "jurymast" / "work"
+        run.wait_step(8)
+        wait_until("checkpoint", (work / "checkpoint.pt").exists)
+        workers = [
+            int(pid) for rank in range(2) for pid in (work / f"workers-{rank}-0.txt").read_text().split()
+        ]
+        assert len(workers) == 4
+        assert all(psutil.pid_exists(pid) for pid in workers)
+        os.kill(run.pids("local-1")[1], signal.SIGKILL)
+        wait_until("end of the loader workers", lambda: not any(map(psutil.pid_exists, workers)), GONE_S)
+        state = run.wait_end(LIMIT_S)
+        wait_gone(run.directory.root)
+    assert state.phase is Phase.SUCCEEDED, run.story()
+    _assert_one_rank_was_killed(run)
+    assert _weights(tmp_path / "jurymast") == _weights(tmp_path / "torchrun")
