@@ -122,9 +122,9 @@ def _prepare(case: Case, folder: Path) -> None:
 
 
 @contextmanager
-def _torchrun(case: Case, folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def _torchrun(case: Case, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [command_of("torchrun"), "--nproc-per-node", str(RANKS), "--redirects", "3",
-               "--log-dir", str(folder / "logs"), *options, *case.command]  # fmt: skip
+               "--log-dir", str(folder / "logs"), *case.command]  # fmt: skip
     with open(folder / "torchrun.log", "wb") as log:
         process = subprocess.Popen(
             command, cwd=folder / "work", env=environment(case.environment), stdin=subprocess.DEVNULL,
@@ -138,10 +138,10 @@ def _torchrun(case: Case, folder: Path, *options: str) -> Iterator[subprocess.Po
 
 
 @contextmanager
-def torchrun_alone(case: Case, folder: Path, *options: str) -> Iterator[None]:
+def torchrun_alone(case: Case, folder: Path) -> Iterator[None]:
     """Runs beside what is done meanwhile, and is waited for."""
     _prepare(case, folder)
-    with _torchrun(case, folder, *options) as process:
+    with _torchrun(case, folder) as process:
         yield
         wait_until("end of torchrun", lambda: process.poll() is not None, limit_s=LIMIT_S)
         assert process.returncode == 0, (folder / "torchrun.log").read_text()

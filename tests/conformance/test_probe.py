@@ -34,7 +34,8 @@ KNOWN = {
     r"python\.streams\.[12]\.(8|11)": "a subclass of FileIO that survives a full disk",
     r"(python|identity|children\.fork)\.meta_path\[Hidden\]": "what makes torch appear when it is imported",
     r"children\.fork\.jurymast\[jurymast.*\]": "a fork has its parent's modules, jurymast's hooks among them",
-    r"(torch|python)\.loggers\[jurymast\]": "jurymast's own loggers",
+    r"(torch|python)\.loggers\[.*\]": "loggers of what is hidden; switched on again by its import",
+    r"python\.exits": "exit handlers of what is hidden",
     # Names without a file, which cannot be imported: multiprocessing and compiled extensions set them.
     r"modules\[(__mp_main__|cython_runtime|_cython_\w+)\]": "set by modules that are hidden",
     r"torch\.modules\[torchgen.*\]": "hidden until it is imported by that name; torch has it already",

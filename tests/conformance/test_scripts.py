@@ -35,7 +35,7 @@ CASES = [
     Case("compiled", ("compiled.py",), ("compiled.py",)),
     Case("inductor", ("inductor.py",), ("inductor.py",), COMPILER),
     # torch gives each checkpoint's metadata an id of its own.
-    Case("sharded", ("sharded.py",), ("sharded.py",), unlike=("checkpoint/.metadata",)),
+    Case("sharded", ("sharded.py",), ("sharded.py",), unlike=("checkpoint/.metadata",), needs="torchdata"),
     Case("hugging face", ("trainer_hf.py",), ("trainer_hf.py",), needs="transformers"),
     # Lightning writes the path of a checkpoint into it; the weights have a file of their own.
     Case(
@@ -45,7 +45,7 @@ CASES = [
         needs="lightning",
         unlike=("out/last.ckpt", "out/epoch=2-step=12.ckpt"),
     ),
-    *(_accelerates(name) for name in ("test_script", "test_ops", "test_sync")),
+    *(_accelerates(name) for name in ("test_script", "test_sync")),
     *(_end(how, code) for how, code in ENDS.items()),
 ]
 

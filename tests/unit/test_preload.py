@@ -14,8 +14,9 @@ import pytest
 
 PACKAGE = {
     "torch/__init__.py": """
-        import os, warnings
+        import logging, os, warnings
         import colorsys
+        LOG = logging.getLogger("torch")
         THREADS = os.environ.get("OMP_NUM_THREADS")
         LEVEL = os.environ.get("TORCH_LEVEL")
         os.environ["SET_BY_TORCH"] = "1"
@@ -33,6 +34,7 @@ import os, warnings
 from jurymast.worker import preload
 filters = list(warnings.filters)
 own = preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in loaded})
+import multiprocessing
 stages = [own, preload.load(["torch"], native=True), preload.load(["torch.late", "torch.gone"])]
 stale, told = [], []
 hidden = preload.Hidden(stages, loaded, dict(os.environ), stale.append, lambda: told.append("torch"))
@@ -89,6 +91,24 @@ import colorsys
 assert colorsys is stages[1].modules["colorsys"]
 """,
     )
+
+
+def test_loggers_of_later_are_not_disabled_now(run: Path) -> None:
+    """As torch's are not when a script that has set its logging up imports torch."""
+    check(
+        run,
+        """
+import logging.config
+logging.config.dictConfig({"version": 1})
+assert ahead.LOG.disabled
+import torch
+assert not torch.LOG.disabled
+""",
+    )
+
+
+def test_the_script_is_nobodys_to_keep(run: Path) -> None:
+    check(run, "assert all(m is not sys.modules['__main__'] for s in stages for m in s.modules.values())\n")
 
 
 def test_asking_whether_there_is_a_torch_loads_nothing(run: Path) -> None:

@@ -6,7 +6,7 @@ what the script would have got by itself: the same file is found under that name
 import reads has changed. If one has, the rank must start with nothing loaded ahead.
 
 A stage is what one list of modules brought along. What it did outside its modules (warning filters, entries
-of `sys.path`, variables) happens when the first of its modules from outside the standard library is imported.
+of `sys.path`, variables) happens when the script imports the first of torch's modules among them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Stage:
     modules: dict[str, ModuleType] = field(default_factory=dict)
     filters: list[Any] = field(default_factory=list)
     path: list[str] = field(default_factory=list)
+    loggers: list[Any] = field(default_factory=list)
 
     def reads(self, name: str) -> bool:
         """Whether its imports go by this variable."""
@@ -53,14 +54,18 @@ def load(names: Sequence[str], *, native: bool = False) -> Stage:
     """Import these here and now; one that is not there is left out. Nothing but the modules stays behind."""
     stage = Stage(native)
     before, modules = dict(os.environ), set(sys.modules)
-    filters, path = list(warnings.filters), list(sys.path)
+    filters, path, loggers = list(warnings.filters), list(sys.path), set(_loggers())
     with _recorded(stage.read):
         for name in names:
             try:
                 importlib.import_module(name)
             except ImportError:
                 continue  # torch renames its inner modules now and then; a rank imports what it really needs
-    stage.modules = {name: module for name, module in sys.modules.items() if name not in modules}
+    main = sys.modules["__main__"]  # under a second name, and nobody's to keep: it ends with the script
+    stage.modules = {
+        n: module for n, module in sys.modules.items() if n not in modules and module is not main
+    }
+    stage.loggers = [logger for name, logger in _loggers().items() if name not in loggers]
     stage.filters = [entry for entry in warnings.filters if entry not in filters]
     stage.path = [entry for entry in sys.path if entry not in path]
     stage.written = {name: value for name, value in os.environ.items() if before.get(name) != value}
@@ -89,6 +94,12 @@ def _recorded(read: set[str]) -> Iterator[None]:
         yield
     finally:
         kind.__getitem__ = original
+
+
+def _loggers() -> dict[str, Any]:
+    """By name; of a process that has loaded `logging`."""
+    logging = sys.modules.get("logging")
+    return {} if logging is None else dict(logging.root.manager.loggerDict)
 
 
 def _set_filters(filters: list[Any]) -> None:
@@ -193,18 +204,24 @@ class Hidden:
             self._stale(stale)
 
     def begin(self, group: _Group) -> None:
-        """What comes with the first module of a stage."""
+        """What comes with the first module of a stage that is not only there because torch needs it. The
+        native libraries that come with others, like numpy, read variables as well."""
         top, number = group
+        stage = self._stages[number]
         if number in self._begun or top in sys.stdlib_module_names:
             return
-        self._check(number)
+        if top == "torch" or stage.native:
+            self._check(number)
+        if top != "torch":
+            return
         self._begun.add(number)
-        stage = self._stages[number]
         if stage.filters:
             _set_filters([*stage.filters, *warnings.filters])
         sys.path.extend(entry for entry in stage.path if entry not in sys.path)
         os.environ.update(stage.written)
         self._assumed.update(stage.written)
+        for logger in stage.loggers:  # logging.config disables those that are there before it
+            logger.disabled = False
 
     def reveal(self, group: _Group) -> None:
         """All of a group."""

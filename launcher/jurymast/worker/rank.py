@@ -138,6 +138,11 @@ def _renew(stages: Sequence[preload.Stage]) -> None:
     modules: dict[str, ModuleType] = {}
     for stage in stages:
         modules.update(stage.modules)
+    # Of what the server froze nothing is collected, and the script's objects are to end with it.
+    main, old = ModuleType("__main__"), sys.modules["__main__"]
+    vars(main).update(vars(old))
+    for name in [name for name, module in sys.modules.items() if module is old]:
+        sys.modules[name] = main
     if "multiprocessing.process" in modules:
         modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
     if "torch" in modules:

@@ -37,4 +37,5 @@ print("compiled optimizer", [p.sum().item() for p in model.parameters()])
 print(graphs, torch._dynamo.utils.counters["stats"])
 if rank == 0:
     torch.save(model.state_dict(), "model.pt")
+dist.barrier()
 dist.destroy_process_group()

@@ -60,6 +60,7 @@ def main():
     print({name: value.sum().item() for name, value in whole.items()})
     if rank == 0:
         torch.save(whole, "model.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 

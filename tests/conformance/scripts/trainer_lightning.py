@@ -8,7 +8,7 @@ import signal
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Points(Dataset):
@@ -47,10 +47,13 @@ def main():
     trainer = lightning.Trainer(
         accelerator="cpu", strategy="ddp", devices=int(os.environ["LOCAL_WORLD_SIZE"]), max_epochs=3,
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)), callbacks=[saving], logger=False,
-        enable_progress_bar=False, limit_train_batches=4,
+        enable_progress_bar=False, use_distributed_sampler=False, limit_train_batches=4,
     )  # fmt: skip
     model = Model(options.kill_at)
-    loader = DataLoader(Points(), batch_size=8, num_workers=2, shuffle=True, persistent_workers=True)
+    # Lightning's own sampler shuffles otherwise when a run goes on from a checkpoint.
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    sampler = DistributedSampler(Points(), world, rank, shuffle=False)
+    loader = DataLoader(Points(), batch_size=8, num_workers=2, sampler=sampler)
     last = "out/last.ckpt" if os.path.exists("out/last.ckpt") else None
     trainer.fit(model, loader, ckpt_path=last)
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
