@@ -1,4 +1,5 @@
-"""The order of the suite: what takes longest begins first; what bounds a time has the machine to itself."""
+"""Three parts of the suite: what may run beside other tests; what needs the one Slurm cluster, test after
+test; and what has the machine to itself. In each, what takes longest begins first."""
 
 from __future__ import annotations
 
@@ -13,21 +14,18 @@ settings.load_profile("patient")
 
 _HERE = Path(__file__).parent
 
-# The tests on the Slurm cluster run one after another, beside all others: they mostly wait.
 _FOLDERS = ("slurm", "conformance", "local", "sim", "unit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--part", choices=("beside", "alone"), help="only tests that may run beside others, or only the rest"
+        "--part",
+        choices=("beside", "slurm", "alone"),
+        help="only tests that may run beside others, only those on the Slurm cluster, or only the rest",
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("slurm"):
-            item.add_marker(pytest.mark.xdist_group("slurm"))
     items.sort(key=lambda item: _FOLDERS.index(item.path.relative_to(_HERE).parts[0]))
     part = config.getoption("--part")
     if part is None:
@@ -37,4 +35,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _part_of(item: pytest.Item) -> str:
-    return "alone" if item.get_closest_marker("alone") else "beside"
+    marked = (name for name in ("slurm", "alone") if item.get_closest_marker(name))
+    return next(marked, "beside")

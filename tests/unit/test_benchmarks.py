@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import common
+from benchmarks import common, start
 from benchmarks.checkpoint import Bench, Entrant
 from benchmarks.common import Row, Target
 from benchmarks.side_by_side.steps import StepFiles, done_by_all, measure
@@ -220,3 +220,28 @@ def test_every_byte_of_a_training_is_compared() -> None:
     assert training.digests() == again.digests()
     parameters = list(training.as_module().parameters())
     assert sum(parameter.nbytes for parameter in parameters) == training.size_bytes
+
+
+# ---- start.py
+
+
+def test_a_script_tells_of_its_start_behind_what_python_wants_in_front() -> None:
+    front = '"""What it does,\n\nin full."""\n\nfrom __future__ import annotations\n'
+    assert start.with_stamps(f"{front}\nimport os\n") == f"{front}{start.FIRST_LINE}\nimport os\n"
+    assert start.with_stamps("import os\n") == f"{start.FIRST_LINE}import os\n"
+
+
+def test_the_slowest_rank_and_the_first_attempt_that_comes_to_a_step_count(tmp_path: Path) -> None:
+    # Rank 0 began anew before its first step; attempt 1 did not get to one in all ranks.
+    (tmp_path / "rank-0.txt").write_text("3.0 0 line\n4.0 0 line\n7.5 0 step\n9.0 1 step\n12.0 2 step\n")
+    (tmp_path / "rank-1.txt").write_text("3.5 0 line\n7.0 0 step\n")
+    assert start.starts(tmp_path, 1.0) == {start.LINE: 3.0, start.STEP: 6.5}
+    with (tmp_path / "rank-1.txt").open("a") as file:
+        file.write("8.0 0 killed\n13.0 2 step\n")
+    assert start.starts(tmp_path, 1.0)[start.AGAIN] == 5.0
+
+
+def test_a_round_without_torchrun_gives_no_ratio_and_one_without_jurymast_an_endless_one() -> None:
+    values = [(2.0, 4.0), (None, 4.0), (2.0, None)]
+    rounds = [dict(zip((common.JURYMAST, start.TORCHRUN), pair, strict=True)) for pair in values]
+    assert start.ratios(rounds) == [0.5, None]

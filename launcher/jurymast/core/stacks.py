@@ -30,9 +30,12 @@ _NOT_THE_USERS = re.compile(r"^<|/lib/python3[^/]*/|/(site|dist)-packages/|/jury
 _WORKER_LOOP = "_worker_loop"  # torch's, of a process that loads data
 # By a frame's file; the innermost frame that is in this table, or the user's, says where the rank stands.
 _AUTOGRAD = re.compile(r"/torch/autograd/")
+_IN_COLLECTIVE = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)")
+_COMPILES = re.compile(r"/torch/_(inductor|dynamo)/|/subprocess\.py$")  # or waits for a program of its own
 _PLACES = (
+    (_COMPILES, CODE),
     (re.compile(r"/torch/distributed/checkpoint/"), CODE),  # writes and reads files
-    (re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)"), COLLECTIVE),
+    (_IN_COLLECTIVE, COLLECTIVE),
     (_AUTOGRAD, BACKWARD),
     (re.compile(r"/torch/utils/data/"), LOADER),
 )
@@ -150,7 +153,7 @@ def _collective(stack: Sequence[Frame], innermost: Frame) -> str:
     for frame in stack[stack.index(innermost) :]:
         if not _NOT_THE_USERS.search(frame.file):
             break
-        if _PLACES[1][0].search(frame.file) and not _INNER.match(frame.function):
+        if _IN_COLLECTIVE.search(frame.file) and not _INNER.match(frame.function):
             return f"DDP's {frame.function}" if "/nn/parallel/" in frame.file else frame.function
     return "a collective"
 

@@ -85,6 +85,7 @@ class StepParts:
         self._mark = now
 
 
+LET_GO_S = 0.02
 # An optimizer that is stepped so often while the counted one rests has taken its place (a second stage).
 TAKES_OVER = 20
 
@@ -125,9 +126,28 @@ def watch_steps(link: Link) -> None:
     register_optimizer_step_post_hook(_not_compiled(stepped))
     # torch has no hooks for these. Both are looked up where they are called from.
     torch.autograd.backward = _waiting(torch.autograd.backward, parts)
+    if torch.distributed.is_available():
+        for module in (torch.distributed, torch.distributed.distributed_c10d):
+            module.destroy_process_group = _letting_go(module.destroy_process_group)
     sync = getattr(DistributedDataParallel, "_sync_buffers", None)
     if sync is not None:
         DistributedDataParallel._sync_buffers = _waiting(sync, parts)
+
+
+def _letting_go(function: Callable[..., None]) -> Callable[..., None]:
+    """The function, after a moment in which other threads can run.
+
+    gloo's thread needs the interpreter's lock to forget the newest exchange of gradients; a process
+    group that ends before that waits for the thread with the lock in its hands, for ever. Under
+    torchrun the imports of the first optimizer give that moment, by chance.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> None:
+        time.sleep(LET_GO_S)
+        function(*args, **kwargs)
+
+    return called
 
 
 def _waiting(function: Callable[..., None], parts: StepParts) -> Callable[..., None]:

@@ -1,27 +1,26 @@
-"""Lets torch's own compiler build a function, with the compiler of the machine."""
+"""Trains a little, then lets torch's own compiler build the model, which takes many times a step's time."""
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 
-@torch.compile
-def score(x, y):
-    return (torch.sin(x) * y).relu().sum()
+def train(model, steps):
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _step in range(steps):
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 4)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+    print(loss.item())
 
 
 dist.init_process_group("gloo")
-weight = torch.nn.Parameter(torch.zeros(4))
-optimizer = torch.optim.SGD([weight], lr=0.1)
-for _step in range(8):  # steps of a known length before one that waits for a compiler
-    (weight - 1).square().sum().backward()
-    optimizer.step()
-x = torch.arange(6.0, requires_grad=True)
-result = score(x, x + dist.get_rank())
-result.backward()
-print(result.item(), x.grad.tolist())
-dist.all_reduce(x.grad)
-print(x.grad.tolist(), dict(torch._dynamo.utils.counters["stats"]))
-(weight * result.detach()).sum().backward()
-optimizer.step()
+torch.manual_seed(2)
+layer = torch.nn.Linear(4, 2)
+train(layer, 12)
+train(torch.compile(torch.nn.Sequential(layer, torch.nn.Sigmoid())), 3)
+print(dict(torch._dynamo.utils.counters["stats"]))
 dist.barrier()
 dist.destroy_process_group()
