@@ -1,0 +1,1 @@
+"""What `start.py` runs inside of ranks."""
