@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from jurymast.cli.find import find_run
 from jurymast.core import events as ev
 from jurymast.core.state import RunState, TierState
 from support.fake_gpus import FakeGpus, build
@@ -77,11 +77,11 @@ def submit(
         "--policy",
         str(policy),
     ]
-    command += ["--parsable", *options, "--", str(SCRIPTS / script), *arguments]
+    command += ["--json", *options, "--", str(SCRIPTS / script), *arguments]
     done = cluster.login(command, env=environment, timeout_s=60, check=False)
     assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
-    return str(find_run(job, runs).root), int(job)
+    told = json.loads(done.stdout)  # the run's directory may be where only the nodes see it
+    return str(told["directory"]), int(told["slurm_job"])
 
 
 def seen(cluster: Cluster, path: str | Path) -> Path:
