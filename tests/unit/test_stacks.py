@@ -243,6 +243,18 @@ def test_other_failures_do_not_wait_for_stacks() -> None:
     assert getattr(stop, "stacks", None) is False
 
 
+def test_a_compilation_under_ddp_is_no_wait_for_others() -> None:
+    """Its innermost frames wait for the compiler's program."""
+    stack = (
+        Frame("/usr/lib/python3.11/selectors.py", 415, "select"),
+        Frame("/usr/lib/python3.11/subprocess.py", 1209, "communicate"),
+        Frame(f"{TORCH}/_inductor/cpp_builder.py", 40, "run"),
+        Frame(f"{TORCH}/nn/parallel/distributed.py", 1690, "forward"),
+        Frame("/home/ada/train.py", 56, "step"),
+    )
+    assert place(stack) == Place(CODE, "in step at train.py:56")
+
+
 IN_LOADER = Place(LOADER, "in the data loader at train.py:20")
 IDLE = (
     Frame("/usr/lib/python3.11/multiprocessing/connection.py", 5, "poll"),
