@@ -4,7 +4,7 @@
 # TORCH_INDEX=URL           where torch comes from, if not from pip's usual index. For the CPU build, which is
 #                           all that demo and tests need: https://download.pytorch.org/whl/cpu
 # PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS and BENCH_FLAGS likewise
-# TEST_WORKERS=3            so many tests run at the same time, beside those on Slurm; those that measure time do not
+# TEST_WORKERS=3            so many tests run at the same time, except those on Slurm and those that measure time
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -69,14 +69,10 @@ test: install
 	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import ensure_packages as e; e("system")' || \
 	    { echo "Slurm is missing. Without it: make test PYTEST_FLAGS=\"-m 'not slurm'\"" >&2; exit 1; }; \
 	fi
-	@# The tests on the Slurm cluster mostly wait, so they run beside the others; what they say comes after them.
 	@# All parts always run, unless interrupted (2). No test at all (5) is a failure of all together only.
-	@umask 022; worst=5; log=$$(mktemp); \
-	run() { $(BIN)/python -m pytest --part=$$1 $(PYTEST_FLAGS) "$${@:2}"; }; \
-	run slurm >"$$log" 2>&1 & slurm=$$!; trap '[[ -z $$slurm ]] || kill $$slurm; rm -f "$$log"' EXIT; \
-	for part in "beside --numprocesses=$(TEST_WORKERS) --dist=worksteal" slurm alone; do \
-	  code=0; \
-	  if [[ $$part == slurm ]]; then wait $$slurm || code=$$?; slurm=; cat "$$log"; else run $$part || code=$$?; fi; \
+	@umask 022; worst=5; \
+	for part in 'beside --numprocesses=$(TEST_WORKERS) --dist=worksteal' slurm alone; do \
+	  code=0; $(BIN)/python -m pytest --part=$$part $(PYTEST_FLAGS) || code=$$?; \
 	  if [[ $$code == 2 ]]; then exit 2; fi; \
 	  if [[ $$code != 5 && ( $$code != 0 || $$worst == 5 ) ]]; then worst=$$code; fi; \
 	done; \

@@ -18,7 +18,8 @@ import pytest
 from support.runs import RunUnderTest, local_run, result, wait_gone
 from support.saves import check_restores
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(500)]
+# Alone: on a busy machine a look with py-spy takes longer than what it looks for.
+pytestmark = [pytest.mark.torch, pytest.mark.alone, pytest.mark.timeout(500)]
 
 PY_SPY = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 TRAIN = (
