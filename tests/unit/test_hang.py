@@ -9,8 +9,10 @@ import pytest
 
 from jurymast.core.hang import (
     BLOCKED_S,
+    BUSY_BYTES,
     BUSY_FLOOR_S,
     IDLE_FLOOR_S,
+    IDLE_SHARE,
     LOOK_SELDOM_S,
     START_BUSY_S,
     START_IDLE_S,
@@ -22,6 +24,7 @@ from jurymast.core.hang import (
     Looks,
     RankView,
     judge,
+    works,
 )
 from jurymast.core.stacks import BACKWARD, BLOCKED, CODE, COLLECTIVE, LOADER, Stand
 
@@ -126,6 +129,14 @@ def test_only_a_stopped_process_and_the_policys_own_limit_need_no_look() -> None
     given = judge(ranks(quiet_s=100.0, idle_s=100.0), replace(AUTO, fixed_s=60.0))
     stopped = judge(ranks(stopped_s=2.0), AUTO)
     assert [None if one is None else one.certain for one in (learned, given, stopped)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "size", "does"),
+    [(0.0, 0, False), (5 * IDLE_SHARE, BUSY_BYTES, False), (0.3, 0, True), (0.0, BUSY_BYTES + 1, True)],
+)
+def test_what_a_rank_has_started_works_by_processor_or_by_bytes(cpu_s: float, size: int, does: bool) -> None:
+    assert works(5.0, cpu_s, size) == does
 
 
 WAIT = {0: Stand(BACKWARD, "in backward at x.py:5"), 1: Stand(COLLECTIVE, "in recv at x.py:9")}

@@ -28,7 +28,7 @@ from jurymast.agent import flight_record
 from jurymast.agent.ranks import process_state
 from jurymast.core import stacks
 from jurymast.core.flight import Entered
-from jurymast.core.hang import IDLE_SHARE
+from jurymast.core.hang import works
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.wire.channel import Message
@@ -38,8 +38,6 @@ LIMIT_S = 2.0
 POLL_S = 0.02
 WORKER_LIMIT_S = 0.3
 LOADER_WORKER = "pt_data_worker"
-# Of reading and writing between two looks: a rank's helpers poll a little all the time.
-BUSY_BYTES = 256 * 1024
 # A file that has not grown for so many looks is complete: faulthandler writes no end mark.
 STILL_LOOKS = 2
 STACK_BYTES_MAX = 256 * 1024
@@ -293,8 +291,7 @@ class Work:
         for pid in pids:
             cpu_s, size = _used(pid)
             at, cpu_before_s, size_before = self._seen.get(pid, (now, cpu_s, size))
-            worked = cpu_s - cpu_before_s > IDLE_SHARE * (now - at) or size - size_before > BUSY_BYTES
-            self._busy[pid] += worked
+            self._busy[pid] += works(now - at, cpu_s - cpu_before_s, size - size_before)
             self._seen[pid] = now, cpu_s, size
         self._seen = {pid: self._seen[pid] for pid in pids}
         return dict(self._busy)

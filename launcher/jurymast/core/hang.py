@@ -43,6 +43,8 @@ IDLE_FLOOR_S = 5.0
 BUSY_FLOOR_S = 30.0
 SAVE_FLOOR_S = 600.0
 IDLE_SHARE = 0.05  # of one core
+# Read and written between two looks: what a rank has started polls a little all the time.
+BUSY_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,12 @@ def _start_limit(ranks: Sequence[RankView], limits: HangLimits) -> tuple[float, 
 
 def _all_idle(ranks: Sequence[RankView]) -> bool:
     return all(view.idle_s >= IDLE_FLOOR_S / 2 for view in ranks)
+
+
+def works(passed_s: float, cpu_s: float, size: int) -> bool:
+    """Whether a rank with all that it has started did something in `passed_s`: it used `cpu_s` seconds of
+    processors, and read and wrote `size` bytes."""
+    return cpu_s > IDLE_SHARE * passed_s or size > BUSY_BYTES
 
 
 @dataclass
