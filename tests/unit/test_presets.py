@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.worker.presets import names_compiler, presets
+from jurymast.worker.presets import computed, names_compiler, presets
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,9 @@ def test_only_what_is_plain_counts(source: str, found: dict[str, str]) -> None:
 def test_a_script_that_sets_the_compiler_up() -> None:
     assert names_compiler("import torch\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = where\n")
     assert not names_compiler("import torch\nos.environ['OMP_NUM_THREADS'] = '1'\n")
+
+
+def test_what_only_the_running_script_knows() -> None:
+    source = "import os\nos.environ['A'] = '1'\nos.environ['A'] = str(2)\nos.environ.update(B=x, C='3')\n"
+    assert computed(source + "import torch\nos.environ['D'] = x\n") == {"A", "B"}
+    assert presets(source, {}) == {"C": "3"}

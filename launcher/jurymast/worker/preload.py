@@ -47,7 +47,12 @@ class Stage:
 
     def reads(self, name: str) -> bool:
         """Whether its imports go by this variable."""
-        return name in self.read or (self.native and name.startswith(NATIVE) and not name.startswith(LATER))
+        return name in self.read or (self.native and is_native(name))
+
+
+def is_native(name: str) -> bool:
+    """Whether torch's native libraries may read this variable when they are loaded."""
+    return name.startswith(NATIVE) and not name.startswith(LATER)
 
 
 def load(names: Sequence[str], *, native: bool = False) -> Stage:

@@ -21,9 +21,16 @@ def presets(source: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables as they are when the script comes to import torch; {} for a text that is no Python."""
     found: dict[str, str] = {}
     for name, value, default_only in _settings(source):
-        if not default_only or name not in {**environment, **found}:
+        if value is None:
+            found.pop(name, None)
+        elif not default_only or name not in {**environment, **found}:
             found[name] = value
     return found
+
+
+def computed(source: str) -> set[str]:
+    """Variables that it sets by then to what only the running script knows."""
+    return {name for name, value, _ in _settings(source) if value is None}
 
 
 def names_compiler(source: str) -> bool:
@@ -31,8 +38,12 @@ def names_compiler(source: str) -> bool:
     return any(prefix in source for prefix in COMPILER)
 
 
-def _settings(source: str) -> Iterator[tuple[str, str, bool]]:
-    """(name, value, only when it is not set yet) of each plain setting before torch is imported."""
+_Setting = tuple[str, "str | None", bool]
+
+
+def _settings(source: str) -> Iterator[_Setting]:
+    """(name, value, only when it is not set yet) of each setting before torch is imported, outside of any
+    condition; the value is None where the text does not tell it."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError):
@@ -48,7 +59,7 @@ def _settings(source: str) -> Iterator[tuple[str, str, bool]]:
             yield from _called(node.value)
 
 
-def _called(call: ast.Call) -> Iterator[tuple[str, str, bool]]:
+def _called(call: ast.Call) -> Iterator[_Setting]:
     function = call.func
     if not isinstance(function, ast.Attribute) or not _is_environ(function.value):
         return
@@ -65,10 +76,10 @@ def _called(call: ast.Call) -> Iterator[tuple[str, str, bool]]:
                 yield from _pair(ast.Constant(keyword.arg), keyword.value, default_only=False)
 
 
-def _pair(name: ast.expr, value: ast.expr, *, default_only: bool) -> Iterator[tuple[str, str, bool]]:
-    words = [node.value for node in (name, value) if isinstance(node, ast.Constant)]
-    if len(words) == 2 and isinstance(words[0], str) and isinstance(words[1], str):
-        yield words[0], words[1], default_only
+def _pair(name: ast.expr, value: ast.expr, *, default_only: bool) -> Iterator[_Setting]:
+    if isinstance(name, ast.Constant) and isinstance(name.value, str):
+        plain = isinstance(value, ast.Constant) and isinstance(value.value, str)
+        yield name.value, value.value if plain else None, default_only  # type: ignore[attr-defined]
 
 
 def _is_environ(node: ast.expr) -> bool:

@@ -86,7 +86,9 @@ class Server:
         """Load torch and what ranks need of it, with the variables that the script sets first."""
         source = self._source()
         self._presets = presets.presets(source, environment)
-        more = WITHOUT_COMPILER if presets.names_compiler(source) else THEN
+        # Ranks of a script that computes one of torch's variables first start cold, and need nothing of it.
+        cold = any(preload.is_native(name) for name in presets.computed(source))
+        more = WITHOUT_COMPILER if cold or presets.names_compiler(source) else THEN
         own = preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in self._loaded})
         before = dict(os.environ)
         os.environ.update(self._presets)
