@@ -3,10 +3,14 @@ test; and what has the machine to itself. In each, what takes longest begins fir
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from support.runs import SCRIPTS, result
 
 # How long an example takes depends on what else this machine does.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,3 +41,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _part_of(item: pytest.Item) -> str:
     marked = (name for name in ("slurm", "alone") if item.get_closest_marker(name))
     return next(marked, "beside")
+
+
+@pytest.fixture(scope="session")
+def trained_plainly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Hash of the weights that a script gets with these options without us, and with no fault."""
+    from support.ranks import run_script, stop_server  # loads torch, which most tests do without
+
+    @cache
+    def weights(*train: str, nodes: int = 2, script: str = "train_tiny.py") -> str:
+        out = tmp_path_factory.mktemp("plain") / "out.json"
+        quickly = ("--step-time", "0", *(("--save-every", "never") if script == "train_tiny.py" else ()))
+        run_script(SCRIPTS / script, nodes, *train, *quickly, "--out", str(out))
+        return str(result(out)["sha256"])
+
+    yield weights
+    stop_server()

@@ -35,11 +35,13 @@ def _assert_one_rank_was_killed(run: RunUnderTest) -> None:
                                                ("trainer_lightning.py", "lightning")])  # fmt: skip
 def test_a_trainer_goes_on_from_its_own_checkpoint(script: str, needs: str, tmp_path: Path) -> None:
     pytest.importorskip(needs)
-    killed = Case(script, (script,), (script, "--kill-at", "5"))
+    killed = Case(script, (script,), (script, "--stop-at", "5"))
     with (
         torchrun_alone(Case(script, (script,), (script,)), tmp_path / "torchrun"),
         jurymast_run(killed, tmp_path / "jurymast", policy=RESTARTED) as run,
     ):
+        wait_until("step 5", (tmp_path / "jurymast" / "work" / "stopped").exists, limit_s=LIMIT_S)
+        os.kill(run.pids("local-1")[1], signal.SIGKILL)
         state = run.wait_end(LIMIT_S)
         wait_gone(run.directory.root)
     assert state.phase is Phase.SUCCEEDED, run.story()
@@ -48,14 +50,14 @@ def test_a_trainer_goes_on_from_its_own_checkpoint(script: str, needs: str, tmp_
 
 
 def test_loader_workers_of_a_killed_rank_are_gone_soon(tmp_path: Path) -> None:
-    case = Case("loader_killed", ("loader_killed.py",), ("loader_killed.py",))
+    script = "loader_killed.py"
+    stopping = Case(script, (script,), (script, "--stop"))
     with (
-        torchrun_alone(case, tmp_path / "torchrun"),
-        jurymast_run(case, tmp_path / "jurymast", policy=RESTARTED) as run,
+        torchrun_alone(Case(script, (script,), (script,)), tmp_path / "torchrun"),
+        jurymast_run(stopping, tmp_path / "jurymast", policy=RESTARTED) as run,
     ):
         work = tmp_path / "jurymast" / "work"
-        run.wait_step(8)
-        wait_until("checkpoint", (work / "checkpoint.pt").exists)
+        wait_until("its stop", (work / "stopped").exists, limit_s=LIMIT_S)
         workers = [
             int(pid) for rank in range(2) for pid in (work / f"workers-{rank}-0.txt").read_text().split()
         ]

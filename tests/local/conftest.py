@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jurymast.worker import link
-from support.ranks import run_script, stop_server
-from support.runs import SCRIPTS, result
 from support.waiting import wait_until
 
 
@@ -23,21 +20,6 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(link, "_current", None)
-
-
-@pytest.fixture(scope="session")
-def trained_plainly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Hash of the weights that train_tiny.py gets with these options without us, and with no fault."""
-
-    @cache
-    def weights(*train: str, nodes: int = 2) -> str:
-        out = tmp_path_factory.mktemp("plain") / "out.json"
-        quickly = ("--step-time", "0", "--save-every", "never")
-        run_script(SCRIPTS / "train_tiny.py", nodes, *train, *quickly, "--out", str(out))
-        return str(result(out)["sha256"])
-
-    yield weights
-    stop_server()
 
 
 @pytest.fixture(autouse=True)

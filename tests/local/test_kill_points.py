@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from jurymast.core.state import RunState
 from support.runs import RunUnderTest, local_run, result, wait_gone
 from support.saves import check_restores
 
@@ -50,48 +52,49 @@ def spares_agents(run: RunUnderTest) -> list[int]:
 
 
 def placed(run: RunUnderTest) -> str:
-    """Not the supervisor's node."""
-    return run.state().placement[1]
+    """Not the supervisor's node, and another one than last time, or it would have to go."""
+    state = run.state()
+    others = [node for node in state.placement if node != state.host]
+    return others[len(state.incidents) % 2]
 
 
 Who = Callable[[RunUnderTest], list[int]]
 
 
-@pytest.mark.parametrize(
-    ("point", "where", "victim"),
-    [
-        (COPYING, ranks, ranks),
-        (COPYING, ranks, agents),
-        (HASHING, agents, ranks),
-        (HASHING, agents, agents),
-        (REPLICATING, spares_agents, ranks),
-        (REPLICATING, spares_agents, agents),
-        (DRAINING, drainers, ranks),
-        (DRAINING, drainers, agents),
-    ],
-)
+POINTS = [(COPYING, ranks), (HASHING, agents), (DRAINING, drainers), (REPLICATING, spares_agents)]
+
+
+@pytest.mark.parametrize(("victim", "spares"), [(ranks, 1), (agents, 4)])
 def test_whoever_dies_at_any_point_of_a_save_costs_no_bit(
-    tmp_path: Path, trained_plainly: Callable[..., str], point: str, where: Who, victim: Who
+    tmp_path: Path, trained_plainly: Callable[..., str], victim: Who, spares: int
 ) -> None:
+    """One death at each point; an agent's costs a spare."""
     out, enough = tmp_path / "out.json", tmp_path / "enough"
     arguments = (*TRAIN, "--until", str(enough), "--out", str(out))
-    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+    with local_run(tmp_path / "runs", "--nodes", "3", "--spares", str(spares), script="train_tiny.py",
                    arguments=arguments) as run:  # fmt: skip
-        run.wait_safe(4)
-        stopped = stop_in(point, run, where)
-        for pid in victim(run):
-            psutil.Process(pid).kill()
-        if where is not victim:
-            with suppress(ProcessLookupError):  # the victim's child
-                os.kill(stopped, signal.SIGCONT)
-        run.wait("recovery", lambda state: bool(state.incidents) and state.incident is None)
+        safe = 4
+        for number, (point, where) in enumerate(POINTS, 1):
+            run.wait_safe(safe)
+            stopped = stop_in(point, run, where)
+            for pid in victim(run):
+                psutil.Process(pid).kill()
+            if where is not victim:
+                with suppress(ProcessLookupError):  # the victim's child
+                    os.kill(stopped, signal.SIGCONT)
+            state = run.wait(f"recovery from {point}", partial(recovered, number))
+            safe = (state.incidents[-1].step_restored or 0) + 4
         enough.touch()
         state = run.wait_end()
         wait_gone(run.directory.root)
     assert state.exit_code == 0, run.story()
     found = result(out)
-    assert found["sha256"] == trained_plainly("--steps", str(found["steps"])), run.story()
+    assert found["sha256"] == trained_plainly("--steps", str(found["steps"]), nodes=3), run.story()
     check_restores(run)
+
+
+def recovered(number: int, state: RunState) -> bool:
+    return len(state.incidents) >= number and state.incident is None
 
 
 def stop_in(function: str, run: RunUnderTest, where: Who) -> int:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from jurymast.cluster.local import local_process
+from jurymast.core.state import RunState
 from support.runs import RunUnderTest, hosts, jurymast, local_run, result, wait_gone
 
 pytestmark = pytest.mark.torch
@@ -52,33 +54,41 @@ def kill_host(run: RunUnderTest, node: str) -> None:
         host.kill()
 
 
-@pytest.mark.parametrize(
-    ("fault", "cause", "action"),
-    [
-        (kill_rank, "worker_killed", "restart"),
-        (freeze_rank, "rank_frozen", "restart"),
-        (crash_node, "node_crash", "swap"),
-        (freeze_node, "node_lost", "swap"),
-        (kill_host, "host_died", "swap"),
-    ],
-)
-def test_one_fault_costs_no_bit(
-    tmp_path: Path, undisturbed: str, fault: Callable[[RunUnderTest, str], None], cause: str, action: str
-) -> None:
+FAULTS = [
+    (kill_rank, "worker_killed", "restart"),
+    (freeze_rank, "rank_frozen", "restart"),
+    (crash_node, "node_crash", "swap"),
+    (freeze_node, "node_lost", "swap"),
+    (kill_host, "host_died", "swap"),
+]
+
+
+def test_fault_after_fault_costs_no_bit(tmp_path: Path, trained_plainly: Callable[..., str]) -> None:
+    """First one of the script, then each kind of a rank or a node, for which there are three spares."""
     out = tmp_path / "out.json"
-    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
-                   arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-        state = run.wait_safe(40)
-        fault(run, state.placement[1])
+    train = (*TRAIN, "--steps", "600")
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "3", script="train_tiny.py",
+                   arguments=(*train, "--raise-once", "30:0", "--out", str(out))) as run:  # fmt: skip
+        run.wait("the exception", partial(recovered, 1))
+        for number, (fault, cause, action) in enumerate(FAULTS, 2):
+            safe = (run.state().incidents[-1].step_restored or 0) + 40
+            fault(run, run.wait_safe(safe).placement[1])
+            incident = run.wait(f"the recovery after {cause}", partial(recovered, number)).incidents[-1]
+            assert (incident.cause, incident.action) == (cause, action), run.story()
+            restored = incident.step_restored or 0
+            assert max(safe, run.newest_saved("peer", attempt=number)) <= restored, run.story()
+            assert restored <= run.newest_saved("memory", attempt=number), run.story()
+            assert set(incident.tiers) == ({"memory"} if action == "restart" else {"memory", "peer"})
         state = run.wait_end()
         wait_gone(run.directory.root)
     assert state.exit_code == 0, run.story()
-    assert [(i.action, i.recovered_at is not None) for i in state.incidents] == [(action, True)], run.story()
-    assert state.incidents[0].cause == cause
-    restored = state.incidents[0].step_restored or 0
-    assert max(40, run.newest_saved("peer")) <= restored <= run.newest_saved("memory")
-    assert set(state.incidents[0].tiers) == ({"memory"} if action == "restart" else {"memory", "peer"})
-    assert result(out)["sha256"] == undisturbed
+    first = state.incidents[0]
+    assert (first.cause, first.rank, first.action) == ("worker_exception", 0, "restart")
+    assert result(out)["sha256"] == trained_plainly(*train)
+
+
+def recovered(number: int, state: RunState) -> bool:
+    return len(state.incidents) == number and state.incident is None
 
 
 def test_what_is_sent_to_all_of_a_job_costs_no_warm_server(tmp_path: Path) -> None:
@@ -151,16 +161,6 @@ def test_exit_code_of_the_application_passes_through(tmp_path: Path) -> None:
     assert state.exit_code == 7
 
 
-def test_an_exception_once_is_restarted_in_place(tmp_path: Path, undisturbed: str) -> None:
-    out = tmp_path / "out.json"
-    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
-                   arguments=(*TRAIN, "--out", str(out), "--raise-once", "50:1")) as run:  # fmt: skip
-        state = run.wait_end()
-        wait_gone(run.directory.root)
-    assert [(i.cause, i.rank, i.action) for i in state.incidents] == [("worker_exception", 1, "restart")]
-    assert result(out)["sha256"] == undisturbed
-
-
 def test_a_hang_inside_a_collective_is_found_and_resolved(tmp_path: Path, undisturbed: str) -> None:
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
@@ -199,21 +199,20 @@ def test_cancel(tmp_path: Path, way: str) -> None:
     assert (state.end_reason == "cancel asked by a signal") == (way == "a signal"), state.end_reason
 
 
-def test_an_unmodified_script_is_watched_and_restarted(tmp_path: Path) -> None:
+def test_an_unmodified_script_is_watched_and_restarted(
+    tmp_path: Path, trained_plainly: Callable[..., str]
+) -> None:
     """No import of jurymast in it: torch's optimizer hook gives the heartbeats."""
-    hashes = []
-    for disturbed in (False, True):
-        out, saved = tmp_path / f"{disturbed}.json", tmp_path / f"checkpoints-{disturbed}"
-        with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_plain.py",
-                       arguments=("--steps", "200", "--step-time", "0.01", "--save-every", "20",
-                                  "--checkpoints", str(saved), "--out", str(out))) as run:  # fmt: skip
-            if disturbed:
-                kill_rank(run, run.wait_step(1).placement[1])
-            state = run.wait_end()
-            wait_gone(run.directory.root)
-        assert (state.exit_code, len(state.incidents)) == (0, int(disturbed)), run.story()
-        hashes.append(result(out)["sha256"])
-    assert hashes[0] == hashes[1]
+    out, train = tmp_path / "out.json", ("--steps", "200", "--save-every", "20")
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_plain.py",
+                   arguments=(*train, "--step-time", "0.01", "--checkpoints", str(tmp_path / "own"),
+                              "--out", str(out))) as run:  # fmt: skip
+        kill_rank(run, run.wait_step(1).placement[1])
+        state = run.wait_end()
+        wait_gone(run.directory.root)
+    assert (state.exit_code, len(state.incidents)) == (0, 1), run.story()
+    checkpoints = ("--checkpoints", str(tmp_path / "plain"))
+    assert result(out)["sha256"] == trained_plainly(*train, *checkpoints, script="train_plain.py")
 
 
 @pytest.mark.alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run = submit(cluster, folder, "--nodes", "3", "--spares", "1")
-    state = run.wait_end()
-    assert (state.exit_code, state.incidents) == (0, []), run.story()
-    return weights(cluster, folder)
+def undisturbed(trained_plainly: Callable[..., str]) -> str:
+    return trained_plainly(*TRAIN, nodes=3)
 
 
 def never_left_running(run: SlurmRun) -> None:
@@ -45,49 +42,52 @@ def never_left_running(run: SlurmRun) -> None:
     assert job["Restarts"] == "0"
 
 
-@pytest.mark.parametrize(
-    ("fault", "cause", "action"),
-    [
-        (power_loss, "node_lost", "swap"),
-        (crash, "node_crash", "swap"),
-        (freeze, "node_lost", "swap"),
-        (kill_rank, "worker_killed", "restart"),
-        (stop_rank, "rank_frozen", "restart"),
-    ],
-)
-def test_a_fault_costs_no_bit(
-    cluster: Cluster,
-    tmp_path: Path,
-    undisturbed: str,
-    fault: Callable[[SlurmRun, str], None],
-    cause: str,
-    action: str,
+FAULTS = [
+    (kill_rank, 1, "worker_killed", "restart"),
+    (stop_rank, 2, "rank_frozen", "restart"),
+    (power_loss, 1, "node_lost", "swap"),
+    (crash, 2, "node_crash", "swap"),
+    (freeze, 1, "node_lost", "swap"),
+]
+
+
+def test_fault_after_fault_costs_no_bit(
+    cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:
-    run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "1")
-    victim = run.wait_saved(60).placement[1]
-    fault(run, victim)
-    run.wait("the recovery", lambda s: bool(s.incidents) and s.incident is None)
-    assert run.job_state() == "RUNNING"
+    """First one of the script, then each kind of a rank or a node, for which there are three spares."""
+    train = (*TRAIN, "--steps", "600")
+    run = submit(
+        cluster, tmp_path, "--nodes", "3", "--spares", "3", arguments=(*train, "--raise-once", "30:2")
+    )
+    run.wait("the exception", partial(recovered, 1))
+    hurt = []
+    for number, (fault, place, _, _) in enumerate(FAULTS, 2):
+        state = run.wait_safe((run.state().incidents[-1].step_restored or 0) + 40)
+        hurt.append(state.placement[place])
+        fault(run, hurt[-1])
+        run.wait(f"the recovery after {fault.__name__}", partial(recovered, number))
+        assert run.job_state() == "RUNNING"
     state = run.wait_end()
     never_left_running(run)
-    incident = state.incidents[0]
-    assert (len(state.incidents), incident.cause, incident.action) == (1, cause, action), run.story()
+    expected = [("worker_exception", "restart"), *((cause, action) for *_, cause, action in FAULTS)]
+    assert [(i.cause, i.action) for i in state.incidents] == expected, run.story()
     assert state.exit_code == 0
-    assert (victim in state.placement) == (action == "restart")
-    assert weights(cluster, tmp_path) == undisturbed
-    print(json.dumps({fault.__name__: incident.seconds()}))
+    assert set(state.placement) & set(hurt[2:]) == set()
+    assert weights(cluster, tmp_path) == trained_plainly(*train, nodes=3)
+    print(json.dumps([(i.cause, i.seconds()) for i in state.incidents]))
 
 
-@pytest.mark.parametrize("how", ["--raise-once", "--hang-once"])
-def test_a_fault_of_the_script_costs_no_bit(
-    cluster: Cluster, tmp_path: Path, undisturbed: str, how: str
-) -> None:
-    run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "1", arguments=(*TRAIN, how, "70:2"))
+def recovered(number: int, state: RunState) -> bool:
+    return len(state.incidents) == number and state.incident is None
+
+
+def test_a_hang_costs_no_bit(cluster: Cluster, tmp_path: Path, undisturbed: str) -> None:
+    run = submit(
+        cluster, tmp_path, "--nodes", "3", "--spares", "1", arguments=(*TRAIN, "--hang-once", "70:2")
+    )
     state = run.wait_end()
     never_left_running(run)
-    assert [(i.cause, i.action) for i in state.incidents] == [
-        ("worker_exception" if how == "--raise-once" else "hang", "restart")
-    ], run.story()
+    assert [(i.cause, i.action) for i in state.incidents] == [("hang", "restart")], run.story()
     assert weights(cluster, tmp_path) == undisturbed
 
 
@@ -99,10 +99,7 @@ def test_without_a_spare_the_job_is_requeued_without_the_bad_node(
     began = time.monotonic()
     power_loss(run, victim)
 
-    def recovered(state: RunState) -> bool:
-        return bool(state.incidents) and state.incident is None
-
-    run.wait("the recovery", recovered, limit_s=120)
+    run.wait("the recovery", partial(recovered, 1), limit_s=120)
     took_s = time.monotonic() - began
     state = run.wait_end()
     assert state.incidents[0].action == "requeue", run.story()

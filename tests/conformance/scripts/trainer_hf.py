@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import os
-import signal
+import threading
 
 import torch
 from torch.utils.data import Dataset
@@ -20,21 +20,21 @@ class Counting(Dataset):
         return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
 
-class Killed(TrainerCallback):
-    """Ends one rank without a word, once."""
+class Stopping(TrainerCallback):
+    """One rank stops at a step, once, and waits for its end."""
 
     def __init__(self, step):
         self.step = step
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step and args.process_index == 1 and not os.path.exists("killed"):
-            open("killed", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == self.step and args.process_index == 1 and not os.path.exists("stopped"):
+            open("stopped", "w").close()
+            threading.Event().wait()
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument("--stop-at", type=int, default=-1)
     options = parser.parse_args()
     set_seed(11)
     config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -45,7 +45,7 @@ def main():
         save_strategy="steps", save_steps=3, dataloader_num_workers=2, report_to=[], use_cpu=True, seed=11,
         eval_strategy="no", disable_tqdm=True, save_total_limit=2,
     )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=Counting(), callbacks=[Killed(options.kill_at)])
+    trainer = Trainer(model=model, args=arguments, train_dataset=Counting(), callbacks=[Stopping(options.stop_at)])
     last = get_last_checkpoint("out") if os.path.isdir("out") else None
     trainer.train(resume_from_checkpoint=last)
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())

@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import os
-import signal
+import threading
 
 import lightning
 import torch
@@ -20,15 +20,17 @@ class Points(Dataset):
 
 
 class Model(lightning.LightningModule):
-    def __init__(self, kill_at):
+    """One rank stops at a step, once, and waits for its end."""
+
+    def __init__(self, stop_at):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        self.kill_at = kill_at
+        self.stop_at = stop_at
 
     def training_step(self, batch, index):
-        if self.global_step == self.kill_at and self.global_rank == 1 and not os.path.exists("killed"):
-            open("killed", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.global_step == self.stop_at and self.global_rank == 1 and not os.path.exists("stopped"):
+            open("stopped", "w").close()
+            threading.Event().wait()
         x, y = batch
         loss = (self.layers(x) - y).square().mean()
         print(self.trainer.current_epoch, self.global_step, f"{loss.item():.6f}")
@@ -40,7 +42,7 @@ class Model(lightning.LightningModule):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument("--stop-at", type=int, default=-1)
     options = parser.parse_args()
     lightning.seed_everything(5, workers=True)
     saving = ModelCheckpoint("out", save_last=True, every_n_epochs=1, save_top_k=1, save_on_train_epoch_end=True)
@@ -49,7 +51,7 @@ def main():
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)), callbacks=[saving], logger=False,
         enable_progress_bar=False, use_distributed_sampler=False, limit_train_batches=4,
     )  # fmt: skip
-    model = Model(options.kill_at)
+    model = Model(options.stop_at)
     # Lightning's own sampler shuffles otherwise when a run goes on from a checkpoint.
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     sampler = DistributedSampler(Points(), world, rank, shuffle=False)
