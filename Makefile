@@ -4,7 +4,7 @@
 # TORCH_INDEX=URL           where torch comes from, if not from pip's usual index. For the CPU build, which is
 #                           all that demo and tests need: https://download.pytorch.org/whl/cpu
 # PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS and BENCH_FLAGS likewise
-# TEST_WORKERS=3            so many tests run at the same time, except those on Slurm and those that measure time
+# TEST_WORKERS=3            so many tests run at the same time, but for those that measure time
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -69,9 +69,9 @@ test: install
 	  PYTHONPATH=slurm $(BIN)/python -c 'from testcluster.software import ensure_packages as e; e("system")' || \
 	    { echo "Slurm is missing. Without it: make test PYTEST_FLAGS=\"-m 'not slurm'\"" >&2; exit 1; }; \
 	fi
-	@# All parts always run, unless interrupted (2). No test at all (5) is a failure of all together only.
+	@# Both parts always run, unless interrupted (2). No test at all (5) is a failure of all together only.
 	@umask 022; worst=5; \
-	for part in 'beside --numprocesses=$(TEST_WORKERS) --dist=worksteal' slurm alone; do \
+	for part in 'beside --numprocesses=$(TEST_WORKERS) --dist=loadfile' alone; do \
 	  code=0; $(BIN)/python -m pytest --part=$$part $(PYTEST_FLAGS) || code=$$?; \
 	  if [[ $$code == 2 ]]; then exit 2; fi; \
 	  if [[ $$code != 5 && ( $$code != 0 || $$worst == 5 ) ]]; then worst=$$code; fi; \

@@ -1,5 +1,5 @@
-"""Three parts of the suite: what may run beside other tests; what needs the one Slurm cluster, test after
-test; and what has the machine to itself. In each, what takes longest begins first."""
+"""Two parts of the suite: what may run beside other tests, and what has the machine to itself. In each,
+what takes longest begins first."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FOLDERS = ("slurm", "conformance", "local", "sim", "unit")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part",
-        choices=("beside", "slurm", "alone"),
-        help="only tests that may run beside others, only those on the Slurm cluster, or only the rest",
+        choices=("beside", "alone"),
+        help="only tests that may run beside others, or only the rest",
     )
 
 
@@ -39,8 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _part_of(item: pytest.Item) -> str:
-    marked = (name for name in ("slurm", "alone") if item.get_closest_marker(name))
-    return next(marked, "beside")
+    return "alone" if item.get_closest_marker("alone") else "beside"
 
 
 @pytest.fixture(scope="session")

@@ -96,19 +96,20 @@ class Cluster:
             conf=tuple(conf),
             site=site,
         )
-        software.ensure_packages(slurm)
-        base = software.ensure_base(slurm)
-        cluster = cls(resolved(directory))
-        cluster._prepare_directory()
-        cluster._lock.take()
-        try:
-            cluster._remove_everything()
-            cluster._create(options, base)
-        except BaseException:
-            with contextlib.suppress(ClusterError):
+        with state.host_lock():
+            software.ensure_packages(slurm)
+            base = software.ensure_base(slurm)
+            cluster = cls(resolved(directory))
+            cluster._prepare_directory()
+            cluster._lock.take()
+            try:
                 cluster._remove_everything()
-            cluster._lock.free()
-            raise
+                cluster._create(options, base)
+            except BaseException:
+                with contextlib.suppress(ClusterError):
+                    cluster._remove_everything()
+                cluster._lock.free()
+                raise
         return cluster
 
     @classmethod
@@ -136,9 +137,10 @@ class Cluster:
         if purge:
             if self.layout.directory.exists():
                 shutil.rmtree(self.layout.directory)
-            # Other clusters on this host run their jobs as the same user.
-            if not any_netns():
-                software.remove_user()
+            with state.host_lock():
+                # Other clusters on this host run their jobs as the same user.
+                if not any_netns():
+                    software.remove_user()
 
     def __enter__(self) -> Cluster:
         return self

@@ -9,6 +9,7 @@ from typing import Any
 
 DEFAULT_DIR = Path("/var/lib/jurymast-testcluster")
 DIR_VARIABLE = "JURYMAST_TESTCLUSTER_DIR"
+HOST_LOCK = Path("/run/jurymast-testcluster.lock")
 TRIXIE_ROOT = Path("/var/cache/jurymast-testcluster/trixie")
 USER = "jurymast-test"
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from testcluster.errors import ClusterError
 from testcluster.machines import Machine
-from testcluster.settings import Layout, Options
+from testcluster.settings import HOST_LOCK, Layout, Options
 
 _VERSION = 1
 
@@ -59,6 +61,14 @@ def stamp(layout: Layout) -> int | None:
         return layout.state_file.stat().st_mtime_ns
     except FileNotFoundError:
         return None
+
+
+@contextlib.contextmanager
+def host_lock() -> Iterator[None]:
+    """Held while a cluster is made or purged: packages and the user belong to all clusters of this host."""
+    with open(HOST_LOCK, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class Lock:

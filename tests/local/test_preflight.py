@@ -75,26 +75,6 @@ def test_a_node_that_calculates_wrong_never_gets_a_rank(
     assert "node local-2 FAILED its tests" in told
 
 
-def test_tests_are_over_before_the_ranks_start(tmp_path: Path) -> None:
-    """All nodes are tested, also together, and no test process is left beside the ranks."""
-    policy = tmp_path / "policy.yaml"
-    policy.write_text(POLICY)
-    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", "--policy", str(policy),
-                   script="train_tiny.py", arguments=("--steps", "100000")) as run:  # fmt: skip
-        state = run.wait_step(3)
-        processes = processes_of(run.directory.root)
-        left = [p.pid for p in processes if "jurymast.preflight" in p.cmdline()]
-        agents = [p for p in processes if "jurymast.agent" in p.cmdline()]
-        jurymast("cancel", str(run.directory.root))
-        run.wait_end(20)
-        wait_gone(run.directory.root)
-    found = results(run.events())
-    assert set(found) == set(state.nodes)
-    assert all(event.partner in found for event in found.values()), run.story()
-    assert "bad" not in {event.verdict for event in found.values()}, run.story()
-    assert (left, len(agents)) == ([], 3)
-
-
 def test_tests_that_do_not_work_do_not_keep_the_run_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,14 +90,18 @@ def test_tests_that_do_not_work_do_not_keep_the_run_from_starting(
     assert {event.verdict for event in results(run.events()).values()} == {"unknown"}, run.story()
 
 
-def test_a_suspect_is_tested_once_its_ranks_are_gone_and_serves_again(tmp_path: Path) -> None:
-    """A torchrun host that died speaks against its node until the node has passed its tests."""
+def test_nodes_are_tested_before_ranks_start_and_a_suspect_once_more(tmp_path: Path) -> None:
+    """All of them, also together, and no test process is left beside the ranks. A torchrun host that died
+    speaks against its node until the node has passed its tests."""
     policy = tmp_path / "policy.yaml"
     policy.write_text(POLICY)
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", "--policy", str(policy),
                    script="train_tiny.py", arguments=("--steps", "100000")) as run:  # fmt: skip
-        suspect = run.wait_step(3).placement[1]
-        before = len(run.events())
+        state = run.wait_step(3)
+        processes = processes_of(run.directory.root)
+        left = [p.pid for p in processes if "jurymast.preflight" in p.cmdline()]
+        agents = [p for p in processes if "jurymast.agent" in p.cmdline()]
+        suspect, before = state.placement[1], run.events()
         for host in hosts(run.agent_pid(suspect)):
             host.kill()
         run.wait(
@@ -127,8 +111,13 @@ def test_a_suspect_is_tested_once_its_ranks_are_gone_and_serves_again(tmp_path: 
         jurymast("cancel", str(run.directory.root))
         state = run.wait_end(20)
         wait_gone(run.directory.root)
+    found = results(before)
+    assert set(found) == set(state.nodes)
+    assert all(event.partner in found for event in found.values()), run.story()
+    assert "bad" not in {event.verdict for event in found.values()}, run.story()
+    assert (left, len(agents)) == ([], 3)
     assert suspect not in state.placement, run.story()
-    assert results(run.events()[before:])[suspect].verdict == "ok"
+    assert results(run.events()[len(before) :])[suspect].verdict == "ok"
     assert state.nodes[suspect].reason.startswith("passed its tests after")
 
 

@@ -1,4 +1,4 @@
-"""A real Slurm cluster for the tests of this folder: one a session, mended and checked after every test.
+"""A real Slurm cluster for the tests of this folder: one a test process, mended and checked after every test.
 
 ``JURYMAST_TESTCLUSTER_SLURM=24.11`` runs them on the newer Slurm, ``JURYMAST_TESTCLUSTER_DIR`` elsewhere.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from testcluster import Cluster
+from testcluster.settings import DEFAULT_DIR, DIR_VARIABLE
 
 # Packages may have to be installed first, and a repair may wait for Slurm's own time limits.
 _TIMEOUT_S = 300
@@ -27,7 +28,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def place() -> Path:
+    """Directory of the cluster: each of the processes that the tests are divided among has one of its own."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    found = Path(os.environ.get(DIR_VARIABLE) or DEFAULT_DIR)
+    return found if worker is None else found.with_name(f"{found.name}-{worker}")
+
+
+@pytest.fixture(scope="session")
+def cluster(place: Path) -> Iterator[Cluster]:
     """Six nodes with eight stand-in GPUs each."""
     if sys.platform != "linux":
         pytest.skip("a Slurm cluster on one machine needs Linux")
@@ -35,7 +44,9 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip("a Slurm cluster on one machine needs root")
     if not Path("/etc/debian_version").exists():
         pytest.skip("a Slurm cluster on one machine needs Debian or Ubuntu")
-    running = Cluster.up(nodes=6, slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system"))
+    running = Cluster.up(
+        nodes=6, directory=place, slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system")
+    )
     try:
         yield running
     finally:

@@ -20,7 +20,7 @@ from support.runs import SCRIPTS
 from support.slurm_runs import SlurmRun
 from support.waiting import wait_until
 from testcluster import Cluster
-from testcluster.settings import DEFAULT_DIR, DIR_VARIABLE, SITE_LOG
+from testcluster.settings import SITE_LOG
 
 pytestmark = [pytest.mark.slurm]
 
@@ -34,9 +34,8 @@ GPU_LOST = Finding(
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(place: Path) -> Iterator[Cluster]:
     """One with the site's pieces: beside the session's, whose nodes nobody checks."""
-    place = Path(os.environ.get(DIR_VARIABLE) or DEFAULT_DIR)
     running = Cluster.up(
         nodes=NODES, directory=place.with_name(f"{place.name}-site"), site=True,
         slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system"),

@@ -25,7 +25,8 @@ from jurymast.sim.simulation import Outcome, Setup, Simulation
 from support.slurm_runs import SlurmRun, kill_rank, power_loss, submit
 from testcluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+# Alone: what is measured is compared to fractions of a second.
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.alone]
 
 NODES, STEP_S, EVERY, STEPS = 3, 0.05, 40, 320
 HEARTBEAT_S = 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,20 +97,29 @@ def test_two_nodes_lost_with_their_replicas_come_back_from_shared_storage(
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_a_requeue_restores_from_what_outlived_the_job(
+def test_without_a_spare_a_requeue_restores_from_what_outlived_the_job(
     cluster: Cluster, tmp_path: Path, undisturbed: str, local: bool
 ) -> None:
     tiers: dict[str, object] = {"local": {"path": "/scratch"}} if local else {}
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "0", *policy(cluster, tmp_path, tiers))
     victim = run.wait_safe(60).placement[1]
     before = run.state().saved["peer"].step or 0
+    began = time.monotonic()
     power_loss(run, victim)
     run.wait("the requeue", lambda s: s.restarts == 1, limit_s=120)
+    run.wait("the recovery", lambda s: s.incident is None, limit_s=120)
+    assert time.monotonic() - began < 60, run.story()  # Slurm alone would not start it before 121 s
     state = ended_well(cluster, tmp_path, run, undisturbed)
     incident = state.incidents[0]
     assert incident.action == "requeue"
     assert (incident.step_restored or 0) >= before, run.story()
     assert set(incident.tiers) <= {"local", "peer", "shared"}
+    assert victim in state.excluded
+    assert victim not in state.placement
+    job = cluster.job(run.job)
+    assert job["Restarts"] == "1"
+    assert victim in job["ExcNodeList"]
+    print(json.dumps({"requeue": incident.seconds()}))
 
 
 def test_before_a_job_is_ended_its_newest_checkpoint_gets_to_shared_storage(
@@ -118,7 +128,7 @@ def test_before_a_job_is_ended_its_newest_checkpoint_gets_to_shared_storage(
     """The policy copies there once an hour; scancel gives 30 s (KillWait)."""
     rarely = policy(cluster, tmp_path, {"shared": {"every": "1h"}})
     run = submit(
-        cluster, tmp_path, "--nodes", "3", "--spares", "1", *rarely,
+        cluster, tmp_path, "--nodes", "2", "--spares", "1", *rarely,
         arguments=("--steps", "100000", "--step-time", "0.02", "--save-every", "20 steps"),
     )  # fmt: skip
     run.wait("the hourly copy", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
@@ -126,8 +136,9 @@ def test_before_a_job_is_ended_its_newest_checkpoint_gets_to_shared_storage(
     newest = run.wait_safe(hourly + 60).saved["peer"].step or 0
     cluster.login(["scancel", str(run.job)])
     state = run.wait_end()
-    assert state.phase.value == "cancelled"
+    assert (state.phase.value, state.incidents) == ("cancelled", []), run.story()
     wait_until("last copy", lambda: (run.state().saved["shared"].step or 0) >= newest)
+    cluster.wait_job(run.job, "CANCELLED", "FAILED")
 
 
 def test_storage_that_turns_read_only_costs_no_training_and_is_caught_up_with(

@@ -222,15 +222,15 @@ def warnings(watcher: Watcher, life: Liveness, now: float, unwritten: str) -> li
     state, found = watcher.state, amiss(watcher)
     if life.kind == "gone" and not state.ended:
         found.append(public_state(state, life)[1])
-    if state.save_failures and watcher.facts.not_saved is not None:
-        entry = watcher.facts.not_saved
+    entry = watcher.facts.not_saved
+    if state.save_failures and entry is not None:
         kept = "there is none yet" if state.saved_step is None else f"the newest is step {state.saved_step}"
         found.append(
             f"{count(state.save_failures, 'failed save')} in a row ({kept}): step {entry['step']}, "
             f"{entry['tier']} tier: {entry.get('error') or 'no reason given'}"
         )
     for name, tier in state.saved.items():
-        if tier.failures and name != MEMORY and watcher.facts.not_saved is None:
+        if tier.failures and name != MEMORY and (entry is None or entry["tier"] != name):
             newest = "nothing is there yet" if tier.step is None else f"the newest there is step {tier.step}"
             found.append(
                 f"copying to the {name} tier failed, {count(tier.failures, 'time')} in a row ({newest}): "
