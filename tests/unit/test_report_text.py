@@ -149,10 +149,12 @@ def test_warnings_name_failed_saves_and_a_journal_that_is_behind(tmp_path: Path)
 
 def test_a_skipped_save_does_not_hide_that_storage_fails(tmp_path: Path) -> None:
     story = Story(spares=0).running(60).saved(40)
-    copy = ev.Saved(t=story.t, attempt=1, step=40, tier="shared", ok=False, error="it hangs", copied=True)
+    copy = ev.Saved(
+        t=story.t, attempt=1, step=40, tier="shared", ok=False, stall_s=0.0, error="it hangs", copied=True
+    )
     story.feed(copy)
     busy = "both memory slots are busy"
-    story.feed(ev.Saved(t=story.t, attempt=1, step=60, tier="memory", ok=False, error=busy))
+    story.feed(ev.Saved(t=story.t, attempt=1, step=60, tier="memory", ok=False, stall_s=0.0, error=busy))
     skipped, hanging = watcher(story, tmp_path).view(ALIVE, story.t)["warnings"]
     assert "step 60, memory tier: both memory slots are busy" in skipped
     assert "copying to the shared tier failed, 1 time in a row" in hanging
