@@ -71,7 +71,7 @@ test: install
 	fi
 	@# Both parts always run, unless interrupted (2). No test at all (5) is a failure of all together only.
 	@umask 022; worst=5; \
-	for part in 'beside --numprocesses=$(TEST_WORKERS) --dist=loadfile' alone; do \
+	for part in 'beside --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder' alone; do \
 	  code=0; $(BIN)/python -m pytest --part=$$part $(PYTEST_FLAGS) || code=$$?; \
 	  if [[ $$code == 2 ]]; then exit 2; fi; \
 	  if [[ $$code != 5 && ( $$code != 0 || $$worst == 5 ) ]]; then worst=$$code; fi; \

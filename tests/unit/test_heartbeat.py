@@ -15,6 +15,7 @@ from jurymast.core.heartbeat import (
     UNKNOWN_BEATS,
     Arrivals,
     WatcherClock,
+    patience_s,
 )
 
 
@@ -83,3 +84,10 @@ def test_the_watchers_clock_never_runs_backwards_nor_faster_than_time(steps: lis
         assert before <= clock.now <= before + 0.1 + 1e-9
         forward += max(0.0, passed)
     assert clock.now <= forward + 1e-6
+
+
+def test_agents_are_as_patient_as_answers_take() -> None:
+    assert patience_s(0.5, 4) == pytest.approx(3.0, abs=0.1)
+    assert patience_s(3.2, 4) > 2.5 * 3.2  # an answer comes to a heartbeat
+    assert patience_s(0.5, 10_000) > patience_s(0.5, 100) + 3.0
+    assert patience_s(0.5, 4, late_s=2.0) > 10.0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jurymast.core import events as ev
 from jurymast.core.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.recovery import not_stopped
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.journal import initial_state
@@ -416,6 +417,7 @@ def random_events(state: RunState, drawn: list[Moment]) -> list[ev.Event]:
         told.append(event)
         instructions = step(state, event)
         state.check()
+        assert state.phase is not Phase.STOPPING or not_stopped(state), "all have stopped, and it waits"
         assert len(instructions) <= 2 + len(NODES), instructions
         for instruction in instructions:
             assert instruction.reason

@@ -29,6 +29,7 @@ from jurymast.agent.succession import Succession
 from jurymast.agent.testing import Testing
 from jurymast.agent.verdict import leave_verdict
 from jurymast.cluster.allocation import Allocation
+from jurymast.core.heartbeat import patience_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.rundir import RunDirectory
@@ -38,8 +39,6 @@ from jurymast.wire.channel import Channel, Message
 RECONNECT_S = 0.1
 CONNECT_LIMIT_S = 1.5
 FIND_LIMIT_S = 2.0
-# It answers a heartbeat every second. After a power loss there is no other sign: no reset comes.
-SUPERVISOR_SILENT_S = 3.0
 # A host that has not stopped its ranks by then is stuck itself.
 STOP_MARGIN_S = 2.5
 HOST_RESTARTS_MAX = 5
@@ -83,6 +82,8 @@ class Agent:
         self._starting: asyncio.Future[None] | None = None
         self._channel: Channel | None = None
         self._address = ""
+        # After a power loss there is no other sign of a supervisor's end than its silence: no reset comes.
+        self._patience_s = patience_s(plan.settings.heartbeat_s, plan.nodes)
         self._alone_since = 0.0
         self._unsaid: list[Message] = []
         self._last: endpoint.Endpoint | None = None
@@ -158,9 +159,12 @@ class Agent:
             beats = asyncio.ensure_future(self._beat(connection))
             try:
                 while True:
-                    message = await asyncio.wait_for(connection.receive(), SUPERVISOR_SILENT_S)
+                    message = await asyncio.wait_for(connection.receive(), self._patience_s)
                     self._obey(message)
-            except (asyncio.TimeoutError, ConnectionError, AuthenticationError, ProtocolError, OSError):
+            except asyncio.TimeoutError:
+                connection.send({"say": "hangs up"})  # one that was only late must not take this for an end
+                self._channel = None
+            except (ConnectionError, AuthenticationError, ProtocolError, OSError):
                 self._channel = None
             finally:
                 beats.cancel()
@@ -251,6 +255,7 @@ class Agent:
                 self._looking = asyncio.ensure_future(self._stacks.look(message["number"], self._pids))
         elif order == "go on":
             self._probing.clock(float(message["time"]))
+            self._patience_s = float(message["patience_s"])
         elif order == "dismiss":
             self._stop(self.attempt)
         elif order == "cadence":

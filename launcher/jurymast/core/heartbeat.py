@@ -18,6 +18,11 @@ UNKNOWN_BEATS = 6.0
 KNOWN_AFTER = 6  # gaps
 FACTOR = 2.5
 LIMIT_MAX_S = 15.0
+# How often a heartbeat is answered, so that agents know that a supervisor is there.
+ANSWER_INTERVAL_S = 1.0
+# To hear so many nodes again, after a take-over, takes a supervisor a second.
+NODES_A_SECOND = 2000.0
+LATE_TIMES = 4.0
 MEMORY = 240  # gaps remembered: two minutes at the default heartbeat
 
 
@@ -51,6 +56,12 @@ def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
     for beat in range(KNOWN_AFTER):
         arrivals.beat((beat + 1) * heartbeat_s)
     return arrivals.limit_s(fixed_s)
+
+
+def patience_s(heartbeat_s: float, nodes: int, late_s: float = 0.0) -> float:
+    """So long an agent hears nothing of its supervisor before it looks for another, in seconds: three
+    answers, each to a heartbeat; longer for more nodes, and when its loop was late of late (`late_s`)."""
+    return BEATS * max(ANSWER_INTERVAL_S, heartbeat_s) + nodes / NODES_A_SECOND + LATE_TIMES * late_s
 
 
 class WatcherClock:

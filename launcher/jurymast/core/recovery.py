@@ -5,6 +5,7 @@ The second half of the run's state machine; `core.run` feeds it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -68,6 +69,20 @@ def not_stopped(state: RunState) -> tuple[str, ...]:
     )
 
 
+def _all_stopped(state: RunState) -> bool:
+    """As `not not_stopped(state)`, but thousands of answers do not each look at thousands of nodes: one node
+    that has not stopped is enough, and one that has stays so."""
+    unstopped = state._unstopped
+    if not unstopped:
+        unstopped.extend(reversed(not_stopped(state)))
+    while unstopped:
+        name = unstopped[-1]
+        if name in state.places and name not in state.stopped and state.nodes[name].role is not Role.FAILED:
+            return False
+        unstopped.pop()
+    return not not_stopped(state)
+
+
 def settle(state: RunState, cause: str, evidence: str, action: str, charged: str = INFRASTRUCTURE) -> None:
     incident = state.incidents[-1]
     incident.cause, incident.evidence, incident.action, incident.reason = cause, evidence, action, evidence
@@ -95,12 +110,13 @@ def finish(state: RunState, how: str, exit_code: int, reason: str) -> Finish:
     return Finish(state=how, exit_code=exit_code, reason=reason)
 
 
-def advance(state: RunState) -> list[Instruction]:
-    """Whatever the present phase was waiting for and now has."""
-    if state.phase is Phase.STOPPING and not not_stopped(state):
+def advance(state: RunState, *, one_came: bool = False) -> list[Instruction]:
+    """Whatever the present phase was waiting for and now has. `one_came`: all that is new is a node's word
+    that it is there, or ready."""
+    if state.phase is Phase.STOPPING and _all_stopped(state):
         return _diagnose(state)
     if state.phase is Phase.STARTING:
-        return _start(state)
+        return _start(state, one_came=one_came)
     if state.phase is Phase.WAITING:
         return _replace(state)
     return []
@@ -197,16 +213,16 @@ def _requeue(state: RunState, reason: str) -> Requeue:
     return Requeue(exclude=tuple(sorted(state.excluded)), reason=reason)
 
 
-def _start(state: RunState) -> list[Instruction]:
+def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     """First placement in an allocation, in its order: the batch host, the slowest, and who is likely to fail
     stay spares."""
     if testing.going_on(state):
         return []
-    ready = state.spare_nodes()
-    if len(ready) >= state.active:
+    if _enough(state):
         state.enough_since = state.now if state.enough_since is None else state.enough_since
-        all_here = len(ready) == len(state.nodes)
+        all_here = all(node.usable for node in state.nodes.values())
         if all_here or state.now >= state.enough_since + SPARE_GRACE_S or state.pretested:
+            ready = state.spare_nodes()
             if tests := testing.before_first_attempt(state):
                 return tests
             chosen = sorted(ready[: state.active], key=lambda node: node.order)
@@ -214,6 +230,8 @@ def _start(state: RunState) -> list[Instruction]:
             return [_launch(state, tuple(n.name for n in chosen), reason)]
         return []
     state.enough_since = None
+    if one_came:  # nothing is lost by that
+        return []
     late = state.deadline is not None and state.now >= state.deadline
     alive = [n for n in state.nodes.values() if n.role is not Role.FAILED]
     if not late and len(alive) >= state.active:
@@ -223,6 +241,13 @@ def _start(state: RunState) -> list[Instruction]:
     for node in missing:
         node.become(Role.FAILED, node.reason, state.now)
     return [_try_elsewhere(state, missing)]
+
+
+def _enough(state: RunState) -> bool:
+    """Whether enough nodes are ready; of thousands that are not, only as many are looked at as may be."""
+    may_lack = len(state.nodes) - state.active
+    lacking = (1 for node in state.nodes.values() if not node.usable)
+    return may_lack >= 0 and len(list(itertools.islice(lacking, may_lack + 1))) <= may_lack
 
 
 def _left_out(state: RunState, spares: list[Node]) -> str:
@@ -289,7 +314,7 @@ def _replace(state: RunState) -> list[Instruction]:
 def _patience_s(state: RunState, warming: list[Node]) -> float:
     """How long these are waited for. A node that has a place and lives, but whose torchrun host starts anew,
     has as long as at the run's start: a requeue would not make its import of torch any quicker."""
-    own = any(node.name in state.placement for node in warming)
+    own = any(node.name in state.places for node in warming)
     return max(SPARE_WAIT_S, state.settings.join_limit_s) if own else SPARE_WAIT_S
 
 

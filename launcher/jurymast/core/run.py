@@ -33,7 +33,7 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
     handler = _HANDLERS.get(type(event))
     instructions = handler(state, event) if handler else []
     if not state.ended:
-        instructions += recovery.advance(state)
+        instructions += recovery.advance(state, one_came=isinstance(event, ev.NodeJoined | ev.NodeReady))
     if isinstance(event, _LETS_TEST):
         instructions += testing.suspects(state)
     return instructions
@@ -102,7 +102,7 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     returning = node.incarnation == event.incarnation
     if returning and node.role is not Role.FAILED:
         return []
-    was_placed = node.name in state.placement and node.role is Role.ACTIVE
+    was_placed = node.name in state.places and node.role is Role.ACTIVE
     node.address, node.incarnation, node.pid = event.address, event.incarnation, event.pid
     node.ready, node.gpus = False, event.gpus
     if was_placed and state.phase in (Phase.RUNNING, Phase.LAUNCHING, Phase.STOPPING):
@@ -117,7 +117,7 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     if node.drained or node.bad:
         return [Dismiss(node=node.name, reason=node.reason)]
     if node.role is Role.FAILED:
-        if state.phase is Phase.STOPPING and node.name in state.placement:
+        if state.phase is Phase.STOPPING and node.name in state.places:
             state.stopped.add(node.name)  # it is dismissed, nobody asks it to stop
         recovery.note_failure(state, node)
         recovery.serve_again(state, [node.name])
@@ -147,7 +147,7 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
         return []
     how = {"silent": f"silent for {event.silent_s:.1f} s", "closed": "its agent's connection was reset"}
     node.become(Role.FAILED, how.get(event.how, event.evidence or "its agent left"), event.t)
-    if event.node not in state.placement:
+    if event.node not in state.places:
         return []
     if state.phase is Phase.WAITING:  # decided already; its place is one more to fill
         if state.incident is not None:
@@ -158,10 +158,10 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
 
 
 def _workers_started(state: RunState, event: ev.WorkersStarted) -> list[Instruction]:
-    if event.attempt != state.attempt or event.node not in state.placement:
+    if event.attempt != state.attempt or event.node not in state.places:
         return []
     state.started.add(event.node)
-    if state.phase is Phase.LAUNCHING and state.started == set(state.placement):
+    if state.phase is Phase.LAUNCHING and len(state.started) == len(state.placement):
         state.phase, state.deadline = Phase.RUNNING, None
         if state.incident is not None:
             state.incident.started_at = event.t
@@ -193,7 +193,7 @@ def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
         ]
     if event.what == "save":
         return []  # nothing to decide: the ranks save at their next common step
-    if event.what == "drain" and (event.node not in state.placement or state.phase is Phase.WAITING):
+    if event.what == "drain" and (event.node not in state.places or state.phase is Phase.WAITING):
         # Nothing runs on it: it is out at once, and if it had a place, that is one more to fill.
         node = state.nodes.get(event.node)
         if node is not None:
@@ -216,9 +216,7 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     node.ready, node.store_port = event.store_port != 0, event.store_port
     if not node.ready and node.role is Role.ACTIVE:
         node.become(Role.JOINING, "its torchrun host died, another is warming up", event.t)
-    unasked = (
-        state.phase is Phase.RUNNING and event.node in state.placement and event.node not in state.finished
-    )
+    unasked = state.phase is Phase.RUNNING and event.node in state.places and event.node not in state.finished
     if unasked and event.attempt == state.attempt:
         # Said while no supervisor listened, and the reason with it.
         gone = ev.WorkerFailed(
@@ -237,8 +235,9 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
 def _node_finished(state: RunState, event: ev.NodeFinished) -> list[Instruction]:
     if event.attempt != state.attempt or state.phase not in (Phase.RUNNING, Phase.LAUNCHING):
         return []
-    state.finished.add(event.node)
-    if state.finished == set(state.placement):
+    if event.node in state.places:
+        state.finished.add(event.node)
+    if len(state.finished) == len(state.placement):
         recovery.close_incident(state, event.t)
         return [recovery.finish(state, "succeeded", 0, "every rank ended with exit code 0")]
     return []
@@ -334,7 +333,7 @@ def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
     if not ruling.out:
         return instructions
     running = state.phase in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING)
-    if running and node.name in state.placement:
+    if running and node.name in state.places:
         before = state.findings.health.get(node.name)
         if before is None or before.verdict is not Verdict.BAD:
             state.findings.health[node.name] = ruling.finding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -225,6 +226,18 @@ class RunState:
     end_reason: str = ""
     ended_at: float | None = None
     notes: list[tuple[float, str]] = field(default_factory=list)
+    # Kept so that a message costs the same in a run of any size.
+    _places: tuple[tuple[str, ...], dict[str, int]] = field(
+        default=((), {}), init=False, repr=False, compare=False
+    )
+    _unstopped: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """The group rank of each placed node."""
+        if self._places[0] is not self.placement:
+            self._places = self.placement, {name: place for place, name in enumerate(self.placement)}
+        return self._places[1]
 
     @property
     def incident(self) -> Incident | None:
@@ -253,8 +266,7 @@ class RunState:
     def fresh_until(self) -> tuple[float, ...]:
         """Of the placed nodes that are on the day after a repair: when that day ends."""
         ends = {name: frail.fresh_until or 0.0 for name, frail in self.frail.items()}
-        placed = set(self.placement) if ends else set()
-        return tuple(end for name, end in ends.items() if end > self.began_at and name in placed)
+        return tuple(end for name, end in ends.items() if end > self.began_at and name in self.places)
 
     def expected_times(self, node: Node) -> float:
         """How many times as often as others `node` is expected to fail."""

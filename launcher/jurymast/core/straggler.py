@@ -205,7 +205,7 @@ def refusal(state: RunState, event: Straggling, *, saved: bool = False) -> str:
 
 def is_current(state: RunState, event: Straggling) -> bool:
     running = state.phase is Phase.RUNNING and state.incident is None
-    return running and event.attempt == state.attempt and event.node in state.placement
+    return running and event.attempt == state.attempt and event.node in state.places
 
 
 def swapped_before(state: RunState, event: Straggling) -> str:

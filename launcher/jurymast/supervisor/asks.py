@@ -42,7 +42,7 @@ class Asks:
         await connection.drain()
         if why or what == HOW:
             return
-        if what == "drain" and node in self.state.placement:
+        if what == "drain" and node in self.state.places:
             await self._save_before(f"drain of {node}, {by}")
         if what == "rollback" and isinstance(back_to, int):
             self.tiers.go_back(back_to)

@@ -38,14 +38,14 @@ class Stragglers:
     def beat(self, node: str, message: Message) -> None:
         """A heartbeat; now and then one has its ranks' times."""
         state = self._state
-        if not state.settings.straggler or state.phase is not Phase.RUNNING or node not in state.placement:
+        if not state.settings.straggler or state.phase is not Phase.RUNNING or node not in state.places:
             return
         if message["attempt"] != state.attempt:
             return
         if self._attempt != state.attempt:
             self._attempt = state.attempt
             self._windows = Windows(len(state.placement) * state.ranks_per_node, state.settings.straggler)
-        first = state.placement.index(node) * state.ranks_per_node
+        first = state.places[node] * state.ranks_per_node
         for local_rank, report in enumerate(message["ranks"]):
             if "timed" in report:
                 found = self._windows.report(first + local_rank, node, Timed(*report["timed"]))

@@ -18,6 +18,7 @@ from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
 from jurymast.core.copies import SHARED, RestorePlan
+from jurymast.core.heartbeat import ANSWER_INTERVAL_S, patience_s
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
@@ -64,8 +65,9 @@ LEAVE_LIMIT_S = 4.0
 SECURE_LIMIT_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0}
 SECURE_HURRY_S = 20.0
 SECURE_POLL_S = 0.02
-# How often a heartbeat is answered, so that agents know that a supervisor is there.
-ANSWER_INTERVAL_S = 1.0
+# A loop that stood still for so long is told of; what it was late of late fades within minutes.
+LATE_TOLD_S = 2.0
+LATE_KEPT, LATE_MAX_S = 0.999, 5.0
 # A supervisor that hears no other node waits this long for a successor before it believes its ears.
 ISOLATION_LIMIT_S = 15.0
 
@@ -104,6 +106,8 @@ class Supervisor:
         self._isolated_since: float | None = None
         self._restore: RestorePlan | None = None
         self._answered: dict[str, float] = {}
+        self._late_s = 0.0  # how late the loop was, of late
+        self._hung_up: set[str] = set()  # agents that heard nothing here, and look for a supervisor
         self._terminating = False
         self._leaving = False
         self._failure: BaseException | None = None
@@ -274,7 +278,7 @@ class Supervisor:
         count = itertools.count()
         while not self._over.is_set():
             await asyncio.sleep(STEADY_INTERVAL_S if self._steady() else WATCH_INTERVAL_S)
-            self._watch.clock.tick(time.monotonic())
+            self._note_late(self._watch.clock.tick(time.monotonic()))
             if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED:
                 continue
             if self._cut_off():
@@ -289,6 +293,13 @@ class Supervisor:
             if self.state.phase is Phase.RUNNING:
                 self._hangs.judge()
             self.feed(ev.Tick(t=self.now()))
+
+    def _note_late(self, overslept_s: float) -> None:
+        """A busy machine is nobody's fault; agents are told to be as patient as it takes."""
+        self._late_s = min(LATE_MAX_S, max(overslept_s, LATE_KEPT * self._late_s))
+        if overslept_s > LATE_TOLD_S:
+            text = f"the supervisor stood still for {overslept_s:.1f} s: no node is blamed for that time"
+            self.feed(ev.Noted(t=self.now(), message=text))
 
     async def _look_at_storage(self) -> None:
         try:
@@ -333,7 +344,7 @@ class Supervisor:
         connection = self._channels.pop(node, None)
         if connection is not None:
             connection.close()
-        self._progress.report(forced=True)
+        self._last_progress(self.state.stopped)
         self._tiers.lost(node)
         self.feed(
             ev.NodeLost(
@@ -384,6 +395,10 @@ class Supervisor:
             self._hear(node, message)
         if self._channels.get(node) is connection:
             del self._channels[node]
+            if node in self._hung_up:  # it lives, and is back once it has looked elsewhere
+                self._hung_up.discard(node)
+                self._watch.expect(node)
+                return
             await asyncio.sleep(RECONNECT_GRACE_S)
             leaving = self.state.ended or self.state.phase is Phase.REQUEUED or self._over.is_set()
             if node not in self._channels and node in self._watch.nodes and not leaving:
@@ -393,7 +408,7 @@ class Supervisor:
         """What the agent may have said, or been told, while no connection was there."""
         attempt, ranks = hello["attempt"], hello["ranks"]
         current = attempt == self.state.attempt
-        placed = node in self.state.placement
+        placed = node in self.state.places
         if ranks in ("waiting", "finished"):
             if ranks == "finished" and current and placed:
                 self.feed(ev.NodeFinished(t=self.now(), node=node, attempt=attempt))
@@ -417,8 +432,15 @@ class Supervisor:
         elif isinstance(instruction, StopWorkers) and node in instruction.nodes:
             self._tell(node, {"do": "stop", "attempt": instruction.attempt})
 
+    def _last_progress(self, answered: set[str]) -> None:
+        """How far the ranks came, when they are about to be stopped and when one more answer makes all: to
+        look at all ranks for each node's answer would take too long where there are many."""
+        missing = len(self.state.placement) - len(self.state.findings.lost) - len(answered)
+        if self.state.phase is Phase.RUNNING and answered is self.state.stopped or missing <= 1:
+            self._progress.report(forced=True)
+
     def _stopped(self, node: str, attempt: int, store_port: int) -> None:
-        self._progress.report(forced=True)
+        self._last_progress(self.state.stopped)
         self.feed(ev.WorkersStopped(t=self.now(), node=node, attempt=attempt, store_port=store_port))
 
     def _hear(self, node: str, message: Message) -> None:
@@ -429,7 +451,8 @@ class Supervisor:
             self._stragglers.beat(node, message)
             if now >= self._answered.get(node, 0.0) + ANSWER_INTERVAL_S:
                 self._answered[node] = now
-                self._tell(node, {"do": "go on", "time": time.time()})
+                patient_s = patience_s(self.state.settings.heartbeat_s, len(self._channels), self._late_s)
+                self._tell(node, {"do": "go on", "time": time.time(), "patience_s": round(patient_s, 1)})
         elif said == "ready":
             self.feed(ev.NodeReady(t=now, node=node, store_port=message["store_port"]))
         elif said == "started":
@@ -437,7 +460,7 @@ class Supervisor:
                 ev.WorkersStarted(t=now, node=node, attempt=message["attempt"], pids=tuple(message["pids"]))
             )
         elif said == "failed":
-            self._progress.report(forced=True)
+            self._last_progress(self.state.stopped)
             self.feed(ev.from_json({**message, "event": "WorkerFailed", "t": now, "node": node}))
         elif said == "looked":
             self._hangs.hear(message)
@@ -446,7 +469,7 @@ class Supervisor:
         elif said == "stopped":
             self._stopped(node, message["attempt"], message["store_port"])
         elif said == "finished":
-            self._progress.report(forced=True)
+            self._last_progress(self.state.finished)
             self.feed(ev.NodeFinished(t=now, node=node, attempt=message["attempt"]))
         elif said == "health":
             self._health.hear(node, message)
@@ -456,6 +479,8 @@ class Supervisor:
             self._sick.answered(node, message)
         elif said == "terminated":
             self._spawn(self._agent_terminated(node))
+        elif said == "hangs up":
+            self._hung_up.add(node)
         elif said == "leaving":
             self._lose(node, "left", evidence=message["why"])
         else:
@@ -470,7 +495,7 @@ class Supervisor:
             self.feed(ev.Noted(t=self.now(), node=node, message=note))
 
     def _rank_of(self, node: str, event: Message) -> int:
-        place = self.state.placement.index(node) if node in self.state.placement else 0
+        place = self.state.places.get(node, 0)
         return place * self.state.ranks_per_node + int(event.get("local_rank") or 0)
 
     def _rank_event(self, node: str, message: Message) -> None:

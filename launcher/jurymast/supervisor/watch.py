@@ -34,12 +34,21 @@ class NodeWatch:
     reported_at: float = 0.0
     quiet_s: float = math.inf
     stopped: bool = False
+    _slowest: dict[str, Any] | None = None
 
     def report(self, attempt: int, ranks: list[dict[str, Any]], now: float) -> None:
         self.attempt, self.ranks, self.reported_at = attempt, ranks, now
         known = [one["quiet_s"] for one in ranks if one["phase"] != "done"]
         self.quiet_s = min((quiet_s for quiet_s in known if quiet_s is not None), default=math.inf)
         self.stopped = any(one["stopped_s"] for one in ranks)
+        self._slowest = None
+
+    @property
+    def slowest(self) -> dict[str, Any]:
+        """What its rank that is least far last said. Asked for often, of thousands of nodes."""
+        if self._slowest is None:
+            self._slowest = min(self.ranks, key=_how_far)
+        return self._slowest
 
 
 @dataclass(frozen=True)
@@ -159,12 +168,16 @@ class Watch:
 
     def reach(self, state: RunState) -> Reach | None:
         """How far the attempt is; None until every rank has done a step in it."""
-        reports = self._reports(state)
-        if not reports or any(report["beats"] == 0 for _, _, _, report in reports):
+        placed = [self.nodes[name] for name in state.placement if name in self.nodes]
+        for watch in placed:
+            if watch.attempt != state.attempt or len(watch.ranks) != state.ranks_per_node:
+                return None
+            if watch.slowest["beats"] == 0:
+                return None
+        if not placed:
             return None
-        watch, _, _, slowest = min(
-            reports, key=lambda entry: (entry[3]["step"], -(entry[3]["beat_s"] or 0.0))
-        )
+        watch = min(placed, key=lambda watch: _how_far(watch.slowest))
+        slowest = watch.slowest
         ago_s = (slowest["beat_s"] or 0.0) + self.clock.now - watch.reported_at
         return Reach(slowest["step"], ago_s, bool(slowest["explicit"]))
 
@@ -174,7 +187,12 @@ class Watch:
         self.longest_before_s = max([self.longest_before_s, *seen])
 
 
+def _how_far(report: dict[str, Any]) -> tuple[bool, int, float]:
+    """Less for a rank that is less far: without a step, with fewer steps, longer ago."""
+    return report["beats"] > 0, report["step"], -(report["beat_s"] or 0.0)
+
+
 def _only_starts(name: str, state: RunState) -> bool:
     node = state.nodes.get(name)
-    warming = node is not None and node.role is Role.JOINING and name not in state.placement
+    warming = node is not None and node.role is Role.JOINING and name not in state.places
     return warming or state.phase is Phase.STARTING

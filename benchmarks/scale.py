@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""How many nodes one supervisor carries. It runs in a process of its own, with a real journal, behind real
+TCP and seals; the agents are simulated, 8 ranks each, heartbeats every 0.5 s (see `tests/support/fleet.py`).
+
+Phases, one after the other: all nodes join within a second; the first launch; a steady minute; a connection
+that is reset; a node that falls silent; twenty nodes at once; another supervisor takes over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from benchmarks import common
+from benchmarks.common import JURYMAST, Row, Target
+from jurymast.journal import read
+from support.fleet import HEARTBEAT_S, Fleet, Supervised, supervised
+
+SIZES = (100, 500, 2000, 5000, 12500)
+QUICK_SIZES = (100, 500)
+SPARE_SHARE = 64  # nodes for each spare; at least 32, for what is lost here
+SWITCH = 20
+WRONGLY = "healthy nodes declared lost"
+JOIN_S = 1.0
+STEADY_S, QUICK_STEADY_S = 30.0, 5.0
+LIMIT_S = 120.0
+
+
+@dataclass
+class Lab:
+    """A run under load. `rows` gathers what was measured."""
+
+    run: Supervised
+    rows: list[Row] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)  # on purpose
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.run.fleet
+
+    @property
+    def nodes(self) -> int:
+        return self.run.nodes
+
+    def row(self, case: str, metric: str, unit: str, value: float | None, note: str = "") -> None:
+        name = f"{self.nodes} nodes: {case}"
+        self.rows.append(Row(name, JURYMAST, metric, unit, value, value, value, 1, note))
+        shown = "-" if value is None else f"{value:.3f}"
+        common.progress(f"{name}: {metric} {shown} {unit}")
+
+    def times(self, case: str, metric: str, seconds: list[float]) -> None:
+        """p50, p99 and last."""
+        ordered = sorted(seconds)
+        for name, share in (("p50", 0.5), ("p99", 0.99), ("last", 1.0)):
+            value = ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+            self.row(case, f"{metric}, {name}", "s", value)
+
+
+def waited(one: Lab, what: str, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> float | None:
+    """Seconds until it held; None: it never did."""
+    began = time.monotonic()
+    if one.fleet.run_until(condition, limit_s):
+        return time.monotonic() - began
+    ended = (
+        f", and the supervisor has ended ({one.run.supervisor.returncode})"
+        if one.run.supervisor.poll()
+        else ""
+    )
+    common.progress(f"{one.nodes} nodes: {what}: not within {limit_s:.0f} s{ended}")
+    return None
+
+
+def phases(one: Lab, steady_s: float) -> bool:
+    """False when the run did not get through."""
+    if not up(one):
+        return False
+    steady(one, steady_s)
+    chosen = [agent.name for agent in one.fleet.healthy if agent.ranks == "running"]
+    faults: list[tuple[str, list[str], Callable[[str], None]]] = [
+        ("one connection reset", chosen[:1], one.fleet.crash),
+        ("one silent node", chosen[1:2], one.fleet.lose_power),
+        (f"{SWITCH} silent nodes", chosen[2 : 2 + SWITCH], one.fleet.lose_power),
+    ]
+    for case, victims, hurt in faults:
+        if not fault(one, case, victims, hurt):
+            return False
+    return take_over(one)
+
+
+def up(one: Lab) -> bool:
+    fleet = one.fleet
+    if waited(one, "the endpoint", lambda: fleet.place() is not None) is None:
+        return False
+    fleet.start(JOIN_S)
+    began = fleet.begun
+    joined = waited(one, "all in", fleet.all_in)
+    one.row("join", "last agent in", "s", joined)
+    if joined is None:
+        return False
+    if waited(one, "the first launch", lambda: fleet.runs(one.nodes, 1)) is None:
+        one.row("first launch", "last agent launched, from the first connection", "s", None)
+        return False
+    launched = [agent.launched_at - began for agent in fleet.agents.values() if agent.launched_at]
+    one.times("first launch", "launched, from the first connection", launched)
+    return True
+
+
+def steady(one: Lab, seconds: float) -> None:
+    fleet = one.fleet
+    process, own = psutil.Process(one.run.supervisor.pid), psutil.Process()
+    fleet.run_for(2.0)
+    before = process.cpu_times(), own.cpu_times(), time.monotonic()
+    sent, heard, journal = fleet.bytes_out, fleet.bytes_in, journal_bytes(one)
+    frames = fleet.frames_out
+    fleet.run_for(seconds)
+    took_s = time.monotonic() - before[2]
+    share = _share(before[0], process.cpu_times(), took_s)
+    one.row("steady", "supervisor", "cores", share)
+    one.row("steady", "simulated agents", "cores", _share(before[1], own.cpu_times(), took_s))
+    one.row("steady", "a message costs", "us", 1e6 * share * took_s / max(1, fleet.frames_out - frames))
+    one.row("steady", "to the supervisor", "MB/s", (fleet.bytes_out - sent) / took_s / 1e6)
+    one.row("steady", "from it", "MB/s", (fleet.bytes_in - heard) / took_s / 1e6)
+    one.row("steady", "journal", "bytes/s", (journal_bytes(one) - journal) / took_s)
+    one.row("steady", "resident memory", "MB", process.memory_info().rss / 1e6)
+    one.row("steady", "agents that hung up", "", fleet.hung_up)
+
+
+def _share(before: Any, after: Any, seconds: float) -> float:
+    return float(after.user + after.system - before.user - before.system) / seconds
+
+
+def journal_bytes(one: Lab) -> int:
+    return sum(path.stat().st_size for path in one.run.directory.journal_files())
+
+
+def fault(one: Lab, case: str, victims: list[str], hurt: Callable[[str], None]) -> bool:
+    fleet = one.fleet
+    attempt = max(agent.attempt for agent in fleet.agents.values())
+    began = time.monotonic()
+    for name in victims:
+        hurt(name)
+    one.lost.update(victims)
+    done = waited(one, case, lambda: fleet.runs(one.nodes, attempt + 1))
+    stops = [a.stopped_at - began for a in one.fleet.healthy if a.stopped_at > began]
+    launches = [a.launched_at - began for a in one.fleet.healthy if a.launched_at > began]
+    one.times(case, "stop at an agent", stops)
+    one.times(case, "new launch at an agent", launches if done is not None else [])
+    if stops and launches and done is not None:
+        one.row(case, "from the last stop to the last launch", "s", max(launches) - max(stops))
+    one.row(case, WRONGLY, "", wrongly_lost(one))
+    return done is not None
+
+
+def wrongly_lost(one: Lab) -> int:
+    told = {entry["node"] for entry in read(one.run.directory) if entry.get("event") == "NodeLost"}
+    return len(told - one.lost)
+
+
+def take_over(one: Lab) -> bool:
+    fleet = one.fleet
+    fleet.run_for(3.0)
+    attempt = max(agent.attempt for agent in fleet.agents.values())
+    before = {agent.name: agent.connections for agent in one.fleet.healthy}
+    began = time.monotonic()
+    one.run.kill()
+    one.run.start()
+
+    def back() -> bool:
+        return all(
+            agent.greeted == 2 and agent.connection is not None and agent.connections > before[agent.name]
+            for agent in one.fleet.healthy
+        )
+
+    done = waited(one, "all back", back)
+    one.row("take-over", "last agent back", "s", None if done is None else time.monotonic() - began)
+    fleet.run_for(10.0)
+    attempts = max(agent.attempt for agent in fleet.agents.values()) - attempt
+    one.row("take-over", "restarts of the training", "", attempts)
+    one.row("take-over", WRONGLY, "", wrongly_lost(one))
+    return done is not None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SIZES} nodes, for the shape")
+    parser.add_argument("--nodes", type=int, nargs="*", help=f"sizes; {SIZES} unless said otherwise")
+    parser.add_argument("--keep", type=Path, help="leave the supervisors' logs and run directories here")
+    arguments = parser.parse_args()
+    sizes = arguments.nodes or (QUICK_SIZES if arguments.quick else SIZES)
+    about = {**common.machine(), "heartbeat_s": HEARTBEAT_S, "ranks_per_node": 8, "quick": arguments.quick}
+    rows: list[Row] = []
+    targets: list[Target] = []
+    with tempfile.TemporaryDirectory(prefix="jurymast-bench-") as temporary:
+        for nodes in sizes:
+            folder = (arguments.keep or Path(temporary)) / f"{nodes}-nodes"
+            with supervised(folder, nodes, max(32, nodes // SPARE_SHARE)) as run:
+                one = Lab(run)
+                through = phases(one, QUICK_STEADY_S if arguments.quick else STEADY_S)
+            rows += one.rows
+            targets.append(Target(f"{nodes} nodes: got through", float(through), 1.0, "higher"))
+            lost = [row.median or 0.0 for row in one.rows if row.metric == WRONGLY]
+            targets.append(Target(f"{nodes} nodes: {WRONGLY}", max(lost) if lost else None, 0.0, "lower"))
+    common.print_report("scale", rows, targets, about, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,431 @@
+"""Thousands of simulated agents in one process: real TCP, the real handshake, real seals, no ranks.
+
+As light as Python allows, so that the supervisor they talk to is the limit: one epoll loop, what all agents
+say alike is encoded once, and of what they hear only the wanted keys are read.
+"""
+
+from __future__ import annotations
+
+import heapq
+import hmac
+import json
+import os
+import random
+import re
+import resource
+import secrets
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jurymast.cluster.allocation import Allocation
+from jurymast.core.heartbeat import patience_s
+from jurymast.core.settings import RunPlan, Settings
+from jurymast.rundir import RunDirectory
+from jurymast.wire import endpoint
+from jurymast.wire.channel import MAGIC, NONCE_BYTES, TAG_BYTES, digest
+
+RANKS = 8
+HEARTBEAT_S = 0.5
+STEP_S = 1.0
+# What a node takes to start ranks, and to stop them, in seconds: from, to.
+STARTS_S, STOPS_S = (0.05, 0.15), (0.02, 0.08)
+RECONNECT_S = 0.1
+PENDING_MAX = 256  # connections under way at the same time, as many as a switch of nodes brings
+HEAD_BYTES = 4 + TAG_BYTES
+_PATIENCE = re.compile(rb'"patience_s":([0-9.]+)')
+
+
+@dataclass
+class Agent:
+    """One node. `ranks`: waiting, starting, running; times are time.monotonic()."""
+
+    name: str
+    pid: int
+    offset_s: float
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
+    ranks: str = "waiting"
+    attempt: int = 0
+    connection: socket.socket | None = None
+    greeted: int = 0  # 0 nothing, 1 proof sent, 2 in
+    nonce: bytes = b""
+    send_key: bytes = b""
+    sent: int = 0
+    inbox: bytearray = field(default_factory=bytearray)
+    outbox: bytearray = field(default_factory=bytearray)
+    heard_at: float = 0.0
+    silent_s: float = 0.0  # of its supervisor, before it looks for another
+    silent: bool = False  # its power is gone
+    launched_at: float = 0.0
+    stopped_at: float = 0.0
+    connections: int = 0
+
+
+class Fleet:
+    """The agents of a run."""
+
+    def __init__(
+        self, root: Path, secret: bytes, allocation: str, names: list[str], heartbeat_s: float
+    ) -> None:
+        self._epochs, self._secret, self._allocation = root / "epochs", secret, allocation
+        self.heartbeat_s = heartbeat_s
+        self._silent_s = patience_s(heartbeat_s, len(names))
+        self._due: list[tuple[float, int, str]] = []
+        chance = random.Random(1)
+        self.agents = {
+            name: Agent(name, 1000 + number, chance.random() * heartbeat_s)
+            for number, name in enumerate(names)
+        }
+        self._poll = select.epoll()
+        self._by_descriptor: dict[int, Agent] = {}
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self._waiting: deque[tuple[float, Agent]] = deque()
+        self._pending = 0
+        self._place: tuple[str, int] | None = None
+        self._chance = chance
+        self.hung_up = 0
+        self.bytes_out = self.bytes_in = self.frames_in = self.frames_out = 0
+        self.begun = 0.0
+        self._beats: dict[tuple[int, bool], bytes] = {}
+        self._beats_step = -1
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    # ---- life
+
+    def start(self, within_s: float = 0.0) -> None:
+        """All connect, spread over so many seconds."""
+        now = self.begun = time.monotonic()
+        for number, agent in enumerate(self.agents.values()):
+            self._waiting.append((now + within_s * number / len(self.agents), agent))
+
+    def run_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        """Serve all agents until the condition holds; False when it took longer than the limit."""
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            self.turn()
+            if condition():
+                return True
+        return False
+
+    def run_for(self, seconds: float) -> None:
+        self.run_until(lambda: False, seconds)
+
+    def turn(self) -> None:
+        now = time.monotonic()
+        self._connect_due(now)
+        while self._later and self._later[0][0] <= now:
+            _, _, action = heapq.heappop(self._later)
+            action()
+        self._beat_due(now)
+        for descriptor, what in self._poll.poll(0.002):
+            agent = self._by_descriptor.get(descriptor)
+            if agent is not None:
+                self._serve(agent, what)
+
+    def close(self) -> None:
+        for agent in self.agents.values():
+            self._drop(agent)
+        self._poll.close()
+
+    @property
+    def healthy(self) -> list[Agent]:
+        return [agent for agent in self.agents.values() if not agent.silent]
+
+    def all_in(self) -> bool:
+        return all(agent.greeted == 2 and agent.connection is not None for agent in self.healthy)
+
+    def runs(self, nodes: int, attempt: int) -> bool:
+        """Whether so many run the attempt, or a later one."""
+        return sum(a.ranks == "running" and a.attempt >= attempt for a in self.healthy) >= nodes
+
+    # ---- faults
+
+    def crash(self, name: str) -> None:
+        """Its kernel closes the connection with a reset; it never comes back."""
+        agent = self.agents[name]
+        agent.silent = True
+        if agent.connection is not None:
+            linger = struct.pack("ii", 1, 0)
+            agent.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self._drop(agent)
+
+    def lose_power(self, name: str) -> None:
+        """Its connection stays, and nothing is heard of it any more."""
+        self.agents[name].silent = True
+
+    # ---- connections
+
+    def _connect_due(self, now: float) -> None:
+        while self._waiting and self._pending < PENDING_MAX and self._waiting[0][0] <= now:
+            _, agent = self._waiting.popleft()
+            if agent.silent:
+                continue
+            place = self.place()
+            if place is None:
+                self._waiting.append((now + RECONNECT_S, agent))
+                continue
+            connection = socket.socket()
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.connect_ex(place)
+            agent.connection, agent.greeted = connection, 0
+            agent.inbox.clear()
+            agent.outbox.clear()
+            agent.heard_at = now
+            agent.sent = 0
+            agent.connections += 1
+            self._pending += 1
+            self._by_descriptor[connection.fileno()] = agent
+            self._poll.register(connection, select.EPOLLIN)
+
+    def place(self) -> tuple[str, int] | None:
+        if self._place is None:
+            found = endpoint.find(self._epochs)
+            self._place = None if found is None else ("127.0.0.1", found.port)
+        return self._place
+
+    def forget_place(self) -> None:
+        """The supervisor is another one from now on."""
+        self._place = None
+
+    def _drop(self, agent: Agent, again: bool = False) -> None:
+        if agent.connection is None:
+            return
+        if agent.greeted < 2:
+            self._pending -= 1
+        del self._by_descriptor[agent.connection.fileno()]
+        self._poll.unregister(agent.connection)
+        agent.connection.close()
+        agent.connection = None
+        if again:
+            self._place = None
+            pause_s = RECONNECT_S * (0.5 + self._chance.random())
+            self._waiting.append((time.monotonic() + pause_s, agent))
+
+    def _serve(self, agent: Agent, what: int) -> None:
+        assert agent.connection is not None
+        if what & select.EPOLLOUT:
+            self._flush(agent)
+        if not what & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+            return
+        try:
+            data = agent.connection.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(agent, again=not agent.silent)
+            return
+        if agent.silent:
+            return
+        agent.inbox += data
+        self.bytes_in += len(data)
+        if agent.greeted < 2:
+            self._greet(agent)
+        if agent.greeted == 2:
+            self._read(agent)
+
+    def _greet(self, agent: Agent) -> None:
+        assert agent.connection is not None
+        if agent.greeted == 0 and len(agent.inbox) >= len(MAGIC) + NONCE_BYTES:
+            theirs = bytes(agent.inbox[len(MAGIC) : len(MAGIC) + NONCE_BYTES])
+            del agent.inbox[: len(MAGIC) + NONCE_BYTES]
+            ours = agent.nonce = secrets.token_bytes(NONCE_BYTES)
+            agent.send_key = digest(self._secret, b"to-server", theirs, ours)
+            agent.greeted = 1
+            self._write(agent, ours + digest(self._secret, b"client", theirs, ours))
+        elif agent.greeted == 1 and len(agent.inbox) >= NONCE_BYTES:
+            del agent.inbox[:NONCE_BYTES]
+            agent.greeted = 2
+            self._pending -= 1
+            agent.heard_at = time.monotonic()
+            agent.silent_s = self._silent_s
+            self._say(agent, self._hello(agent))
+            heapq.heappush(self._due, (agent.heard_at + agent.offset_s, agent.connections, agent.name))
+
+    def _hello(self, agent: Agent) -> dict[str, Any]:
+        return {
+            "say": "hello", "node": agent.name, "allocation": self._allocation, "address": "127.0.0.1",
+            "incarnation": agent.incarnation, "pid": agent.pid, "boot_id": "b", "gpus": RANKS,
+            "attempt": agent.attempt, "ranks": agent.ranks, "store_port": 29500,
+            "pids": [agent.pid * 10 + rank for rank in range(RANKS)] if agent.ranks == "running" else [],
+            "data_port": 1, "copies": [], "room": {}, "domain": "", "health": [],
+        }  # fmt: skip
+
+    # ---- words
+
+    def _say(self, agent: Agent, message: dict[str, Any]) -> None:
+        self._seal(agent, json.dumps(message, separators=(",", ":")).encode())
+
+    def _seal(self, agent: Agent, payload: bytes) -> None:
+        tag = hmac.digest(agent.send_key, struct.pack(">Q", agent.sent) + payload, "sha256")[:TAG_BYTES]
+        agent.sent += 1
+        self.frames_out += 1
+        self._write(agent, struct.pack(">I", len(payload)) + tag + payload)
+
+    def _write(self, agent: Agent, data: bytes) -> None:
+        if agent.connection is None:
+            return
+        self.bytes_out += len(data)
+        if agent.outbox:
+            agent.outbox += data
+            return
+        try:
+            sent = agent.connection.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # shows at the next read
+        if sent < len(data):
+            agent.outbox += data[sent:]
+            self._poll.modify(agent.connection, select.EPOLLIN | select.EPOLLOUT)
+
+    def _flush(self, agent: Agent) -> None:
+        assert agent.connection is not None
+        try:
+            sent = agent.connection.send(agent.outbox)
+        except OSError:
+            return
+        del agent.outbox[:sent]
+        if not agent.outbox:
+            self._poll.modify(agent.connection, select.EPOLLIN)
+
+    def _beat_due(self, now: float) -> None:
+        step = int((now - self.begun) / STEP_S)
+        if step != self._beats_step:
+            self._beats, self._beats_step = {}, step
+        while self._due and self._due[0][0] <= now:
+            at, connections, name = heapq.heappop(self._due)
+            agent = self.agents[name]
+            if agent.connections != connections or agent.connection is None or agent.silent:
+                continue
+            if now - agent.heard_at > agent.silent_s:  # as agents do: this supervisor is gone
+                self.hung_up += 1
+                self._say(agent, {"say": "hangs up"})
+                self._drop(agent, again=True)
+                continue
+            heapq.heappush(self._due, (max(at + self.heartbeat_s, now), connections, name))
+            self._seal(agent, self._beat(agent.attempt, agent.ranks == "running", step))
+
+    def _beat(self, attempt: int, running: bool, step: int) -> bytes:
+        key = (attempt, running)
+        if key not in self._beats:
+            rank = {
+                "step": step, "beats": step, "explicit": False, "phase": "training", "quiet_s": 0.3127,
+                "beat_s": 0.3127, "longest_s": 1.0042, "settled": 0, "idle_s": 0.0, "stopped_s": 0.0,
+            }  # fmt: skip
+            ranks = [rank] * RANKS if running else []
+            message = {"say": "beat", "attempt": attempt, "ranks": ranks, "cadence": None}
+            self._beats[key] = json.dumps(message, separators=(",", ":")).encode()
+        return self._beats[key]
+
+    def _read(self, agent: Agent) -> None:
+        inbox = agent.inbox
+        agent.heard_at = time.monotonic()
+        while len(inbox) >= 4:
+            (length,) = struct.unpack_from(">I", inbox)
+            if len(inbox) < HEAD_BYTES + length:
+                return
+            payload = bytes(inbox[HEAD_BYTES : HEAD_BYTES + length])
+            del inbox[: HEAD_BYTES + length]
+            self.frames_in += 1
+            if payload.startswith(b'{"do":"go on"'):
+                told = _PATIENCE.search(payload)
+                agent.silent_s = float(told[1]) if told else self._silent_s
+            else:
+                self._obey(agent, json.loads(payload))
+            if agent.connection is None:
+                return
+
+    def _obey(self, agent: Agent, message: dict[str, Any]) -> None:
+        do, now = message["do"], time.monotonic()
+        if do == "launch" and message["attempt"] > agent.attempt:
+            agent.attempt, agent.ranks, agent.launched_at = message["attempt"], "starting", now
+            self._after(STARTS_S, lambda: self._started(agent, message["attempt"]))
+        elif do == "stop" and agent.attempt <= message["attempt"]:
+            agent.attempt, agent.stopped_at = message["attempt"], now
+            self._after(STOPS_S, lambda: self._stopped(agent, message["attempt"]))
+        elif do == "dismiss":
+            self._after(STOPS_S, lambda: self._stopped(agent, agent.attempt))
+        elif do == "leave":
+            self._drop(agent)
+
+    def _after(self, between_s: tuple[float, float], action: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(
+            self._later, (time.monotonic() + self._chance.uniform(*between_s), self._number, action)
+        )
+
+    def _started(self, agent: Agent, attempt: int) -> None:
+        if agent.silent or agent.connection is None or agent.attempt != attempt:
+            return
+        agent.ranks = "running"
+        pids = [agent.pid * 10 + rank for rank in range(RANKS)]
+        self._say(agent, {"say": "started", "attempt": attempt, "pids": pids})
+
+    def _stopped(self, agent: Agent, attempt: int) -> None:
+        if agent.silent or agent.connection is None:
+            return
+        agent.ranks = "waiting"
+        self._say(agent, {"say": "stopped", "attempt": attempt, "store_port": 29500})
+
+
+@dataclass
+class Supervised:
+    """A run with `nodes` active nodes: the real supervisor in a process of its own, and the fleet."""
+
+    directory: RunDirectory
+    nodes: int
+    fleet: Fleet
+    log: Path
+    supervisor: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "jurymast.supervisor", str(self.directory.root)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with open(self.log, "ab") as log:
+            self.supervisor = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+        self.fleet.forget_place()
+
+    def kill(self) -> None:
+        self.supervisor.kill()
+        self.supervisor.wait()
+
+
+@contextmanager
+def supervised(folder: Path, nodes: int, spares: int) -> Iterator[Supervised]:
+    names = [f"n{number:05d}" for number in range(nodes + spares)]
+    folder.mkdir(parents=True)
+    directory = RunDirectory(folder / "run")
+    directory.create()
+    directory.save_plan(
+        RunPlan(
+            run="fleet", name="fleet", directory=str(directory.root), cluster="local", active=nodes,
+            spares=spares, ranks_per_node=RANKS, script="train.py", submitted_at=time.time(),
+            settings=Settings(heartbeat_s=HEARTBEAT_S, preflight_s=0.0),
+        )
+    )  # fmt: skip
+    allocation = Allocation("local-1", 0, tuple(names), names[-1], time.time())
+    allocation.save(directory)
+    fleet = Fleet(directory.root, directory.secret(), allocation.key, names, HEARTBEAT_S)
+    run = Supervised(directory, nodes, fleet, folder / "supervisor.log")
+    run.start()
+    try:
+        yield run
+    finally:
+        run.kill()
+        fleet.close()
