@@ -32,7 +32,7 @@ from jurymast.core.heartbeat import patience_s
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
-from jurymast.wire.channel import MAGIC, NONCE_BYTES, TAG_BYTES, digest
+from jurymast.wire.channel import HEAD_BYTES, MAGIC, NONCE_BYTES, TAG_BYTES, digest
 
 RANKS = 8
 HEARTBEAT_S = 0.5
@@ -40,8 +40,8 @@ STEP_S = 1.0
 # What a node takes to start ranks, and to stop them, in seconds: from, to.
 STARTS_S, STOPS_S = (0.05, 0.15), (0.02, 0.08)
 RECONNECT_S = 0.1
-PENDING_MAX = 256  # connections under way at the same time, as many as a switch of nodes brings
-HEAD_BYTES = 4 + TAG_BYTES
+PENDING_MAX = 4000  # connections under way at the same time: what a listener holds
+LOOK_S = 0.02
 _PATIENCE = re.compile(rb'"patience_s":([0-9.]+)')
 
 
@@ -111,11 +111,15 @@ class Fleet:
 
     def run_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
         """Serve all agents until the condition holds; False when it took longer than the limit."""
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
+        now = time.monotonic()
+        end, look_at = now + limit_s, now
+        while now < end:
             self.turn()
-            if condition():
-                return True
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + LOOK_S  # it may look at all agents
+                if condition():
+                    return True
         return False
 
     def run_for(self, seconds: float) -> None:

@@ -5,7 +5,6 @@ The second half of the run's state machine; `core.run` feeds it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -244,10 +243,18 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
 
 
 def _enough(state: RunState) -> bool:
-    """Whether enough nodes are ready; of thousands that are not, only as many are looked at as may be."""
+    """Whether enough nodes are ready. Of thousands that are not, one more is looked at than may be missing:
+    those that were not ready at an earlier look, as long as there are that many."""
     may_lack = len(state.nodes) - state.active
-    lacking = (1 for node in state.nodes.values() if not node.usable)
-    return may_lack >= 0 and len(list(itertools.islice(lacking, may_lack + 1))) <= may_lack
+    lacking = state._lacking
+    while len(lacking) > may_lack >= 0:
+        looked_at = lacking[-(may_lack + 1) :]
+        still = [name for name in looked_at if name in state.nodes and not state.nodes[name].usable]
+        if len(still) > may_lack:
+            return False
+        lacking[-(may_lack + 1) :] = still
+    lacking[:] = [name for name, node in state.nodes.items() if not node.usable]
+    return len(lacking) <= may_lack
 
 
 def _left_out(state: RunState, spares: list[Node]) -> str:

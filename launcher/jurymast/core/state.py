@@ -230,6 +230,7 @@ class RunState:
     _places: tuple[tuple[str, ...], dict[str, int]] = field(
         default=((), {}), init=False, repr=False, compare=False
     )
+    _lacking: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     _unstopped: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property

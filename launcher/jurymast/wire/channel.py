@@ -26,6 +26,8 @@ from jurymast.errors import AuthenticationError, ProtocolError
 MAGIC = b"jurymast/1\n"
 NONCE_BYTES = 32
 TAG_BYTES = 16
+HEAD_BYTES = 4 + TAG_BYTES
+READ_BYTES = 65536
 FRAME_BYTES_MAX = 4 * 1024 * 1024
 HANDSHAKE_LIMIT_S = 5.0
 
@@ -49,6 +51,7 @@ class Channel:
         self._receive_key = receive_key
         self._sent = 0
         self._received = 0
+        self._unread = bytearray()
 
     @property
     def local_address(self) -> str:
@@ -67,16 +70,30 @@ class Channel:
             self._writer.write(struct.pack(">I", len(payload)) + tag + payload)
 
     async def receive(self) -> Message:
-        try:
-            head = await self._reader.readexactly(4 + TAG_BYTES)
-            (length,) = struct.unpack(">I", head[:4])
-            if length > FRAME_BYTES_MAX:
-                raise ProtocolError(f"frame of {length} bytes from {self.peer_address}")
-            payload = await self._reader.readexactly(length)
-        except asyncio.IncompleteReadError as error:
-            raise ConnectionResetError("the other side closed the connection") from error
+        while (frame := self._frame()) is None:
+            data = await self._reader.read(READ_BYTES)
+            if not data:
+                raise ConnectionResetError("the other side closed the connection")
+            self._unread += data
+        return self._opened(*frame)
+
+    def _frame(self) -> tuple[bytes, bytes] | None:
+        """Seal and payload of the next frame; None until all of it is here."""
+        if len(self._unread) < HEAD_BYTES:
+            return None
+        (length,) = struct.unpack_from(">I", self._unread)
+        if length > FRAME_BYTES_MAX:
+            raise ProtocolError(f"frame of {length} bytes from {self.peer_address}")
+        end = HEAD_BYTES + length
+        if len(self._unread) < end:
+            return None
+        tag, payload = bytes(self._unread[4:HEAD_BYTES]), bytes(self._unread[HEAD_BYTES:end])
+        del self._unread[:end]
+        return tag, payload
+
+    def _opened(self, tag: bytes, payload: bytes) -> Message:
         expected = hmac.digest(self._receive_key, struct.pack(">Q", self._received) + payload, "sha256")
-        if not hmac.compare_digest(expected[:TAG_BYTES], head[4:]):
+        if not hmac.compare_digest(expected[:TAG_BYTES], tag):
             raise AuthenticationError(f"a frame from {self.peer_address} is not sealed with this run's key")
         self._received += 1
         try:
