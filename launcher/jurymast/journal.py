@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jurymast import __version__
 from jurymast.core import events as ev
 from jurymast.core.instructions import Instruction
 from jurymast.core.run import step
@@ -103,6 +104,18 @@ class JournalWriter:
             self.error = None
         except OSError as error:  # a full disk: the run goes on, and the lines wait for the next try
             self.error = error
+
+
+def first_events(directory: RunDirectory, t: float) -> list[ev.Event]:
+    """The events that open a new run's journal."""
+    plan = directory.plan()
+    return [
+        ev.RunStarted(
+            t=t, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
+            ranks_per_node=plan.ranks_per_node, script=plan.script, submitted_at=plan.submitted_at,
+            policy_hash=plan.policy_hash, version=__version__,
+        )
+    ]  # fmt: skip
 
 
 def read(directory: RunDirectory) -> Iterator[Entry]:

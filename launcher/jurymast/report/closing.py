@@ -8,9 +8,8 @@ import time
 from jurymast.core import events as ev
 from jurymast.core.run import step
 from jurymast.core.state import RunState
-from jurymast.journal import JournalWriter, replay
+from jurymast.journal import JournalWriter, first_events, replay
 from jurymast.rundir import RunDirectory
-from jurymast.supervisor.supervisor import first_events
 from jurymast.wire.endpoint import claim_epoch
 
 

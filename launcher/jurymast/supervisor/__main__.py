@@ -19,10 +19,10 @@ from jurymast.cluster.control import requeue, why_ending
 from jurymast.core import events as ev
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.errors import JurymastError
-from jurymast.journal import JournalWriter, replay
+from jurymast.journal import JournalWriter, first_events, replay
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import allow_files
-from jurymast.supervisor.supervisor import Supervisor, first_events
+from jurymast.supervisor.supervisor import Supervisor
 from jurymast.wire.endpoint import claim_epoch
 
 BATCH_LIMIT_S = 3.0

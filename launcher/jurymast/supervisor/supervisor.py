@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from jurymast import __version__
 from jurymast.checkpoint.directory import BadCheckpoint
 from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
 from jurymast.core.copies import SHARED, RestorePlan
-from jurymast.core.heartbeat import ANSWER_INTERVAL_S, patience_s
+from jurymast.core.heartbeat import ANSWER_INTERVAL_S
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
@@ -31,6 +30,7 @@ from jurymast.supervisor.clock import Clock
 from jurymast.supervisor.door import BACKLOG, Door
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.health import Health
+from jurymast.supervisor.lateness import Lateness
 from jurymast.supervisor.preflight import Preflight
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.sick_nodes import SickNodes
@@ -65,9 +65,6 @@ LEAVE_LIMIT_S = 4.0
 SECURE_LIMIT_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0}
 SECURE_HURRY_S = 20.0
 SECURE_POLL_S = 0.02
-# A loop that stood still for so long is told of; what it was late of late fades within minutes.
-LATE_TOLD_S = 2.0
-LATE_KEPT, LATE_MAX_S = 0.999, 5.0
 # A supervisor that hears no other node waits this long for a successor before it believes its ears.
 ISOLATION_LIMIT_S = 15.0
 
@@ -106,7 +103,7 @@ class Supervisor:
         self._isolated_since: float | None = None
         self._restore: RestorePlan | None = None
         self._answered: dict[str, float] = {}
-        self._late_s = 0.0  # how late the loop was, of late
+        self._lateness = Lateness(state.settings.heartbeat_s, self.feed, self.now)
         self._hung_up: set[str] = set()  # agents that heard nothing here, and look for a supervisor
         self._terminating = False
         self._leaving = False
@@ -278,7 +275,7 @@ class Supervisor:
         count = itertools.count()
         while not self._over.is_set():
             await asyncio.sleep(STEADY_INTERVAL_S if self._steady() else WATCH_INTERVAL_S)
-            self._note_late(self._watch.clock.tick(time.monotonic()))
+            self._lateness.overslept(self._watch.clock.tick(time.monotonic()))
             if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED:
                 continue
             if self._cut_off():
@@ -293,13 +290,6 @@ class Supervisor:
             if self.state.phase is Phase.RUNNING:
                 self._hangs.judge()
             self.feed(ev.Tick(t=self.now()))
-
-    def _note_late(self, overslept_s: float) -> None:
-        """A busy machine is nobody's fault; agents are told to be as patient as it takes."""
-        self._late_s = min(LATE_MAX_S, max(overslept_s, LATE_KEPT * self._late_s))
-        if overslept_s > LATE_TOLD_S:
-            text = f"the supervisor stood still for {overslept_s:.1f} s: no node is blamed for that time"
-            self.feed(ev.Noted(t=self.now(), message=text))
 
     async def _look_at_storage(self) -> None:
         try:
@@ -451,8 +441,8 @@ class Supervisor:
             self._stragglers.beat(node, message)
             if now >= self._answered.get(node, 0.0) + ANSWER_INTERVAL_S:
                 self._answered[node] = now
-                patient_s = patience_s(self.state.settings.heartbeat_s, len(self._channels), self._late_s)
-                self._tell(node, {"do": "go on", "time": time.time(), "patience_s": round(patient_s, 1)})
+                patience_s = self._lateness.patience_s(len(self._channels))
+                self._tell(node, {"do": "go on", "time": time.time(), "patience_s": patience_s})
         elif said == "ready":
             self.feed(ev.NodeReady(t=now, node=node, store_port=message["store_port"]))
         elif said == "started":
@@ -600,15 +590,3 @@ class Supervisor:
         job = self._allocation.rpartition(".")[0]
         self.feed(ev.AllocationEnded(t=self.now(), slurm_job=job, why=why))
         self._over.set()
-
-
-def first_events(directory: RunDirectory, t: float) -> list[ev.Event]:
-    """The events that open a new run's journal."""
-    plan = directory.plan()
-    return [
-        ev.RunStarted(
-            t=t, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
-            ranks_per_node=plan.ranks_per_node, script=plan.script, submitted_at=plan.submitted_at,
-            policy_hash=plan.policy_hash, version=__version__,
-        )
-    ]  # fmt: skip
