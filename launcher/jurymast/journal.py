@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jurymast import __version__
 from jurymast.core import events as ev
 from jurymast.core.instructions import Instruction
 from jurymast.core.run import step
@@ -106,14 +105,14 @@ class JournalWriter:
             self.error = error
 
 
-def first_events(directory: RunDirectory, t: float) -> list[ev.Event]:
-    """The events that open a new run's journal."""
+def first_events(directory: RunDirectory, t: float, version: str) -> list[ev.Event]:
+    """The events that open a new run's journal; `version`: of jurymast."""
     plan = directory.plan()
     return [
         ev.RunStarted(
             t=t, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
             ranks_per_node=plan.ranks_per_node, script=plan.script, submitted_at=plan.submitted_at,
-            policy_hash=plan.policy_hash, version=__version__,
+            policy_hash=plan.policy_hash, version=version,
         )
     ]  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
+from jurymast import __version__
 from jurymast.core import events as ev
 from jurymast.core.run import step
 from jurymast.core.state import RunState
@@ -24,7 +25,7 @@ def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
         return state
     journal = JournalWriter(directory.journal, epoch)
     t = max(time.time(), state.now)
-    events = first_events(directory, t) if state.epoch == 0 else []
+    events = first_events(directory, t, __version__) if state.epoch == 0 else []
     events += [
         ev.SupervisorStarted(t=t, epoch=epoch, node=socket.gethostname()),
         ev.Asked(t=t, what="cancel", by=by),

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 
+from jurymast import __version__
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
 from jurymast.cluster.batch import SUPERSEDED, tell_of_requeue
 from jurymast.cluster.control import requeue, why_ending
@@ -44,7 +45,7 @@ async def supervise(
 
     supervisor = Supervisor(directory, state, journal, why, epoch)
     if state.epoch == 0:
-        for event in first_events(directory, supervisor.now()):
+        for event in first_events(directory, supervisor.now(), __version__):
             supervisor.feed(event)
     supervisor.feed(ev.SupervisorStarted(t=supervisor.now(), epoch=epoch, node=node))
     if trouble := allow_files(plan.nodes):
