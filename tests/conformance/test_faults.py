@@ -15,7 +15,7 @@ from jurymast.core.state import Phase
 from support.runs import RunUnderTest, wait_gone
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.torch
 
 RESTARTED = "failures: {restarts: {application: 3 per 1h}}\n"
 GONE_S = 4.0

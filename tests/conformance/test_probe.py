@@ -12,7 +12,7 @@ import pytest
 from conformance.harness import RANKS, Case, run_both
 from jurymast.worker.stack_signal import NUMBER
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.torch
 
 LAUNCHERS = ("torchrun", "jurymast")
 Found = dict[str, list[dict[str, Any]]]  # what each rank has found, by launcher

@@ -8,7 +8,7 @@ import pytest
 
 from conformance.harness import Case, assert_alike, run_both
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.torch
 
 # Each launcher's ranks begin with nothing compiled, and need not compile more than there is.
 COMPILER = {"TORCHINDUCTOR_CACHE_DIR": "../compiled", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}

@@ -17,7 +17,7 @@ from support.runs import RunUnderTest, jurymast, local_run
 from support.saves import agreed, all_alike, named, saved_by_rank, saves
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.torch
 
 TRAIN = ("--steps", "100000", "--step-time", "0.02", "--tell-saves")
 # Failures are expected so often that the best interval is a few seconds.

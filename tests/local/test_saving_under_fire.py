@@ -18,7 +18,7 @@ from jurymast.core.state import RunState
 from support.runs import RunUnderTest, hosts, local_run, result, wait_gone
 from support.saves import check_restores
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.torch
 
 SEEDS = [int(os.environ["JURYMAST_TEST_SEED"])] if "JURYMAST_TEST_SEED" in os.environ else [1, 2]
 TRAIN = (

@@ -19,7 +19,7 @@ from support.runs import SCRIPTS, RunUnderTest, jurymast, local_run, result, wai
 from support.s3_server import S3Server
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.torch
 
 MIB = 1 << 20
 Limited = tuple[Path, tuple[str, ...]]  # where there is no room, and the command that makes room

@@ -18,7 +18,6 @@ SLOW_FROM, SLOW_S = 40, 0.25
 TRAIN = ("--steps", str(STEPS), "--save-every", "50 steps")
 
 
-@pytest.mark.timeout(300)
 def test_a_slow_node_is_swapped_and_the_run_ends_with_the_same_bits(
     tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from jurymast.core import events as ev
 from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.torch
 
 TRAIN = ("--steps", "240", "--step-time", "0.02", "--save-every", "20 steps")
 
@@ -88,7 +88,6 @@ def test_a_rollback_takes_a_live_run_back_and_nothing_newer_returns(tmp_path: Pa
     ], run.story()
 
 
-@pytest.mark.timeout(300)  # what stores is nice to the ranks, and torch's import may take a minute then
 def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",

@@ -15,17 +15,6 @@ import pytest
 from testcluster import Cluster
 from testcluster.settings import DEFAULT_DIR, DIR_VARIABLE
 
-# Packages may have to be installed first, and a repair may wait for Slurm's own time limits.
-_TIMEOUT_S = 300
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave each test of this folder the time that a first installation takes."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
-
 
 @pytest.fixture(scope="session")
 def place() -> Path:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from jurymast.journal import read, replay
 from support.fleet import Supervised, supervised
-
-pytestmark = pytest.mark.timeout(300)
 
 NODES, SPARES = 200, 8
 LIMIT_S = 100.0

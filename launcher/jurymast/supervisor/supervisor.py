@@ -104,7 +104,6 @@ class Supervisor:
         self._restore: RestorePlan | None = None
         self._answered: dict[str, float] = {}
         self._lateness = Lateness(state.settings.heartbeat_s, self.feed, self.now)
-        self._hung_up: set[str] = set()  # agents that heard nothing here, and look for a supervisor
         self._terminating = False
         self._leaving = False
         self._failure: BaseException | None = None
@@ -376,17 +375,19 @@ class Supervisor:
         )  # fmt: skip
         self._health.joined(node, hello)
         self._catch_up(node, hello)
-        while True:
+        hangs_up = False
+        while not hangs_up:
             try:
                 message = await connection.receive()
             except (OSError, AuthenticationError, ProtocolError) as error:
                 print(f"{node}: {type(error).__name__}: {error}", flush=True)
                 break
-            self._hear(node, message)
+            hangs_up = message["say"] == "hangs up"  # it heard nothing here, and looks for a supervisor
+            if not hangs_up:
+                self._hear(node, message)
         if self._channels.get(node) is connection:
             del self._channels[node]
-            if node in self._hung_up:  # it lives, and is back once it has looked elsewhere
-                self._hung_up.discard(node)
+            if hangs_up and node in self._watch.nodes:  # it lives, and is back once it has looked elsewhere
                 self._watch.expect(node)
                 return
             await asyncio.sleep(RECONNECT_GRACE_S)
@@ -469,8 +470,6 @@ class Supervisor:
             self._sick.answered(node, message)
         elif said == "terminated":
             self._spawn(self._agent_terminated(node))
-        elif said == "hangs up":
-            self._hung_up.add(node)
         elif said == "leaving":
             self._lose(node, "left", evidence=message["why"])
         else:
