@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SIZES} nodes, for the shape")
     parser.add_argument("--nodes", type=int, nargs="*", help=f"sizes; {SIZES} unless said otherwise")
+    parser.add_argument("--no-saves", action="store_true", help="agents tell of no checkpoints")
     parser.add_argument("--keep", type=Path, help="leave the supervisors' logs and run directories here")
     arguments = parser.parse_args()
     sizes = arguments.nodes or (QUICK_SIZES if arguments.quick else SIZES)
@@ -208,6 +209,7 @@ def main() -> None:
         for nodes in sizes:
             folder = (arguments.keep or Path(temporary)) / f"{nodes}-nodes"
             with supervised(folder, nodes, max(32, nodes // SPARE_SHARE)) as run:
+                run.fleet.saves = not arguments.no_saves
                 one = Lab(run)
                 through = phases(one, QUICK_STEADY_S if arguments.quick else STEADY_S)
             rows += one.rows

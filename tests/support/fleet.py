@@ -37,6 +37,8 @@ from jurymast.wire.channel import HEAD_BYTES, MAGIC, NONCE_BYTES, TAG_BYTES, dig
 RANKS = 8
 HEARTBEAT_S = 0.5
 STEP_S = 1.0
+SAVE_EVERY = 10  # steps
+IMAGE_BYTES, COMMON_BYTES = 10**10, 10**6
 # What a node takes to start ranks, and to stop them, in seconds: from, to.
 STARTS_S, STOPS_S = (0.05, 0.15), (0.02, 0.08)
 RECONNECT_S = 0.1
@@ -68,6 +70,10 @@ class Agent:
     launched_at: float = 0.0
     stopped_at: float = 0.0
     connections: int = 0
+    rank: int = 0  # its group rank
+    world: int = 0  # ranks of all nodes
+    saved: int = 0
+    copies: dict[tuple[int, int, str], dict[str, Any]] = field(default_factory=dict)  # (step, rank, part)
 
 
 class Fleet:
@@ -94,6 +100,7 @@ class Fleet:
         self._place: tuple[str, int] | None = None
         self._chance = chance
         self.hung_up = 0
+        self.saves = True
         self.bytes_out = self.bytes_in = self.frames_in = self.frames_out = 0
         self.begun = 0.0
         self._beats: dict[tuple[int, bool], bytes] = {}
@@ -265,7 +272,7 @@ class Fleet:
             "incarnation": agent.incarnation, "pid": agent.pid, "boot_id": "b", "gpus": RANKS,
             "attempt": agent.attempt, "ranks": agent.ranks, "store_port": 29500,
             "pids": [agent.pid * 10 + rank for rank in range(RANKS)] if agent.ranks == "running" else [],
-            "data_port": 1, "copies": [], "room": {}, "domain": "", "health": [],
+            "data_port": 1, "copies": list(agent.copies.values()), "room": {}, "domain": "", "health": [],
         }  # fmt: skip
 
     # ---- words
@@ -322,6 +329,9 @@ class Fleet:
                 continue
             heapq.heappush(self._due, (max(at + self.heartbeat_s, now), connections, name))
             self._seal(agent, self._beat(agent.attempt, agent.ranks == "running", step))
+            if self.saves and agent.ranks == "running" and step // SAVE_EVERY > agent.saved:
+                agent.saved = step // SAVE_EVERY
+                self._save(agent, agent.saved * SAVE_EVERY)
 
     def _beat(self, attempt: int, running: bool, step: int) -> bytes:
         key = (attempt, running)
@@ -334,6 +344,21 @@ class Fleet:
             message = {"say": "beat", "attempt": attempt, "ranks": ranks, "cadence": None}
             self._beats[key] = json.dumps(message, separators=(",", ":")).encode()
         return self._beats[key]
+
+    def _save(self, agent: Agent, step: int) -> None:
+        """All ranks of the node have saved into its memory."""
+        ranks = range(agent.rank * RANKS, (agent.rank + 1) * RANKS)
+        self._hold(agent, [self._copy(agent, step, rank, "memory", "all") for rank in ranks])
+
+    def _copy(self, agent: Agent, step: int, rank: int, tier: str, part: str) -> dict[str, Any]:
+        return {
+            "tier": tier, "step": step, "attempt": agent.attempt, "rank": rank, "world": agent.world,
+            "part": part, "size_bytes": IMAGE_BYTES, "common_bytes": COMMON_BYTES, "common_id": "alike",
+        }  # fmt: skip
+
+    def _hold(self, agent: Agent, copies: list[dict[str, Any]]) -> None:
+        agent.copies |= {(copy["step"], copy["rank"], copy["part"]): copy for copy in copies}
+        self._say(agent, {"say": "held", "copies": copies})
 
     def _read(self, agent: Agent) -> None:
         inbox = agent.inbox
@@ -357,10 +382,16 @@ class Fleet:
         do, now = message["do"], time.monotonic()
         if do == "launch" and message["attempt"] > agent.attempt:
             agent.attempt, agent.ranks, agent.launched_at = message["attempt"], "starting", now
+            agent.rank, agent.world = message["rank"], RANKS * message["world"]
             self._after(STARTS_S, lambda: self._started(agent, message["attempt"]))
         elif do == "stop" and agent.attempt <= message["attempt"]:
             agent.attempt, agent.stopped_at = message["attempt"], now
             self._after(STOPS_S, lambda: self._stopped(agent, message["attempt"]))
+        elif do == "replicate":
+            self._hold(agent, [self._copy(agent, message["step"], message["rank"], "peer", message["part"])])
+        elif do == "committed":
+            step = message["step"]
+            agent.copies = {key: copy for key, copy in agent.copies.items() if key[0] >= step}
         elif do == "dismiss":
             self._after(STOPS_S, lambda: self._stopped(agent, agent.attempt))
         elif do == "leave":

@@ -162,8 +162,11 @@ class Copies:
         self._held: dict[Key, dict[int, dict[Place, Copy]]] = {}
         # Ranks whose whole image is in their own node's memory: asked for at every word from an agent.
         self._whole: dict[Key, set[int]] = {}
+        # Of each set the ranks of which a node has, or had, copies: thousands of nodes come and go at once.
+        self._at: dict[Key, dict[str, set[int]]] = {}
 
     def hold(self, copy: Copy) -> None:
+        self._at.setdefault(copy.key, {}).setdefault(copy.node, set()).add(copy.rank)
         ranks = self._held.setdefault(copy.key, {})
         ranks.setdefault(copy.rank, {})[copy.place] = copy
         if _whole(copy):
@@ -183,7 +186,9 @@ class Copies:
         """Forget what matches all that is given."""
         wanted = set(tiers)
         for one, ranks in self._held.items():
-            for rank in ranks if key in (None, one) else ():
+            if key not in (None, one):
+                continue
+            for rank in self._at[one].get(node, ()) if node else ranks:
                 places = [
                     place
                     for place in ranks[rank]
@@ -191,6 +196,8 @@ class Copies:
                 ]
                 self._remove(one, rank, places)
         self._held = {one: ranks for one, ranks in self._held.items() if any(ranks.values())}
+        for gone in self._at.keys() - self._held.keys():
+            del self._at[gone]
 
     def newest_first(self) -> list[Key]:
         """Those that were reached last, first: what a later attempt saved is newer, whatever its step."""
