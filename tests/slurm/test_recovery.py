@@ -155,6 +155,7 @@ def test_bad_input_is_one_clear_line_and_submits_nothing(
     assert not runs.exists() or not any(runs.iterdir())
 
 
+@pytest.mark.alone  # a slow link and a machine that other tests keep busy are two things
 def test_what_is_no_failure_raises_no_alarm(cluster: Cluster, tmp_path: Path, undisturbed: str) -> None:
     """A link that becomes slow, and a controller that restarts, in mid-run."""
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "1")
