@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jurymast.core import events as ev
 from support.runs import RunUnderTest, end_all, tree, wait_gone
+from support.s3_server import free_port
 from support.waiting import wait_until
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
@@ -123,8 +124,9 @@ def _prepare(case: Case, folder: Path) -> None:
 
 @contextmanager
 def _torchrun(case: Case, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [command_of("torchrun"), "--nproc-per-node", str(RANKS), "--redirects", "3",
-               "--log-dir", str(folder / "logs"), *case.command]  # fmt: skip
+    # Older torch takes one and the same port for all on a machine unless told otherwise.
+    command = [command_of("torchrun"), "--nproc-per-node", str(RANKS), "--master-port", str(free_port()),
+               "--redirects", "3", "--log-dir", str(folder / "logs"), *case.command]  # fmt: skip
     with open(folder / "torchrun.log", "wb") as log:
         process = subprocess.Popen(
             command, cwd=folder / "work", env=environment(case.environment), stdin=subprocess.DEVNULL,
