@@ -2,7 +2,7 @@
 """How many nodes one supervisor carries. It runs in a process of its own, with a real journal, behind real
 TCP and seals; the agents are simulated, 8 ranks each, heartbeats every 0.5 s (see `tests/support/fleet.py`).
 
-Phases, one after the other: all nodes join within a second; the first launch; a steady minute; a connection
+Phases, one after the other: all nodes join within a second; the first launch; half a minute of training; a connection
 that is reset; a node that falls silent; twenty nodes at once; another supervisor takes over.
 """
 
@@ -72,11 +72,8 @@ def waited(one: Lab, what: str, condition: Callable[[], bool], limit_s: float = 
     began = time.monotonic()
     if one.fleet.run_until(condition, limit_s):
         return time.monotonic() - began
-    ended = (
-        f", and the supervisor has ended ({one.run.supervisor.returncode})"
-        if one.run.supervisor.poll()
-        else ""
-    )
+    code = one.run.supervisor.poll()
+    ended = "" if code is None else f", and the supervisor has ended ({code})"
     common.progress(f"{one.nodes} nodes: {what}: not within {limit_s:.0f} s{ended}")
     return None
 

@@ -59,7 +59,6 @@ class Agent:
     attempt: int = 0
     connection: socket.socket | None = None
     greeted: int = 0  # 0 nothing, 1 proof sent, 2 in
-    nonce: bytes = b""
     send_key: bytes = b""
     sent: int = 0
     inbox: bytearray = field(default_factory=bytearray)
@@ -253,7 +252,7 @@ class Fleet:
         if agent.greeted == 0 and len(agent.inbox) >= len(MAGIC) + NONCE_BYTES:
             theirs = bytes(agent.inbox[len(MAGIC) : len(MAGIC) + NONCE_BYTES])
             del agent.inbox[: len(MAGIC) + NONCE_BYTES]
-            ours = agent.nonce = secrets.token_bytes(NONCE_BYTES)
+            ours = secrets.token_bytes(NONCE_BYTES)
             agent.send_key = digest(self._secret, b"to-server", theirs, ours)
             agent.greeted = 1
             self._write(agent, ours + digest(self._secret, b"client", theirs, ours))

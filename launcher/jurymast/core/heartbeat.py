@@ -60,7 +60,7 @@ def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
 
 def patience_s(heartbeat_s: float, nodes: int, late_s: float = 0.0) -> float:
     """So long an agent hears nothing of its supervisor before it looks for another, in seconds: three
-    answers, each to a heartbeat; longer for more nodes, and when its loop was late of late (`late_s`)."""
+    answers, each to a heartbeat; longer for more nodes, and when the supervisor was `late_s` late."""
     return BEATS * max(ANSWER_INTERVAL_S, heartbeat_s) + nodes / NODES_A_SECOND + LATE_TIMES * late_s
 
 

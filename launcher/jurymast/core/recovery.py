@@ -71,7 +71,7 @@ def not_stopped(state: RunState) -> tuple[str, ...]:
 def _all_stopped(state: RunState) -> bool:
     """As `not not_stopped(state)`, but thousands of answers do not each look at thousands of nodes: one node
     that has not stopped is enough, and one that has stays so."""
-    unstopped = state._unstopped
+    unstopped = state.unstopped
     if not unstopped:
         unstopped.extend(reversed(not_stopped(state)))
     while unstopped:
@@ -246,7 +246,7 @@ def _enough(state: RunState) -> bool:
     """Whether enough nodes are ready. Of thousands that are not, one more is looked at than may be missing:
     those that were not ready at an earlier look, as long as there are that many."""
     may_lack = len(state.nodes) - state.active
-    lacking = state._lacking
+    lacking = state.lacking
     while len(lacking) > may_lack >= 0:
         looked_at = lacking[-(may_lack + 1) :]
         still = [name for name in looked_at if name in state.nodes and not state.nodes[name].usable]

@@ -230,8 +230,8 @@ class RunState:
     _places: tuple[tuple[str, ...], dict[str, int]] = field(
         default=((), {}), init=False, repr=False, compare=False
     )
-    _lacking: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    _unstopped: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    lacking: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    unstopped: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def places(self) -> Mapping[str, int]:

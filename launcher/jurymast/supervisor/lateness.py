@@ -7,8 +7,9 @@ from collections.abc import Callable
 from jurymast.core import events as ev
 from jurymast.core.heartbeat import patience_s
 
-# A loop that stood still for so long is told of; what it was late of late fades within minutes.
+# A loop that stood still for so long is told of.
 TOLD_S = 2.0
+# How late it was counts half after a minute or two.
 KEPT, MOST_S = 0.999, 5.0
 
 

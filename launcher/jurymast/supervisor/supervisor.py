@@ -333,7 +333,7 @@ class Supervisor:
         connection = self._channels.pop(node, None)
         if connection is not None:
             connection.close()
-        self._last_progress(self.state.stopped)
+        self._stops()
         self._tiers.lost(node)
         self.feed(
             ev.NodeLost(
@@ -423,15 +423,18 @@ class Supervisor:
         elif isinstance(instruction, StopWorkers) and node in instruction.nodes:
             self._tell(node, {"do": "stop", "attempt": instruction.attempt})
 
-    def _last_progress(self, answered: set[str]) -> None:
-        """How far the ranks came, when they are about to be stopped and when one more answer makes all: to
-        look at all ranks for each node's answer would take too long where there are many."""
-        missing = len(self.state.placement) - len(self.state.findings.lost) - len(answered)
-        if self.state.phase is Phase.RUNNING and answered is self.state.stopped or missing <= 1:
+    def _stops(self) -> None:
+        """Before the first word that ends an attempt, and before the last: tell how far its ranks came. To
+        look at all ranks for each node's word would take too long where there are many."""
+        if self.state.phase is Phase.RUNNING or self._is_last(self.state.stopped):
             self._progress.report(forced=True)
 
+    def _is_last(self, said: set[str]) -> bool:
+        """Whether the word of one more node makes all."""
+        return len(said) + 1 >= len(self.state.placement) - len(self.state.findings.lost)
+
     def _stopped(self, node: str, attempt: int, store_port: int) -> None:
-        self._last_progress(self.state.stopped)
+        self._stops()
         self.feed(ev.WorkersStopped(t=self.now(), node=node, attempt=attempt, store_port=store_port))
 
     def _hear(self, node: str, message: Message) -> None:
@@ -451,7 +454,7 @@ class Supervisor:
                 ev.WorkersStarted(t=now, node=node, attempt=message["attempt"], pids=tuple(message["pids"]))
             )
         elif said == "failed":
-            self._last_progress(self.state.stopped)
+            self._stops()
             self.feed(ev.from_json({**message, "event": "WorkerFailed", "t": now, "node": node}))
         elif said == "looked":
             self._hangs.hear(message)
@@ -460,7 +463,8 @@ class Supervisor:
         elif said == "stopped":
             self._stopped(node, message["attempt"], message["store_port"])
         elif said == "finished":
-            self._last_progress(self.state.finished)
+            if self._is_last(self.state.finished):
+                self._progress.report(forced=True)
             self.feed(ev.NodeFinished(t=now, node=node, attempt=message["attempt"]))
         elif said == "health":
             self._health.hear(node, message)
