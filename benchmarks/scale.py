@@ -2,8 +2,8 @@
 """How many nodes one supervisor carries. It runs in a process of its own, with a real journal, behind real
 TCP and seals; the agents are simulated, 8 ranks each, heartbeats every 0.5 s (see `tests/support/fleet.py`).
 
-Phases, one after the other: all nodes join within a second; the first launch; half a minute of training; a connection
-that is reset; a node that falls silent; twenty nodes at once; another supervisor takes over.
+Phases, one after the other: all nodes join within a second; the first launch; half a minute of training; a
+connection that is reset; a node that falls silent; twenty nodes at once; another supervisor takes over.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 from jurymast.cluster.local import local_process
 from jurymast.core.state import RunState
 from support.runs import RunUnderTest, hosts, jurymast, local_run, result, wait_gone
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -159,15 +160,28 @@ def test_a_hang_inside_a_collective_is_found_and_resolved(tmp_path: Path, undist
     assert result(out)["sha256"] == undisturbed
 
 
-def test_neither_a_long_rest_nor_a_supervisor_that_crashes_touches_the_ranks(
+def connected_to(port: int, agents: Sequence[psutil.Process]) -> set[int]:
+    """Ports from which these agents have connections to the one of their supervisor."""
+    found = [one for agent in agents for one in agent.net_connections("tcp") if one.status == "ESTABLISHED"]
+    return {one.laddr.port for one in found if one.raddr and one.raddr.port == port}
+
+
+def test_neither_a_long_rest_nor_a_supervisor_in_trouble_touches_the_ranks(
     tmp_path: Path, undisturbed: str
 ) -> None:
-    """An evaluation in another process, an upload: a rank idles for long, and the others wait for it."""
+    """An evaluation in another process, an upload: a rank idles for long, and the others wait for it. The
+    supervisor stands still until its agents have hung up, goes on, and crashes."""
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
-                   arguments=(*TRAIN, "--rest-once", "50:1:15", "--out", str(out))) as run:  # fmt: skip
-        run.wait_saved(20)
+                   arguments=(*TRAIN, "--rest-once", "50:1:25", "--out", str(out))) as run:  # fmt: skip
+        placement = run.wait_saved(20).placement
         endpoint = json.loads((run.directory.epochs / "000001.json").read_text())
+        agents = [psutil.Process(run.agent_pid(node)) for node in placement]
+        before = connected_to(endpoint["port"], agents)
+        os.kill(endpoint["pid"], signal.SIGSTOP)
+        wait_until("the end of all patience", lambda: not before & connected_to(endpoint["port"], agents))
+        os.kill(endpoint["pid"], signal.SIGCONT)
+        run.wait("word of it", lambda s: any("stood still" in text for _, text in s.notes))
         os.kill(endpoint["pid"], signal.SIGKILL)
         state = run.wait_end()
         wait_gone(run.directory.root)
