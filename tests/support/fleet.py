@@ -99,6 +99,7 @@ class Fleet:
         self._place: tuple[str, int] | None = None
         self._chance = chance
         self.hung_up = 0
+        self.reconnect_s = RECONNECT_S
         self.saves = True
         self.bytes_out = self.bytes_in = self.frames_in = self.frames_out = 0
         self.begun = 0.0
@@ -220,7 +221,7 @@ class Fleet:
         agent.connection = None
         if again:
             self._place = None
-            pause_s = RECONNECT_S * (0.5 + self._chance.random())
+            pause_s = self.reconnect_s * (0.5 + self._chance.random())
             self._waiting.append((time.monotonic() + pause_s, agent))
 
     def _serve(self, agent: Agent, what: int) -> None:
