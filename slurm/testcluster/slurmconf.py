@@ -33,7 +33,7 @@ _LEAST_MESSAGE_TIMEOUT_S = 2
 _CGROUPS_OPTIONAL = (23, 11)
 _NULL_DEVICE = os.makedev(1, 3)
 _MUNGE_KEY_BYTES = 1024
-_HEALTH_CHECK_INTERVAL_S = 5
+_HEALTH_CHECK_INTERVAL_S = 10
 _SITE = Path(__file__).resolve().parents[1] / "site"
 
 

@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 
-TRAIN = ("--steps", "400", "--step-time", "0.02", "--save-every", "20 steps")
+TRAIN = ("--steps", "160", "--step-time", "0.05", "--save-every", "10 steps")
 # On which nodes something is found says a directory with a file a node, which holds the verdict.
 PROBE = """
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_a_node_with_a_finding_is_swapped_out_and_no_bit_is_lost(
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
                    arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-        victim = run.wait_safe(40).placement[1]
+        victim = run.wait_safe(20).placement[1]
         (nodes_found / victim).write_text(verdict)
         state = run.wait_end()
         wait_gone(run.directory.root)
@@ -90,7 +90,7 @@ def test_the_same_on_every_node_stops_nobody_for_long_and_alerts(tmp_path: Path,
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
                    arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-        nodes = list(run.wait_safe(40).nodes)
+        nodes = list(run.wait_safe(20).nodes)
         for node in nodes:
             (nodes_found / node).write_text("bad")
         wait_until("finding on every node", lambda: {e.node for e in findings(run)} == set(nodes), 30.0)
@@ -108,7 +108,7 @@ def test_a_rank_that_crashes_leaves_the_end_of_its_log(
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # the user's wish, which ranks get as under torchrun
     with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script="train_tiny.py",
                    arguments=(*TRAIN, "--out", str(tmp_path / "out.json"))) as run:  # fmt: skip
-        state = run.wait_saved(20)
+        state = run.wait_saved(10)
         pid = run.pids(state.placement[0])[0]
         os.kill(pid, signal.SIGSEGV)
         state = run.wait_end()

@@ -15,7 +15,7 @@ from support.runs import local_run, wait_gone
 
 pytestmark = pytest.mark.torch
 
-TRAIN = ("--steps", "160", "--step-time", "0.01", "--save-every", "20 steps")
+TRAIN = ("--steps", "80", "--step-time", "0.02", "--save-every", "10 steps")
 
 
 def test_the_rank_that_never_came_to_the_collective_is_named(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_the_rank_that_never_came_to_the_collective_is_named(tmp_path: Path) -> 
     policy.write_text("detect: {hang: 6s}\n")  # a rank in its own code may have good reasons for long
     with local_run(tmp_path / "runs", "--nodes", "3", "--spares", "0", "--policy", str(policy),
                    script="train_tiny.py",
-                   arguments=(*TRAIN, "--rest-once", "50:1:1000")) as run:  # fmt: skip
+                   arguments=(*TRAIN, "--rest-once", "25:1:1000")) as run:  # fmt: skip
         state = run.wait_end()
         wait_gone(run.directory.root)
     assert state.exit_code == 0, run.story()
@@ -53,7 +53,7 @@ def test_a_stopped_rank_does_not_hold_the_look_up(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # where no py-spy is
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
                    arguments=TRAIN) as run:  # fmt: skip
-        victim = run.wait_safe(40).placement[1]
+        victim = run.wait_safe(20).placement[1]
         os.kill(run.pids(victim)[0], signal.SIGSTOP)
         state = run.wait_end()
         wait_gone(run.directory.root)

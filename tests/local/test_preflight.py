@@ -96,7 +96,8 @@ def test_nodes_are_tested_before_ranks_start_and_a_suspect_once_more(tmp_path: P
     policy = tmp_path / "policy.yaml"
     policy.write_text(POLICY)
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", "--policy", str(policy),
-                   script="train_tiny.py", arguments=("--steps", "100000")) as run:  # fmt: skip
+                   script="train_tiny.py",
+                   arguments=("--steps", "100000", "--step-time", "0.05")) as run:  # fmt: skip
         state = run.wait_step(3)
         processes = processes_of(run.directory.root)
         left = [p.pid for p in processes if "jurymast.preflight" in p.cmdline()]

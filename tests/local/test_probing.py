@@ -353,7 +353,7 @@ def test_a_finding_of_a_run_reaches_its_journal_and_is_over_again(
     acme: Callable[..., Acme], tmp_path: Path
 ) -> None:
     package = acme("acme")
-    train = ("--steps", "400", "--step-time", "0.02", "--checkpoints", str(tmp_path / "own"))
+    train = ("--steps", "160", "--step-time", "0.05", "--checkpoints", str(tmp_path / "own"))
     with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script="train_plain.py",
                    arguments=train) as run:  # fmt: skip
 

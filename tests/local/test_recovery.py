@@ -22,8 +22,8 @@ from support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 
-STEPS = 240
-TRAIN = ("--steps", str(STEPS), "--step-time", "0.01", "--save-every", "20 steps")
+STEPS = 120
+TRAIN = ("--steps", str(STEPS), "--step-time", "0.02", "--save-every", "10 steps")
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +67,12 @@ FAULTS = [
 def test_fault_after_fault_costs_no_bit(tmp_path: Path, trained_plainly: Callable[..., str]) -> None:
     """First one of the script, then each kind of a rank or a node, for which there are three spares."""
     out = tmp_path / "out.json"
-    train = (*TRAIN, "--steps", "600")
+    train = (*TRAIN, "--steps", "300")
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "3", script="train_tiny.py",
-                   arguments=(*train, "--raise-once", "30:0", "--out", str(out))) as run:  # fmt: skip
+                   arguments=(*train, "--raise-once", "15:0", "--out", str(out))) as run:  # fmt: skip
         run.wait("the exception", partial(recovered, 1))
         for number, (fault, cause, action) in enumerate(FAULTS, 2):
-            safe = (run.state().incidents[-1].step_restored or 0) + 40
+            safe = (run.state().incidents[-1].step_restored or 0) + 20
             fault(run, run.wait_safe(safe).placement[1])
             incident = run.wait(f"the recovery after {cause}", partial(recovered, number)).incidents[-1]
             assert (incident.cause, incident.action) == (cause, action), run.story()
@@ -96,7 +96,7 @@ def test_what_is_sent_to_all_of_a_job_costs_no_warm_server(tmp_path: Path) -> No
     """Ranks come from the same one as before, not from another that outlives its host."""
     with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script="train_tiny.py",
                    arguments=TRAIN) as run:  # fmt: skip
-        node = run.wait_saved(40).placement[0]
+        node = run.wait_saved(20).placement[0]
         rank = psutil.Process(run.pids(node)[0])
         server = rank.ppid()
         for number in (signal.SIGHUP, signal.SIGTERM):
@@ -112,7 +112,7 @@ def test_no_spare_left_requeues_without_the_bad_node(tmp_path: Path, undisturbed
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
                    arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-        lost = run.wait_saved(40).placement[1]
+        lost = run.wait_saved(20).placement[1]
         crash_node(run, lost)
         state = run.wait_end()
         wait_gone(run.directory.root)
@@ -152,7 +152,7 @@ def test_exit_code_of_the_application_passes_through(tmp_path: Path) -> None:
 def test_a_hang_inside_a_collective_is_found_and_resolved(tmp_path: Path, undisturbed: str) -> None:
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
-                   arguments=(*TRAIN, "--out", str(out), "--hang-once", "50:1")) as run:  # fmt: skip
+                   arguments=(*TRAIN, "--out", str(out), "--hang-once", "25:1")) as run:  # fmt: skip
         state = run.wait_end()
         wait_gone(run.directory.root)
     assert [(i.cause, i.action) for i in state.incidents] == [("hang", "restart")]
@@ -173,8 +173,8 @@ def test_neither_a_long_rest_nor_a_supervisor_in_trouble_touches_the_ranks(
     supervisor stands still until its agents have hung up, goes on, and crashes."""
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
-                   arguments=(*TRAIN, "--rest-once", "50:1:25", "--out", str(out))) as run:  # fmt: skip
-        placement = run.wait_saved(20).placement
+                   arguments=(*TRAIN, "--rest-once", "25:1:25", "--out", str(out))) as run:  # fmt: skip
+        placement = run.wait_saved(10).placement
         endpoint = json.loads((run.directory.epochs / "000001.json").read_text())
         agents = [psutil.Process(run.agent_pid(node)) for node in placement]
         before = connected_to(endpoint["port"], agents)
@@ -192,7 +192,7 @@ def test_neither_a_long_rest_nor_a_supervisor_in_trouble_touches_the_ranks(
 
 def test_a_signal_to_the_batch_process_cancels(tmp_path: Path) -> None:
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
-                   arguments=("--steps", "100000", "--step-time", "0.01")) as run:  # fmt: skip
+                   arguments=("--steps", "100000", "--step-time", "0.05")) as run:  # fmt: skip
         run.wait_step(5)
         batch = local_process(run.directory)
         assert batch is not None
@@ -207,9 +207,9 @@ def test_an_unmodified_script_is_watched_and_restarted(
     tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:
     """No import of jurymast in it: torch's optimizer hook gives the heartbeats."""
-    out, train = tmp_path / "out.json", ("--steps", "200", "--save-every", "20")
+    out, train = tmp_path / "out.json", ("--steps", "100", "--save-every", "10")
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_plain.py",
-                   arguments=(*train, "--step-time", "0.01", "--checkpoints", str(tmp_path / "own"),
+                   arguments=(*train, "--step-time", "0.02", "--checkpoints", str(tmp_path / "own"),
                               "--out", str(out))) as run:  # fmt: skip
         kill_rank(run, run.wait_step(1).placement[1])
         state = run.wait_end()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.torch
 MIB = 1 << 20
 Limited = tuple[Path, tuple[str, ...]]  # where there is no room, and the command that makes room
 # An image of 2.7 MB
-TRAIN = ("--width", "256", "--step-time", "0.02", "--save-every", "20 steps")
+TRAIN = ("--width", "256", "--step-time", "0.05", "--save-every", "10 steps")
 
 
 def do(*command: str) -> None:
@@ -174,7 +174,7 @@ def test_no_room_on_storage_is_told_and_caught_up_with(
 ) -> None:
     with limited(tmp_path) as (place, make_room):
         checkpoints = place / "checkpoints"
-        train = (*TRAIN, "--steps", "2000", "--checkpoints", str(checkpoints))
+        train = (*TRAIN, "--steps", "1000", "--checkpoints", str(checkpoints))
         with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
                        arguments=train) as run:  # fmt: skip
             state = run.wait("the failure", lambda s: "shared" in s.saved and s.saved["shared"].failures > 0)
@@ -182,7 +182,7 @@ def test_no_room_on_storage_is_told_and_caught_up_with(
             (warned,) = shown(run, "copying to the shared tier failed")
             assert why in warned
             assert "nothing is there yet" in warned
-            run.wait_saved((state.saved["memory"].step or 0) + 20)
+            run.wait_saved((state.saved["memory"].step or 0) + 10)
             do(*make_room)
             state = run.wait("catching up", lambda s: bool(s.saved["shared"].step))
             assert (state.saved["shared"].failures, state.incidents) == (0, [])
@@ -217,7 +217,7 @@ def test_an_object_store_that_is_down_is_told_and_caught_up_with(tmp_path: Path,
         (warned,) = shown(run, "copying to the object tier failed")
         assert "is it up?" in warned
         assert (state.saved["shared"].failures, state.incidents) == (0, [])
-        run.wait_saved((state.saved_step or 0) + 20)
+        run.wait_saved((state.saved_step or 0) + 10)
         s3.start()
         state = run.wait("catching up", lambda s: bool(s.saved["object"].step))
         assert state.saved["object"].failures == 0
@@ -231,7 +231,7 @@ def test_storage_that_hangs_holds_up_nothing_but_its_own_tier(tmp_path: Path) ->
     """A frozen file system keeps writers waiting where no signal reaches them, as a dead NFS server does."""
     out = tmp_path / "out.json"
     with loop_mounted(tmp_path / "disk", "ext4", 64) as disk:
-        train = (*TRAIN, "--steps", "3000", "--checkpoints", str(disk / "checkpoints"), "--out", str(out))
+        train = (*TRAIN, "--steps", "2000", "--checkpoints", str(disk / "checkpoints"), "--out", str(out))
         with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
                        arguments=train) as run:  # fmt: skip
             state = run.wait("a first one", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
@@ -244,7 +244,7 @@ def test_storage_that_hangs_holds_up_nothing_but_its_own_tier(tmp_path: Path) ->
                 state = run.wait("word of it", lambda s: s.saved["shared"].failures > 0, limit_s=120)
                 (warned,) = shown(run, "copying to the shared tier failed")
                 assert "the storage is slow, or it hangs" in warned
-                run.wait_saved((state.saved["memory"].step or 0) + 20)
+                run.wait_saved((state.saved["memory"].step or 0) + 10)
             finally:
                 do("fsfreeze", "--unfreeze", str(disk))
             behind = state.saved["shared"].step or 0

@@ -17,7 +17,7 @@ from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 
 pytestmark = pytest.mark.torch
 
-TRAIN = ("--steps", "240", "--step-time", "0.02", "--save-every", "20 steps")
+TRAIN = ("--steps", "100", "--step-time", "0.05", "--save-every", "10 steps")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_flipped_bits_in_memory_are_found_and_the_next_copy_is_used(tmp_path: Pa
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
                    arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-        state = run.wait_safe(60)
+        state = run.wait_safe(30)
         victim = state.placement[1]
         ranks = [psutil.Process(pid) for node in state.placement for pid in run.pids(node)]
         for rank in ranks:  # nothing is saved while the memory is being damaged
@@ -74,7 +74,7 @@ def test_flipped_bits_in_memory_are_found_and_the_next_copy_is_used(tmp_path: Pa
 def test_a_rollback_takes_a_live_run_back_and_nothing_newer_returns(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
-                   arguments=(*TRAIN, "--steps", "600", "--out", str(out))) as run:  # fmt: skip
+                   arguments=(*TRAIN, "--steps", "240", "--out", str(out))) as run:  # fmt: skip
         run.wait("a shared checkpoint", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
         oldest = min(int(p.name[5:]) for p in run.directory.checkpoints.glob("step-????????"))
         done = jurymast("checkpoints", str(run.directory.root), "rollback", str(oldest), "--json")
@@ -91,8 +91,8 @@ def test_a_rollback_takes_a_live_run_back_and_nothing_newer_returns(tmp_path: Pa
 def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
-                   arguments=(*TRAIN, "--steps", "600", "--out", str(out))) as run:  # fmt: skip
-        run.wait_safe(20)  # before that they look there for what to restore
+                   arguments=(*TRAIN, "--steps", "240", "--out", str(out))) as run:  # fmt: skip
+        run.wait_safe(10)  # before that they look there for what to restore
         blocked = run.directory.checkpoints
         blocked.rename(blocked.with_name("elsewhere"))
         blocked.write_text("not a directory")
@@ -104,11 +104,11 @@ def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
         blocked.unlink()
         state = run.wait("catching up", lambda s: (s.saved["shared"].step or 0) > 0, limit_s=180)
         assert state.saved["shared"].failures == 0
-        assert run.wait_step(before + 20).incidents == []
+        assert run.wait_step(before + 10).incidents == []
         run.wait_end()
         wait_gone(run.directory.root)
     steps = {int(path.name[5:]) for path in blocked.glob("step-????????")}
-    assert 600 in steps  # the last one got there before the nodes were given back
+    assert 240 in steps  # the last one got there before the nodes were given back
 
 
 def test_with_memory_off_the_ranks_save_to_storage_themselves(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_lost_node_comes_back_out_of_the_parity_of_its_group(
     policy.write_text("checkpoint: {tiers: {peer: {parity: 2}, shared: {every: 1h}}}\n")
     with local_run(tmp_path / "runs", "--nodes", "3", "--spares", "1", "--policy", str(policy),
                    script="train_tiny.py", arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-        run.wait("parity", lambda s: "peer" in s.saved and (s.saved["peer"].step or 0) >= 60)
+        run.wait("parity", lambda s: "peer" in s.saved and (s.saved["peer"].step or 0) >= 30)
         os.killpg(run.agent_pid(run.state().placement[2]), signal.SIGKILL)
         state = run.wait_end()
         wait_gone(run.directory.root)
@@ -139,6 +139,6 @@ def test_a_lost_node_comes_back_out_of_the_parity_of_its_group(
     assert result(out)["sha256"] == trained_plainly(*TRAIN, nodes=3)
     (incident,) = state.incidents
     assert incident.action == "swap"
-    assert (incident.step_restored or 0) >= 60, run.story()
+    assert (incident.step_restored or 0) >= 30, run.story()
     assert set(incident.tiers) == {"memory", "peer"}, run.story()
     assert [e for e in run.events() if isinstance(e, ev.Fetched)] == []  # nothing else had to serve instead

@@ -63,7 +63,7 @@ def test_ranks_leave_a_failing_port_out(tmp_path: Path, sysfs: Sysfs) -> None:
     folder.mkdir()
     with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", "--policy", str(policy),
                    script="show_environment.py",
-                   arguments=(str(folder), "--steps", "100000", "--step-time", "0.01")) as run:  # fmt: skip
+                   arguments=(str(folder), "--steps", "100000", "--step-time", "0.05")) as run:  # fmt: skip
         run.wait("the first look", lambda _: last_word(run, "ib-unused") != "")
         run.wait_step(1)
         assert network_of(folder, 1) == "^=mlx5_9"

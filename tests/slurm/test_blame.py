@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 LIMIT_S = 60.0
 SHARE_MIB = 48
 NVML_ERROR_UNKNOWN = 999
-ENDLESS = ("--steps", "100000", "--step-time", "0.02", "--save-every", "50 steps")
+ENDLESS = ("--steps", "100000", "--step-time", "0.05", "--save-every", "20 steps")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_sympathetic_xid_on_three_nodes_blames_none_and_tells_people(
         for name in three:
             gpus[name].xid(2, code)
         alert_of(run, code, three)
-        state = run.wait_step(run.state().step + 100)
+        state = run.wait_step(run.state().step + 40)
         assert (state.incidents, state.attempt, state.placement) == ([], 1, before.placement), run.story()
         blames_nobody(run, state)
     code_told, told, _ = jurymast(cluster, "status", directory)
@@ -155,7 +155,7 @@ def test_a_page_fault_of_the_program_s_restarts_in_place(
     cluster: Cluster, tmp_path: Path, gpus: dict[str, FakeGpus]
 ) -> None:
     """Xid 31, then CUDA's own words from the rank: an illegal address is the program's doing."""
-    train = ("--steps", "1200", "--step-time", "0.02", "--save-every", "50 steps", "--cuda-once", "1000:1")
+    train = ("--steps", "480", "--step-time", "0.05", "--save-every", "20 steps", "--cuda-once", "400:1")
     directory, job = submit(
         cluster, cluster.shared / tmp_path.name, "--nodes", "3", "--spares", "1",
         script="train_tiny.py", arguments=train,
@@ -166,7 +166,7 @@ def test_a_page_fault_of_the_program_s_restarts_in_place(
     looked(run, [victim])
     gpus[victim].xid(0, 31)
     state = run.wait("the Xid in the journal", lambda s: victim in found(run, "xid-31"))
-    assert state.step < 1000, "too late to be known when the rank ends"
+    assert state.step < 400, "too late to be known when the rank ends"
     state = run.wait_end()
     assert state.exit_code == 0, run.story()
     (incident,) = state.incidents
@@ -175,7 +175,7 @@ def test_a_page_fault_of_the_program_s_restarts_in_place(
     )
     assert "an illegal memory access" in incident.evidence
     assert "xid-31 on gpu0: Xid 31: a GPU memory page fault: an illegal address" in incident.evidence
-    assert (incident.step_restored or 0) >= 50
+    assert (incident.step_restored or 0) >= 20
     assert state.placement == before.placement
     blames_nobody(run, state)
     _, told, _ = jurymast(cluster, "status", directory)
@@ -188,7 +188,7 @@ def test_a_script_that_finds_the_shared_storage_full_costs_no_spare(
     cluster: Cluster, tmp_path: Path, share: Path, out: Path, writes: str
 ) -> None:
     """It saves by itself, and dies; in the last case what the run itself writes finds no room, either."""
-    train: tuple[str, ...] = ("--steps", "500", "--step-time", "0.02", "--checkpoints", str(share / "own"))
+    train: tuple[str, ...] = ("--steps", "250", "--step-time", "0.04", "--checkpoints", str(share / "own"))
     train += ("--each-rank",) if writes != "rank 0" else ()
     runs = share if writes == "run directory" else cluster.shared / tmp_path.name
     directory, job = submit(
@@ -196,7 +196,7 @@ def test_a_script_that_finds_the_shared_storage_full_costs_no_spare(
         script="train_plain.py", arguments=(*train, "--out", str(out)),
     )  # fmt: skip
     run = SlurmRun(cluster, seen(cluster, directory), job)
-    before = run.wait_step(40)
+    before = run.wait_step(20)
     filler = fill(seen(cluster, share))
     if writes == "run directory":
         first = set(run.pids(before.placement[0]))
@@ -215,7 +215,7 @@ def test_a_script_that_finds_the_shared_storage_full_costs_no_spare(
     )
     assert state.placement == before.placement
     blames_nobody(run, state)
-    assert result(out)["steps"] == 500
+    assert result(out)["steps"] == 250
 
 
 def _alive(cluster: Cluster, node: str, pids: set[int]) -> bool:

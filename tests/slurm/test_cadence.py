@@ -52,7 +52,7 @@ def test_failures_shorten_the_cadence_and_quiet_lengthens_it_at_one_step_on_all_
     policy.chmod(0o644)
     run = submit(
         cluster, tmp_path, "--nodes", "3", "--spares", "1", "--policy", str(policy),
-        arguments=("--steps", "1000000", "--step-time", "0.02", "--save-every", "auto", "--tell-saves"),
+        arguments=("--steps", "1000000", "--step-time", "0.05", "--save-every", "auto", "--tell-saves"),
     )  # fmt: skip
     run.wait_step(20)
     assert jurymast(cluster, "save", str(run.directory.root))[0] == 0  # now it is known what a save costs

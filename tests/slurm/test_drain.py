@@ -84,7 +84,7 @@ def submit(cluster: Cluster, folder: Path, *options: str) -> tuple[int, str, str
     }  # fmt: skip
     command = [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(cluster.shared / folder.name)]
     command += ["--policy", str(policy), "--parsable", *options, "--", str(SCRIPTS / "train_tiny.py")]
-    command += ["--steps", "100000", "--step-time", "0.02", "--save-every", "50 steps"]
+    command += ["--steps", "100000", "--step-time", "0.05", "--save-every", "20 steps"]
     done = cluster.login(command, env=environment, timeout_s=60, check=False)
     return done.returncode, done.stdout, done.stderr
 
@@ -97,7 +97,7 @@ def test_a_lost_gpu_is_swapped_out_drained_and_back_after_its_repair(
     assert code == 0, error
     job = told.strip()
     run = SlurmRun(cluster, find_run(job, cluster.shared / tmp_path.name).root, int(job))
-    state = run.wait_saved(100)
+    state = run.wait_saved(40)
     victim = next(name for name in state.placement if name != state.host)
     wait_until("the job in root's book", lambda: job in _jobs_seen(cluster, victim), LIMIT_S)
     gpus[victim].xid(3, 79)
@@ -115,7 +115,7 @@ def test_a_lost_gpu_is_swapped_out_drained_and_back_after_its_repair(
     assert victim not in left
     assert len(left) == 2
     step = run.state().step
-    run.wait_step(step + 50)  # the job goes on without it
+    run.wait_step(step + 20)  # the job goes on without it
     assert [name for name in cluster.nodes if node(cluster, name)[1] != "none"] == [victim]
 
     gpus[victim].clear()

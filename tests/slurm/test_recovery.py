@@ -54,14 +54,14 @@ def test_fault_after_fault_costs_no_bit(
     cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:
     """First one of the script, then each kind of a rank or a node, for which there are three spares."""
-    train = (*TRAIN, "--steps", "600")
+    train = (*TRAIN, "--steps", "300")
     run = submit(
-        cluster, tmp_path, "--nodes", "3", "--spares", "3", arguments=(*train, "--raise-once", "30:2")
+        cluster, tmp_path, "--nodes", "3", "--spares", "3", arguments=(*train, "--raise-once", "15:2")
     )
     run.wait("the exception", partial(recovered, 1))
     hurt = []
     for number, (fault, place, _, _) in enumerate(FAULTS, 2):
-        state = run.wait_safe((run.state().incidents[-1].step_restored or 0) + 40)
+        state = run.wait_safe((run.state().incidents[-1].step_restored or 0) + 20)
         hurt.append(state.placement[place])
         fault(run, hurt[-1])
         run.wait(f"the recovery after {fault.__name__}", partial(recovered, number))
@@ -82,7 +82,7 @@ def recovered(number: int, state: RunState) -> bool:
 
 def test_a_hang_costs_no_bit(cluster: Cluster, tmp_path: Path, undisturbed: str) -> None:
     run = submit(
-        cluster, tmp_path, "--nodes", "3", "--spares", "1", arguments=(*TRAIN, "--hang-once", "70:2")
+        cluster, tmp_path, "--nodes", "3", "--spares", "0", arguments=(*TRAIN, "--hang-once", "35:2")
     )
     state = run.wait_end()
     never_left_running(run)
@@ -94,7 +94,7 @@ def test_a_hang_costs_no_bit(cluster: Cluster, tmp_path: Path, undisturbed: str)
 def test_the_batch_host_dies(cluster: Cluster, tmp_path: Path, undisturbed: str, spares: int) -> None:
     """Another node's agent takes the supervision over; the ranks go on, or are placed anew."""
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", str(spares))
-    host = run.wait_saved(60).host
+    host = run.wait_saved(30).host
     power_loss(run, host)
     state = run.wait_end(150)
     assert (state.phase.value, state.epoch >= 2) == ("succeeded", True), run.story()
@@ -123,7 +123,15 @@ def test_a_script_that_always_crashes_ends_the_job_with_its_code(cluster: Cluste
 
 
 def test_cancel_ends_the_job_and_the_run(cluster: Cluster, tmp_path: Path) -> None:
-    run = submit(cluster, tmp_path, "--nodes", "2", "--spares", "0", arguments=("--steps", "100000"))
+    run = submit(
+        cluster,
+        tmp_path,
+        "--nodes",
+        "2",
+        "--spares",
+        "0",
+        arguments=("--steps", "100000", "--step-time", "0.05"),
+    )
     run.wait_step(5)
     code, _, error = jurymast(cluster, "cancel", str(run.directory.root))
     assert code == 0, error
@@ -159,10 +167,10 @@ def test_bad_input_is_one_clear_line_and_submits_nothing(
 def test_what_is_no_failure_raises_no_alarm(cluster: Cluster, tmp_path: Path, undisturbed: str) -> None:
     """A link that becomes slow, and a controller that restarts, in mid-run."""
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "1")
-    victim = run.wait_saved(20).placement[1]
+    victim = run.wait_saved(10).placement[1]
     cluster.fault("slow", victim, delay_ms=100)
     cluster.fault("slurmctld-restart")
-    run.wait_saved(40)
+    run.wait_saved(20)
     cluster.fault("slow", victim, off=True)
     state = run.wait_end(150)
     assert (state.exit_code, state.incidents) == (0, []), run.story()
@@ -173,7 +181,7 @@ def test_a_node_cut_off_is_replaced_and_its_return_harms_nothing(
     cluster: Cluster, tmp_path: Path, undisturbed: str
 ) -> None:
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "1")
-    victim = run.wait_saved(60).placement[1]
+    victim = run.wait_saved(30).placement[1]
     cluster.fault("partition", victim)
     run.wait("the swap", lambda s: bool(s.incidents) and s.incident is None)
     cluster.fault("heal", victim)
