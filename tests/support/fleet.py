@@ -33,6 +33,7 @@ from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
 from jurymast.wire.channel import HEAD_BYTES, MAGIC, NONCE_BYTES, TAG_BYTES, digest
+from jurymast.wire.messages import Beat, RankReport, encode
 
 RANKS = 8
 HEARTBEAT_S = 0.5
@@ -336,13 +337,8 @@ class Fleet:
     def _beat(self, attempt: int, running: bool, step: int) -> bytes:
         key = (attempt, running)
         if key not in self._beats:
-            rank = {
-                "step": step, "beats": step, "explicit": False, "phase": "training", "quiet_s": 0.3127,
-                "beat_s": 0.3127, "longest_s": 1.0042, "settled": 0, "idle_s": 0.0, "stopped_s": 0.0,
-            }  # fmt: skip
-            ranks = [rank] * RANKS if running else []
-            message = {"say": "beat", "attempt": attempt, "ranks": ranks, "cadence": None}
-            self._beats[key] = json.dumps(message, separators=(",", ":")).encode()
+            rank = RankReport(step, step, False, "training", 0.3127, 0.3127, 1.0042, 0, 0.0, 0.0)
+            self._beats[key] = encode(Beat(attempt, [rank] * RANKS if running else []))
         return self._beats[key]
 
     def _save(self, agent: Agent, step: int) -> None:

@@ -21,7 +21,9 @@ from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel
+from jurymast.wire.connection import Connection
 from jurymast.wire.endpoint import Endpoint
+from support.wire import served
 
 LIMIT_S = 20.0
 ALLOCATION = Allocation("17", 0, ("n1",), "n1", 0.0)
@@ -56,19 +58,13 @@ def connected_to(agent: Agent, tmp_path: Path) -> tuple[bool, int]:
         secret = RunDirectory(tmp_path / "run").secret()
         accepted: list[Channel] = []
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            accepted.append(await channel.accept(reader, writer, secret))
+        async def serve(come: Connection) -> None:
+            accepted.append(await channel.accept(come, secret))
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port: int = server.sockets[0].getsockname()[1]
-        agent._last = agent._last or at(port, 1)
-        endpoint.announce(tmp_path / "run" / "epochs", at(port, 2))
-        try:
+        async with served(serve) as port:
+            agent._last = agent._last or at(port, 1)
+            endpoint.announce(tmp_path / "run" / "epochs", at(port, 2))
             found = await agent._connect()
-        finally:
-            server.close()
-            for connection in accepted:
-                connection.close()
         if found is not None:
             found.close()
         return found is not None, port

@@ -20,8 +20,10 @@ from jurymast.core.run import step as take
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.supervisor.cadence import Cadence
+from jurymast.wire.messages import Beat, CadenceReport
 from jurymast.worker.link import Link, open_page
 from jurymast.worker.schedule import Follower
+from support.reports import reported
 from support.waiting import wait_until
 
 STEP_S = 0.1
@@ -57,16 +59,15 @@ class Agent:
         self.memory = RankMemory(ranks)
         self.memory.heard({"event": "Cadence", "steps": None, "seconds": 10.0})
         self.ranks = [Rank(self.memory, number, wait) for number in range(ranks)]
-        self.up: deque[dict[str, Any]] = deque()
+        self.up: deque[Beat] = deque()
         self.down: deque[dict[str, Any]] = deque()
 
     def beat(self) -> None:
         ranks = [
-            {"step": beat.step, "beats": beat.beats, "explicit": beat.explicit, "settled": beat.settled}
+            reported(step=beat.step, beats=beat.beats, explicit=beat.explicit, settled=beat.settled)
             for beat in self.memory.beats()
         ]
-        cadence = self.memory.cadence()
-        self.up.append({"say": "beat", "attempt": 1, "ranks": ranks, "cadence": cadence})
+        self.up.append(Beat(1, ranks, self.memory.cadence()))
 
 
 class World:
@@ -242,7 +243,7 @@ def test_a_new_attempt_starts_with_a_blank_page() -> None:
     memory = RankMemory(1)
     memory.heard({"event": "Cadence", "steps": 5, "seconds": None})
     order(memory, Schedule(7, 3, 4, 2), decided=7)
-    assert memory.cadence() == {"number": 7, "decided": 7, "steps": 5, "seconds": None}
+    assert memory.cadence() == CadenceReport(7, 7, steps=5)
     memory.clear()
     assert memory.cadence() is None
     ours, settled = follower(memory)

@@ -17,12 +17,15 @@ from typing import Any
 import psutil
 import pytest
 
+from jurymast.errors import AuthenticationError
 from jurymast.journal import replay
 from jurymast.report.closing import record_cancel
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
+from jurymast.wire.connection import Connection
 from support.commands import RUN, Place, crash_loop, swapped
 from support.stories import Story
+from support.wire import served
 
 
 @pytest.fixture
@@ -286,30 +289,27 @@ def supervisor(directory: RunDirectory, answer: dict[str, Any]) -> Iterator[list
     ready, over = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(come: Connection) -> None:
         try:
-            connection = await channel.accept(reader, writer, directory.secret())
+            connection = await channel.accept(come, directory.secret())
             heard.append(await connection.receive())
             if heard[-1]["what"] == "cancel":
                 record_cancel(directory, by=heard[-1]["by"])
             connection.send(answer)
             await connection.drain()
-        except OSError:
-            pass  # a second address of the same client was the slower one
+        except (OSError, AuthenticationError):
+            pass  # a second address of the same client was the slower one, or it wants another run
         finally:
-            writer.close()
+            come.close()
 
     async def main() -> None:
         loops.append(asyncio.get_running_loop())
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        place = endpoint.Endpoint(
-            endpoint.newest_epoch(directory.epochs) or 1, ("127.0.0.9", "127.0.0.1"), port, "n1", "17.0", 1
-        )
-        endpoint.announce(directory.epochs, place)
-        ready.set()
-        await over.wait()
-        server.close()
+        async with served(serve) as port:
+            epoch = endpoint.newest_epoch(directory.epochs) or 1
+            place = endpoint.Endpoint(epoch, ("127.0.0.9", "127.0.0.1"), port, "n1", "17.0", 1)
+            endpoint.announce(directory.epochs, place)
+            ready.set()
+            await over.wait()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()

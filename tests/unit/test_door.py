@@ -17,7 +17,9 @@ from jurymast.errors import AuthenticationError
 from jurymast.supervisor import door
 from jurymast.supervisor.door import Door
 from jurymast.wire import channel
-from jurymast.wire.channel import Message
+from jurymast.wire.connection import Connection
+from jurymast.wire.messages import Message
+from support.wire import served
 
 SECRET = secrets.token_bytes(32)
 LIMIT_S = 30.0
@@ -35,10 +37,9 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 async def listening() -> AsyncIterator[int]:
     """Port of a server that sends each message back."""
     entrance = Door(SECRET, NODES)
-    served: set[asyncio.Task[None]] = set()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if entered := await entrance.enter(reader, writer):
+    async def serve(come: Connection) -> None:
+        if entered := await entrance.enter(come):
             connection, message = entered
             with suppress(ConnectionError):
                 while True:
@@ -46,15 +47,8 @@ async def listening() -> AsyncIterator[int]:
                     message = await connection.receive()
             connection.close()
 
-    def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        served.add(asyncio.ensure_future(serve(reader, writer)))
-
-    server = await asyncio.start_server(come, "127.0.0.1", 0, backlog=door.BACKLOG)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        await asyncio.gather(*served)
+    async with served(serve) as port:
+        yield port
 
 
 async def greet(port: int) -> Message:

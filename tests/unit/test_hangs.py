@@ -10,6 +10,7 @@ from jurymast.core.stacks import CODE, COLLECTIVE
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.watch import Watch
+from support.reports import reported
 from support.stories import Story
 
 TICK_S = 0.1
@@ -43,19 +44,13 @@ class Silent:
         """True when a hang was told of by then."""
         for _ in range(round(seconds / TICK_S)):
             self.watch.clock.now += TICK_S
+            silent = reported(quiet_s=quiet_s, beat_s=quiet_s, longest_s=0.5, idle_s=quiet_s)
             for node in self.state.placement:
-                self.watch.beat(node, self.state.attempt, [report(quiet_s)])
+                self.watch.beat(node, self.state.attempt, [silent])
             self.hangs.judge()
             if any(isinstance(event, ev.RanksHung) for event in self.fed):
                 return True
         return False
-
-
-def report(quiet_s: float) -> dict[str, Any]:
-    return {
-        "step": 30, "beats": 30, "explicit": True, "phase": "stepping", "quiet_s": quiet_s, "beat_s": quiet_s,
-        "longest_s": 0.5, "settled": 0, "idle_s": quiet_s, "stopped_s": 0.0,
-    }  # fmt: skip
 
 
 def test_ranks_that_step_are_not_looked_at() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 
 from jurymast.agent import ranks
 from jurymast.agent.ranks import RankMemory, RankWatch, process_state
+from jurymast.wire.messages import Beat, CadenceReport, RankReport, decode, encode
 from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
 from support.waiting import wait_until
@@ -200,7 +200,7 @@ def test_cpu_time_of_a_busy_process_counts_user_and_system() -> None:
 
 def looking(watch: RankWatch, pid: int, key: str) -> float:
     """A look right now, after which the next one sees what happened since."""
-    return float(watch.look([pid])[0][key])
+    return float(getattr(watch.look([pid])[0], key))
 
 
 def test_a_stopped_rank_is_seen_and_forgiven_when_it_continues() -> None:
@@ -228,12 +228,15 @@ def test_a_report_has_ages_in_seconds_and_forgets_old_processes() -> None:
     with memory_of(1) as memory, child("/bin/sleep", "60") as process:
         watch = RankWatch(memory)
         fresh = watch.look([process.pid])[0]
-        assert (fresh["phase"], fresh["quiet_s"], fresh["beat_s"]) == ("starting", None, None)
+        assert (fresh.phase, fresh.quiet_s, fresh.beat_s) == ("starting", None, None)
         rank(memory, 0, "link.beat(9)")
         report = watch.look([process.pid])[0]
-        assert json.loads(json.dumps(report)) == report
-        assert report["step"] == 9
-        assert 0.0 < report["quiet_s"] <= report["beat_s"] + 0.001 < LIMIT_S
+        beat = Beat(1, [report], CadenceReport(2, -2, seconds=1.5))
+        assert decode(encode(beat), "n1") == beat
+        assert report.quiet_s is not None
+        assert report.beat_s is not None
+        assert report.step == 9
+        assert 0.0 < report.quiet_s <= report.beat_s + 0.001 < LIMIT_S
         watch.look([os.getpid()])
         assert list(watch.watches) == [os.getpid()]
 
@@ -250,9 +253,8 @@ class Clock:
         return self.now
 
 
-def look_for(seconds: float, clock: Clock, watch: RankWatch, pid: int) -> dict[str, Any]:
+def look_for(seconds: float, clock: Clock, watch: RankWatch, pid: int) -> RankReport:
     """Looks as often as it should; the last one's report."""
-    report: dict[str, Any] = {}
     for _ in range(round(seconds / watch.interval_s)):
         clock.now += watch.interval_s
         (report,) = watch.look([pid])
@@ -268,10 +270,10 @@ def test_what_the_whole_machine_slept_is_held_against_no_rank(monkeypatch: pytes
         watch.look([process.pid])
         clock.now += 60.0
         (report,) = watch.look([process.pid])
-        assert report["quiet_s"] == pytest.approx(ranks.OVERSLEPT * watch.interval_s)
-        assert report["idle_s"] == 0.0
+        assert report.quiet_s == pytest.approx(ranks.OVERSLEPT * watch.interval_s)
+        assert report.idle_s == 0.0
         report = look_for(30.0, clock, watch, process.pid)
-        assert report["quiet_s"] == pytest.approx(30.0 + ranks.OVERSLEPT * watch.interval_s)
+        assert report.quiet_s == pytest.approx(30.0 + ranks.OVERSLEPT * watch.interval_s)
 
 
 def test_the_wait_for_an_attempt_is_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,4 +284,4 @@ def test_the_wait_for_an_attempt_is_no_sleep(monkeypatch: pytest.MonkeyPatch) ->
         clock.now += 60.0
         Link(memory.page, "", 0).beat(1)
         report = look_for(30.0, clock, watch, process.pid)
-        assert report["quiet_s"] == pytest.approx(30.0)
+        assert report.quiet_s == pytest.approx(30.0)

@@ -14,6 +14,8 @@ from jurymast.core.settings import RunPlan, Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.report.cadence import cadence_json, cadence_lines
 from jurymast.supervisor.cadence import HOLD_S, MARGIN_BEATS, SAMPLE_S, Cadence
+from jurymast.wire.messages import Beat, CadenceReport
+from support.reports import reported
 
 STEP_S = 0.5
 
@@ -32,7 +34,7 @@ class Site:
         self.orders: list[dict[str, Any]] = []
         self.pages: dict[str, dict[str, int]] = {name: {"number": 0, "decided": 0} for name in ("a", "b")}
         self.copying = False
-        self.asked = {"steps": steps, "seconds": seconds}
+        self.asked: dict[str, Any] = {"steps": steps, "seconds": seconds}
         self.done = 0
         self.cadence = Cadence(self.state, self.tell, self.feed, lambda: self.time, lambda: self.copying)
 
@@ -51,9 +53,8 @@ class Site:
         at = self.done if at is None else at
         page = self.pages[node]
         settled = abs(page["decided"]) if settled is None else settled
-        rank = {"step": at, "beats": at, "explicit": True, "settled": settled}
-        cadence = {**page, **self.asked}
-        self.cadence.beat(node, {"say": "beat", "attempt": 1, "ranks": [rank], "cadence": cadence})
+        rank = reported(step=at, beats=at, settled=settled)
+        self.cadence.beat(node, Beat(1, [rank], CadenceReport(**page, **self.asked)))
 
     def go_on(self, seconds: float, step_s: float = STEP_S) -> None:
         for _ in range(round(seconds / step_s)):
@@ -195,7 +196,7 @@ def test_an_asked_save_that_had_no_room_is_tried_again_but_not_for_ever() -> Non
 
 def test_without_a_checkpointer_there_is_nothing_to_ask() -> None:
     site = Site()
-    site.cadence.beat("a", {"say": "beat", "attempt": 1, "ranks": [], "cadence": None})
+    site.cadence.beat("a", Beat(1, []))
     assert not site.cadence.ask("ann")
 
 

@@ -8,6 +8,7 @@ from jurymast.core.heartbeat import KNOWN_AFTER, LIMIT_MAX_S
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.supervisor.watch import REJOIN_LIMIT_S, WATCH_INTERVAL_S, Watch
+from support.reports import reported
 
 
 class Ears:
@@ -33,11 +34,7 @@ class Ears:
                 self.watch.beat(node, 1, [])
 
     def says(self, node: str, step: int, beats: int = 5, **more: Any) -> None:
-        rank = {
-            "step": step, "beats": beats, "explicit": True, "phase": "stepping", "quiet_s": 0.1,
-            "beat_s": 0.1, "longest_s": 0.2, "idle_s": 0.0, "stopped_s": 0.0,
-        }  # fmt: skip
-        self.watch.beat(node, 1, [{**rank, **more}])
+        self.watch.beat(node, 1, [reported(step=step, beats=beats, **more)])
 
 
 def test_three_missed_heartbeats_are_a_lost_node() -> None:

@@ -23,7 +23,9 @@ from jurymast.rundir import RunDirectory
 from jurymast.wire import channel
 from jurymast.wire.ask import ask
 from jurymast.wire.channel import Channel
+from jurymast.wire.connection import Connection
 from jurymast.wire.endpoint import Endpoint, announce, claim_epoch, find, newest_epoch
+from support.wire import served
 
 SECRET = secrets.token_bytes(32)
 LIMIT_S = 20.0
@@ -64,29 +66,29 @@ async def listening(handler: Handler) -> AsyncIterator[int]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Server:
-    """Takes one connection; `outcome` is what accepting it came to."""
+@asynccontextmanager
+async def accepting() -> AsyncIterator[tuple[int, asyncio.Future[Channel]]]:
+    """Port of a server that takes one connection, and what accepting it comes to."""
+    outcome: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
 
-    def __init__(self, secret: bytes = SECRET) -> None:
-        self._secret = secret
-        self.outcome: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(come: Connection) -> None:
         try:
-            self.outcome.set_result(await channel.accept(reader, writer, self._secret))
+            outcome.set_result(await channel.accept(come, SECRET))
         except (OSError, AuthenticationError) as error:
-            writer.close()
-            self.outcome.set_exception(error)
+            come.close()
+            outcome.set_exception(error)
+
+    async with served(accept) as port:
+        yield port, outcome
 
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[Channel, Channel]]:
     """(client, server) over a real connection."""
-    server = Server()
-    async with listening(server) as port:
+    async with accepting() as (port, outcome):
         client = await channel.connect("127.0.0.1", port, SECRET)
         try:
-            yield client, await server.outcome
+            yield client, await outcome
         finally:
             client.close()
 
@@ -111,8 +113,10 @@ def test_an_answer_to_somebody_who_is_gone_breaks_nothing() -> None:
     async def work() -> None:
         async with connected() as (client, server):
             resets = struct.pack("ii", 1, 0)
-            client._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
-            client._writer.transport.abort()
+            transport = client._connection._transport
+            assert transport is not None
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
+            client._connection.abort()
             with pytest.raises(ConnectionResetError):
                 await server.receive()
             server.send({"ok": True})
@@ -123,12 +127,11 @@ def test_an_answer_to_somebody_who_is_gone_breaks_nothing() -> None:
 
 def test_a_client_with_another_secret_is_refused() -> None:
     async def work() -> None:
-        server = Server()
-        async with listening(server) as port:
+        async with accepting() as (port, outcome):
             with pytest.raises(ConnectionError):
                 await channel.connect("127.0.0.1", port, secrets.token_bytes(32))
             with pytest.raises(AuthenticationError):
-                await server.outcome
+                await outcome
 
     run(work())
 
@@ -244,12 +247,11 @@ async def man_in_the_middle(port: int, change: Callable[[Frames], Frames], count
 @pytest.mark.parametrize("change", [flip_payload, flip_tag, shorten, forge, leave_out, swap])
 def test_a_changed_frame_ends_the_connection(change: Callable[[Frames], Frames]) -> None:
     async def work() -> None:
-        server = Server()
-        async with listening(server) as port, man_in_the_middle(port, change, 3) as relayed:
+        async with accepting() as (port, outcome), man_in_the_middle(port, change, 3) as relayed:
             client = await channel.connect("127.0.0.1", relayed, SECRET)
             for n in range(3):
                 client.send({"n": n})
-            accepted = await server.outcome
+            accepted = await outcome
             with pytest.raises(AuthenticationError):
                 await accepted.receive()
             client.close()
@@ -259,11 +261,10 @@ def test_a_changed_frame_ends_the_connection(change: Callable[[Frames], Frames])
 
 def test_a_repeated_frame_ends_the_connection() -> None:
     async def work() -> None:
-        server = Server()
-        async with listening(server) as port, man_in_the_middle(port, lambda f: f * 2, 1) as relayed:
+        async with accepting() as (port, outcome), man_in_the_middle(port, lambda f: f * 2, 1) as relayed:
             client = await channel.connect("127.0.0.1", relayed, SECRET)
             client.send({"pay": 1})
-            accepted = await server.outcome
+            accepted = await outcome
             assert await accepted.receive() == {"pay": 1}
             with pytest.raises(AuthenticationError):
                 await accepted.receive()
@@ -274,13 +275,11 @@ def test_a_repeated_frame_ends_the_connection() -> None:
 
 def test_a_frame_sent_back_to_its_sender_is_refused() -> None:
     async def work() -> None:
-        async def mirror(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await channel.accept(reader, writer, SECRET)
-            writer.write(await reader.readexactly(HEAD_BYTES + len(b'{"n":1}')))
-
-        async with listening(mirror) as port:
+        async with accepting() as (port, outcome):
             client = await channel.connect("127.0.0.1", port, SECRET)
             client.send({"n": 1})
+            mirror = (await outcome)._connection
+            mirror.write(await mirror.exactly(HEAD_BYTES + len(b'{"n":1}')))
             with pytest.raises(AuthenticationError):
                 await client.receive()
             client.close()
@@ -292,8 +291,7 @@ def test_a_recorded_connection_cannot_be_played_again() -> None:
     recorded: list[bytes] = []
 
     async def work() -> None:
-        first, second = Server(), Server()
-        async with listening(first) as port:
+        async with accepting() as (port, _):
 
             async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
@@ -310,11 +308,11 @@ def test_a_recorded_connection_cannot_be_played_again() -> None:
                 while len(recorded) < 2:
                     await asyncio.sleep(0.01)
                 client.close()
-        async with listening(second) as port:
+        async with accepting() as (port, second):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"".join(recorded))
             with pytest.raises(AuthenticationError):
-                await second.outcome
+                await second
             writer.close()
 
     run(work())
@@ -322,11 +320,12 @@ def test_a_recorded_connection_cannot_be_played_again() -> None:
 
 def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     async def work() -> None:
-        server = Server()
-        async with listening(server) as port:
+        async with accepting() as (port, outcome):
             client = await channel.connect("127.0.0.1", port, SECRET)
-            client._writer.write(struct.pack(">I", channel.FRAME_BYTES_MAX + 1) + bytes(channel.TAG_BYTES))
-            accepted = await server.outcome
+            client._connection.write(
+                struct.pack(">I", channel.FRAME_BYTES_MAX + 1) + bytes(channel.TAG_BYTES)
+            )
+            accepted = await outcome
             with pytest.raises(ProtocolError):
                 await accepted.receive()
             client.close()

@@ -34,7 +34,8 @@ from jurymast.core.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
-from jurymast.wire.channel import Channel, Message
+from jurymast.wire.channel import Channel
+from jurymast.wire.messages import Beat, Message, RankReport
 
 RECONNECT_S = 0.1
 CONNECT_LIMIT_S = 1.5
@@ -217,16 +218,21 @@ class Agent:
             ranks = self._watch.look(self._pids) if self.ranks_state == "running" else []
             self._keeping.look()
             cadence = self._memory.cadence()
-            connection.send({"say": "beat", "attempt": self.attempt, "ranks": ranks, "cadence": cadence})
+            connection.send(Beat(self.attempt, ranks, cadence))
             self._urgent.clear()
             try:
                 await asyncio.wait_for(self._urgent.wait(), self._beat_period(ranks))
             except asyncio.TimeoutError:
                 continue
 
-    def _beat_period(self, ranks: list[dict[str, Any]]) -> float:
+    def _beat_now(self) -> None:
+        """How far the ranks are, ahead of a word of their end."""
+        if self._channel is not None:
+            self._channel.send(Beat(self.attempt, self._watch.look(self._pids)))
+
+    def _beat_period(self, ranks: list[RankReport]) -> float:
         # Until the first step the ranks' progress is worth a closer look: it ends an incident.
-        young = bool(ranks) and min(rank["beats"] for rank in ranks) < 3
+        young = bool(ranks) and min(rank.beats for rank in ranks) < 3
         return min(0.1, self._plan.settings.heartbeat_s) if young else self._plan.settings.heartbeat_s
 
     def _tell(self, what: str, **fields: Any) -> None:
@@ -374,7 +380,7 @@ class Agent:
             if self.ranks_state == "finished":
                 return
             if self._pids:  # how far they came, exactly
-                self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
+                self._beat_now()
             before, self.ranks_state, self._pids = self.ranks_state, "waiting", []
             if before == "warming":
                 self._tell("ready", store_port=self._store_port)
@@ -386,13 +392,13 @@ class Agent:
             self._tell("started", attempt=message["attempt"], pids=self._pids)
             self._urgent.set()
         elif said == "failed":
-            self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
+            self._beat_now()
             log = self._directory.rank_log(message["attempt"], message["rank"])
             told = {key: value for key, value in message.items() if key != "host"}
             look_at = None if message.get("error") else log  # an exception has its own words
             self._tell("failed", **told, **self._evidence.look(message["exit_code"], look_at))
         elif said == "finished":
-            self._tell("beat", attempt=self.attempt, ranks=self._watch.look(self._pids))
+            self._beat_now()
             self.ranks_state, self._pids, self._store_port = "finished", [], 0
             self._tell("finished", attempt=message["attempt"])
 

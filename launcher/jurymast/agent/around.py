@@ -10,7 +10,7 @@ from pathlib import Path
 from jurymast.core import devices
 from jurymast.core.devices import WorkAround, work_around
 from jurymast.core.health import NETWORK, Finding, Verdict
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 
 WORKED_AROUND = "worked-around"
 

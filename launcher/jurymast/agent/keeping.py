@@ -16,7 +16,7 @@ from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.storage import local
 from jurymast.storage.drainer import Drainer
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 
 
 class Keeping:

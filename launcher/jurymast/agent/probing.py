@@ -13,7 +13,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.health.probe import Context, granted_gpus
 from jurymast.health.watcher import Watcher, names_to_ask
 from jurymast.rundir import RunDirectory
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 
 # Offsets of the clock are worth looking a limit up from here on, seconds.
 OFFSET_WORTH_S = 0.1

@@ -11,6 +11,7 @@ from typing import Any
 
 from jurymast.core.cadence import Schedule
 from jurymast.core.hang import IDLE_SHARE
+from jurymast.wire.messages import CadenceReport, RankReport
 from jurymast.worker.link import SLOT_BYTES, Beat, read_slot
 from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
 
@@ -71,12 +72,12 @@ class RankMemory:
         if decided:
             self._schedule.decide(decided)
 
-    def cadence(self) -> dict[str, Any] | None:
+    def cadence(self) -> CadenceReport | None:
         """For the heartbeat, to be asked before the ranks are looked at: their schedule as they see it, and
-        what their script wants (`steps` or `seconds` between saves, or neither); None: no Checkpointer."""
+        what their script wants; None: no Checkpointer."""
         if not self._asked:
             return None
-        return {"number": self._schedule.number, "decided": self._schedule.decided, **self._asked}
+        return CadenceReport(self._schedule.number, self._schedule.decided, **self._asked)
 
     def beats(self) -> list[Beat]:
         return [read_slot(self.page, local_rank) for local_rank in range(self.ranks)]
@@ -122,8 +123,8 @@ class RankWatch:
     _slept_s: float = 0.0
     _timed_at: float = 0.0
 
-    def look(self, pids: list[int]) -> list[dict[str, Any]]:
-        """One dict a local rank; ages in seconds at the time of the call, without those that the whole
+    def look(self, pids: list[int]) -> list[RankReport]:
+        """One report a local rank; ages in seconds at the time of the call, without those that the whole
         machine slept through (a virtual machine that was held, say): no rank is to blame for them. `timed`,
         now and then: steps, and seconds in all of their forward, backward and update parts."""
         now = time.monotonic()
@@ -134,7 +135,7 @@ class RankWatch:
         self.watches = {pid: self.watches.get(pid) or replace(new) for pid in pids}
         tell_times = now >= self._timed_at + TIMED_INTERVAL_S
         self._timed_at = now if tell_times else self._timed_at
-        report: list[dict[str, Any]] = []
+        report: list[RankReport] = []
         for pid, beat in zip(pids, self.memory.beats(), strict=False):
             watch = self.watches[pid]
             _update(watch, pid, now)
@@ -145,24 +146,22 @@ class RankWatch:
                 watch.slept_s = slept_before_s if watch.last else watch.slept_s
                 watch.last = last
             slept_s = self._slept_s - watch.slept_s
+            timed = beat.timed if tell_times and beat.timed[0] else None
             report.append(
-                {
-                    "step": beat.step,
-                    "beats": beat.beats,
-                    "explicit": beat.explicit,
-                    "phase": beat.phase if beat.pid else "starting",
-                    "quiet_s": round(max(0.0, now - last - slept_s), 4) if last else None,
-                    "beat_s": round(now - beat.beat_at, 4) if beat.beat_at else None,
-                    "longest_s": round(beat.longest_s, 4),
-                    "settled": beat.settled,
-                    "idle_s": round(now - watch.idle_since, 3) if watch.idle_since is not None else 0.0,
-                    "stopped_s": round(now - watch.stopped_since, 3)
-                    if watch.stopped_since is not None
-                    else 0.0,
-                }
+                RankReport(
+                    step=beat.step,
+                    beats=beat.beats,
+                    explicit=bool(beat.explicit),
+                    phase=beat.phase if beat.pid else "starting",
+                    quiet_s=round(max(0.0, now - last - slept_s), 4) if last else None,
+                    beat_s=round(now - beat.beat_at, 4) if beat.beat_at else None,
+                    longest_s=round(beat.longest_s, 4),
+                    settled=beat.settled,
+                    idle_s=round(now - watch.idle_since, 3) if watch.idle_since is not None else 0.0,
+                    stopped_s=round(now - watch.stopped_since, 3) if watch.stopped_since is not None else 0.0,
+                    timed=timed,
+                )
             )
-            if tell_times and beat.timed[0]:
-                report[-1]["timed"] = [beat.timed[0], *(round(part_s, 6) for part_s in beat.timed[1:])]
         return report
 
 

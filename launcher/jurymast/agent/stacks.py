@@ -31,7 +31,7 @@ from jurymast.core.flight import Entered
 from jurymast.core.hang import works
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 from jurymast.worker import stack_signal
 
 LIMIT_S = 2.0

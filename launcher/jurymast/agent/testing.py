@@ -15,7 +15,7 @@ from typing import Any
 
 from jurymast.core.preflight import LOCAL, limit_s
 from jurymast.core.settings import RunPlan
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 
 # Slurm may grant devices that no driver stands behind.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")

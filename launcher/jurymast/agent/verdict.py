@@ -11,7 +11,7 @@ from jurymast.cluster.verdicts import boot_id, leave, verdict
 from jurymast.core.health import Finding
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 
 
 async def leave_verdict(order: Message, plan: RunPlan, node: str, say: Callable[[Message], None]) -> None:

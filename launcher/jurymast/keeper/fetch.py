@@ -23,7 +23,7 @@ from jurymast.keeper.copies import Block, Group, Key, blocks_of, parts_of, trust
 from jurymast.keeper.manifest import BadImage, Manifest, hash_block
 from jurymast.keeper.private import open_own
 from jurymast.wire import stream
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 from jurymast.wire.stream import Stream
 
 STREAMS = 2

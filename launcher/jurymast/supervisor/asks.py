@@ -9,7 +9,8 @@ from jurymast.core import events as ev
 from jurymast.core.state import Phase, RunState
 from jurymast.supervisor.cadence import Cadence
 from jurymast.supervisor.tiers import Tiers
-from jurymast.wire.channel import Channel, Message
+from jurymast.wire.channel import Channel
+from jurymast.wire.messages import Message
 
 KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
 HOW = "how"  # nothing is to be done: how is it?

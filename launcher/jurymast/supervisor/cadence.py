@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core.cadence import Schedule, best_interval_s, first_interval_s, moved, why_interval
@@ -21,7 +20,7 @@ from jurymast.core.forecast import SLOWDOWN
 from jurymast.core.optimum import Saving
 from jurymast.core.recovery import expected_mtbf_s
 from jurymast.core.state import Phase, RunState
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Beat, CadenceReport, Message, RankReport
 
 LOOK_INTERVAL_S = 0.5
 # Between two changes; the first schedules of an attempt go by the times of its first steps.
@@ -50,13 +49,13 @@ class _Seen:
     decided: int
 
 
-def _see(ranks: list[dict[str, Any]], report: Mapping[str, Any]) -> _Seen | None:
+def _see(ranks: list[RankReport], report: CadenceReport) -> _Seen | None:
     """None until every rank has done a step with its Checkpointer."""
-    if not all(rank["explicit"] and rank["beats"] for rank in ranks):
+    if not all(rank.explicit and rank.beats for rank in ranks):
         return None
-    steps = [rank["step"] for rank in ranks]
-    settled = min(rank["settled"] for rank in ranks)
-    return _Seen(max(steps), min(steps), settled, report["number"], report["decided"])
+    steps = [rank.step for rank in ranks]
+    settled = min(rank.settled for rank in ranks)
+    return _Seen(max(steps), min(steps), settled, report.number, report.decided)
 
 
 @dataclass
@@ -81,7 +80,9 @@ class Cadence:
         knows."""
         self._attempt = self.state.attempt
         self._places = frozenset(self.state.placement)
-        self._heard: dict[str, tuple[Any, Any]] = {}  # ranks and cadence of each node's newest heartbeat
+        self._heard: dict[
+            str, tuple[list[RankReport], CadenceReport]
+        ] = {}  # ranks and cadence of each node's newest heartbeat
         self._seen: dict[str, _Seen] = {}  # the same, as of the newest look
         self._steps: int | None = None  # what the script asks for
         self._seconds: float | None = None
@@ -100,16 +101,16 @@ class Cadence:
 
     # ---- what is heard
 
-    def beat(self, node: str, message: Mapping[str, Any]) -> None:
+    def beat(self, node: str, beat: Beat) -> None:
         """A heartbeat; those of ranks that use a Checkpointer tell of the cadence."""
         if self._attempt != self.state.attempt:
             self._begin()
-        report, ranks = message.get("cadence"), message["ranks"]
-        if message["attempt"] != self._attempt or node not in self._places or not report or not ranks:
+        report, ranks = beat.cadence, beat.ranks
+        if beat.attempt != self._attempt or node not in self._places or report is None or not ranks:
             return
         self._heard[node] = ranks, report
         current = self._current
-        shown = self._decided and (report["number"], report["decided"])
+        shown = self._decided and (report.number, report.decided)
         if current is None or shown == (current.number, self._decided):
             return  # as almost always: thousands of nodes say so every half a second
         seen = _see(ranks, report)
@@ -227,7 +228,7 @@ class Cadence:
         seen = {node: _see(ranks, report) for node, (ranks, report) in self._heard.items()}
         self._seen = {node: one for node, one in seen.items() if one is not None}
         for _, report in self._heard.values():  # it is one script: they all say the same
-            self._steps, self._seconds = report["steps"], report["seconds"]
+            self._steps, self._seconds = report.steps, report.seconds
             break
         return len(self._seen) == len(self._places)
 

@@ -14,7 +14,9 @@ from contextlib import suppress
 
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import channel
-from jurymast.wire.channel import Channel, Message
+from jurymast.wire.channel import Channel
+from jurymast.wire.connection import Connection
+from jurymast.wire.messages import Message
 
 # That may wait beside all nodes at once: those come together when a supervisor takes over.
 STRANGERS_MAX = 256
@@ -54,43 +56,41 @@ class Door:
     def __init__(self, secret: bytes, nodes: int) -> None:
         self._secret = secret
         self._waiting_max = _waiting_max(nodes)
-        self._waiting: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._waiting: dict[Connection, None] = {}  # oldest first
         self._told_at = -math.inf
         self._untold = 0
 
-    async def enter(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[Channel, Message] | None:
+    async def enter(self, come: Connection) -> tuple[Channel, Message] | None:
         """The connection and its first message. None: it was refused, and is closed."""
-        self._wait(writer)
+        self._wait(come)
         try:
-            connection = await asyncio.wait_for(
-                channel.accept(reader, writer, self._secret), channel.HANDSHAKE_LIMIT_S
-            )
-            self._waiting.pop(writer, None)
+            connection = await asyncio.wait_for(channel.accept(come, self._secret), channel.HANDSHAKE_LIMIT_S)
+            self._waiting.pop(come, None)
             return connection, await asyncio.wait_for(connection.receive(), channel.HANDSHAKE_LIMIT_S)
         except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError) as error:
             if not isinstance(error, ConnectionError):  # an agent that found a quicker way here hangs up
-                self._tell(writer, error)
-            writer.close()
+                self._tell(come, error)
+            come.close()
             return None
         finally:
-            self._waiting.pop(writer, None)
+            self._waiting.pop(come, None)
 
-    def _wait(self, writer: asyncio.StreamWriter) -> None:
-        self._waiting[writer] = None
+    def _wait(self, come: Connection) -> None:
+        self._waiting[come] = None
         if len(self._waiting) > self._waiting_max:
             # The oldest: who belongs here needs milliseconds, so a stranger more likely than not.
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
-            oldest.transport.abort()
+            oldest.abort()
 
-    def _tell(self, writer: asyncio.StreamWriter, error: BaseException) -> None:
+    def _tell(self, come: Connection, error: BaseException) -> None:
         now = time.monotonic()
         if now - self._told_at < TOLD_EVERY_S:
             self._untold += 1
             return
         others = f"; {self._untold} others since the last one told" if self._untold else ""
-        address = writer.get_extra_info("peername") or ("somewhere",)
-        print(f"refused a connection from {address[0]}: {type(error).__name__}: {error}{others}", flush=True)
+        print(
+            f"refused a connection from {come.peer_address}: {type(error).__name__}: {error}{others}",
+            flush=True,
+        )
         self._told_at, self._untold = now, 0

@@ -10,7 +10,7 @@ from jurymast.core.stacks import UNKNOWN, Stand
 from jurymast.core.state import RunState
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.watch import Watch
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 
 
 class Hangs:

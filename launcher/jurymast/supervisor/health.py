@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from jurymast.core import events as ev
 from jurymast.core.health import Finding
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 
 MESSAGE_MAX = 1000
 _FIELDS = [

@@ -10,7 +10,7 @@ from jurymast.core import events as ev
 from jurymast.core.instructions import Test
 from jurymast.core.preflight import ROUNDS_MAX, Alone, Pairing, judge, next_round
 from jurymast.core.state import Role, RunState
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 
 # Shares of the time allowed: for tests alone, and for all of it, so that the verdicts come before its end.
 ALONE_SHARE = 0.5

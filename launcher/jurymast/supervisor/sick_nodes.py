@@ -11,7 +11,7 @@ from jurymast.core import events as ev
 from jurymast.core.health import Finding, Verdict
 from jurymast.core.state import Phase, RunState
 from jurymast.errors import ClusterUnavailableError
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 
 # munge on a busy node; the health check looks every few minutes anyway.
 ANSWER_LIMIT_S = 30.0

@@ -10,7 +10,7 @@ from jurymast.core import events as ev
 from jurymast.core import straggler
 from jurymast.core.state import Phase, RunState
 from jurymast.core.straggler import Slow, Timed, Windows
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Beat
 
 # A rank that is only slow can wait for a save as long as a drain by hand does.
 SAVE_LIMIT_S = 60.0
@@ -35,20 +35,20 @@ class Stragglers:
         self._attempt = 0
         self._windows = Windows(0, 0.0)
 
-    def beat(self, node: str, message: Message) -> None:
+    def beat(self, node: str, beat: Beat) -> None:
         """A heartbeat; now and then one has its ranks' times."""
         state = self._state
         if not state.settings.straggler or state.phase is not Phase.RUNNING or node not in state.places:
             return
-        if message["attempt"] != state.attempt:
+        if beat.attempt != state.attempt:
             return
         if self._attempt != state.attempt:
             self._attempt = state.attempt
             self._windows = Windows(len(state.placement) * state.ranks_per_node, state.settings.straggler)
         first = state.places[node] * state.ranks_per_node
-        for local_rank, report in enumerate(message["ranks"]):
-            if "timed" in report:
-                found = self._windows.report(first + local_rank, node, Timed(*report["timed"]))
+        for local_rank, report in enumerate(beat.ranks):
+            if report.timed is not None:
+                found = self._windows.report(first + local_rank, node, Timed(*report.timed))
                 if found is not None:
                     self._spawn(self._tell(*found))
 

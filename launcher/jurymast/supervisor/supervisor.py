@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from jurymast.checkpoint.directory import BadCheckpoint
@@ -38,7 +40,9 @@ from jurymast.supervisor.stragglers import Stragglers
 from jurymast.supervisor.tiers import Tiers, on_storage
 from jurymast.supervisor.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
 from jurymast.wire import endpoint
-from jurymast.wire.channel import Channel, Message
+from jurymast.wire.channel import Channel
+from jurymast.wire.connection import Connection, listen
+from jurymast.wire.messages import Beat, Message
 
 # While a run just runs, only silence is looked for at every look; the rest at every so many.
 STEADY_LOOKS = 3
@@ -210,9 +214,7 @@ class Supervisor:
         self._node = node
         self._allocation = allocation
         door = Door(self._secret, self.state.active + self.state.spares)
-        server = await asyncio.start_server(
-            lambda r, w: self._spawn(self._serve(door, r, w)), sock=listener, backlog=BACKLOG
-        )
+        server = await listen(lambda come: self._spawn(self._serve(door, come)), listener, BACKLOG)
         port = server.sockets[0].getsockname()[1]
         place = endpoint.Endpoint(self._epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)
@@ -343,8 +345,8 @@ class Supervisor:
 
     # Agents and operators.
 
-    async def _serve(self, door: Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if (entered := await door.enter(reader, writer)) is None:
+    async def _serve(self, door: Door, come: Connection) -> None:
+        if (entered := await door.enter(come)) is None:
             return
         connection, hello = entered
         if hello.get("say") == "ask":
@@ -375,21 +377,12 @@ class Supervisor:
         )  # fmt: skip
         self._health.joined(node, hello)
         self._catch_up(node, hello)
-        hangs_up = False
-        while not hangs_up:
-            try:
-                message = await connection.receive()
-            except (OSError, AuthenticationError, ProtocolError) as error:
-                print(f"{node}: {type(error).__name__}: {error}", flush=True)
-                break
-            hangs_up = message["say"] == "hangs up"  # it heard nothing here, and looks for a supervisor
-            if not hangs_up:
-                self._hear(node, message)
+        try:
+            await connection.listen(partial(self._hear, node))
+        except (OSError, AuthenticationError, ProtocolError) as error:
+            print(f"{node}: {type(error).__name__}: {error}", flush=True)
         if self._channels.get(node) is connection:
             del self._channels[node]
-            if hangs_up and node in self._watch.nodes:  # it lives, and is back once it has looked elsewhere
-                self._watch.expect(node)
-                return
             await asyncio.sleep(RECONNECT_GRACE_S)
             leaving = self.state.ended or self.state.phase is Phase.REQUEUED or self._over.is_set()
             if node not in self._channels and node in self._watch.nodes and not leaving:
@@ -437,17 +430,22 @@ class Supervisor:
         self._stops()
         self.feed(ev.WorkersStopped(t=self.now(), node=node, attempt=attempt, store_port=store_port))
 
-    def _hear(self, node: str, message: Message) -> None:
+    def _beat(self, node: str, beat: Beat) -> None:
+        self._watch.beat(node, beat.attempt, beat.ranks)
+        self._cadence.beat(node, beat)
+        self._stragglers.beat(node, beat)
+        now = time.monotonic()
+        if now >= self._answered.get(node, -math.inf) + ANSWER_INTERVAL_S:
+            self._answered[node] = now
+            patience_s = self._lateness.patience_s(len(self._channels))
+            self._tell(node, {"do": "go on", "time": time.time(), "patience_s": patience_s})
+
+    def _hear(self, node: str, message: Message | Beat) -> None:
+        if isinstance(message, Beat):
+            self._beat(node, message)
+            return
         said, now = message["say"], self.now()
-        if said == "beat":
-            self._watch.beat(node, message["attempt"], message["ranks"])
-            self._cadence.beat(node, message)
-            self._stragglers.beat(node, message)
-            if now >= self._answered.get(node, 0.0) + ANSWER_INTERVAL_S:
-                self._answered[node] = now
-                patience_s = self._lateness.patience_s(len(self._channels))
-                self._tell(node, {"do": "go on", "time": time.time(), "patience_s": patience_s})
-        elif said == "ready":
+        if said == "ready":
             self.feed(ev.NodeReady(t=now, node=node, store_port=message["store_port"]))
         elif said == "started":
             self.feed(
@@ -474,10 +472,19 @@ class Supervisor:
             self._sick.answered(node, message)
         elif said == "terminated":
             self._spawn(self._agent_terminated(node))
+        elif said == "hangs up":  # it heard nothing here, and is back once it has looked for a supervisor
+            self._hung_up(node)
         elif said == "leaving":
             self._lose(node, "left", evidence=message["why"])
         else:
             self._hear_of_copies(node, message)
+
+    def _hung_up(self, node: str) -> None:
+        connection = self._channels.pop(node, None)
+        if connection is not None:
+            connection.close()
+        if node in self._watch.nodes:
+            self._watch.expect(node)
 
     def _hear_of_copies(self, node: str, message: Message) -> None:
         try:

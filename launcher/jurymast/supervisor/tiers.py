@@ -24,7 +24,7 @@ from jurymast.keeper.page import REFUSED
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.foresight import Foresight
 from jurymast.supervisor.retries import RETRY_S, Retries
-from jurymast.wire.channel import Message
+from jurymast.wire.messages import Message
 
 SHARED_PAUSE_MIN_S = 1.0
 # Looking at the copies of a hundred thousand ranks takes a while: at most a tenth of the time goes into it.

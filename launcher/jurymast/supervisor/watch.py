@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from jurymast.core.hang import IDLE_FLOOR_S, HangLimits, HangVerdict, RankView, judge
 from jurymast.core.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock
 from jurymast.core.settings import Settings
 from jurymast.core.state import Phase, Role, RunState
+from jurymast.wire.messages import RankReport
 
 WATCH_INTERVAL_S = 0.05
 # While a run just runs: nobody waits for a closer look, and the ranks want the processors.
@@ -30,21 +30,21 @@ class NodeWatch:
     arrivals: Arrivals
     connected: bool = True
     attempt: int = 0
-    ranks: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[RankReport] = field(default_factory=list)
     reported_at: float = 0.0
     quiet_s: float = math.inf
     stopped: bool = False
-    _slowest: dict[str, Any] | None = None
+    _slowest: RankReport | None = None
 
-    def report(self, attempt: int, ranks: list[dict[str, Any]], now: float) -> None:
+    def report(self, attempt: int, ranks: list[RankReport], now: float) -> None:
         self.attempt, self.ranks, self.reported_at = attempt, ranks, now
-        known = [one["quiet_s"] for one in ranks if one["phase"] != "done"]
+        known = [one.quiet_s for one in ranks if one.phase != "done"]
         self.quiet_s = min((quiet_s for quiet_s in known if quiet_s is not None), default=math.inf)
-        self.stopped = any(one["stopped_s"] for one in ranks)
+        self.stopped = any(one.stopped_s for one in ranks)
         self._slowest = None
 
     @property
-    def slowest(self) -> dict[str, Any]:
+    def slowest(self) -> RankReport:
         """What its rank that is least far last said. Asked for often, of thousands of nodes."""
         if self._slowest is None:
             self._slowest = min(self.ranks, key=_how_far)
@@ -80,7 +80,7 @@ class Watch:
     def forget(self, node: str) -> None:
         self.nodes.pop(node, None)
 
-    def beat(self, node: str, attempt: int, ranks: list[dict[str, Any]]) -> None:
+    def beat(self, node: str, attempt: int, ranks: list[RankReport]) -> None:
         watch = self.nodes.get(node)
         if watch is None:
             return
@@ -119,7 +119,7 @@ class Watch:
             w.arrivals.silent_s(self.clock.now) > ISOLATED * limit_s for w in others
         )
 
-    def _reports(self, state: RunState) -> list[tuple[NodeWatch, str, int, dict[str, Any]]]:
+    def _reports(self, state: RunState) -> list[tuple[NodeWatch, str, int, RankReport]]:
         """(watch, node, rank, report) of every rank of the attempt on a node that is not lost; [] until all
         those have reported."""
         reports = []
@@ -148,16 +148,16 @@ class Watch:
         views = []
         for watch, node, rank, report in self._reports(state):
             since_s = self.clock.now - watch.reported_at
-            quiet_s = report["quiet_s"]
+            quiet_s = report.quiet_s
             if quiet_s is None:  # the script has not begun: since the launch
                 quiet_s = state.now - (
                     state.incident.launched_at or state.now if state.incident else state.now
                 )
             views.append(
                 RankView(
-                    rank, node, report["phase"], report["beats"], quiet_s + since_s, report["longest_s"],
-                    report["idle_s"] + since_s if report["idle_s"] else 0.0,
-                    report["stopped_s"] + since_s if report["stopped_s"] else 0.0,
+                    rank, node, report.phase, report.beats, quiet_s + since_s, report.longest_s,
+                    report.idle_s + since_s if report.idle_s else 0.0,
+                    report.stopped_s + since_s if report.stopped_s else 0.0,
                 )
             )  # fmt: skip
         if any(view.phase == "done" for view in views):
@@ -172,24 +172,24 @@ class Watch:
         for watch in placed:
             if watch.attempt != state.attempt or len(watch.ranks) != state.ranks_per_node:
                 return None
-            if watch.slowest["beats"] == 0:
+            if watch.slowest.beats == 0:
                 return None
         if not placed:
             return None
         watch = min(placed, key=lambda watch: _how_far(watch.slowest))
         slowest = watch.slowest
-        ago_s = (slowest["beat_s"] or 0.0) + self.clock.now - watch.reported_at
-        return Reach(slowest["step"], ago_s, bool(slowest["explicit"]))
+        ago_s = (slowest.beat_s or 0.0) + self.clock.now - watch.reported_at
+        return Reach(slowest.step, ago_s, slowest.explicit)
 
     def attempt_over(self, state: RunState) -> None:
         """Remember what this attempt taught about step times."""
-        seen = [report["longest_s"] for _, _, _, report in self._reports(state)]
+        seen = [report.longest_s for _, _, _, report in self._reports(state)]
         self.longest_before_s = max([self.longest_before_s, *seen])
 
 
-def _how_far(report: dict[str, Any]) -> tuple[bool, int, float]:
+def _how_far(report: RankReport) -> tuple[bool, int, float]:
     """Less for a rank that is less far: without a step, with fewer steps, longer ago."""
-    return report["beats"] > 0, report["step"], -(report["beat_s"] or 0.0)
+    return report.beats > 0, report.step, -(report.beat_s or 0.0)
 
 
 def _only_starts(name: str, state: RunState) -> bool:

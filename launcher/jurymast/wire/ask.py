@@ -8,8 +8,9 @@ import contextlib
 from jurymast.errors import JurymastError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel
-from jurymast.wire.channel import Channel, Message
+from jurymast.wire.channel import Channel
 from jurymast.wire.endpoint import Endpoint, find
+from jurymast.wire.messages import Message
 
 ASK_LIMIT_S = 5.0
 _UNREACHED = (OSError, asyncio.TimeoutError, JurymastError, ValueError)

@@ -10,7 +10,6 @@ in a sealed message, or that such a message vouches for.
 from __future__ import annotations
 
 import hmac
-import json
 import os
 import secrets
 import socket
@@ -25,9 +24,9 @@ from jurymast.wire.channel import (
     MAGIC,
     NONCE_BYTES,
     TAG_BYTES,
-    Message,
     digest,
 )
+from jurymast.wire.messages import Message, decode_object, encode
 
 SILENT_LIMIT_S = 10.0
 CONNECT_LIMIT_S = 3.0
@@ -45,7 +44,7 @@ class Stream:
         self._received = 0
 
     def send(self, message: Message) -> None:
-        payload = json.dumps(message, separators=(",", ":")).encode()
+        payload = encode(message)
         tag = hmac.digest(self._send_key, struct.pack(">Q", self._sent) + payload, "sha256")[:TAG_BYTES]
         self._sent += 1
         _send(self._connection, struct.pack(">I", len(payload)) + tag + payload)
@@ -61,13 +60,7 @@ class Stream:
         if not hmac.compare_digest(expected[:TAG_BYTES], head[4:]):
             raise AuthenticationError("a frame is not sealed with this run's key")
         self._received += 1
-        try:
-            message = json.loads(payload)
-        except ValueError as error:
-            raise ProtocolError("a message is not JSON") from error
-        if not isinstance(message, dict):
-            raise ProtocolError("a message is not an object")
-        return message
+        return decode_object(payload, self._connection.getpeername()[0])
 
     def send_bytes(self, data: bytes) -> None:
         _send(self._connection, data)
