@@ -33,7 +33,7 @@ def until_nothing_is_left(directory: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("started", [False, True], ids=["at once", "before it can answer"])
 def test_a_run_that_has_hardly_begun(tmp_path: Path, started: bool) -> None:
-    with local_run(tmp_path, "--nodes", "1", "--spares", "1", script="train_tiny.py",
+    with local_run(tmp_path, "--nodes", "1", "--spares", "0", script="train_tiny.py",
                    arguments=("--steps", "1000000", "--step-time", "0.05")) as run:  # fmt: skip
         root = run.directory.root
         batch = batch_process(root)
@@ -50,7 +50,7 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, started: bool) -> None:
 
 def test_nothing_outlives_the_batch_process(tmp_path: Path) -> None:
     """Under Slurm the job's end would see to that."""
-    started = local_run(tmp_path, "--nodes", "1", "--spares", "1", script="train_tiny.py",
+    started = local_run(tmp_path, "--nodes", "1", "--spares", "0", script="train_tiny.py",
                         arguments=("--steps", "1000000", "--step-time", "0.05"))  # fmt: skip
     with started as run, until_nothing_is_left(run.directory.root):
         run.wait_step(2)

@@ -72,7 +72,9 @@ def test_the_demo_loses_a_node_and_nothing_else(temporary: Path) -> None:
     assert [incident["action"] for incident in told["incidents"]] == ["swap"]
     assert told["incidents"][0]["node"] == told["fault"]["node"]
     assert told["fault"]["processes"] >= 4  # an agent, its torchrun host, the server it forks from, a rank
-    assert 0 < told["steps_repeated"] == told["steps_repeated_equal"]
+    # None, where the node died right after a save.
+    again = told["incidents"][0]["step_lost_from"] - told["incidents"][0]["step_restored"]
+    assert again <= told["steps_repeated"] == told["steps_repeated_equal"]
     page = Path(told["report"])
     assert "</html>" in page.read_text()
     assert left_over(temporary) == []

@@ -73,7 +73,7 @@ def test_flipped_bits_in_memory_are_found_and_the_next_copy_is_used(tmp_path: Pa
 
 def test_a_rollback_takes_a_live_run_back_and_nothing_newer_returns(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
                    arguments=(*TRAIN, "--steps", "240", "--out", str(out))) as run:  # fmt: skip
         run.wait("a shared checkpoint", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
         oldest = min(int(p.name[5:]) for p in run.directory.checkpoints.glob("step-????????"))
@@ -90,7 +90,7 @@ def test_a_rollback_takes_a_live_run_back_and_nothing_newer_returns(tmp_path: Pa
 
 def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
+    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
                    arguments=(*TRAIN, "--steps", "240", "--out", str(out))) as run:  # fmt: skip
         run.wait_safe(10)  # before that they look there for what to restore
         blocked = run.directory.checkpoints

@@ -157,7 +157,7 @@ def test_a_page_fault_of_the_program_s_restarts_in_place(
     """Xid 31, then CUDA's own words from the rank: an illegal address is the program's doing."""
     train = ("--steps", "480", "--step-time", "0.05", "--save-every", "20 steps", "--cuda-once", "400:1")
     directory, job = submit(
-        cluster, cluster.shared / tmp_path.name, "--nodes", "3", "--spares", "1",
+        cluster, cluster.shared / tmp_path.name, "--nodes", "2", "--spares", "1",
         script="train_tiny.py", arguments=train,
     )  # fmt: skip
     run = SlurmRun(cluster, Path(directory), job)
@@ -192,7 +192,7 @@ def test_a_script_that_finds_the_shared_storage_full_costs_no_spare(
     train += ("--each-rank",) if writes != "rank 0" else ()
     runs = share if writes == "run directory" else cluster.shared / tmp_path.name
     directory, job = submit(
-        cluster, runs, "--nodes", "3", "--spares", "1",
+        cluster, runs, "--nodes", "2", "--spares", "1",
         script="train_plain.py", arguments=(*train, "--out", str(out)),
     )  # fmt: skip
     run = SlurmRun(cluster, seen(cluster, directory), job)
@@ -231,7 +231,7 @@ def test_training_goes_on_while_the_shared_tier_is_full(
     train = ("--steps", "2000", "--step-time", "0.005", "--save-every", "100 steps", "--out", str(out))
     runs = share if everything else cluster.shared / tmp_path.name
     directory, job = submit(
-        cluster, runs, "--nodes", "2", "--spares", "1", "--hold", script="train_tiny.py", arguments=train
+        cluster, runs, "--nodes", "2", "--spares", "0", "--hold", script="train_tiny.py", arguments=train
     )
     if not everything:
         checkpoints = Path(directory, "checkpoints")

@@ -128,7 +128,7 @@ def test_before_a_job_is_ended_its_newest_checkpoint_gets_to_shared_storage(
     """The policy copies there once an hour; scancel gives 30 s (KillWait)."""
     rarely = policy(cluster, tmp_path, {"shared": {"every": "1h"}})
     run = submit(
-        cluster, tmp_path, "--nodes", "2", "--spares", "1", *rarely,
+        cluster, tmp_path, "--nodes", "2", "--spares", "0", *rarely,
         arguments=("--steps", "100000", "--step-time", "0.05", "--save-every", "10 steps"),
     )  # fmt: skip
     run.wait("the hourly copy", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
