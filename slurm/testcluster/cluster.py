@@ -401,7 +401,10 @@ class Cluster:
             return
         for name in names:
             self.machine(name).kill()
-        wait_until(lambda: not self._pids_of(names), _DOWN_DEADLINE_S, f"{', '.join(names)} to end")
+        ended = [self.machine(name) for name in names]
+        wait_until(
+            lambda: not any(one.alive for one in ended), _DOWN_DEADLINE_S, f"{', '.join(names)} to end"
+        )
         self.slurm(["scontrol", "update", f"NodeName={','.join(names)}", "State=DOWN", f"Reason={_REASON}"])
         self.network.remove(names)
         known = addresses(self.options)
@@ -545,10 +548,6 @@ class Cluster:
 
     def _slurmctld_pids(self) -> list[int]:
         return [item.pid for item in self.processes(CONTROLLER) if "slurmctld -D" in item.command]
-
-    def _pids_of(self, names: Iterable[str]) -> list[int]:
-        spaces = [self.machine(name).pid_namespace for name in names]
-        return [pid for pid in processes.in_namespaces("pid", spaces) if processes.start_ticks(pid)]
 
     def _remove_everything(self) -> None:
         saved = self._saved or state.load(self.layout)

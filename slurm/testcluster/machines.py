@@ -66,7 +66,8 @@ class Machine:
     def pids(self) -> list[int]:
         """Every process of the machine, as the host numbers them."""
         if self.own_pids:
-            return processes.in_namespaces("pid", [self.pid_namespace])
+            # Its first process is the last to go, and the number of its namespace is another machine's then.
+            return processes.in_namespaces("pid", [self.pid_namespace]) if self.alive else []
         return processes.in_namespaces("net", [self.net_namespace])
 
     def processes(self) -> list[Process]:

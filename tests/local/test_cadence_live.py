@@ -124,7 +124,7 @@ def test_a_script_with_steps_of_its_own_saves_besides_when_asked(tmp_path: Path)
         jurymast("cancel", str(run.directory.root))
     by_rank = saved_by_rank(run, 1)
     assert by_rank[0] == by_rank[1]
-    assert [step for step in by_rank[0] if step % 100] == [step]
+    assert step in by_rank[0]
 
 
 def test_without_a_checkpointer_there_is_nothing_to_save(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
 from jurymast.wire.channel import HEAD_BYTES, MAGIC, NONCE_BYTES, TAG_BYTES, digest
-from jurymast.wire.messages import Beat, RankReport, encode
+from jurymast.wire.messages import Beat, CadenceReport, RankReport, encode
 
 RANKS = 8
 HEARTBEAT_S = 0.5
@@ -73,6 +73,7 @@ class Agent:
     rank: int = 0  # its group rank
     world: int = 0  # ranks of all nodes
     saved: int = 0
+    schedule: tuple[int, int] = (0, 0)  # number and decision of the newest
     copies: dict[tuple[int, int, str], dict[str, Any]] = field(default_factory=dict)  # (step, rank, part)
 
 
@@ -104,7 +105,7 @@ class Fleet:
         self.saves = True
         self.bytes_out = self.bytes_in = self.frames_in = self.frames_out = 0
         self.begun = 0.0
-        self._beats: dict[tuple[int, bool], bytes] = {}
+        self._beats: dict[tuple[int, bool, tuple[int, int]], bytes] = {}
         self._beats_step = -1
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -329,16 +330,19 @@ class Fleet:
                 self._drop(agent, again=True)
                 continue
             heapq.heappush(self._due, (max(at + self.heartbeat_s, now), connections, name))
-            self._seal(agent, self._beat(agent.attempt, agent.ranks == "running", step))
+            self._seal(agent, self._beat(agent, step))
             if self.saves and agent.ranks == "running" and step // SAVE_EVERY > agent.saved:
                 agent.saved = step // SAVE_EVERY
                 self._save(agent, agent.saved * SAVE_EVERY)
 
-    def _beat(self, attempt: int, running: bool, step: int) -> bytes:
-        key = (attempt, running)
+    def _beat(self, agent: Agent, step: int) -> bytes:
+        key = agent.attempt, agent.ranks == "running", agent.schedule
         if key not in self._beats:
-            rank = RankReport(step, step, False, "training", 0.3127, 0.3127, 1.0042, 0, 0.0, 0.0)
-            self._beats[key] = encode(Beat(attempt, [rank] * RANKS if running else []))
+            attempt, running, (number, decided) = key
+            settled = number if decided else 0
+            rank = RankReport(step, step, self.saves, "training", 0.3127, 0.3127, 1.0042, settled, 0.0, 0.0)
+            cadence = CadenceReport(number, decided) if self.saves and running else None
+            self._beats[key] = encode(Beat(attempt, [rank] * RANKS if running else [], cadence))
         return self._beats[key]
 
     def _save(self, agent: Agent, step: int) -> None:
@@ -378,6 +382,7 @@ class Fleet:
         do, now = message["do"], time.monotonic()
         if do == "launch" and message["attempt"] > agent.attempt:
             agent.attempt, agent.ranks, agent.launched_at = message["attempt"], "starting", now
+            agent.schedule = 0, 0
             agent.rank, agent.world = message["rank"], RANKS * message["world"]
             self._after(STARTS_S, lambda: self._started(agent, message["attempt"]))
         elif do == "stop" and agent.attempt <= message["attempt"]:
@@ -388,6 +393,8 @@ class Fleet:
         elif do == "committed":
             step = message["step"]
             agent.copies = {key: copy for key, copy in agent.copies.items() if key[0] >= step}
+        elif do == "cadence":
+            agent.schedule = message["number"], message["decided"]
         elif do == "dismiss":
             self._after(STOPS_S, lambda: self._stopped(agent, agent.attempt))
         elif do == "leave":
@@ -405,6 +412,9 @@ class Fleet:
         agent.ranks = "running"
         pids = [agent.pid * 10 + rank for rank in range(RANKS)]
         self._say(agent, {"say": "started", "attempt": attempt, "pids": pids})
+        if self.saves:
+            sizes = {"image_bytes": RANKS * IMAGE_BYTES, "own_bytes": RANKS * (IMAGE_BYTES - COMMON_BYTES)}
+            self._say(agent, {"say": "foreseen", **sizes, "room": {"bytes": 1 << 42, "limit": "its memory"}})
 
     def _stopped(self, agent: Agent, attempt: int) -> None:
         if agent.silent or agent.connection is None:

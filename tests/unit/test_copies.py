@@ -12,7 +12,6 @@ from jurymast.core.copies import (
     COMMON_SOURCES,
     LOCAL,
     MEMORY,
-    NO_COMMONS,
     OWN,
     PEER,
     SHARED,
@@ -67,7 +66,7 @@ def test_sources_come_in_the_order_of_their_speed() -> None:
     held.hold(copy_of(0, "n2", tier=PEER))
     held.hold(copy_of(0, "n1", tier=LOCAL))
     held.hold(copy_of(0, "n3", tier=LOCAL))
-    assert held.sources((10, 1), 0, "n1", NO_COMMONS) == (
+    assert held.sources((10, 1), 0, "n1") == (
         Source(MEMORY, "n1", ALL, 0), Source(PEER, "n2", ALL, 0), Source(LOCAL, "n1", ALL, 0),
         Source(LOCAL, "n3", ALL, 0),
     )  # fmt: skip
@@ -79,10 +78,9 @@ def test_a_large_world_names_only_some_that_have_the_common_part_and_not_all_the
         held.hold(copy_of(rank, f"n{rank}", common="same", world=count))
     held.drop_where(node="n7")
     held.hold(copy_of(7, "n9", tier=PEER, part=OWN, common="same", world=count))
-    commons = held.commons((10, 1))
-    assert len(held.sources((10, 1), 7, "n7", commons)) == 1 + COMMON_SOURCES
-    assert len(held.sources((10, 1), 5, "n5", commons)) == 2, "its own, and one more"
-    asked = [held.sources((10, 1), rank, "fresh", commons)[1].node for rank in (5, 6, 7, 998, 999)]
+    assert len(held.sources((10, 1), 7, "n7")) == 1 + COMMON_SOURCES
+    assert len(held.sources((10, 1), 5, "n5")) == 2, "its own, and one more"
+    asked = [held.sources((10, 1), rank, "fresh")[1].node for rank in (5, 6, 7, 998, 999)]
     assert asked == ["n6", "n8", "n8", "n999", "n0"]
     assert held.restorable((10, 1))
 
@@ -95,8 +93,9 @@ def test_another_rank_s_common_part_counts_when_its_hash_is_the_same() -> None:
     plan = cp.plan_restore(held, {}, ("n1", "n2", "n4"), 1, lost_from=12, step_s=1.0)
     assert (plan.step, plan.attempt, plan.tier) == (10, 1, MEMORY)
     assert plan.tiers == {MEMORY: 2000, PEER: 1000}
-    assert Source(PEER, "n2", OWN, 2) in plan.sources[2]
-    assert {s.node for s in plan.sources[2] if s.part == ALL or s.part == COMMON} == {"n1", "n2"}
+    sources = held.sources((10, 1), 2, "n4")
+    assert Source(PEER, "n2", OWN, 2) in sources
+    assert {s.node for s in sources if s.part == ALL or s.part == COMMON} == {"n1", "n2"}
 
 
 def test_a_common_part_with_another_hash_is_no_source() -> None:
@@ -174,9 +173,10 @@ def test_a_plan_never_mixes_sets_and_covers_every_part(
         return
     everything = {(c.node, c.part, c.rank) for c in held.every() if c.key == (plan.step, plan.attempt)}
     for rank in range(3):
+        sources = held.sources((plan.step, plan.attempt), rank, NODES[rank])
         for part in (COMMON, OWN):
-            assert any(source.has(part) for source in plan.sources[rank])
-        for source in plan.sources[rank]:
+            assert any(source.has(part) for source in sources)
+        for source in sources:
             held_there = {(source.node, part, source.rank) for part in (source.part, ALL)}
             assert held_there & everything
             assert source.rank == rank or source.part == COMMON

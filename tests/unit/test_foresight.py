@@ -78,7 +78,7 @@ class Site:
     def hear(self, node: str, image_gib: int, own_gib: int, *spares: str) -> None:
         message = {"image_bytes": image_gib * GIB, "own_bytes": own_gib * GIB, "room": self.rooms[node]}
         self.foresight.hear(node, message)
-        self.foresight.look(NODES, 2, kept(*spares))
+        self.foresight.look(NODES, 2, lambda: kept(*spares))
 
 
 def test_each_shortage_is_told_once_with_its_limit_and_what_follows() -> None:

@@ -59,12 +59,15 @@ def test_any_one_node_may_be_lost(
     assert parity.missing(held, KEY, placement, per_node, kept) == []
     for lost in (*placement, *waiting):
         assert held.restorable(KEY, without=lost), lost
-        plan = plan_without(held, placement, per_node, lost)
+        left, survivors = planned_without(held, placement, per_node, lost)
         for rank in range(active * per_node):
-            check(plan.sources[rank], rank, lost)
+            check(left.sources(KEY, rank, survivors[rank // per_node]), rank, lost)
 
 
-def plan_without(held: Copies, placement: tuple[str, ...], per_node: int, lost: str) -> cp.RestorePlan:
+def planned_without(
+    held: Copies, placement: tuple[str, ...], per_node: int, lost: str
+) -> tuple[Copies, tuple[str, ...]]:
+    """What is left, and where the ranks are now."""
     left = Copies()
     for copy in held.every():
         if copy.node != lost:
@@ -72,7 +75,7 @@ def plan_without(held: Copies, placement: tuple[str, ...], per_node: int, lost: 
     survivors = tuple("fresh" if node == lost else node for node in placement)
     plan = cp.plan_restore(left, {}, survivors, per_node, lost_from=12, step_s=1.0)
     assert (plan.step, plan.tier) == (10, MEMORY)
-    return plan
+    return left, survivors
 
 
 def check(sources: tuple[Source, ...], rank: int, lost: str) -> None:
@@ -117,7 +120,7 @@ def test_two_lost_members_are_too_many() -> None:
     assert held.restorable(KEY)
     held.drop_where(node="n2")
     assert not held.restorable(KEY)
-    assert not any(source.group for source in held.sources(KEY, 1, "n1", held.commons(KEY)))
+    assert not any(source.group for source in held.sources(KEY, 1, "n1"))
 
 
 def test_a_common_part_that_nobody_else_has_is_in_the_xor() -> None:
@@ -140,7 +143,7 @@ def test_the_source_of_a_lost_part_names_everybody_else() -> None:
     held = saved(placement, 1)
     obey(held, placement, 1, Keeping({}, {(0, 1): "s0"}))
     held.drop_where(node="n1")
-    (source,) = (one for one in held.sources(KEY, 1, "fresh", held.commons(KEY)) if one.group)
+    (source,) = (one for one in held.sources(KEY, 1, "fresh") if one.group)
     assert source == Source(PEER, "s0", OWN, 1, (0, 1), (Member(0, (Source(PEER, "n0", ALL, 0),)),))
 
 

@@ -526,7 +526,7 @@ def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have(tmp_path: P
     supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
     supervisor._tiers.found_on_storage({(10, 1): 9, (20, 1): 9}, [])
     said = {"event": "Restored", "step": 10, "tier": "shared", "seconds": 1.0, "skipped": ["step 20"]}
-    supervisor._rank_event("n1", {"attempt": 2, "event": {**said, "local_rank": 0, "t": 0.0}})
+    supervisor._rank_events.hear("n1", {"attempt": 2, "event": {**said, "local_rank": 0, "t": 0.0}})
     assert set(supervisor._tiers.shared) == {(10, 1)}
 
 
@@ -552,7 +552,7 @@ def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_pa
             }  # fmt: skip
             supervisor._tiers.joined(node, {"address": "a", "data_port": 1, "copies": [copy]})
             lines[node] = Line()
-            supervisor._send_again(node, launch)  # as when the agent says hello
+            supervisor._send_again(node, 1)  # as when the agent says hello
             await asyncio.sleep(3 * WATCH_INTERVAL_S)
         await asyncio.wait_for(launching, 10)
         for line in lines.values():

@@ -129,30 +129,48 @@ class RestorePlan:
     reason: str
     expected_s: float = 0.0
     tiers: Mapping[str, int] = field(default_factory=dict)
-    sources: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Commons:
-    """Who has each common part of a set, by the part's hash: copies in order of their rank, and nodes."""
+class _Alike:
+    """Copies of one common part, which many ranks may have."""
 
-    copies: Mapping[str, Sequence[Copy]]
-    nodes: Mapping[str, Set[str]]
+    def __init__(self) -> None:
+        self.nodes: dict[str, int] = {}  # how many of the copies each has
+        self._ranks: dict[int, dict[Place, Copy]] = {}
+        self._order: list[int] = []
+        self._sorted = True
 
-    def near(self, common_id: str, rank: int, most: int) -> list[Copy]:
+    def add(self, copy: Copy) -> None:
+        copies = self._ranks.setdefault(copy.rank, {})
+        if not copies:
+            self._sorted = False
+        if copy.place not in copies:
+            self.nodes[copy.node] = self.nodes.get(copy.node, 0) + 1
+        copies[copy.place] = copy
+
+    def remove(self, copy: Copy) -> None:
+        copies = self._ranks.get(copy.rank, {})
+        if copies.pop(copy.place, None) is None:
+            return
+        self.nodes[copy.node] -= 1
+        if not self.nodes[copy.node]:
+            del self.nodes[copy.node]
+        if not copies:
+            del self._ranks[copy.rank]
+            self._sorted = False
+
+    def near(self, rank: int, most: int) -> list[Copy]:
         """Copies that other ranks have: the next ones, so that not all nodes ask the same one."""
-        copies = self.copies.get(common_id, ())
-        first = bisect.bisect_right(copies, rank, key=lambda copy: copy.rank)
+        if not self._sorted:
+            self._order, self._sorted = sorted(self._ranks), True
+        first = bisect.bisect_right(self._order, rank)
         chosen: list[Copy] = []
-        for number in range(len(copies)):
-            copy = copies[(first + number) % len(copies)]
-            if copy.rank == rank or len(chosen) == most:
+        for number in range(len(self._order)):
+            other = self._order[(first + number) % len(self._order)]
+            if other == rank or len(chosen) >= most:
                 break
-            chosen.append(copy)
-        return chosen
-
-
-NO_COMMONS = Commons({}, {})
+            chosen += self._ranks[other].values()
+        return chosen[:most]
 
 
 class Copies:
@@ -164,11 +182,18 @@ class Copies:
         self._whole: dict[Key, set[int]] = {}
         # Of each set the ranks of which a node has, or had, copies: thousands of nodes come and go at once.
         self._at: dict[Key, dict[str, set[int]]] = {}
+        # Of each set the copies of common parts, by the part's hash.
+        self._alike: dict[Key, dict[str, _Alike]] = {}
 
     def hold(self, copy: Copy) -> None:
         self._at.setdefault(copy.key, {}).setdefault(copy.node, set()).add(copy.rank)
-        ranks = self._held.setdefault(copy.key, {})
-        ranks.setdefault(copy.rank, {})[copy.place] = copy
+        held = self._held.setdefault(copy.key, {}).setdefault(copy.rank, {})
+        if copy.place in held:
+            self._remove(copy.key, copy.rank, [copy.place])
+        held[copy.place] = copy
+        if copy.common_id and copy.has(COMMON):
+            alike = self._alike.setdefault(copy.key, {})
+            alike.setdefault(copy.common_id, _Alike()).add(copy)
         if _whole(copy):
             self._whole.setdefault(copy.key, set()).add(copy.rank)
 
@@ -178,7 +203,9 @@ class Copies:
     def _remove(self, key: Key, rank: int, places: Iterable[Place]) -> None:
         held = self._held.get(key, {}).get(rank, {})
         for place in places:
-            held.pop(place, None)
+            copy = held.pop(place, None)
+            if copy is not None and (alike := self._alike.get(key, {}).get(copy.common_id)) is not None:
+                alike.remove(copy)
         if not any(_whole(copy) for copy in held.values()):
             self._whole.get(key, set()).discard(rank)
 
@@ -198,6 +225,8 @@ class Copies:
         self._held = {one: ranks for one, ranks in self._held.items() if any(ranks.values())}
         for gone in self._at.keys() - self._held.keys():
             del self._at[gone]
+            self._alike.pop(gone, None)
+            self._whole.pop(gone, None)
 
     def newest_first(self) -> list[Key]:
         """Those that were reached last, first: what a later attempt saved is newer, whatever its step."""
@@ -232,35 +261,30 @@ class Copies:
                     sizes[place] = max(sizes.get(place, 0), copy.part_bytes)
         return sum(sizes.values())
 
-    def commons(self, key: Key) -> Commons:
-        """To be asked for once, for all ranks of a set: it looks at every copy."""
-        found: dict[str, list[Copy]] = {}
-        for _, held in sorted(self._held.get(key, {}).items()):
-            for copy in held.values():
-                if copy.common_id and copy.has(COMMON):
-                    found.setdefault(copy.common_id, []).append(copy)
-        return Commons(found, {name: {copy.node for copy in copies} for name, copies in found.items()})
-
-    def nodes_with(self, key: Key, rank: int, part: str, commons: Commons) -> Set[str]:
+    def nodes_with(self, key: Key, rank: int, part: str) -> Set[str]:
         """Nodes that have a copy of this part of the rank's image, in whatever tier."""
         copies = self.of(key, rank)
         if part == COMMON and copies:
             if not copies[0].common_bytes:
                 return {copy.node for copy in copies if not copy.group}
-            return commons.nodes.get(copies[0].common_id, frozenset())
+            alike = self._alike.get(key, {}).get(copies[0].common_id)
+            return frozenset() if alike is None else alike.nodes.keys()
         return {copy.node for copy in copies if copy.has(part)}
 
     def restorable(self, key: Key, without: str = "") -> bool:
         """True while every part of every rank's image has a copy (on a node other than `without`)."""
-        world, commons = self.world(key), self.commons(key)
+        world, whole = self.world(key), self._whole.get(key, set()) if not without else ()
         return world > 0 and all(
-            _elsewhere(self.nodes_with(key, rank, part, commons), without)
-            or any(copy.helps(part) for copy in self.parities(key, rank, commons, without))
+            rank in whole
+            or all(
+                _elsewhere(self.nodes_with(key, rank, part), without)
+                or any(copy.helps(part) for copy in self.parities(key, rank, without))
+                for part in (COMMON, OWN)
+            )
             for rank in range(world)
-            for part in (COMMON, OWN)
         )
 
-    def parities(self, key: Key, rank: int, commons: Commons, without: str = "") -> list[Copy]:
+    def parities(self, key: Key, rank: int, without: str = "") -> list[Copy]:
         """The XORs that give the rank's part, because all others of their groups have copies."""
         return [
             copy
@@ -268,41 +292,45 @@ class Copies:
             if copy.group
             and copy.node != without
             and all(
-                _elsewhere(self.nodes_with(key, other, part, commons), without)
+                _elsewhere(self.nodes_with(key, other, part), without)
                 for other in copy.group
                 if other != rank
                 for part in ((COMMON, OWN) if copy.part == ALL else (copy.part,))
             )
         ]
 
-    def sources(self, key: Key, rank: int, node: str, commons: Commons) -> tuple[Source, ...]:
-        """Where `node` can get the rank's image, fastest first: its own memory, others' memory, disks."""
-        found = self._plain_sources(key, rank, node, commons)
-        for copy in self.parities(key, rank, commons):
-            members = self.members(key, [one for one in copy.group if one != rank], copy.part, node, commons)
+    def sources(self, key: Key, rank: int, node: str, part: str = ALL) -> tuple[Source, ...]:
+        """Where `node` can get the rank's image, or its own `part`, fastest first: its own memory, others'
+        memory, disks."""
+        found = self._plain_sources(key, rank, node, part)
+        for copy in self.parities(key, rank):
+            members = self.members(key, [one for one in copy.group if one != rank], copy.part, node)
             found.append(Source(PEER, copy.node, copy.part, rank, copy.group, members))
         return tuple(found)
 
-    def members(
-        self, key: Key, ranks: Iterable[int], part: str, node: str, commons: Commons
-    ) -> tuple[Member, ...]:
+    def members(self, key: Key, ranks: Iterable[int], part: str, node: str) -> tuple[Member, ...]:
         """Where `node` gets this part of the images that go into an XOR, or come out of it."""
-        found = {rank: self._plain_sources(key, rank, node, commons) for rank in ranks}
+        found = {rank: self._plain_sources(key, rank, node) for rank in ranks}
         return tuple(
             Member(rank, tuple(one for one in sources if part == ALL or one.has(part)))
             for rank, sources in found.items()
         )
 
-    def _plain_sources(self, key: Key, rank: int, node: str, commons: Commons) -> list[Source]:
+    def has_whole(self, key: Key, rank: int, node: str) -> Copy | None:
+        """The rank's whole image in this node's memory, if it is there."""
+        return self._held.get(key, {}).get(rank, {}).get((node, MEMORY, ALL, ()))
+
+    def _plain_sources(self, key: Key, rank: int, node: str, part: str = ALL) -> list[Source]:
         found: list[tuple[tuple[int, int, int], Source]] = []
         copies = self.of(key, rank)
         for copy in copies:
             if not copy.group:
                 found.append(_ranked(copy, node, copy.part, rank))
-        common_id = copies[0].common_id if copies else ""
-        here = any(_whole(copy) and copy.node == node for copy in copies)  # as on all nodes but the new ones
-        for copy in commons.near(common_id, rank, 1 if here else COMMON_SOURCES):
-            found.append(_ranked(copy, node, COMMON, rank))
+        alike = self._alike.get(key, {}).get(copies[0].common_id) if copies and part == ALL else None
+        if alike is not None:
+            here = self.has_whole(key, rank, node) is not None  # as on all nodes but the new ones
+            for copy in alike.near(rank, 1 if here else COMMON_SOURCES):
+                found.append(_ranked(copy, node, COMMON, rank))
         # stable: equals stay in order
         return [source for _, source in sorted(found, key=lambda pair: pair[0])]
 
@@ -395,26 +423,27 @@ def missing_replicas(
     placement: Sequence[str],
     ranks_per_node: int,
     holding: Mapping[str, tuple[str, ...]],
+    places: range | None = None,
 ) -> list[Replication]:
-    """What must be copied so that every part lives on one node more for each holder.
+    """What must be copied so that every part of the ranks of these `places` (group ranks; None: all) lives
+    on one node more for each holder.
 
     A common part that as many other nodes have, as data-parallel ranks do, needs no replica.
     """
-    commons = copies.commons(key)
     orders = []
-    for index, node in enumerate(placement):
-        wanted = holding.get(node, ())
+    for index in places if places is not None else range(len(placement)):
+        wanted = holding.get(placement[index], ())
         for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
-            enough_common = len(copies.nodes_with(key, rank, COMMON, commons)) > len(wanted)
+            enough_common = len(copies.nodes_with(key, rank, COMMON)) > len(wanted)
             part = OWN if enough_common else ALL
-            have_own = copies.nodes_with(key, rank, OWN, commons)
+            have_own = copies.nodes_with(key, rank, OWN)
             for holder in wanted:
-                lacks_common = part == ALL and holder not in copies.nodes_with(key, rank, COMMON, commons)
+                lacks_common = part == ALL and holder not in copies.nodes_with(key, rank, COMMON)
                 if holder in have_own and not lacks_common:
                     continue
                 if len(have_own) > len(wanted) and not lacks_common:
                     continue
-                sources = copies.sources(key, rank, holder, commons if part == ALL else NO_COMMONS)
+                sources = copies.sources(key, rank, holder, part)
                 orders.append(Replication(holder, rank, part, sources))
     return orders
 
@@ -463,23 +492,29 @@ def plan_restore(
 def _from_images(
     copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, speed: Mapping[str, float]
 ) -> RestorePlan:
-    commons = copies.commons(key)
-    sources: dict[int, tuple[Source, ...]] = {}
     tiers: dict[str, int] = {}
     slowest_s = 0.0
     for index, node in enumerate(placement):
         node_s = 0.0
         for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
-            sources[rank] = copies.sources(key, rank, node, commons)
-            image = copies.of(key, rank)[0]
-            sizes = {COMMON: image.common_bytes, OWN: image.size_bytes - image.common_bytes}
-            for part, size in sizes.items():
-                if size:
-                    source = next(source for source in sources[rank] if source.has(part))
-                    tiers[source.tier] = tiers.get(source.tier, 0) + size
-                    node_s += max(1, len(source.group)) * size / speed[source.tier]
+            for source, size in _cheapest(copies, key, rank, node):
+                tiers[source.tier] = tiers.get(source.tier, 0) + size
+                node_s += max(1, len(source.group)) * size / speed[source.tier]
         slowest_s = max(slowest_s, node_s)
-    return RestorePlan(key[0], key[1], MEMORY, "", slowest_s, tiers, sources)
+    return RestorePlan(key[0], key[1], MEMORY, "", slowest_s, tiers)
+
+
+def _cheapest(copies: Copies, key: Key, rank: int, node: str) -> Iterator[tuple[Source, int]]:
+    """Where each part of the rank's image comes from, and its size in bytes."""
+    here = copies.has_whole(key, rank, node)
+    if here is not None:  # as on all nodes but the new ones
+        yield Source(MEMORY, node, ALL, rank), here.size_bytes
+        return
+    sources = copies.sources(key, rank, node)
+    image = copies.of(key, rank)[0]
+    for part, size in ((COMMON, image.common_bytes), (OWN, image.size_bytes - image.common_bytes)):
+        if size:
+            yield next(source for source in sources if source.has(part)), size
 
 
 def _with_reason(plan: RestorePlan, newest: RestorePlan, saves_s: float) -> RestorePlan:
@@ -489,4 +524,4 @@ def _with_reason(plan: RestorePlan, newest: RestorePlan, saves_s: float) -> Rest
             f"step {newest.step} is newer than step {plan.step}, but needs {newest.expected_s:.0f} s to "
             f"restore: {saves_s:.0f} s more than doing the steps between again"
         )
-    return RestorePlan(plan.step, plan.attempt, plan.tier, reason, plan.expected_s, plan.tiers, plan.sources)
+    return RestorePlan(plan.step, plan.attempt, plan.tier, reason, plan.expected_s, plan.tiers)

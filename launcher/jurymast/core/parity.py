@@ -136,12 +136,19 @@ def missing(
 ) -> list[Replication]:
     """What must be copied, or made, so that everything is held as `kept` says."""
     orders = missing_replicas(copies, key, placement, ranks_per_node, kept.whole)
-    commons = copies.commons(key)
+    return orders + missing_parity(copies, key, placement, ranks_per_node, kept.parity)
+
+
+def missing_parity(
+    copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, holding: Mapping[Group, str]
+) -> list[Replication]:
+    """The XORs that must be made."""
+    orders = []
 
     def elsewhere(rank: int, part: str) -> bool:
-        return len(copies.nodes_with(key, rank, part, commons)) > 1
+        return len(copies.nodes_with(key, rank, part)) > 1
 
-    for group, holder in kept.parity.items():
+    for group, holder in holding.items():
         have_common = all(elsewhere(rank, COMMON) for rank in group)
         if have_common and all(elsewhere(rank, OWN) for rank in group):
             continue
@@ -152,6 +159,6 @@ def missing(
             for copy in copies.of(key, group[0])
         )
         if not made:
-            members = copies.members(key, group, part, holder, commons)
+            members = copies.members(key, group, part, holder)
             orders.append(Replication(holder, group[0], part, (), group, members))
     return orders

@@ -80,10 +80,13 @@ class Cadence:
         knows."""
         self._attempt = self.state.attempt
         self._places = frozenset(self.state.placement)
-        self._heard: dict[
-            str, tuple[list[RankReport], CadenceReport]
-        ] = {}  # ranks and cadence of each node's newest heartbeat
-        self._seen: dict[str, _Seen] = {}  # the same, as of the newest look
+        # Each node's newest heartbeat, and what all of them showed when they were last looked at: thousands
+        # of nodes are only while there is something to decide.
+        self._heard: dict[str, tuple[list[RankReport], CadenceReport]] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._all_step = False  # all ranks have done a step
+        self._adopted = False  # what an earlier supervisor left was looked for
+        self._settled = 0  # the newest schedule that all ranks have settled
         self._steps: int | None = None  # what the script asks for
         self._seconds: float | None = None
         self._current: Schedule | None = None
@@ -189,8 +192,11 @@ class Cadence:
 
     def _adopt(self) -> bool:
         """What an earlier supervisor left undecided is settled: confirmed if it had journalled or told it."""
+        if self._current is not None or self._adopted:
+            return False
+        self._adopted = True
         number = max(seen.number for seen in self._seen.values())
-        if self._current is not None or number == 0:
+        if number == 0:
             return False
         self._current = Schedule(number, 0, 0, 0)
         told = self.state.cadence
@@ -208,7 +214,10 @@ class Cadence:
         if now < self._look_at or self.state.phase is not Phase.RUNNING:
             return
         self._look_at = now + LOOK_INTERVAL_S
-        if self._attempt != self.state.attempt or not self._see_all():
+        if self._attempt != self.state.attempt or len(self._heard) < len(self._places):
+            return
+        self._all_step = self._all_step or self._see_all()
+        if not self._all_step:
             return
         self._measure(now)
         if self._adopt() or not self.samples or self._undecided():
@@ -216,11 +225,13 @@ class Cadence:
         self._look_at = now + SAMPLE_S
         if self._asks:
             by, self._asks = "; ".join(self._asks), []
+            self._see_all()
             self._propose(0, 0.0, f"asked by {by}", by)
         elif self._steps is None and now >= self._changed_at + HOLD_S:
             interval_s, reason = self._interval()
             every = max(1, round(interval_s / self.step_s))
             if moved(self._every, every):
+                self._see_all()
                 self._propose(every, interval_s, reason)
 
     def _see_all(self) -> bool:
@@ -234,9 +245,13 @@ class Cadence:
 
     def _undecided(self) -> bool:
         current = self._current
-        if current is None:
+        if current is None or self._settled == current.number:
             return False
-        return not self._decided or any(seen.settled < current.number for seen in self._seen.values())
+        self._see_all()
+        if not self._decided or any(seen.settled < current.number for seen in self._seen.values()):
+            return True
+        self._settled = current.number
+        return False
 
     def _slowest(self) -> int:
         return min((seen.slowest for seen in self._seen.values()), default=0)
@@ -256,8 +271,9 @@ class Cadence:
         return min(SLOWDOWN_MAX, max(0.0, median(during) / median(quiet) - 1.0))
 
     def _measure(self, now: float) -> None:
-        """A sample of the time a step takes, every few seconds."""
-        step = self._slowest()
+        """A sample of the time a step takes, every few seconds; all ranks go in step."""
+        ranks, _ = next(iter(self._heard.values()))
+        step = min(rank.step for rank in ranks)
         if self._first is None:
             self._first = self._sampled = (step, now)
         before, at = self._sampled or (step, now)

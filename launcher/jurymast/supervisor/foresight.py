@@ -34,12 +34,12 @@ class Foresight:
         self.joined(node, message)
         self._foreseen[node] = Foreseen(int(message["image_bytes"]), int(message["own_bytes"]))
 
-    def look(self, placement: Sequence[str], ranks_per_node: int, kept: Keeping) -> None:
+    def look(self, placement: Sequence[str], ranks_per_node: int, kept: Callable[[], Keeping]) -> None:
         """Once every node of the placement has been heard: tell, each shortage once."""
-        if not all(node in self._foreseen for node in placement):
+        if len(self._foreseen) < len(placement) or not all(node in self._foreseen for node in placement):
             return
         theirs = {node: self._foreseen[node] for node in placement}
-        for node, need in foresight.needs(theirs, placement, ranks_per_node, kept).items():
+        for node, need in foresight.needs(theirs, placement, ranks_per_node, kept()).items():
             room = self._rooms.get(node)
             if room is not None and need.total_bytes > room.free and self._told.get(node) != need:
                 self._told[node] = need

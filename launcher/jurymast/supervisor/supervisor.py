@@ -35,6 +35,7 @@ from jurymast.supervisor.health import Health
 from jurymast.supervisor.lateness import Lateness
 from jurymast.supervisor.preflight import Preflight
 from jurymast.supervisor.progress import Progress
+from jurymast.supervisor.rank_events import RankEvents
 from jurymast.supervisor.sick_nodes import SickNodes
 from jurymast.supervisor.stragglers import Stragglers
 from jurymast.supervisor.tiers import Tiers, on_storage
@@ -46,6 +47,8 @@ from jurymast.wire.messages import Beat, Message
 
 # While a run just runs, only silence is looked for at every look; the rest at every so many.
 STEADY_LOOKS = 3
+# So many nodes are told of a launch before others have their turn.
+LAUNCHES_AT_ONCE = 64
 # An agent whose connection broke but that lives is back sooner than this.
 RECONNECT_GRACE_S = 0.25
 HELLO_KEYS = {
@@ -97,6 +100,7 @@ class Supervisor:
         self._tiers = Tiers(state, self._tell, self.feed, self.now)
         self._cadence = Cadence(state, self._tell, self.feed, self.now, self._tiers.copying)
         self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now, self._how)
+        self._rank_events = RankEvents(state, self._tiers, self.feed, self.now)
         self._health = Health(self.feed, self.now)
         self._preflight = Preflight(state, self._tell, self.feed, self.now)
         self._stragglers = Stragglers(state, self.feed, self.now, self._spawn, self._cadence.save_first)
@@ -105,9 +109,11 @@ class Supervisor:
         self._node = ""
         self._allocation = ""
         self._isolated_since: float | None = None
+        self._launching: Launch | None = None  # and what it restores, once that was planned
         self._restore: RestorePlan | None = None
         self._answered: dict[str, float] = {}
         self._lateness = Lateness(state.settings.heartbeat_s, self.feed, self.now)
+        self._replicating = False
         self._terminating = False
         self._leaving = False
         self._failure: BaseException | None = None
@@ -141,7 +147,7 @@ class Supervisor:
 
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Launch):
-            self._restore = None
+            self._restore = self._launching = None
             self._spawn(self._launch(instruction))
         elif isinstance(instruction, StopWorkers):
             self._watch.attempt_over(self.state)
@@ -169,9 +175,16 @@ class Supervisor:
             await asyncio.sleep(WATCH_INTERVAL_S)
         if not self._is_due(launch):
             return
-        self._restore = self._tiers.plan(launch)
+        self._restore, self._launching = self._tiers.plan(launch), launch
         for rank, node in enumerate(launch.placement):
+            if not rank % LAUNCHES_AT_ONCE and not await self._still_due(launch):
+                return
             self._tell(node, self._launch_message(launch, rank))
+
+    async def _still_due(self, launch: Launch) -> bool:
+        """Others have their turn meanwhile."""
+        await asyncio.sleep(0)
+        return self._is_due(launch)
 
     def _is_due(self, launch: Launch) -> bool:
         return (self.state.attempt, self.state.phase) == (launch.attempt, Phase.LAUNCHING)
@@ -286,11 +299,19 @@ class Supervisor:
             if next(count) % STEADY_LOOKS and self._steady():
                 continue
             self._progress.report(forced=False)
-            self._tiers.look()
+            if self._tiers.look() and not self._replicating:
+                self._spawn(self._replicate())
             self._cadence.look()
             if self.state.phase is Phase.RUNNING:
                 self._hangs.judge()
             self.feed(ev.Tick(t=self.now()))
+
+    async def _replicate(self) -> None:
+        """Of thousands of nodes some at a time."""
+        self._replicating = True
+        while self._tiers.look():
+            await asyncio.sleep(0)
+        self._replicating = False
 
     async def _look_at_storage(self) -> None:
         try:
@@ -406,15 +427,16 @@ class Supervisor:
             self.feed(ev.WorkersStarted(t=self.now(), node=node, attempt=attempt, pids=tuple(hello["pids"])))
         elif ranks in ("running", "starting") and not (current and placed):
             self._tell(node, {"do": "dismiss"})
-        if placed and attempt < self.state.attempt or self.state.phase is Phase.STOPPING:
-            for instruction in resume(self.state):
-                self._send_again(node, instruction)
+        if placed:
+            self._send_again(node, attempt)
 
-    def _send_again(self, node: str, instruction: Instruction) -> None:
-        if isinstance(instruction, Launch) and node in instruction.placement and self._restore is not None:
-            self._tell(node, self._launch_message(instruction, instruction.placement.index(node)))
-        elif isinstance(instruction, StopWorkers) and node in instruction.nodes:
-            self._tell(node, {"do": "stop", "attempt": instruction.attempt})
+    def _send_again(self, node: str, attempt: int) -> None:
+        """What the agent, whose newest attempt is this one, may not have been told."""
+        phase, launch = self.state.phase, self._launching
+        if phase is Phase.STOPPING and node not in self.state.stopped:
+            self._tell(node, {"do": "stop", "attempt": self.state.attempt})
+        elif phase is Phase.LAUNCHING and attempt < self.state.attempt and launch is not None:
+            self._tell(node, self._launch_message(launch, self.state.places[node]))
 
     def _stops(self) -> None:
         """Before the first word that ends an attempt, and before the last: tell how far its ranks came. To
@@ -467,7 +489,7 @@ class Supervisor:
         elif said == "health":
             self._health.hear(node, message)
         elif said == "event":
-            self._rank_event(node, message)
+            self._rank_events.hear(node, message)
         elif said == "verdict":
             self._sick.answered(node, message)
         elif said == "terminated":
@@ -493,31 +515,6 @@ class Supervisor:
         except (KeyError, TypeError, ValueError) as error:
             note = f"malformed word ({message['say']}): {error!r}"
             self.feed(ev.Noted(t=self.now(), node=node, message=note))
-
-    def _rank_of(self, node: str, event: Message) -> int:
-        place = self.state.places.get(node, 0)
-        return place * self.state.ranks_per_node + int(event.get("local_rank") or 0)
-
-    def _rank_event(self, node: str, message: Message) -> None:
-        """An event that a rank sent itself; only checkpoints so far. A malformed one is noted."""
-        if message["event"].get("event") == "Skipped":
-            rank = self._rank_of(node, message["event"])
-            self._tiers.skipped(int(message["event"]["step"]), rank, str(message["event"].get("why", "")))
-            return
-        fields = {key: value for key, value in message["event"].items() if key not in ("local_rank", "t")}
-        if fields.get("event") == "ColdStart":
-            if self.state.cold:
-                return
-            fields |= {"node": node, "rank": self._rank_of(node, message["event"])}
-        elif fields.get("event") not in ("Saved", "Restored"):
-            return
-        try:
-            event = ev.from_json({**fields, "t": self.now(), "attempt": message["attempt"]})
-        except (KeyError, TypeError) as error:
-            event = ev.Noted(t=self.now(), node=node, message=f"malformed event from a rank: {error}")
-        self.feed(event)
-        if isinstance(event, ev.Restored):
-            self._tiers.restored(event.attempt, event.step, event.tier)
 
     def _how(self) -> Message:
         """What the journal does not tell while it cannot be written."""

@@ -16,19 +16,22 @@ from jurymast.checkpoint.directory import CheckpointDirectory, Rollback
 from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core import parity
-from jurymast.core.copies import Copies, Key, RestorePlan, Source
+from jurymast.core.copies import Copies, Key, RestorePlan
 from jurymast.core.durable import IDLE_SHARE, durable_every_s, late_after_s
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.keeper.page import REFUSED
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.foresight import Foresight
+from jurymast.supervisor.holders import Holder, spelled, spelled_members
 from jurymast.supervisor.retries import RETRY_S, Retries
 from jurymast.wire.messages import Message
 
 SHARED_PAUSE_MIN_S = 1.0
-# Looking at the copies of a hundred thousand ranks takes a while: at most a tenth of the time goes into it.
+# Looking at the copies of a hundred thousand ranks takes a while: at most a tenth of the time goes into it,
+# and after so many nodes heartbeats are heard.
 REST_SHARE = 9.0
+SLICE_NODES = 128
 SAFE_TOLD_EVERY_S = 30.0
 SAFE_TOLD = 500
 # Agents that are silent about a drain for this long have lost it; a hung storage is theirs to notice earlier.
@@ -51,15 +54,15 @@ class Drain:
 
 
 @dataclass
-class _Node:
-    """How other agents reach this one's data. `full`: it has refused memory; `packed`: for parity as well,
-    which is asked of it once more (until `retried`) when it has given older replicas up."""
+class _Pass:
+    """A look at what replicas are missing of the state `key`, some nodes at a time: `place` is the next one's
+    group rank; so much was ordered, and took so many seconds."""
 
-    address: str
-    port: int
-    full: bool = False
-    packed: bool = False
-    retried: bool = False
+    key: Key
+    kept: parity.Keeping
+    place: int = 0
+    ordered: int = 0
+    took_s: float = 0.0
 
 
 @dataclass
@@ -80,12 +83,13 @@ class Tiers:
     rollbacks: list[Rollback] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, Holder] = {}
         self._stalls: dict[Key, float] = {}
         self._committed: Key | None = None
         self._committed_at = 0.0
         self._safe: Key | None = None
-        self._ordered: set[tuple[Key, str, int, str, tuple[int, ...]]] = set()
+        self._ordered: dict[str, set[tuple[Key, str, int, tuple[int, ...]]]] = {}  # by holder
+        self._pass: _Pass | None = None
         self._drains: dict[str, Drain] = {}
         self._next_at: dict[str, float] = {}
         self._retries = Retries(self.now)
@@ -107,19 +111,18 @@ class Tiers:
     def joined(self, node: str, hello: Mapping[str, Any]) -> None:
         """An agent is here, for the first time or again: what it holds counts anew."""
         self.copies.drop_where(node=node)
-        self._nodes[node] = _Node(hello["address"], int(hello.get("data_port", 0)))
+        self._nodes[node] = Holder(hello["address"], int(hello.get("data_port", 0)))
         if hello.get("domain"):
             self.domains[node] = str(hello["domain"])
         self._foresight.joined(node, hello)
-        self._ordered = {order for order in self._ordered if order[3] != node}
+        self._ordered.pop(node, None)
         self._held(node, hello.get("copies", ()))
 
     def lost(self, node: str) -> None:
         self.copies.drop_where(node=node)
         self._nodes.pop(node, None)
         self._foresight.lost(node)
-        self._ordered.clear()
-        self._dirty, self._safe = True, None  # what it held for others must live elsewhere again
+        self._order_anew()  # what it held for others must live elsewhere again
         for drain in list(self._drains.values()):
             if node in drain.waiting:
                 self._drained(drain, node, f"node {node} was lost")
@@ -132,8 +135,7 @@ class Tiers:
         elif said == "dropped":
             for copy in cp.from_report(node, message["copy"]):
                 self.copies.drop(copy)
-            self._ordered.clear()
-            self._dirty, self._safe = True, None
+            self._order_anew()
             if message["why"]:
                 self._note(node, f"a copy is no copy any more: {message['why']}")
         elif said == "refused":
@@ -144,13 +146,13 @@ class Tiers:
             self._note(node, message["why"])
         elif said == "foreseen":
             self._foresight.hear(node, message)
-            self._foresight.look(self.state.placement, self.state.ranks_per_node, self._kept())
+            self._foresight.look(self.state.placement, self.state.ranks_per_node, self._kept)
         elif said == "prefetched":
             self._prefetched(node, message)
         elif said == "unreplicated":
             key = (int(message["step"]), int(message["attempt"]))
             group = tuple(message.get("group") or ())
-            self._ordered.discard((key, message["part"], int(message["rank"]), node, group))
+            self._ordered.get(node, set()).discard((key, message["part"], int(message["rank"]), group))
             self._retry_at = self._gather_at = self.now() + RETRY_S
             self._note(node, f"rank {message['rank']} has no replica of step {key[0]}: {message['why']}")
         elif said == "bad image":
@@ -208,14 +210,18 @@ class Tiers:
 
     # ---- commit, replicas, drains
 
-    def look(self) -> None:
-        """Order whatever is due. Cheap when nothing is."""
+    def look(self) -> bool:
+        """Order whatever is due. Cheap when nothing is. True when it is to go on at once, once others had
+        their turn."""
         if self._committed is not None:
             began = self.now()
-            if (self._dirty and began >= self._rest_until) or began > self._retry_at:
+            if self._pass is not None and self._pass.key != self._committed:
+                self._dirty, self._pass = True, None
+            if self._pass is None and ((self._dirty and began >= self._rest_until) or began > self._retry_at):
                 self._dirty, self._retry_at = False, math.inf
-                self._replicate(self._committed)
-                self._rest_until = began + REST_SHARE * (self.now() - began)
+                self._begin_pass(self._committed)
+            if self._pass is not None:
+                self._replicate(self._pass)
             self._drain_committed(self._committed)
         now = self.now()
         for drain in list(self._drains.values()):
@@ -226,6 +232,7 @@ class Tiers:
                 drain.late_at = math.inf
                 why = f"not there after {now - drain.started_at:.0f} s: the storage is slow, or it hangs"
                 self._told(drain.tier, drain.key, 0, why)
+        return self._pass is not None
 
     def _commit(self) -> bool:
         """True when a step has just become complete in memory."""
@@ -248,24 +255,44 @@ class Tiers:
             return []
         return [node.name for node in self.state.nodes.values() if node.role is Role.SPARE]
 
-    def _replicate(self, key: Key) -> None:
-        """Order what is missing; once nothing is, older images may go."""
-        if key == self._safe:
-            return
+    def _order_anew(self) -> None:
+        """Copies are gone: what was ordered, or looked at, says nothing any more."""
+        self._ordered.clear()
+        self._dirty, self._safe, self._pass = True, None, None
+
+    def _begin_pass(self, key: Key) -> None:
+        if key != self._safe:
+            self._pass = _Pass(key, self._kept())
+
+    def _replicate(self, now: _Pass) -> None:
+        """Order what some nodes lack. Once nothing is missing anywhere, older images may go."""
         if self.state.phase is not Phase.RUNNING:
-            self._dirty = True
+            self._dirty, self._pass = True, None
             return
-        kept = self._kept()
-        missing = parity.missing(self.copies, key, self.state.placement, self.state.ranks_per_node, kept)
+        began, placement, count = self.now(), self.state.placement, self.state.ranks_per_node
+        places = range(now.place, min(now.place + SLICE_NODES, len(placement)))
+        missing = cp.missing_replicas(self.copies, now.key, placement, count, now.kept.whole, places)
+        now.place = places.stop
+        if now.place == len(placement):
+            missing += parity.missing_parity(self.copies, now.key, placement, count, now.kept.parity)
         for order in missing:
-            name = (key, order.part, order.rank, order.holder, order.group)
-            if name not in self._ordered:
-                self._ordered.add(name)
-                if order.group:
-                    self._make_room(key, order)
-                self.tell(order.holder, self._replication(key, order))
-        if not missing:
-            self._settle(key, safe=not kept.bare)
+            self._order(now.key, order)
+        now.ordered += len(missing)
+        now.took_s += self.now() - began
+        if now.place == len(placement):
+            self._pass, self._rest_until = None, self.now() + REST_SHARE * now.took_s
+            if not now.ordered:
+                self._settle(now.key, safe=not now.kept.bare)
+
+    def _order(self, key: Key, order: cp.Replication) -> None:
+        """Once."""
+        ordered = self._ordered.setdefault(order.holder, set())
+        name = key, order.part, order.rank, order.group
+        if name not in ordered:
+            ordered.add(name)
+            if order.group:
+                self._make_room(key, order)
+            self.tell(order.holder, self._replication(key, order))
 
     def _kept(self) -> parity.Keeping:
         settings = self.state.settings
@@ -280,11 +307,11 @@ class Tiers:
     def _replication(self, key: Key, order: cp.Replication) -> Message:
         message: Message = {
             "do": "replicate", "step": key[0], "attempt": key[1], "rank": order.rank, "part": order.part,
-            "sources": self._spelled(order.sources, order.holder),
+            "sources": spelled(order.sources, self._nodes),
         }  # fmt: skip
         if order.group:
             message["group"] = list(order.group)
-            message["members"] = self._spelled_members(order.members, order.holder)
+            message["members"] = spelled_members(order.members, self._nodes)
         return message
 
     def _make_room(self, key: Key, order: cp.Replication) -> None:
@@ -321,7 +348,7 @@ class Tiers:
             if cp.age(other) < cp.age(key):
                 self._ask_again(other)
                 self.copies.drop_where(other, tiers=(cp.MEMORY, cp.PEER))
-        self._ordered = {order for order in self._ordered if order[0] == key}
+        self._ordered.clear()
 
     def _ask_again(self, key: Key) -> None:
         """Nodes give their replicas of these images up: then they may have room for parity after all."""
@@ -405,6 +432,9 @@ class Tiers:
         return self.state.placement[0] if self.state.placement else next(iter(self._nodes), "")
 
     def _writer(self, key: Key, rank: int) -> str:
+        placement, place = self.state.placement, rank // self.state.ranks_per_node
+        if place < len(placement) and self.copies.has_whole(key, rank, placement[place]):
+            return placement[place] if placement[place] in self._nodes else ""
         copies = [copy for copy in self.copies.of(key, rank) if copy.node in self._nodes]
         whole = [copy for copy in copies if copy.part == cp.ALL and not copy.group]
         whole.sort(key=lambda copy: (copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
@@ -460,7 +490,8 @@ class Tiers:
                 for node in list(drain.waiting):
                     self._drained(drain, node, f"the run goes back to step {step}")
         self.shared = {one: size for one, size in self.shared.items() if one[0] <= step}
-        self._committed = self._safe = None
+        self._committed = None
+        self._order_anew()
 
     def plan(self, launch: Launch) -> RestorePlan:
         """What this attempt restores; journals it."""
@@ -482,8 +513,7 @@ class Tiers:
         else:  # agents free what they hold in memory: the ranks will save other states under these steps
             self._committed = None
             self.copies.drop_where(tiers=(cp.MEMORY, cp.PEER))
-        self._safe = None
-        self._ordered.clear()
+        self._order_anew()
         return plan
 
     def restored(self, attempt: int, step: int, tier: str) -> None:
@@ -498,29 +528,9 @@ class Tiers:
         """The part of the plan for one node; None: its ranks look in the shared tier themselves."""
         if plan.tier != cp.MEMORY:
             return None
-        return {
-            "step": plan.step, "attempt": plan.attempt,
-            "ranks": {str(rank): self._spelled(plan.sources[rank], node) for rank in ranks},
-        }  # fmt: skip
-
-    def _spelled(self, sources: tuple[Source, ...], node: str) -> list[dict[str, Any]]:
-        """With addresses, for the agent of `node`. A node that has left is no source."""
-        spelled = []
-        for source in sources:
-            known = self._nodes.get(source.node)
-            if known is not None:
-                one: dict[str, Any] = {
-                    "tier": source.tier, "node": source.node, "hosts": [known.address],
-                    "port": known.port, "part": source.part, "rank": source.rank,
-                }  # fmt: skip
-                if source.group:
-                    one["group"] = list(source.group)
-                    one["members"] = self._spelled_members(source.members, node)
-                spelled.append(one)
-        return spelled
-
-    def _spelled_members(self, members: tuple[cp.Member, ...], node: str) -> list[dict[str, Any]]:
-        return [{"rank": one.rank, "sources": self._spelled(one.sources, node)} for one in members]
+        key = plan.step, plan.attempt
+        sources = {str(rank): spelled(self.copies.sources(key, rank, node), self._nodes) for rank in ranks}
+        return {"step": plan.step, "attempt": plan.attempt, "ranks": sources}
 
     # ---- before the nodes go
 
@@ -560,7 +570,6 @@ class Tiers:
 
     def _gather(self, key: Key) -> bool:
         """Have the images that only exist in parts put together on some node; False when nobody can."""
-        commons = self.copies.commons(key)
         nodes = [name for name, node in self._nodes.items() if not node.full]
         for number, rank in enumerate(range(self.copies.world(key))):
             if self._writer(key, rank):
@@ -570,10 +579,7 @@ class Tiers:
             if self.now() < self._gather_at:
                 continue  # what failed just now fails again
             holder = nodes[number % len(nodes)]
-            if (key, cp.ALL, rank, holder, ()) not in self._ordered:
-                self._ordered.add((key, cp.ALL, rank, holder, ()))
-                sources = self.copies.sources(key, rank, holder, commons)
-                self.tell(holder, self._replication(key, cp.Replication(holder, rank, cp.ALL, sources)))
+            self._order(key, cp.Replication(holder, rank, cp.ALL, self.copies.sources(key, rank, holder)))
         return True
 
 
