@@ -33,7 +33,7 @@ from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
 from jurymast.wire.channel import HEAD_BYTES, MAGIC, NONCE_BYTES, TAG_BYTES, digest
-from jurymast.wire.messages import Beat, CadenceReport, RankReport, encode
+from jurymast.wire.messages import CadenceReport, RankReport, beat_of, encode
 
 RANKS = 8
 HEARTBEAT_S = 0.5
@@ -342,7 +342,7 @@ class Fleet:
             settled = number if decided else 0
             rank = RankReport(step, step, self.saves, "training", 0.3127, 0.3127, 1.0042, settled, 0.0, 0.0)
             cadence = CadenceReport(number, decided) if self.saves and running else None
-            self._beats[key] = encode(Beat(attempt, [rank] * RANKS if running else [], cadence))
+            self._beats[key] = encode(beat_of(attempt, [rank] * RANKS if running else [], cadence))
         return self._beats[key]
 
     def _save(self, agent: Agent, step: int) -> None:

@@ -10,6 +10,7 @@ from jurymast.core.stacks import CODE, COLLECTIVE
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.watch import Watch
+from jurymast.wire.messages import beat_of
 from support.reports import reported
 from support.stories import Story
 
@@ -46,7 +47,7 @@ class Silent:
             self.watch.clock.now += TICK_S
             silent = reported(quiet_s=quiet_s, beat_s=quiet_s, longest_s=0.5, idle_s=quiet_s)
             for node in self.state.placement:
-                self.watch.beat(node, self.state.attempt, [silent])
+                self.watch.beat(node, beat_of(self.state.attempt, [silent]))
             self.hangs.judge()
             if any(isinstance(event, ev.RanksHung) for event in self.fed):
                 return True

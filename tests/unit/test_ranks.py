@@ -16,7 +16,7 @@ import pytest
 
 from jurymast.agent import ranks
 from jurymast.agent.ranks import RankMemory, RankWatch, process_state
-from jurymast.wire.messages import Beat, CadenceReport, RankReport, decode, encode
+from jurymast.wire.messages import CadenceReport, RankReport, beat_of, decode, encode
 from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
 from support.waiting import wait_until
@@ -231,8 +231,9 @@ def test_a_report_has_ages_in_seconds_and_forgets_old_processes() -> None:
         assert (fresh.phase, fresh.quiet_s, fresh.beat_s) == ("starting", None, None)
         rank(memory, 0, "link.beat(9)")
         report = watch.look([process.pid])[0]
-        beat = Beat(1, [report], CadenceReport(2, -2, seconds=1.5))
+        beat = beat_of(1, [report], CadenceReport(2, -2, seconds=1.5), watch.times())
         assert decode(encode(beat), "n1") == beat
+        assert (beat.quiet_s, beat.stopped) == (report.quiet_s, False)
         assert report.quiet_s is not None
         assert report.beat_s is not None
         assert report.step == 9

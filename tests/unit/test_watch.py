@@ -8,6 +8,7 @@ from jurymast.core.heartbeat import KNOWN_AFTER, LIMIT_MAX_S
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.supervisor.watch import REJOIN_LIMIT_S, WATCH_INTERVAL_S, Watch
+from jurymast.wire.messages import beat_of
 from support.reports import reported
 
 
@@ -23,7 +24,7 @@ class Ears:
             self.state.nodes[node] = Node(node, order, Role.SPARE)
             self.watch.joined(node)
             for _ in range(KNOWN_AFTER):
-                self.watch.beat(node, 1, [])
+                self.watch.beat(node, beat_of(1, []))
 
     def passes(self, seconds: float, beating: tuple[str, ...] = ()) -> None:
         """Time goes by in the watch's own rhythm; these nodes beat all along."""
@@ -31,10 +32,10 @@ class Ears:
             self.real += WATCH_INTERVAL_S
             self.watch.clock.tick(self.real)
             for node in beating:
-                self.watch.beat(node, 1, [])
+                self.watch.beat(node, beat_of(1, []))
 
     def says(self, node: str, step: int, beats: int = 5, **more: Any) -> None:
-        self.watch.beat(node, 1, [reported(step=step, beats=beats, **more)])
+        self.watch.beat(node, beat_of(1, [reported(step=step, beats=beats, **more)]))
 
 
 def test_three_missed_heartbeats_are_a_lost_node() -> None:
@@ -70,7 +71,7 @@ def test_a_link_that_was_slow_before_gets_more_time() -> None:
     ears = Ears()
     for _ in range(5):
         ears.passes(1.2, beating=("n1", "n2"))
-        ears.watch.beat("n3", 1, [])
+        ears.watch.beat("n3", beat_of(1, []))
     ears.passes(2.5, beating=("n1", "n2"))
     assert ears.watch.silent(ears.state) == []
     ears.passes(1.0, beating=("n1", "n2"))
@@ -121,7 +122,7 @@ def test_ranks_that_have_ended_stay_where_they_were() -> None:
     ears = Ears()
     ears.says("n2", 300)
     ears.says("n3", 299)
-    ears.watch.beat("n2", 1, [])
+    ears.watch.beat("n2", beat_of(1, []))
     ears.says("n3", 300)
     reach = ears.watch.reach(ears.state)
     assert reach is not None

@@ -35,7 +35,7 @@ from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel
-from jurymast.wire.messages import Beat, Message, RankReport
+from jurymast.wire.messages import Message, RankReport, beat_of
 
 RECONNECT_S = 0.1
 CONNECT_LIMIT_S = 1.5
@@ -218,7 +218,7 @@ class Agent:
             ranks = self._watch.look(self._pids) if self.ranks_state == "running" else []
             self._keeping.look()
             cadence = self._memory.cadence()
-            connection.send(Beat(self.attempt, ranks, cadence))
+            connection.send(beat_of(self.attempt, ranks, cadence, self._watch.times() if ranks else None))
             self._urgent.clear()
             try:
                 await asyncio.wait_for(self._urgent.wait(), self._beat_period(ranks))
@@ -228,7 +228,7 @@ class Agent:
     def _beat_now(self) -> None:
         """How far the ranks are, ahead of a word of their end."""
         if self._channel is not None:
-            self._channel.send(Beat(self.attempt, self._watch.look(self._pids)))
+            self._channel.send(beat_of(self.attempt, self._watch.look(self._pids)))
 
     def _beat_period(self, ranks: list[RankReport]) -> float:
         # Until the first step the ranks' progress is worth a closer look: it ends an incident.

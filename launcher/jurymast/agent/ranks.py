@@ -11,7 +11,7 @@ from typing import Any
 
 from jurymast.core.cadence import Schedule
 from jurymast.core.hang import IDLE_SHARE
-from jurymast.wire.messages import CadenceReport, RankReport
+from jurymast.wire.messages import CadenceReport, RankReport, Times
 from jurymast.worker.link import SLOT_BYTES, Beat, read_slot
 from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
 
@@ -125,16 +125,13 @@ class RankWatch:
 
     def look(self, pids: list[int]) -> list[RankReport]:
         """One report a local rank; ages in seconds at the time of the call, without those that the whole
-        machine slept through (a virtual machine that was held, say): no rank is to blame for them. `timed`,
-        now and then: steps, and seconds in all of their forward, backward and update parts."""
+        machine slept through (a virtual machine that was held, say): no rank is to blame for them."""
         now = time.monotonic()
         slept_before_s = self._slept_s
         self._slept_s += max(0.0, now - self._looked_at - OVERSLEPT * self.interval_s)
         woke, self._looked_at = self._slept_s > slept_before_s, now
         new = ProcessWatch(seen_at=now, slept_s=self._slept_s)
         self.watches = {pid: self.watches.get(pid) or replace(new) for pid in pids}
-        tell_times = now >= self._timed_at + TIMED_INTERVAL_S
-        self._timed_at = now if tell_times else self._timed_at
         report: list[RankReport] = []
         for pid, beat in zip(pids, self.memory.beats(), strict=False):
             watch = self.watches[pid]
@@ -146,7 +143,6 @@ class RankWatch:
                 watch.slept_s = slept_before_s if watch.last else watch.slept_s
                 watch.last = last
             slept_s = self._slept_s - watch.slept_s
-            timed = beat.timed if tell_times and beat.timed[0] else None
             report.append(
                 RankReport(
                     step=beat.step,
@@ -159,10 +155,17 @@ class RankWatch:
                     settled=beat.settled,
                     idle_s=round(now - watch.idle_since, 3) if watch.idle_since is not None else 0.0,
                     stopped_s=round(now - watch.stopped_since, 3) if watch.stopped_since is not None else 0.0,
-                    timed=timed,
                 )
             )
         return report
+
+    def times(self) -> list[Times] | None:
+        """Now and then: what the steps of all ranks are made of."""
+        now = time.monotonic()
+        if now < self._timed_at + TIMED_INTERVAL_S:
+            return None
+        self._timed_at = now
+        return [beat.timed for beat in self.memory.beats()]
 
 
 def _update(watch: ProcessWatch, pid: int, now: float) -> None:

@@ -58,10 +58,15 @@ def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
     return arrivals.limit_s(fixed_s)
 
 
+def answer_every_s(heartbeat_s: float, nodes: int) -> float:
+    """Seconds between two answers to the heartbeats of one node: thousands are answered less often."""
+    return max(ANSWER_INTERVAL_S, heartbeat_s) + nodes / NODES_A_SECOND / BEATS
+
+
 def patience_s(heartbeat_s: float, nodes: int, late_s: float = 0.0) -> float:
     """So long an agent hears nothing of its supervisor before it looks for another, in seconds: three
     answers, each to a heartbeat; longer for more nodes, and when the supervisor was `late_s` late."""
-    return BEATS * max(ANSWER_INTERVAL_S, heartbeat_s) + nodes / NODES_A_SECOND + LATE_TIMES * late_s
+    return BEATS * answer_every_s(heartbeat_s, nodes) + LATE_TIMES * late_s
 
 
 class WatcherClock:

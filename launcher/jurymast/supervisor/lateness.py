@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jurymast.core import events as ev
-from jurymast.core.heartbeat import patience_s
+from jurymast.core.heartbeat import answer_every_s, patience_s
 
 # A loop that stood still for so long is told of.
 TOLD_S = 2.0
@@ -22,14 +22,14 @@ class Lateness:
         self._heartbeat_s = heartbeat_s
         self._feed, self._now = feed, now
         self._late_s = 0.0
+        self.overslept(0.0, 0)
 
-    def overslept(self, seconds: float) -> None:
-        """By so much the loop was late at its newest look."""
+    def overslept(self, seconds: float, agents: int) -> None:
+        """By so much the loop was late at its newest look; it hears so many agents. From that follow the
+        patience that each is to have, in seconds, and how often one is answered."""
         self._late_s = min(MOST_S, max(seconds, KEPT * self._late_s))
+        self.patience_s = round(patience_s(self._heartbeat_s, agents, self._late_s), 1)
+        self.answer_every_s = answer_every_s(self._heartbeat_s, agents)
         if seconds > TOLD_S:
             text = f"the supervisor stood still for {seconds:.1f} s: no node is blamed for that time"
             self._feed(ev.Noted(t=self._now(), message=text))
-
-    def patience_s(self, agents: int) -> float:
-        """What each of so many agents is to have, in seconds."""
-        return round(patience_s(self._heartbeat_s, agents, self._late_s), 1)

@@ -38,17 +38,17 @@ class Stragglers:
     def beat(self, node: str, beat: Beat) -> None:
         """A heartbeat; now and then one has its ranks' times."""
         state = self._state
-        if not state.settings.straggler or state.phase is not Phase.RUNNING or node not in state.places:
+        if beat.times is None or beat.attempt != state.attempt:
             return
-        if beat.attempt != state.attempt:
+        if not state.settings.straggler or state.phase is not Phase.RUNNING or node not in state.places:
             return
         if self._attempt != state.attempt:
             self._attempt = state.attempt
             self._windows = Windows(len(state.placement) * state.ranks_per_node, state.settings.straggler)
         first = state.places[node] * state.ranks_per_node
-        for local_rank, report in enumerate(beat.ranks):
-            if report.timed is not None:
-                found = self._windows.report(first + local_rank, node, Timed(*report.timed))
+        for local_rank, times in enumerate(beat.times):
+            if times[0]:
+                found = self._windows.report(first + local_rank, node, Timed(*times))
                 if found is not None:
                     self._spawn(self._tell(*found))
 

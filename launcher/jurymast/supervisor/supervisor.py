@@ -19,7 +19,6 @@ from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
 from jurymast.core.copies import SHARED, RestorePlan
-from jurymast.core.heartbeat import ANSWER_INTERVAL_S
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
@@ -289,7 +288,7 @@ class Supervisor:
         count = itertools.count()
         while not self._over.is_set():
             await asyncio.sleep(STEADY_INTERVAL_S if self._steady() else WATCH_INTERVAL_S)
-            self._lateness.overslept(self._watch.clock.tick(time.monotonic()))
+            self._lateness.overslept(self._watch.clock.tick(time.monotonic()), len(self._channels))
             if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED:
                 continue
             if self._cut_off():
@@ -453,14 +452,13 @@ class Supervisor:
         self.feed(ev.WorkersStopped(t=self.now(), node=node, attempt=attempt, store_port=store_port))
 
     def _beat(self, node: str, beat: Beat) -> None:
-        self._watch.beat(node, beat.attempt, beat.ranks)
+        self._watch.beat(node, beat)
         self._cadence.beat(node, beat)
         self._stragglers.beat(node, beat)
         now = time.monotonic()
-        if now >= self._answered.get(node, -math.inf) + ANSWER_INTERVAL_S:
+        if now >= self._answered.get(node, -math.inf) + self._lateness.answer_every_s:
             self._answered[node] = now
-            patience_s = self._lateness.patience_s(len(self._channels))
-            self._tell(node, {"do": "go on", "time": time.time(), "patience_s": patience_s})
+            self._tell(node, {"do": "go on", "time": time.time(), "patience_s": self._lateness.patience_s})
 
     def _hear(self, node: str, message: Message | Beat) -> None:
         if isinstance(message, Beat):

@@ -9,7 +9,7 @@ from jurymast.core.hang import IDLE_FLOOR_S, HangLimits, HangVerdict, RankView, 
 from jurymast.core.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock
 from jurymast.core.settings import Settings
 from jurymast.core.state import Phase, Role, RunState
-from jurymast.wire.messages import RankReport
+from jurymast.wire.messages import Beat, RankReport
 
 WATCH_INTERVAL_S = 0.05
 # While a run just runs: nobody waits for a closer look, and the ranks want the processors.
@@ -36,11 +36,10 @@ class NodeWatch:
     stopped: bool = False
     _slowest: RankReport | None = None
 
-    def report(self, attempt: int, ranks: list[RankReport], now: float) -> None:
-        self.attempt, self.ranks, self.reported_at = attempt, ranks, now
-        known = [one.quiet_s for one in ranks if one.phase != "done"]
-        self.quiet_s = min((quiet_s for quiet_s in known if quiet_s is not None), default=math.inf)
-        self.stopped = any(one.stopped_s for one in ranks)
+    def report(self, beat: Beat, now: float) -> None:
+        self.attempt, self.ranks, self.reported_at = beat.attempt, beat.ranks, now
+        self.quiet_s = math.inf if beat.quiet_s is None else beat.quiet_s
+        self.stopped = beat.stopped
         self._slowest = None
 
     @property
@@ -80,13 +79,13 @@ class Watch:
     def forget(self, node: str) -> None:
         self.nodes.pop(node, None)
 
-    def beat(self, node: str, attempt: int, ranks: list[RankReport]) -> None:
+    def beat(self, node: str, beat: Beat) -> None:
         watch = self.nodes.get(node)
         if watch is None:
             return
         watch.arrivals.beat(self.clock.now)
-        if ranks or attempt != watch.attempt:  # ranks that have ended stay where they were
-            watch.report(attempt, ranks, self.clock.now)
+        if beat.ranks or beat.attempt != watch.attempt:  # ranks that have ended stay where they were
+            watch.report(beat, self.clock.now)
 
     def silent(self, state: RunState) -> list[tuple[str, float, float]]:
         """(node, seconds silent, limit) of each node silent beyond its limit. With a node that only starts

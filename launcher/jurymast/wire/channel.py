@@ -46,14 +46,11 @@ class Channel:
         self._receive_key = receive_key
         self._sent = 0
         self._received = 0
+        self.peer_address = connection.peer_address
 
     @property
     def local_address(self) -> str:
         return self._connection.local_address
-
-    @property
-    def peer_address(self) -> str:
-        return self._connection.peer_address
 
     def send(self, message: Message | Beat) -> None:
         """Queue a message; never blocks. A dead connection shows at `receive`."""

@@ -1,7 +1,7 @@
 """What agents and the supervisor say to each other, as JSON.
 
-Heartbeats are most of it, and typed: `["beat", attempt, ranks, cadence]`, each rank an array as well. All
-other messages are objects still, {"say": kind, ...} to the supervisor and {"do": order, ...} to an agent.
+Heartbeats are most of it, and typed: `["beat", attempt, ranks, ...]`, each rank an array as well. All other
+messages are objects still, {"say": kind, ...} to the supervisor and {"do": order, ...} to an agent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One rank as its agent sees it. Ages (`_s`) are seconds at the time of the look; `quiet_s` since it last
     said anything and `beat_s` since its newest step ended, None before the first; `longest_s` of its steps;
     `idle_s` without work for the processor, `stopped_s` in state T, 0.0 when it is not. `settled`: number of
-    the schedule of saves that it has settled last. `timed`, now and then: steps, and the seconds in all of
-    their forward, backward and update parts."""
+    the schedule of saves that it has settled last."""
 
     step: int
     beats: int
@@ -32,7 +31,6 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     settled: int
     idle_s: float
     stopped_s: float
-    timed: tuple[int, float, float, float] | None = None
 
 
 class CadenceReport(msgspec.Struct, frozen=True, gc=False):
@@ -45,12 +43,32 @@ class CadenceReport(msgspec.Struct, frozen=True, gc=False):
     seconds: float | None = None
 
 
+Times = tuple[int, float, float, float]
+
+
 class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
-    """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer."""
+    """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer. Now
+    and then it has all ranks' `times`: steps, and the seconds in all of their forward, backward and update
+    parts. What a supervisor of thousands would else work out of each: `quiet_s`, the shortest of the ranks
+    that have not ended, and whether one is `stopped`."""
 
     attempt: int
     ranks: list[RankReport]
     cadence: CadenceReport | None = None
+    times: list[Times] | None = None
+    quiet_s: float | None = None
+    stopped: bool = False
+
+
+def beat_of(
+    attempt: int,
+    ranks: list[RankReport],
+    cadence: CadenceReport | None = None,
+    times: list[Times] | None = None,
+) -> Beat:
+    quiet_s = [one.quiet_s for one in ranks if one.phase != "done" and one.quiet_s is not None]
+    stopped = any(one.stopped_s for one in ranks)
+    return Beat(attempt, ranks, cadence, times, min(quiet_s, default=None), stopped)
 
 
 _ENCODER = msgspec.json.Encoder()
