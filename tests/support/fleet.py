@@ -7,7 +7,6 @@ say alike is encoded once, and of what they hear only the wanted keys are read.
 from __future__ import annotations
 
 import heapq
-import hmac
 import json
 import os
 import random
@@ -32,8 +31,9 @@ from jurymast.core.heartbeat import patience_s
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
-from jurymast.wire.channel import HEAD_BYTES, MAGIC, NONCE_BYTES, TAG_BYTES, digest
+from jurymast.wire.channel import HEAD_BYTES, MAGIC, NONCE_BYTES, digest
 from jurymast.wire.messages import CadenceReport, RankReport, beat_of, encode
+from jurymast.wire.seal import Seal
 
 RANKS = 8
 HEARTBEAT_S = 0.5
@@ -60,8 +60,7 @@ class Agent:
     attempt: int = 0
     connection: socket.socket | None = None
     greeted: int = 0  # 0 nothing, 1 proof sent, 2 in
-    send_key: bytes = b""
-    sent: int = 0
+    seal: Seal | None = None
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
     heard_at: float = 0.0
@@ -196,7 +195,6 @@ class Fleet:
             agent.inbox.clear()
             agent.outbox.clear()
             agent.heard_at = now
-            agent.sent = 0
             agent.connections += 1
             self._pending += 1
             self._by_descriptor[connection.fileno()] = agent
@@ -256,7 +254,7 @@ class Fleet:
             theirs = bytes(agent.inbox[len(MAGIC) : len(MAGIC) + NONCE_BYTES])
             del agent.inbox[: len(MAGIC) + NONCE_BYTES]
             ours = secrets.token_bytes(NONCE_BYTES)
-            agent.send_key = digest(self._secret, b"to-server", theirs, ours)
+            agent.seal = Seal(digest(self._secret, b"to-server", theirs, ours))
             agent.greeted = 1
             self._write(agent, ours + digest(self._secret, b"client", theirs, ours))
         elif agent.greeted == 1 and len(agent.inbox) >= NONCE_BYTES:
@@ -283,8 +281,8 @@ class Fleet:
         self._seal(agent, json.dumps(message, separators=(",", ":")).encode())
 
     def _seal(self, agent: Agent, payload: bytes) -> None:
-        tag = hmac.digest(agent.send_key, struct.pack(">Q", agent.sent) + payload, "sha256")[:TAG_BYTES]
-        agent.sent += 1
+        assert agent.seal is not None
+        tag = agent.seal.tag(payload)
         self.frames_out += 1
         self._write(agent, struct.pack(">I", len(payload)) + tag + payload)
 

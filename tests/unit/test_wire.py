@@ -25,13 +25,14 @@ from jurymast.wire.ask import ask
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection
 from jurymast.wire.endpoint import Endpoint, announce, claim_epoch, find, newest_epoch
+from jurymast.wire.seal import TAG_BYTES
 from support.wire import served
 
 SECRET = secrets.token_bytes(32)
 LIMIT_S = 20.0
 HELLO_BYTES = len(channel.MAGIC) + channel.NONCE_BYTES
 PROOF_BYTES = 2 * channel.NONCE_BYTES
-HEAD_BYTES = 4 + channel.TAG_BYTES
+HEAD_BYTES = 4 + TAG_BYTES
 
 Result = TypeVar("Result")
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
@@ -210,7 +211,7 @@ def shorten(frames: Frames) -> Frames:
 
 def forge(frames: Frames) -> Frames:
     payload = b'{"do":"leave"}'
-    return [struct.pack(">I", len(payload)) + secrets.token_bytes(channel.TAG_BYTES) + payload, *frames]
+    return [struct.pack(">I", len(payload)) + secrets.token_bytes(TAG_BYTES) + payload, *frames]
 
 
 def leave_out(frames: Frames) -> Frames:
@@ -322,9 +323,7 @@ def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     async def work() -> None:
         async with accepting() as (port, outcome):
             client = await channel.connect("127.0.0.1", port, SECRET)
-            client._connection.write(
-                struct.pack(">I", channel.FRAME_BYTES_MAX + 1) + bytes(channel.TAG_BYTES)
-            )
+            client._connection.write(struct.pack(">I", channel.FRAME_BYTES_MAX + 1) + bytes(TAG_BYTES))
             accepted = await outcome
             with pytest.raises(ProtocolError):
                 await accepted.receive()

@@ -6,7 +6,7 @@ epoch of the supervisor). Durations end in `_s` and are seconds, sizes end in `_
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 
@@ -363,7 +363,7 @@ class _Registry:
 
 def to_json(event: Event) -> dict[str, Any]:
     """The journal's form: {"event": class name, field: value, ...}."""
-    return {"event": type(event).__name__, **asdict(event)}
+    return {"event": type(event).__name__, **vars(event)}
 
 
 def from_json(line: dict[str, Any]) -> Event:

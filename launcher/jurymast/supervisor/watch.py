@@ -25,7 +25,7 @@ REJOIN_LIMIT_S = 6.5
 class NodeWatch:
     """One node: when its heartbeats came (watcher's clock) and what its ranks last said. `quiet_s` is the
     shortest time since one that has not ended did something, as of `reported_at`; `stopped` that one is in
-    state T."""
+    state T; `longest_s` is the longest step."""
 
     arrivals: Arrivals
     connected: bool = True
@@ -34,12 +34,13 @@ class NodeWatch:
     reported_at: float = 0.0
     quiet_s: float = math.inf
     stopped: bool = False
+    longest_s: float = 0.0
     _slowest: RankReport | None = None
 
     def report(self, beat: Beat, now: float) -> None:
         self.attempt, self.ranks, self.reported_at = beat.attempt, beat.ranks, now
         self.quiet_s = math.inf if beat.quiet_s is None else beat.quiet_s
-        self.stopped = beat.stopped
+        self.stopped, self.longest_s = beat.stopped, beat.longest_s
         self._slowest = None
 
     @property
@@ -182,7 +183,8 @@ class Watch:
 
     def attempt_over(self, state: RunState) -> None:
         """Remember what this attempt taught about step times."""
-        seen = [report.longest_s for _, _, _, report in self._reports(state)]
+        watches = (self.nodes[name] for name in state.placement if name in self.nodes)
+        seen = [watch.longest_s for watch in watches if watch.attempt == state.attempt]
         self.longest_before_s = max([self.longest_before_s, *seen])
 
 

@@ -1,13 +1,13 @@
 """Authenticated messages over TCP: JSON, every frame sealed with a key of this connection.
 
-Both sides prove that they know the run's secret before anything is parsed, and every frame carries an
-HMAC over its sequence number, so nothing can be forged, replayed or reordered on a shared network.
+Both sides prove that they know the run's secret before anything is parsed, and every frame carries a seal
+over its sequence number, so nothing can be forged, replayed or reordered on a shared network.
 The content is not hidden: nothing secret is sent.
 
     server -> client   MAGIC, 32 random bytes
     client -> server   32 random bytes, HMAC("client", both nonces)
     server -> client   HMAC("server", both nonces)
-    then frames        u32 length, 16 bytes of HMAC(direction key, u64 sequence + payload), payload
+    then frames        u32 length, 16 bytes of seal(direction key, u64 sequence + payload), payload
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import connection
 from jurymast.wire.connection import Connection
 from jurymast.wire.messages import Beat, Message, decode, decode_object, encode
+from jurymast.wire.seal import TAG_BYTES, Seal
 
-MAGIC = b"jurymast/1\n"
+MAGIC = b"jurymast/2\n"
 NONCE_BYTES = 32
-TAG_BYTES = 16
 HEAD_BYTES = 4 + TAG_BYTES
 FRAME_BYTES_MAX = 4 * 1024 * 1024
 HANDSHAKE_LIMIT_S = 5.0
@@ -42,10 +42,8 @@ class Channel:
 
     def __init__(self, connection: Connection, send_key: bytes, receive_key: bytes) -> None:
         self._connection = connection
-        self._send_key = send_key
-        self._receive_key = receive_key
-        self._sent = 0
-        self._received = 0
+        self._sealing = Seal(send_key)
+        self._opening = Seal(receive_key)
         self.peer_address = connection.peer_address
 
     @property
@@ -55,9 +53,7 @@ class Channel:
     def send(self, message: Message | Beat) -> None:
         """Queue a message; never blocks. A dead connection shows at `receive`."""
         payload = encode(message)
-        tag = hmac.digest(self._send_key, struct.pack(">Q", self._sent) + payload, "sha256")[:TAG_BYTES]
-        self._sent += 1
-        self._connection.write(struct.pack(">I", len(payload)) + tag + payload)
+        self._connection.write(struct.pack(">I", len(payload)) + self._sealing.tag(payload) + payload)
 
     async def receive(self) -> Message:
         """The next message. Raises AuthenticationError, and ProtocolError for what is none."""
@@ -97,10 +93,8 @@ class Channel:
             return None
         tag, payload = bytes(unread[4:HEAD_BYTES]), bytes(unread[HEAD_BYTES:end])
         del unread[:end]
-        expected = hmac.digest(self._receive_key, struct.pack(">Q", self._received) + payload, "sha256")
-        if not hmac.compare_digest(expected[:TAG_BYTES], tag):
+        if not self._opening.fits(payload, tag):
             raise AuthenticationError(f"a frame from {self.peer_address} is not sealed with this run's key")
-        self._received += 1
         return payload
 
     async def drain(self) -> None:

@@ -50,7 +50,7 @@ class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
     """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer. Now
     and then it has all ranks' `times`: steps, and the seconds in all of their forward, backward and update
     parts. What a supervisor of thousands would else work out of each: `quiet_s`, the shortest of the ranks
-    that have not ended, and whether one is `stopped`."""
+    that have not ended, whether one is `stopped`, and the longest step, `longest_s`."""
 
     attempt: int
     ranks: list[RankReport]
@@ -58,6 +58,7 @@ class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
     times: list[Times] | None = None
     quiet_s: float | None = None
     stopped: bool = False
+    longest_s: float = 0.0
 
 
 def beat_of(
@@ -68,7 +69,8 @@ def beat_of(
 ) -> Beat:
     quiet_s = [one.quiet_s for one in ranks if one.phase != "done" and one.quiet_s is not None]
     stopped = any(one.stopped_s for one in ranks)
-    return Beat(attempt, ranks, cadence, times, min(quiet_s, default=None), stopped)
+    longest_s = max((one.longest_s for one in ranks), default=0.0)
+    return Beat(attempt, ranks, cadence, times, min(quiet_s, default=None), stopped, longest_s)
 
 
 _ENCODER = msgspec.json.Encoder()

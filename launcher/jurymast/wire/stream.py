@@ -23,10 +23,10 @@ from jurymast.wire.channel import (
     HANDSHAKE_LIMIT_S,
     MAGIC,
     NONCE_BYTES,
-    TAG_BYTES,
     digest,
 )
 from jurymast.wire.messages import Message, decode_object, encode
+from jurymast.wire.seal import TAG_BYTES, Seal
 
 SILENT_LIMIT_S = 10.0
 CONNECT_LIMIT_S = 3.0
@@ -38,16 +38,12 @@ class Stream:
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         self._connection = connection
-        self._send_key = send_key
-        self._receive_key = receive_key
-        self._sent = 0
-        self._received = 0
+        self._sealing = Seal(send_key)
+        self._opening = Seal(receive_key)
 
     def send(self, message: Message) -> None:
         payload = encode(message)
-        tag = hmac.digest(self._send_key, struct.pack(">Q", self._sent) + payload, "sha256")[:TAG_BYTES]
-        self._sent += 1
-        _send(self._connection, struct.pack(">I", len(payload)) + tag + payload)
+        _send(self._connection, struct.pack(">I", len(payload)) + self._sealing.tag(payload) + payload)
 
     def receive(self) -> Message:
         """Raises AuthenticationError, ProtocolError."""
@@ -56,10 +52,8 @@ class Stream:
         if length > FRAME_BYTES_MAX:
             raise ProtocolError(f"frame of {length} bytes")
         payload = _receive(self._connection, length)
-        expected = hmac.digest(self._receive_key, struct.pack(">Q", self._received) + payload, "sha256")
-        if not hmac.compare_digest(expected[:TAG_BYTES], head[4:]):
+        if not self._opening.fits(payload, head[4:]):
             raise AuthenticationError("a frame is not sealed with this run's key")
-        self._received += 1
         return decode_object(payload, self._connection.getpeername()[0])
 
     def send_bytes(self, data: bytes) -> None:
