@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jurymast.core.heartbeat import KNOWN_AFTER, LIMIT_MAX_S
+from jurymast.core.heartbeat import KNOWN_AFTER, LIMIT_MAX_S, rejoin_limit_s
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
-from jurymast.supervisor.watch import REJOIN_LIMIT_S, WATCH_INTERVAL_S, Watch
+from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
 from jurymast.wire.messages import beat_of
 from support.reports import reported
 
@@ -80,8 +80,8 @@ def test_a_link_that_was_slow_before_gets_more_time() -> None:
 
 def test_after_a_takeover_nodes_have_time_to_come_back() -> None:
     ears = Ears()
-    ears.watch.expect("n3")
-    ears.passes(REJOIN_LIMIT_S, beating=("n1", "n2"))
+    ears.watch.expect("n3", 3)
+    ears.passes(rejoin_limit_s(3), beating=("n1", "n2"))
     assert ears.watch.silent(ears.state) == []
     ears.passes(3.5, beating=("n1", "n2"))
     assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n3"]

@@ -23,6 +23,9 @@ ANSWER_INTERVAL_S = 1.0
 # To hear so many nodes again, after a take-over, takes a supervisor a second.
 NODES_A_SECOND = 2000.0
 LATE_TIMES = 4.0
+# Agents look for a supervisor that has just taken over for so long; so many come in each second.
+REJOIN_LIMIT_S = 6.5
+REJOINS_A_SECOND = 400.0
 MEMORY = 240  # gaps remembered: two minutes at the default heartbeat
 
 
@@ -56,6 +59,12 @@ def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
     for beat in range(KNOWN_AFTER):
         arrivals.beat((beat + 1) * heartbeat_s)
     return arrivals.limit_s(fixed_s)
+
+
+def rejoin_limit_s(nodes: int) -> float:
+    """Seconds that the agents of so many nodes have to find a supervisor that has just taken over; on top
+    comes the limit of a node of which nothing is known."""
+    return REJOIN_LIMIT_S + nodes / REJOINS_A_SECOND
 
 
 def answer_every_s(heartbeat_s: float, nodes: int) -> float:

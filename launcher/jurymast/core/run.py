@@ -30,13 +30,22 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
     state.now = max(state.now, event.t)
     if state.ended and not isinstance(event, ev.AllocationEnded | ev.Saved | ev.Noted):
         return []
+    before = state.phase
     handler = _HANDLERS.get(type(event))
     instructions = handler(state, event) if handler else []
     if not state.ended:
         instructions += recovery.advance(state, one_came=isinstance(event, ev.NodeJoined | ev.NodeReady))
-    if isinstance(event, _LETS_TEST):
+    if state.phase is not before or isinstance(event, _LETS_TEST) or _of_suspect(state, event):
         instructions += testing.suspects(state)
     return instructions
+
+
+def _of_suspect(state: RunState, event: ev.Event) -> bool:
+    """Thousands of nodes tell of their ranks at once: only a suspect's word may let it be tested."""
+    if not isinstance(event, ev.NodeReady | ev.WorkersStarted | ev.WorkersStopped):
+        return False
+    node = state.nodes.get(event.node)
+    return node is not None and node.role is Role.SUSPECT
 
 
 def resume(state: RunState) -> list[Instruction]:
@@ -417,7 +426,7 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
 
 
 # What may make a suspect fit for its tests; at any event would be much at 10,000 nodes.
-_LETS_TEST = (ev.Tick, ev.NodeReady, ev.NodeTested, ev.WorkersStarted, ev.WorkersStopped)
+_LETS_TEST = (ev.Tick, ev.NodeTested)
 _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = {
     ev.RunStarted: _run_started,
     ev.AllocationStarted: _allocation_started,

@@ -236,7 +236,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the batch process had them wait
         for name, known in self.state.nodes.items():
             if known.incarnation and known.role is not Role.FAILED:
-                self._watch.expect(name)
+                self._watch.expect(name, len(self.state.nodes))
         for instruction in resume(self.state):
             self._carry_out(instruction)
         self._spawn(self._watch_all())
@@ -504,7 +504,7 @@ class Supervisor:
         if connection is not None:
             connection.close()
         if node in self._watch.nodes:
-            self._watch.expect(node)
+            self._watch.expect(node, len(self.state.nodes))
 
     def _hear_of_copies(self, node: str, message: Message) -> None:
         try:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from jurymast.core.hang import IDLE_FLOOR_S, HangLimits, HangVerdict, RankView, judge
-from jurymast.core.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock
+from jurymast.core.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock, rejoin_limit_s
 from jurymast.core.settings import Settings
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.wire.messages import Beat, RankReport
@@ -16,9 +16,6 @@ WATCH_INTERVAL_S = 0.05
 STEADY_INTERVAL_S = 0.1
 # So much of the limit, and all others silent: none of them is lost, this node hears nothing.
 ISOLATED = 0.6
-# An agent may still look for a supervisor that has just taken over; on top comes the limit of a node of which
-# nothing is known.
-REJOIN_LIMIT_S = 6.5
 
 
 @dataclass
@@ -69,9 +66,9 @@ class Watch:
         self.nodes: dict[str, NodeWatch] = {}
         self.longest_before_s = 0.0
 
-    def expect(self, node: str) -> None:
-        """A node known from the journal: it has `REJOIN_LIMIT_S` to connect."""
-        arrivals = Arrivals(self._settings.heartbeat_s, self.clock.now + REJOIN_LIMIT_S)
+    def expect(self, node: str, nodes: int) -> None:
+        """A node that is known, and is to connect; so many may be on their way."""
+        arrivals = Arrivals(self._settings.heartbeat_s, self.clock.now + rejoin_limit_s(nodes))
         self.nodes[node] = NodeWatch(arrivals, connected=False)
 
     def joined(self, node: str) -> None:
