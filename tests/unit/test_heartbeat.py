@@ -15,7 +15,9 @@ from jurymast.core.heartbeat import (
     UNKNOWN_BEATS,
     Arrivals,
     WatcherClock,
+    answer_every_s,
     patience_s,
+    rejoin_limit_s,
 )
 
 
@@ -91,3 +93,15 @@ def test_agents_are_as_patient_as_answers_take() -> None:
     assert patience_s(3.2, 4) > 2.5 * 3.2  # an answer comes to a heartbeat
     assert patience_s(0.5, 10_000) > patience_s(0.5, 100) + 3.0
     assert patience_s(0.5, 4, late_s=2.0) > 10.0
+
+
+@given(st.floats(0.1, 5.0), st.integers(1, 20_000), st.integers(1, 20_000))
+def test_more_nodes_are_answered_less_often_and_have_more_patience(
+    heartbeat_s: float, few: int, more: int
+) -> None:
+    few, more = sorted((few, more))
+    assert answer_every_s(heartbeat_s, few) <= answer_every_s(heartbeat_s, more)
+    assert rejoin_limit_s(few) <= rejoin_limit_s(more)
+    # Two answers may be late before a supervisor is given up.
+    assert patience_s(heartbeat_s, more) >= 3 * answer_every_s(heartbeat_s, more)
+    assert answer_every_s(heartbeat_s, more) >= heartbeat_s  # each is the answer to a heartbeat

@@ -17,6 +17,7 @@ from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.journal import JournalWriter
 from jurymast.keeper.page import REFUSED
 from jurymast.rundir import RunDirectory
+from jurymast.supervisor import tiers
 from jurymast.supervisor.retries import RETRY_MAX_S, RETRY_S
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.supervisor.tiers import DRAIN_LIMIT_S, Tiers
@@ -109,6 +110,20 @@ def test_only_own_parts_are_replicated_and_older_images_go_when_all_are() -> Non
     site.replicate()
     assert sorted(node for node, _ in site.ordered("committed")) == ["n1", "n2", "n3", "s1"]
     assert site.saved("peer") == [(10, True)]
+
+
+def test_of_thousands_of_nodes_some_are_looked_at_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "SLICE_NODES", 1)
+    site = Site()
+    for rank in range(3):
+        site.hold(rank)  # the last one commits the step, and the first node is looked at
+    assert [order["rank"] for _, order in site.ordered("replicate")] == [0]
+    assert site.tiers.look()
+    assert not site.tiers.look()
+    assert [order["rank"] for _, order in site.ordered("replicate")] == [1, 2]
+    site.replicate()
+    site.tiers.lost("n2")  # before all were looked at
+    assert site.ordered("committed") == []
 
 
 def test_older_images_stay_while_the_newer_ones_live_on_one_node_only() -> None:

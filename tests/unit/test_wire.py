@@ -25,7 +25,9 @@ from jurymast.wire.ask import ask
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection
 from jurymast.wire.endpoint import Endpoint, announce, claim_epoch, find, newest_epoch
+from jurymast.wire.messages import Beat, beat_of
 from jurymast.wire.seal import TAG_BYTES
+from support.reports import STEPPING
 from support.wire import served
 
 SECRET = secrets.token_bytes(32)
@@ -105,6 +107,47 @@ def test_messages_come_in_order_and_whole_both_ways() -> None:
             assert [(await client.receive())["back"] for _ in sent] == [0, 1, 70_000]
             client.close()
             with pytest.raises(ConnectionError):
+                await server.receive()
+
+    run(work())
+
+
+def test_a_listener_hears_what_was_there_before_it_and_all_that_comes_until_the_end() -> None:
+    async def work() -> None:
+        async with connected() as (client, server):
+            heard: list[Any] = []
+            client.send({"n": 0})
+            client.send({"n": 1})
+            assert await server.receive() == {"n": 0}
+            listening = asyncio.ensure_future(server.listen(heard.append))
+            beat = beat_of(3, [STEPPING])
+            for message in ({"n": 2}, beat, {"n": 3}):
+                client.send(message)
+            client.close()
+            with pytest.raises(ConnectionError):
+                await listening
+            assert heard == [{"n": 1}, {"n": 2}, beat, {"n": 3}]
+
+    run(work())
+
+
+def test_what_a_listener_raises_ends_the_connection_and_is_not_lost() -> None:
+    async def work() -> None:
+        async with connected() as (client, server):
+            client.send({"no": "key of that name"})
+            with pytest.raises(KeyError):
+                await server.listen(lambda message: None if isinstance(message, Beat) else message["say"])
+            with pytest.raises(ConnectionError):
+                await client.receive()
+
+    run(work())
+
+
+def test_a_heartbeat_where_none_is_expected_is_refused() -> None:
+    async def work() -> None:
+        async with connected() as (client, server):
+            client.send(beat_of(1, []))
+            with pytest.raises(ProtocolError):
                 await server.receive()
 
     run(work())

@@ -264,25 +264,29 @@ class Tiers:
         if key != self._safe:
             self._pass = _Pass(key, self._kept())
 
-    def _replicate(self, now: _Pass) -> None:
+    def _replicate(self, under_way: _Pass) -> None:
         """Order what some nodes lack. Once nothing is missing anywhere, older images may go."""
         if self.state.phase is not Phase.RUNNING:
             self._dirty, self._pass = True, None
             return
         began, placement, count = self.now(), self.state.placement, self.state.ranks_per_node
-        places = range(now.place, min(now.place + SLICE_NODES, len(placement)))
-        missing = cp.missing_replicas(self.copies, now.key, placement, count, now.kept.whole, places)
-        now.place = places.stop
-        if now.place == len(placement):
-            missing += parity.missing_parity(self.copies, now.key, placement, count, now.kept.parity)
+        places = range(under_way.place, min(under_way.place + SLICE_NODES, len(placement)))
+        missing = cp.missing_replicas(
+            self.copies, under_way.key, placement, count, under_way.kept.whole, places
+        )
+        under_way.place = places.stop
+        if under_way.place >= len(placement):
+            missing += parity.missing_parity(
+                self.copies, under_way.key, placement, count, under_way.kept.parity
+            )
         for order in missing:
-            self._order(now.key, order)
-        now.ordered += len(missing)
-        now.took_s += self.now() - began
-        if now.place == len(placement):
-            self._pass, self._rest_until = None, self.now() + REST_SHARE * now.took_s
-            if not now.ordered:
-                self._settle(now.key, safe=not now.kept.bare)
+            self._order(under_way.key, order)
+        under_way.ordered += len(missing)
+        under_way.took_s += self.now() - began
+        if under_way.place >= len(placement):
+            self._pass, self._rest_until = None, self.now() + REST_SHARE * under_way.took_s
+            if not under_way.ordered:
+                self._settle(under_way.key, safe=not under_way.kept.bare)
 
     def _order(self, key: Key, order: cp.Replication) -> None:
         """Once."""
