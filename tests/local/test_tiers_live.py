@@ -71,15 +71,22 @@ def test_flipped_bits_in_memory_are_found_and_the_next_copy_is_used(tmp_path: Pa
     assert fetched[0].tiers.get("peer", 0) > 0
 
 
+def until(file: Path) -> tuple[str, ...]:
+    """A training that goes on until the file is there."""
+    return (*TRAIN, "--steps", "100000", "--until", str(file))
+
+
 def test_a_rollback_takes_a_live_run_back_and_nothing_newer_returns(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    end = tmp_path / "end"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
-                   arguments=(*TRAIN, "--steps", "240", "--out", str(out))) as run:  # fmt: skip
+                   arguments=until(end)) as run:  # fmt: skip
         run.wait("a shared checkpoint", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
         oldest = min(int(p.name[5:]) for p in run.directory.checkpoints.glob("step-????????"))
         done = jurymast("checkpoints", str(run.directory.root), "rollback", str(oldest), "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["restarted"] is True
+        run.wait("the restart", lambda s: bool(s.incidents) and s.incident is None)
+        end.touch()
         state = run.wait_end()
         wait_gone(run.directory.root)
     assert state.exit_code == 0, run.story()
@@ -89,9 +96,9 @@ def test_a_rollback_takes_a_live_run_back_and_nothing_newer_returns(tmp_path: Pa
 
 
 def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out, end = tmp_path / "out.json", tmp_path / "end"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
-                   arguments=(*TRAIN, "--steps", "240", "--out", str(out))) as run:  # fmt: skip
+                   arguments=(*until(end), "--out", str(out))) as run:  # fmt: skip
         run.wait_safe(10)  # before that they look there for what to restore
         blocked = run.directory.checkpoints
         blocked.rename(blocked.with_name("elsewhere"))
@@ -105,10 +112,11 @@ def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
         state = run.wait("catching up", lambda s: (s.saved["shared"].step or 0) > 0, limit_s=180)
         assert state.saved["shared"].failures == 0
         assert run.wait_step(before + 10).incidents == []
+        end.touch()
         run.wait_end()
         wait_gone(run.directory.root)
     steps = {int(path.name[5:]) for path in blocked.glob("step-????????")}
-    assert 240 in steps  # the last one got there before the nodes were given back
+    assert result(out)["steps"] in steps  # the last one got there before the nodes were given back
 
 
 def test_with_memory_off_the_ranks_save_to_storage_themselves(tmp_path: Path) -> None:
