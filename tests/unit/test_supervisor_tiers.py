@@ -126,6 +126,18 @@ def test_of_thousands_of_nodes_some_are_looked_at_at_a_time(monkeypatch: pytest.
     assert site.ordered("committed") == []
 
 
+def test_while_no_ranks_run_nobody_looks_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it would be done again at every look, just when there is most to do."""
+    site = Site()
+    site.save()
+    looks: list[int] = []
+    monkeypatch.setattr(Tiers, "_kept", lambda _: looks.append(1))
+    site.state.phase = Phase.STOPPING
+    site.tiers.lost("n2")
+    assert not site.tiers.look()
+    assert looks == []
+
+
 def test_older_images_stay_while_the_newer_ones_live_on_one_node_only() -> None:
     site = Site()
     site.save()

@@ -124,11 +124,46 @@ def test_a_listener_hears_what_was_there_before_it_and_all_that_comes_until_the_
             for message in ({"n": 2}, beat, {"n": 3}):
                 client.send(message)
             client.close()
-            with pytest.raises(ConnectionError):
-                await listening
+            assert isinstance(await listening, ConnectionError)
             assert heard == [{"n": 1}, {"n": 2}, beat, {"n": 3}]
 
     run(work())
+
+
+def test_what_came_before_the_end_is_heard_after_it() -> None:
+    async def work() -> None:
+        async with connected() as (client, server):
+            client.send({"n": 1})
+            client.send({"say": "hangs up"})
+            client.close()
+            await server._connection.end()
+            heard: list[Any] = []
+            await server.listen(heard.append)
+            assert heard == [{"n": 1}, {"say": "hangs up"}]
+
+    run(work())
+
+
+def test_a_frame_that_is_no_message_ends_a_listener_s_connection() -> None:
+    async def work() -> None:
+        async with connected() as (client, server):
+            client._connection.write(_sealed(client, b'{"say": "\xff"}'))
+            assert isinstance(await server.listen(lambda _: None), ProtocolError)
+
+    run(work())
+
+
+def test_text_that_is_no_unicode_arrives_all_the_same() -> None:
+    async def work() -> None:
+        async with connected() as (client, server):
+            client.send({"traceback": "no file 'a\udc80b'", "pids": (1, 2)})
+            assert await server.receive() == {"traceback": "no file 'a?b'", "pids": [1, 2]}
+
+    run(work())
+
+
+def _sealed(sender: Channel, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload)) + sender._sealing.tag(payload) + payload
 
 
 def test_what_a_listener_raises_ends_the_connection_and_is_not_lost() -> None:

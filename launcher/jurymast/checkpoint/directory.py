@@ -219,6 +219,11 @@ class CheckpointDirectory:
             return None
         return manifest
 
+    def sizes(self) -> dict[tuple[int, int], int]:
+        """Bytes of each complete checkpoint, by its step and attempt. Raises OSError or BadCheckpoint."""
+        found = (self.whole(step) for step in self.steps())
+        return {(one.step, one.attempt): one.size_bytes for one in found if one is not None}
+
     def mark_verified(self, step: int) -> None:
         """Remember that all files of the step were checked just now; best effort, for people to see."""
         self._mark(step)

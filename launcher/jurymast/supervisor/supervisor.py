@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from jurymast.checkpoint.directory import BadCheckpoint
+from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
 from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
@@ -22,7 +22,7 @@ from jurymast.core.copies import SHARED, RestorePlan
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
-from jurymast.errors import AuthenticationError, ProtocolError, SubmissionError
+from jurymast.errors import SubmissionError
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.asks import Asks
@@ -37,7 +37,7 @@ from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.rank_events import RankEvents
 from jurymast.supervisor.sick_nodes import SickNodes
 from jurymast.supervisor.stragglers import Stragglers
-from jurymast.supervisor.tiers import Tiers, on_storage
+from jurymast.supervisor.tiers import Tiers
 from jurymast.supervisor.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
@@ -314,11 +314,13 @@ class Supervisor:
 
     async def _look_at_storage(self) -> None:
         try:
-            found = await asyncio.to_thread(on_storage, self._directory)
+            checkpoints = CheckpointDirectory(self._directory.checkpoints)
+            sizes = await asyncio.to_thread(checkpoints.sizes)
+            rollbacks = await asyncio.to_thread(checkpoints.rollbacks)
         except (OSError, BadCheckpoint) as error:
             self.feed(ev.Noted(t=self.now(), message=f"checkpoints on shared storage: {error}"))
             return
-        self._tiers.found_on_storage(*found)
+        self._tiers.found_on_storage(sizes, rollbacks)
 
     def _cut_off(self) -> bool:
         """Nobody is heard: this node is more likely cut off than all others dead. Another may then take over,
@@ -397,10 +399,8 @@ class Supervisor:
         )  # fmt: skip
         self._health.joined(node, hello)
         self._catch_up(node, hello)
-        try:
-            await connection.listen(partial(self._hear, node))
-        except (OSError, AuthenticationError, ProtocolError) as error:
-            print(f"{node}: {type(error).__name__}: {error}", flush=True)
+        why = await connection.listen(partial(self._hear, node))
+        print(f"{node}: {type(why).__name__}: {why}", flush=True)
         if self._channels.get(node) is connection:
             del self._channels[node]
             await asyncio.sleep(RECONNECT_GRACE_S)

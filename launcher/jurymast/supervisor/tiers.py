@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jurymast.checkpoint.directory import CheckpointDirectory, Rollback
+from jurymast.checkpoint.directory import Rollback
 from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core import parity
@@ -21,7 +21,6 @@ from jurymast.core.durable import IDLE_SHARE, durable_every_s, late_after_s
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.keeper.page import REFUSED
-from jurymast.rundir import RunDirectory
 from jurymast.supervisor.foresight import Foresight
 from jurymast.supervisor.holders import Holder, spelled, spelled_members
 from jurymast.supervisor.retries import RETRY_S, Retries
@@ -216,7 +215,7 @@ class Tiers:
         if self._committed is not None:
             began = self.now()
             if self._pass is not None and self._pass.key != self._committed:
-                self._dirty, self._pass = True, None
+                self._give_pass_up()
             if self._pass is None and ((self._dirty and began >= self._rest_until) or began > self._retry_at):
                 self._dirty, self._retry_at = False, math.inf
                 self._begin_pass(self._committed)
@@ -258,16 +257,27 @@ class Tiers:
     def _order_anew(self) -> None:
         """Copies are gone: what was ordered, or looked at, says nothing any more."""
         self._ordered.clear()
-        self._dirty, self._safe, self._pass = True, None, None
+        self._dirty, self._safe = True, None
+        self._give_pass_up()
 
     def _begin_pass(self, key: Key) -> None:
-        if key != self._safe:
+        if self.state.phase is not Phase.RUNNING:
+            self._dirty = True
+        elif key != self._safe:
+            began = self.now()
             self._pass = _Pass(key, self._kept())
+            self._pass.took_s = self.now() - began
+
+    def _give_pass_up(self) -> None:
+        """What was looked at is another by now: from the first node on again, after a rest."""
+        if self._pass is not None:
+            self._dirty, self._rest_until = True, self.now() + REST_SHARE * self._pass.took_s
+            self._pass = None
 
     def _replicate(self, under_way: _Pass) -> None:
         """Order what some nodes lack. Once nothing is missing anywhere, older images may go."""
         if self.state.phase is not Phase.RUNNING:
-            self._dirty, self._pass = True, None
+            self._give_pass_up()
             return
         began, placement, count = self.now(), self.state.placement, self.state.ranks_per_node
         places = range(under_way.place, min(under_way.place + SLICE_NODES, len(placement)))
@@ -585,13 +595,3 @@ class Tiers:
             holder = nodes[number % len(nodes)]
             self._order(key, cp.Replication(holder, rank, cp.ALL, self.copies.sources(key, rank, holder)))
         return True
-
-
-def on_storage(directory: RunDirectory) -> tuple[dict[Key, int], list[Rollback]]:
-    """Size in bytes of the complete shared checkpoints, and the rollbacks there were.
-
-    Raises OSError or BadCheckpoint.
-    """
-    checkpoints = CheckpointDirectory(directory.checkpoints)
-    found = [one for step in checkpoints.steps() if (one := checkpoints.whole(step)) is not None]
-    return {(one.step, one.attempt): one.size_bytes for one in found}, checkpoints.rollbacks()

@@ -1,13 +1,13 @@
 """Authenticated messages over TCP: JSON, every frame sealed with a key of this connection.
 
-Both sides prove that they know the run's secret before anything is parsed, and every frame carries a seal
-over its sequence number, so nothing can be forged, replayed or reordered on a shared network.
+Both sides prove that they know the run's secret before anything is parsed, and every frame carries an
+HMAC over its sequence number, so nothing can be forged, replayed or reordered on a shared network.
 The content is not hidden: nothing secret is sent.
 
     server -> client   MAGIC, 32 random bytes
     client -> server   32 random bytes, HMAC("client", both nonces)
     server -> client   HMAC("server", both nonces)
-    then frames        u32 length, 16 bytes of seal(direction key, u64 sequence + payload), payload
+    then frames        u32 length, 16 bytes of HMAC(direction key, u64 sequence + payload), payload
 """
 
 from __future__ import annotations
@@ -61,24 +61,34 @@ class Channel:
             await self._connection.more()
         return decode_object(payload, self.peer_address)
 
-    async def listen(self, hear: Callable[[Message | Beat], None]) -> None:
-        """Give every message to `hear` as soon as it is here, until the end. Raises as `receive`, and what
-        `hear` raises."""
+    async def listen(self, hear: Callable[[Message | Beat], None]) -> Exception:
+        """Give every message to `hear` as soon as it is here; why that ended. Raises what `hear` raises."""
+        why: Exception | None = None
         failure: Exception | None = None
 
         def take() -> None:
-            nonlocal failure
-            try:
-                while not self._connection.is_closing and (payload := self._payload()) is not None:
-                    hear(decode(payload, self.peer_address))
-            except Exception as error:  # whoever waits below is to raise it, not asyncio's transport
-                failure = error
-                self._connection.abort()
+            nonlocal why, failure
+            while not self._connection.closed:
+                try:
+                    if (payload := self._payload()) is None:
+                        return
+                    message = decode(payload, self.peer_address)
+                except (AuthenticationError, ProtocolError) as error:
+                    why = error
+                    self._connection.abort()
+                    return
+                try:
+                    hear(message)
+                except Exception as error:  # for whoever waits below, not for asyncio's transport
+                    failure = error
+                    self._connection.abort()
 
         self._connection.on_bytes = take
         take()
         end = await self._connection.end()
-        raise failure or end
+        if failure is not None:
+            raise failure
+        return why or end
 
     def _payload(self) -> bytes | None:
         """Of the next frame, whose seal was checked; None until all of it is here."""

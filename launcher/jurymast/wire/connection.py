@@ -11,16 +11,20 @@ import socket
 from collections.abc import Callable
 
 BUFFER_BYTES = 256 * 1024
+# So many at a time while nobody takes them as they come: it may be a stranger who sends them.
+WAITING_BYTES = 16 * 1024
 # Every connection's bytes arrive here and are copied out before the next one's do.
-_ARRIVING = bytearray(BUFFER_BYTES)
+_ARRIVING = memoryview(bytearray(BUFFER_BYTES))
 
 
 class Connection(asyncio.BufferedProtocol):
-    """`unread`: what has arrived and nobody has taken; `on_bytes`, once it is set, is called for more."""
+    """`unread`: what has arrived and nobody has taken; `on_bytes`, once it is set, is called for more.
+    `closed`: by its user, who wants to hear nothing more."""
 
     def __init__(self, come: Callable[[Connection], None] | None = None) -> None:
         self.unread = bytearray()
         self.on_bytes: Callable[[], None] | None = None
+        self.closed = False
         self._come = come
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.Future[None] | None = None
@@ -39,11 +43,11 @@ class Connection(asyncio.BufferedProtocol):
         if self._come is not None:
             self._come(self)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return _ARRIVING
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _ARRIVING if self.on_bytes is not None else _ARRIVING[:WAITING_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.unread += memoryview(_ARRIVING)[:nbytes]
+        self.unread += _ARRIVING[:nbytes]
         if self.on_bytes is not None:
             self.on_bytes()
         else:
@@ -105,17 +109,15 @@ class Connection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Once what was written has left."""
+        self.closed = True
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
         """At once."""
+        self.closed = True
         if self._transport is not None:
             self._transport.abort()
-
-    @property
-    def is_closing(self) -> bool:
-        return self._transport is None or self._transport.is_closing()
 
     @property
     def local_address(self) -> str:

@@ -6,6 +6,7 @@ messages are objects still, {"say": kind, ...} to the supervisor and {"do": orde
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -78,14 +79,17 @@ _DECODER = msgspec.json.Decoder(Beat | Message)
 
 
 def encode(message: Message | Beat) -> bytes:
-    return _ENCODER.encode(message)
+    try:
+        return _ENCODER.encode(message)
+    except UnicodeEncodeError:  # what a rank says of a file with a strange name
+        return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 def decode(payload: bytes, sender: str) -> Message | Beat:
     """Raises ProtocolError, which names the sender."""
     try:
         message: Message | Beat = _DECODER.decode(payload)
-    except msgspec.DecodeError as error:
+    except ValueError as error:  # msgspec's own, and for what is no UTF-8
         raise ProtocolError(f"a message from {sender} is none: {error}") from error
     return message
 
