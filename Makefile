@@ -20,7 +20,7 @@ BENCH_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --progress-bar off
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --progress-bar off --no-compile
 BENCHMARKS := $(filter-out benchmarks/__init__.py benchmarks/common.py,$(wildcard benchmarks/*.py))
 # What the test cluster's unprivileged user must be able to read. Never a run directory: it holds a secret.
 CLOSED := ! -type l '(' ! -perm -o+r -o -type d ! -perm -o+x ')'
@@ -51,6 +51,8 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  { umask 022; set -x; $(PIP) '$(TORCH)' $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)'); }
 	umask 022; $(PIP) --editable '.[dev]'
+	@# pip would use one processor; what does not compile is a template or for another Python.
+	@umask 022; $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
 demo: install

@@ -29,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Nearly all files need not be imported to find the few tests that run alone."""
+    if config.getoption("--part") == "alone" and collection_path.suffix == ".py":
+        return "mark.alone" not in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _FOLDERS.index(item.path.relative_to(_HERE).parts[0]))
     part = config.getoption("--part")

@@ -96,11 +96,10 @@ def test_two_nodes_lost_with_their_replicas_come_back_from_shared_storage(
     assert planned[-1].step >= 10
 
 
-@pytest.mark.parametrize("local", [True, False])
 def test_without_a_spare_a_requeue_restores_from_what_outlived_the_job(
-    cluster: Cluster, tmp_path: Path, undisturbed: str, local: bool
+    cluster: Cluster, tmp_path: Path, undisturbed: str
 ) -> None:
-    tiers: dict[str, object] = {"local": {"path": "/scratch"}} if local else {}
+    tiers: dict[str, object] = {"local": {"path": "/scratch"}}
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "0", *policy(cluster, tmp_path, tiers))
     victim = run.wait_safe(30).placement[1]
     before = run.state().saved["peer"].step or 0

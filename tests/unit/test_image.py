@@ -146,7 +146,7 @@ def test_stock_dcp_loads_an_image_as_a_file(tmp_path: Path) -> None:
     }
     (tmp_path / ".metadata").write_bytes(pickle.dumps(described))
     into = {"net": {name: torch.zeros_like(value) for name, value in net.named_parameters()}}
-    dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(into, checkpoint_id=tmp_path)
     assert same(into["net"], dict(net.named_parameters()))
 
 
