@@ -72,7 +72,7 @@ def round_of(nodes: int, times: dict[str, list[float]]) -> None:
     swapped = [spares[0], *placement[1:]]
     plan = taking(
         times, "restore plan",
-        lambda: restore_plan(copies, {}, swapped, RANKS_PER_NODE, lost_from=20, step_s=1.0),
+        lambda: restore_plan(copies, {}, swapped, RANKS_PER_NODE),
     )  # fmt: skip
     assert plan.step == KEY[0], plan
 

@@ -90,7 +90,7 @@ def test_another_rank_s_common_part_counts_when_its_hash_is_the_same() -> None:
     held.hold(copy_of(2, "n2", tier=PEER, part=OWN, common="same"))
     held.drop_where(node="n3")
     assert held.restorable((10, 1))
-    plan = cp.plan_restore(held, {}, ("n1", "n2", "n4"), 1, lost_from=12, step_s=1.0)
+    plan = cp.plan_restore(held, {}, ("n1", "n2", "n4"), 1)
     assert (plan.step, plan.attempt, plan.tier) == (10, 1, MEMORY)
     assert plan.tiers == {MEMORY: 2000, PEER: 1000}
     sources = held.sources((10, 1), 2, "n4")
@@ -129,21 +129,20 @@ def test_partners_are_in_another_failure_domain_where_there_is_one() -> None:
     assert cp.holders(("n1", "n2", "n3"), ["s1"], {}, 1, {"s1"})["n1"] in (("n2",), ("n3",))
 
 
-def test_the_newest_step_wins_unless_restoring_it_takes_longer_than_its_steps() -> None:
+def test_the_newest_step_wins_however_long_it_takes_to_restore() -> None:
     held = all_of(step=20)
     held.drop_where(node="n1")
-    held.hold(copy_of(0, "n2", step=20, tier=LOCAL, size=10**12))
-    slow = {LOCAL: 1e9, SHARED: 1e9}
-    later = cp.plan_restore(held, {10: 3 * 10**9}, NODES, 1, lost_from=21, step_s=1.0, rates=slow)
-    assert (later.step, later.tier) == (10, SHARED)
-    assert "step 20 is newer" in later.reason
-    worth = cp.plan_restore(held, {10: 3 * 10**9}, NODES, 1, lost_from=21, step_s=1000.0, rates=slow)
-    assert (worth.step, worth.tier) == (20, MEMORY)
+    held.hold(copy_of(0, "n2", step=20, tier=LOCAL, size=10**15))
+    plan = cp.plan_restore(held, {10: 1}, NODES, 1)
+    assert (plan.step, plan.tier) == (20, MEMORY)
+    assert plan.reason.startswith("step 20 is the newest that is complete")
+    assert cp.plan_restore(held, {20: 1}, NODES, 1).tier == MEMORY, "of two that are as new, the nearer one"
+    assert cp.plan_restore(held, {21: 10**15}, NODES, 1).tier == SHARED
 
 
 def test_nothing_saved_is_a_fresh_start_and_another_world_uses_the_shared_tier() -> None:
-    assert cp.plan_restore(Copies(), {}, NODES, 1, lost_from=0, step_s=0.0).tier == ""
-    plan = cp.plan_restore(all_of(), {5: 100}, ("n1", "n2"), 1, lost_from=10, step_s=1.0)
+    assert cp.plan_restore(Copies(), {}, NODES, 1).tier == ""
+    plan = cp.plan_restore(all_of(), {5: 100}, ("n1", "n2"), 1)
     assert (plan.step, plan.tier) == (5, SHARED)
 
 
@@ -167,7 +166,7 @@ def test_a_plan_never_mixes_sets_and_covers_every_part(
         held.hold(copy)
         if dropped:
             held.drop(copy)
-    plan = cp.plan_restore(held, {}, NODES, 1, lost_from=30, step_s=1.0)
+    plan = cp.plan_restore(held, {}, NODES, 1)
     if plan.tier == "":
         assert not any(held.restorable(key) for key in held.newest_first())
         return

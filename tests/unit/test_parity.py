@@ -73,7 +73,7 @@ def planned_without(
         if copy.node != lost:
             left.hold(copy)
     survivors = tuple("fresh" if node == lost else node for node in placement)
-    plan = cp.plan_restore(left, {}, survivors, per_node, lost_from=12, step_s=1.0)
+    plan = cp.plan_restore(left, {}, survivors, per_node)
     assert (plan.step, plan.tier) == (10, MEMORY)
     return left, survivors
 

@@ -452,46 +452,31 @@ def missing_replicas(
 
 
 def plan_restore(
-    copies: Copies,
-    shared: Mapping[int, int],
-    placement: Sequence[str],
-    ranks_per_node: int,
-    *,
-    lost_from: int,
-    step_s: float,
-    rates: Mapping[str, float] | None = None,
+    copies: Copies, shared: Mapping[int, int], placement: Sequence[str], ranks_per_node: int
 ) -> RestorePlan:
-    """The set of images, or the shared checkpoint, that brings the training back to `lost_from` soonest.
+    """The newest step that is complete: the images that hold it, or the shared checkpoint.
 
-    `shared` maps steps that are complete in the shared tier to their size. Time = restoring it + doing the
-    steps after it again, at `step_s` seconds a step. Images serve the same number of ranks only.
+    `shared` maps steps that are complete in the shared tier to their size in bytes. An older step is never
+    chosen because it would be restored sooner: that is an estimate, and the steps after it are certain.
+    Images serve the same number of ranks only.
     """
-    speed = {**RATES, **(rates or {})}
-    options = [
-        _from_images(copies, key, placement, ranks_per_node, speed)
-        for key in copies.newest_first()
-        if copies.world(key) == len(placement) * ranks_per_node and copies.restorable(key)
-    ]
-    if shared:
-        step = max(shared)
-        seconds = shared[step] / (speed[SHARED] * max(1, len(placement)))
-        options.append(RestorePlan(step, 0, SHARED, "", seconds, {SHARED: shared[step]}))
-    if not options:
+    world = len(placement) * ranks_per_node
+    keys = (key for key in copies.newest_first() if copies.world(key) == world and copies.restorable(key))
+    key = next(keys, None)
+    step = max(shared, default=None)
+    if key is not None and (step is None or key[0] >= step):
+        return _from_images(copies, key, placement, ranks_per_node)
+    if step is None:
         return RestorePlan(0, 0, "", "nothing was saved yet")
-
-    def cost_s(plan: RestorePlan) -> float:
-        return plan.expected_s + max(0, lost_from - plan.step) * step_s
-
-    newest = max(options, key=lambda plan: (plan.step, plan.tier == MEMORY, plan.attempt))
-    best = min(options, key=lambda plan: (cost_s(plan), -plan.step, plan.tier != MEMORY))
-    if best.step == newest.step or cost_s(best) >= cost_s(newest):
-        best = newest
-    return _with_reason(best, newest, cost_s(newest) - cost_s(best))
+    seconds = shared[step] / (RATES[SHARED] * max(1, len(placement)))
+    return RestorePlan(step, 0, SHARED, _newest(step, seconds), seconds, {SHARED: shared[step]})
 
 
-def _from_images(
-    copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, speed: Mapping[str, float]
-) -> RestorePlan:
+def _newest(step: int, seconds: float) -> str:
+    return f"step {step} is the newest that is complete, {seconds:.2f} s expected"
+
+
+def _from_images(copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int) -> RestorePlan:
     tiers: dict[str, int] = {}
     slowest_s = 0.0
     for index, node in enumerate(placement):
@@ -499,9 +484,9 @@ def _from_images(
         for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
             for source, size in _cheapest(copies, key, rank, node):
                 tiers[source.tier] = tiers.get(source.tier, 0) + size
-                node_s += max(1, len(source.group)) * size / speed[source.tier]
+                node_s += max(1, len(source.group)) * size / RATES[source.tier]
         slowest_s = max(slowest_s, node_s)
-    return RestorePlan(key[0], key[1], MEMORY, "", slowest_s, tiers)
+    return RestorePlan(key[0], key[1], MEMORY, _newest(key[0], slowest_s), slowest_s, tiers)
 
 
 def _cheapest(copies: Copies, key: Key, rank: int, node: str) -> Iterator[tuple[Source, int]]:
@@ -515,13 +500,3 @@ def _cheapest(copies: Copies, key: Key, rank: int, node: str) -> Iterator[tuple[
     for part, size in ((COMMON, image.common_bytes), (OWN, image.size_bytes - image.common_bytes)):
         if size:
             yield next(source for source in sources if source.has(part)), size
-
-
-def _with_reason(plan: RestorePlan, newest: RestorePlan, saves_s: float) -> RestorePlan:
-    reason = f"step {plan.step} is the newest that is complete, {plan.expected_s:.2f} s expected"
-    if plan.step < newest.step:
-        reason = (
-            f"step {newest.step} is newer than step {plan.step}, but needs {newest.expected_s:.0f} s to "
-            f"restore: {saves_s:.0f} s more than doing the steps between again"
-        )
-    return RestorePlan(plan.step, plan.attempt, plan.tier, reason, plan.expected_s, plan.tiers)

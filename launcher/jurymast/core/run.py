@@ -255,9 +255,8 @@ def _node_finished(state: RunState, event: ev.NodeFinished) -> list[Instruction]
 def _progress(state: RunState, event: ev.Progress) -> list[Instruction]:
     if event.attempt != state.attempt or state.phase in ENDED:
         return []
-    state.step, state.stepped_at, state.absolute, state.step_s = (
-        event.step, event.stepped_at, event.absolute, event.step_s,
-    )  # fmt: skip
+    state.step, state.stepped_at, state.absolute = event.step, event.stepped_at, event.absolute
+    state.step_s = event.step_s or state.step_s  # the first of an attempt has none to compare with
     if state.first_step_at is None:
         state.first_step_at = event.stepped_at
     incident = state.incident

@@ -436,7 +436,7 @@ class Simulation:
         done = before + self._d.steps_in(self.now - start, draining=draining)
         done = min(done, self._next_save)  # after that they stood still for the save
         done_at = min(self.now, start + self._d.time_of(done - before, draining=draining))
-        self._tiers.halted(self.now, done)
+        self._tiers.halted(self.now)
         if self.state.phase is Phase.RUNNING and done > before:
             self._feed(
                 ev.Progress(

@@ -24,9 +24,6 @@ from jurymast.core.parity import Keeping, keeping
 from jurymast.core.settings import Settings
 from jurymast.sim.durations import Durations
 
-# A plan counts in bytes: of so many a second.
-_UNITS_PER_S = 1e6
-
 
 def write_every_s(settings: Settings, durations: Durations, nodes: int, rate: float) -> float:
     """Least time between two writes, as a run has it: as the policy says, after each save where that says
@@ -64,7 +61,7 @@ class SimTiers:
         self._next_write = 0.0
         self._places: dict[int, int] = {}  # of the nodes (numbers) that are not at their first ones
         self._losses: list[tuple[float, int]] = []
-        self._halted_at, self._lost_from = 0.0, 0
+        self._halted_at = 0.0
         self._durable = 0  # step that a failure found
         self._in_memory = True
 
@@ -89,9 +86,9 @@ class SimTiers:
         """A node with copies of others, or of its own, is gone."""
         self._losses.append((now, self._places.get(node, node)))
 
-    def halted(self, now: float, step: int) -> None:
-        """Ranks that had trained up to `step` stopped: what is not complete now never will be."""
-        self._halted_at, self._lost_from = now, step
+    def halted(self, now: float) -> None:
+        """The ranks stopped: what is not complete now never will be."""
+        self._halted_at = now
         self._durable = _newest(self._copies if self._write_s is None else self._written, now)
         self._written = [(self._durable, now)] * 2
         self._next_write = now
@@ -116,10 +113,8 @@ class SimTiers:
         if self._in_memory:
             for step, complete_at in self._copies:
                 if step:
-                    world.hold(step, _units(self._d.restore_s), replicated=complete_at <= self._halted_at)
-        plan = world.plan(
-            {self._durable: _units(self._d.read_s)} if self._durable else {}, self._lost_from, self._d.step_s
-        )
+                    world.hold(step, replicated=complete_at <= self._halted_at)
+        plan = world.plan(self._durable)
         seconds = self._d.read_s if plan.tier == SHARED else self._d.restore_s
         return plan.step, plan.tier, seconds
 
@@ -145,10 +140,10 @@ class _World:
         self._ranks = {place: rank for rank, place in enumerate(sorted(concerned))}
         self._copies = Copies()
 
-    def hold(self, step: int, size: int, *, replicated: bool) -> None:
+    def hold(self, step: int, *, replicated: bool) -> None:
         """All have a save of this step in their own memory, and if `replicated`, copies of each other's."""
         for place, rank in self._ranks.items():
-            image = Copy(f"n{place}", MEMORY, step, 1, rank, len(self._ranks), ALL, size)
+            image = Copy(f"n{place}", MEMORY, step, 1, rank, len(self._ranks), ALL, size_bytes=1)
             self._hold(image)
             if not replicated:
                 continue
@@ -163,13 +158,10 @@ class _World:
         if copy.node not in self._lost:
             self._copies.hold(copy)
 
-    def plan(self, shared: dict[int, int], lost_from: int, step_s: float) -> RestorePlan:
+    def plan(self, durable: int) -> RestorePlan:
+        """`durable`: the step in durable storage, 0 for none."""
         placement = [f"n{place}" for place in self._ranks]
-        sizes = {step: size * len(placement) for step, size in shared.items()}
-        return plan_restore(
-            self._copies, sizes, placement, 1, lost_from=lost_from, step_s=step_s,
-            rates=dict.fromkeys((MEMORY, PEER, SHARED), _UNITS_PER_S),
-        )  # fmt: skip
+        return plan_restore(self._copies, {durable: 1} if durable else {}, placement, 1)
 
 
 @lru_cache(maxsize=4)
@@ -177,11 +169,6 @@ def _keeping(nodes: int, spares: int, copies: int, parity: int) -> Keeping:
     """Who keeps whose replicas, by places."""
     names = [f"n{place}" for place in range(nodes + spares)]
     return keeping(names[:nodes], 1, names[nodes:], {}, copies=copies, parity=parity)
-
-
-def _units(seconds: float) -> int:
-    """Bytes of an image that takes so long to restore."""
-    return max(1, round(seconds * _UNITS_PER_S))
 
 
 def _newest(copies: list[tuple[int, float]], now: float) -> int:

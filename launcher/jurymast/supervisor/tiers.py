@@ -509,13 +509,8 @@ class Tiers:
 
     def plan(self, launch: Launch) -> RestorePlan:
         """What this attempt restores; journals it."""
-        incident = self.state.incident
         on_shared = {one: self.shared[one, attempt] for one, attempt in sorted(self.shared, key=cp.age)}
-        plan = cp.plan_restore(
-            self.copies, on_shared, launch.placement, self.state.ranks_per_node,
-            lost_from=incident.step_lost_from if incident is not None else self.state.best_step,
-            step_s=self.state.step_s,
-        )  # fmt: skip
+        plan = cp.plan_restore(self.copies, on_shared, launch.placement, self.state.ranks_per_node)
         self.feed(
             ev.RestorePlanned(
                 t=self.now(), attempt=launch.attempt, step=plan.step, tier=plan.tier,
