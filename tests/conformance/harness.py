@@ -32,7 +32,8 @@ ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
 }
 # A failed script is not tried again: what counts is how it failed.
-POLICY = "failures: {restarts: {application: 0 per 1h}}\n"
+# As long as under torchrun.
+POLICY = "failures: {restarts: {application: 0 per 1h}, stop_grace: 30s}\n"
 
 
 @dataclass(frozen=True)

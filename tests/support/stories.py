@@ -110,6 +110,15 @@ class Story:
             self.t += 2.0 / len(names)
             self.feed(ev.NodeReady(t=self.t, node=name, store_port=29000))
 
+    def told(self) -> Story:
+        """The supervisor has told the agents of the newest launch."""
+        self.feed(
+            ev.RestorePlanned(
+                t=self.t, attempt=self.state.attempt, step=0, tier="", expected_s=0.0, tiers={}, reason=""
+            )
+        )  # fmt: skip
+        return self
+
     def ranks_up(self) -> Story:
         """The agents carry the newest launch out."""
         assert self.state.phase is Phase.LAUNCHING, self.state.phase

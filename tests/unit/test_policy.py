@@ -55,7 +55,7 @@ checkpoint:
     local: {path: /scratch}
     shared: {keep: 5, every: 1m}
     object: {url: "s3://bucket/prefix", every: 2h}
-failures: {requeues: 4, restarts: {infrastructure: 20 per 1d, application: 0 per 1h}}
+failures: {requeues: 4, stop_grace: 20s, restarts: {infrastructure: 20 per 1d, application: 0 per 1h}}
 """,
     )
     resolved = load(path)
@@ -66,6 +66,7 @@ failures: {requeues: 4, restarts: {infrastructure: 20 per 1d, application: 0 per
         hang_s=5400.0,
         start_limit_s=1200.0,
         join_limit_s=90.0,
+        stop_grace_s=20.0,
         infrastructure=Budget(count=20, window_s=86400.0),
         application=Budget(count=0, window_s=3600.0),
         requeues=4,

@@ -170,7 +170,7 @@ def test_ranks_that_cannot_be_stopped_cost_their_node() -> None:
 
 
 def test_ranks_that_do_not_start_are_stopped_after_a_minute() -> None:
-    story = Story().allocated()
+    story = Story().allocated().told()
     story.feed(ev.WorkersStarted(t=story.t, node="n2", attempt=1, pids=(1,)))
     story.wait(59.0)
     assert phase(story) is Phase.LAUNCHING
@@ -180,6 +180,63 @@ def test_ranks_that_do_not_start_are_stopped_after_a_minute() -> None:
     assert story.incident.cause == "hang"
     assert story.incident.node == "n3"
     assert "did not start within 60 s on n3" in story.incident.evidence
+
+
+def test_a_launch_that_waits_for_storage_is_no_hang_and_people_are_told() -> None:
+    """A rank is killed while the run directory hangs: the launch waits, as long as that takes."""
+    story = Story(active=4, spares=1).running(50)
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    for _ in range(40):
+        story.wait(15.0)
+        story.feed(ev.LaunchWaits(t=story.t, attempt=2, what="the run directory /runs", seconds=15.0))
+    assert (phase(story), len(story.state.incidents)) == (Phase.LAUNCHING, 1)
+    assert [alert.subject for alert in story.state.alerts] == ["launch waits"]
+    assert "for the run directory /runs" in story.state.alerts[0].message
+    story.told().ranks_up().restored(40).stepped(60)
+    assert (phase(story), story.state.incident) == (Phase.RUNNING, None)
+
+
+def test_storage_that_hangs_for_long_explains_what_comes_late() -> None:
+    """It was found once, at its begin; ranks that stand still ten minutes later wait for it all the same."""
+    story = Story(active=4, spares=1).running(50)
+    for name in story.state.nodes:
+        story.t += 0.01
+        story.feed(
+            ev.HealthFound(
+                t=story.t, node=name, probe="storage", code="storage-hangs", verdict="suspect",
+                kind="storage", device="/lustre", at=story.t, message="no answer for 30 s",
+            )
+        )  # fmt: skip
+    story.t += 600.0
+    story.hung()
+    story.stopped()
+    assert (story.incident.cause, story.incident.action) == ("storage_failed", "restart")
+
+
+def test_an_attempt_that_the_journal_does_not_know_is_stopped_and_the_next_one_begins() -> None:
+    """The journal's disk was full when the supervisor launched attempt 2, and then it died."""
+    story = Story(active=2, spares=1).running()
+    found = ev.AttemptFound(t=story.t, node=story.state.placement[0], attempt=2)
+    story.feed(found)
+    assert (story.last(StopWorkers).attempt, story.last(StopWorkers).nodes) == (2, story.state.placement)
+    assert story.feed(found) == []
+    story.stopped()
+    assert (story.incident.cause, story.incident.charged) == ("restart_asked", "nobody")
+    assert "the journal ends in attempt 1" in story.incident.evidence
+    assert story.last(Launch).attempt == 3
+
+
+def test_an_attempt_found_while_the_one_before_stops_is_stopped_as_well() -> None:
+    story = Story(active=2, spares=1).running()
+    story.lost(story.state.placement[0])
+    other = story.state.placement[1]
+    story.feed(ev.AttemptFound(t=story.t, node=other, attempt=2))
+    assert (story.last(StopWorkers).attempt, story.last(StopWorkers).nodes) == (2, (other,))
+    story.feed(ev.WorkersStopped(t=story.t, node=other, attempt=1, store_port=1))
+    assert phase(story) is Phase.STOPPING
+    story.stopped()
+    assert story.last(Launch).attempt == 3
 
 
 def test_cancel_at_every_moment() -> None:

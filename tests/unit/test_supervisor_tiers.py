@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from jurymast.supervisor import tiers
 from jurymast.supervisor.retries import RETRY_MAX_S, RETRY_S
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.supervisor.tiers import DRAIN_LIMIT_S, Tiers
-from jurymast.supervisor.watch import WATCH_INTERVAL_S
 from support.stories import Story
 
 ACTIVE = ("n1", "n2", "n3")
@@ -535,17 +533,6 @@ def test_a_node_s_failure_domain_is_what_slurm_tells_of_its_switches(
     assert failure_domain(address, pattern) == domain
 
 
-class Line:
-    """A node's connection; keeps the launches that it is told of."""
-
-    def __init__(self) -> None:
-        self.launches: list[dict[str, Any]] = []
-
-    def send(self, message: dict[str, Any]) -> None:
-        if message["do"] == "launch":
-            self.launches.append(message)
-
-
 def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have(tmp_path: Path) -> None:
     story = Story(active=2, spares=1).running()
     directory = RunDirectory(tmp_path / "run")
@@ -555,34 +542,3 @@ def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have(tmp_path: P
     said = {"event": "Restored", "step": 10, "tier": "shared", "seconds": 1.0, "skipped": ["step 20"]}
     supervisor._rank_events.hear("n1", {"attempt": 2, "event": {**said, "local_rank": 0, "t": 0.0}})
     assert set(supervisor._tiers.shared) == {(10, 1)}
-
-
-def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_path: Path) -> None:
-    """Planned without them, the ranks of a node that had not heard of the launch would start afresh, and its
-    agent would give up images that are good."""
-    story = Story(active=2, spares=1).running()
-    story.lost("n2")
-    story.stopped()
-    launch = story.last(Launch)
-    directory = RunDirectory(tmp_path / "run")
-    directory.create()
-
-    async def work() -> None:
-        supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
-        lines: dict[str, Any] = supervisor._channels
-        launching = asyncio.ensure_future(supervisor._launch(launch))
-        for rank, node in enumerate(launch.placement):
-            assert [line.launches for line in lines.values()] == [[]] * rank
-            copy = {
-                "step": 8, "attempt": 1, "rank": rank, "world": 2, "tier": "memory", "part": "all",
-                "size_bytes": 9, "common_bytes": 0, "common_id": "",
-            }  # fmt: skip
-            supervisor._tiers.joined(node, {"address": "a", "data_port": 1, "copies": [copy]})
-            lines[node] = Line()
-            supervisor._send_again(node, 1)  # as when the agent says hello
-            await asyncio.sleep(3 * WATCH_INTERVAL_S)
-        await asyncio.wait_for(launching, 10)
-        for line in lines.values():
-            assert [message["restore"]["step"] for message in line.launches] == [8]
-
-    asyncio.run(work())

@@ -140,6 +140,24 @@ class WorkersStopped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttemptFound(Event):
+    """An agent, or the attempt file (`node` ""), knows an attempt that the journal does not: its disk was
+    full, or hung, when the supervisor that launched it ended."""
+
+    node: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchWaits(Event):
+    """The decided launch of `attempt` has waited for `seconds` for `what`, and goes on waiting."""
+
+    attempt: int
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeFinished(Event):
     """Every rank of the node ended with exit code 0."""
 
@@ -356,7 +374,7 @@ class _Registry:
             RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady,
             NodeLost, WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
             RestorePlanned, Fetched, Restored, ColdStart, Asked, Signalled, CadenceSet, HealthFound,
-            NodeTested, Straggling, StacksTaken, Noted, Tick,
+            NodeTested, Straggling, StacksTaken, AttemptFound, LaunchWaits, Noted, Tick,
         )
     }  # fmt: skip
 

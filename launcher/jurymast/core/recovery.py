@@ -12,7 +12,7 @@ from jurymast.core import blame, causes, testing
 from jurymast.core.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute
 from jurymast.core.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
 from jurymast.core.frailty import Frail
-from jurymast.core.health import Finding
+from jurymast.core.health import STORAGE, Finding
 from jurymast.core.incident import Incident
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ladder import Decision, decide
@@ -21,8 +21,9 @@ from jurymast.errors import RunFailedError
 
 # Once enough nodes are ready, wait this long for the rest, so that the slowest become the spares.
 SPARE_GRACE_S = 2.0
-# Stopping is SIGTERM, grace, SIGKILL; ranks that survive that are stuck in the kernel.
-STOP_LIMIT_S = 8.0
+# Stopping is SIGTERM, the policy's grace, SIGKILL; ranks that survive it by so long are stuck in the kernel.
+STOP_LIMIT_S = 7.0
+# Ranks have so long to start from when their agents were told to start them.
 LAUNCH_LIMIT_S = 60.0
 SPARE_WAIT_S = 30.0
 # Allocations in a row that never have enough nodes before the run gives up.
@@ -51,7 +52,8 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
     if state.phase is Phase.STOPPING:
         return []
     open_incident(state, detected_at, fault_at)
-    state.phase, state.deadline, state.stopped = Phase.STOPPING, detected_at + STOP_LIMIT_S, set()
+    state.phase, state.deadline, state.stopped = Phase.STOPPING, None, set()
+    state.deadline = detected_at + state.settings.stop_grace_s + STOP_LIMIT_S
     asked = state.findings.asked
     reason = f"{asked.what} asked by {asked.by}" if asked else "a failure ends the attempt for every rank"
     for name, finding in state.findings.health.items():
@@ -143,7 +145,8 @@ def _surroundings(state: RunState, incident: Incident) -> Surroundings:
     for name in state.placement:
         for told in state.nodes[name].findings.values():
             finding = blame.escalated(state, name, told)
-            close = abs(finding.at - incident.detected_at) <= NEAR_S or blame.is_bad(finding)
+            lasts = finding.kind == STORAGE and finding.at <= incident.detected_at
+            close = lasts or abs(finding.at - incident.detected_at) <= NEAR_S or blame.is_bad(finding)
             if (name, finding) in leaving or not close:
                 continue
             if blame.speaks(finding) and not blame.on_many(state, finding):
@@ -346,7 +349,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
     if state.attempt and state.incidents:
         reason += f"; {state.incidents[-1].action} after incident {state.incidents[-1].id}"
     state.attempt += 1
-    state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, state.now + LAUNCH_LIMIT_S
+    state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, None
     state.started, state.finished, state.stopped = set(), set(), set()
     state.restore = state.cadence = None
     state.step, state.first_step_at, state.stepped_at = 0, None, state.now

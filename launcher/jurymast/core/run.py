@@ -241,6 +241,36 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     return []
 
 
+def _attempt_found(state: RunState, event: ev.AttemptFound) -> list[Instruction]:
+    """What placed it is lost, so it cannot be watched: its ranks stop, and the run goes on from there."""
+    if event.attempt <= state.attempt:
+        return []
+    behind = state.attempt
+    state.attempt = event.attempt
+    if state.phase is Phase.STOPPING:
+        state.stopped = set()  # of the attempt before
+        state.unstopped.clear()
+        reason = f"attempt {event.attempt} was launched after the journal's end"
+        return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=reason)]
+    if not state.placement or state.phase is Phase.REQUEUED:
+        return []  # who runs it is dismissed
+    state.findings.asked = ev.Asked(
+        t=event.t,
+        what="restart",
+        by=f"the supervisor: the journal ends in attempt {behind}, before {event.attempt}",
+    )
+    return recovery.begin(state, event.t, event.t)
+
+
+def _launch_waits(state: RunState, event: ev.LaunchWaits) -> list[Instruction]:
+    if event.attempt != state.attempt or state.phase is not Phase.LAUNCHING:
+        return []
+    message = (
+        f"attempt {event.attempt} has waited for {event.what} for {event.seconds:.0f} s, and goes on waiting"
+    )
+    return blame.raise_alert(state, "launch waits", message, ())
+
+
 def _node_finished(state: RunState, event: ev.NodeFinished) -> list[Instruction]:
     if event.attempt != state.attempt or state.phase not in (Phase.RUNNING, Phase.LAUNCHING):
         return []
@@ -299,6 +329,10 @@ def _saved(state: RunState, event: ev.Saved) -> list[Instruction]:
 def _restore_planned(state: RunState, event: ev.RestorePlanned) -> list[Instruction]:
     if event.attempt == state.attempt:
         state.restore = event
+        if (
+            state.phase is Phase.LAUNCHING
+        ):  # its agents are told now: until here it waited for storage, or for them
+            state.deadline = event.t + recovery.LAUNCH_LIMIT_S
     return []
 
 
@@ -437,6 +471,8 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = 
     ev.WorkerFailed: _worker_failed,
     ev.RanksHung: _ranks_hung,
     ev.WorkersStopped: _workers_stopped,
+    ev.AttemptFound: _attempt_found,
+    ev.LaunchWaits: _launch_waits,
     ev.NodeFinished: _node_finished,
     ev.Progress: _progress,
     ev.Saved: _saved,

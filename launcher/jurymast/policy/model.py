@@ -162,6 +162,9 @@ class Failures(Section):
     requeues: Annotated[
         int | None, BeforeValidator(values.unlimited_or_count), _either({"const": "unlimited"}, _COUNT)
     ] = _key("unlimited", "how often the Slurm job may go back to the queue")
+    stop_grace: Duration = _key(
+        "1s", "how long ranks that get a SIGTERM have until they are killed; torchrun waits 30 s"
+    )
 
 
 class Health(Section):

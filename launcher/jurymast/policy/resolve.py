@@ -56,6 +56,7 @@ class Resolved:
             infrastructure=policy.failures.restarts.infrastructure,
             application=policy.failures.restarts.application,
             requeues=policy.failures.requeues,
+            stop_grace_s=policy.failures.stop_grace,
             cadence_steps=every.steps,
             cadence_s=every.seconds,
             memory=tiers.memory is not None,

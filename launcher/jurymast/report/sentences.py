@@ -205,6 +205,12 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "NodeTested": _node_tested,
     "Straggling": _straggling,
     "StacksTaken": _stacks_taken,
+    "AttemptFound": lambda e: (
+        f"{e['node'] or 'the run directory'} knows attempt {e['attempt']}, which the journal does not"
+    ),
+    "LaunchWaits": lambda e: (
+        f"attempt {e['attempt']} has waited for {e['what']} for {duration(e['seconds'])}, and goes on waiting"
+    ),
     "Noted": lambda e: f"note{' on ' + e['node'] if e.get('node') else ''}: {e['message']}",
     "Tick": lambda e: "time passed",
 }

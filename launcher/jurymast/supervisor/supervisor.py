@@ -18,7 +18,7 @@ from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
 from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
-from jurymast.core.copies import SHARED, RestorePlan
+from jurymast.core.copies import SHARED
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
@@ -32,6 +32,7 @@ from jurymast.supervisor.door import BACKLOG, Door
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.health import Health
 from jurymast.supervisor.lateness import Lateness
+from jurymast.supervisor.launching import Launching
 from jurymast.supervisor.preflight import Preflight
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.rank_events import RankEvents
@@ -46,8 +47,6 @@ from jurymast.wire.messages import Beat, Message
 
 # While a run just runs, only silence is looked for at every look; the rest at every so many.
 STEADY_LOOKS = 3
-# So many nodes are told of a launch before others have their turn.
-LAUNCHES_AT_ONCE = 64
 # An agent whose connection broke but that lives is back sooner than this.
 RECONNECT_GRACE_S = 0.25
 HELLO_KEYS = {
@@ -108,8 +107,9 @@ class Supervisor:
         self._node = ""
         self._allocation = ""
         self._isolated_since: float | None = None
-        self._launching: Launch | None = None  # and what it restores, once that was planned
-        self._restore: RestorePlan | None = None
+        self._launching = Launching(
+            directory, state, self._channels, self._watch, self._tiers, self._tell, self.feed, self.now
+        )
         self._answered: dict[str, float] = {}
         self._lateness = Lateness(state.settings.heartbeat_s, self.feed, self.now)
         self._replicating = False
@@ -146,8 +146,7 @@ class Supervisor:
 
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Launch):
-            self._restore = self._launching = None
-            self._spawn(self._launch(instruction))
+            self._spawn(self._launching.carry_out(instruction))
         elif isinstance(instruction, StopWorkers):
             self._watch.attempt_over(self.state)
             for node in instruction.nodes:
@@ -161,44 +160,6 @@ class Supervisor:
             instruction, Requeue | Finish
         ):  # the batch process requeues, once its agents are gone
             self._spawn(self._leave())
-
-    async def _launch(self, launch: Launch) -> None:
-        """Fence off earlier attempts, then start this one. On a thread: storage may hang."""
-        attempt = str(launch.attempt).encode()
-        try:
-            await asyncio.to_thread(write_atomically, self._directory.attempt_file, attempt, durable=False)
-        except OSError as error:  # no checkpoint can be saved now anyway, and training can go on
-            self.feed(ev.Noted(t=self.now(), message=f"cannot write {self._directory.attempt_file}: {error}"))
-        # After a takeover the agents are only coming back, and with them the word of what they hold.
-        while not all(node in self._channels for node in launch.placement) and self._is_due(launch):
-            await asyncio.sleep(WATCH_INTERVAL_S)
-        if not self._is_due(launch):
-            return
-        self._restore, self._launching = self._tiers.plan(launch), launch
-        for rank, node in enumerate(launch.placement):
-            if not rank % LAUNCHES_AT_ONCE and not await self._still_due(launch):
-                return
-            self._tell(node, self._launch_message(launch, rank))
-
-    async def _still_due(self, launch: Launch) -> bool:
-        """Others have their turn meanwhile."""
-        await asyncio.sleep(0)
-        return self._is_due(launch)
-
-    def _is_due(self, launch: Launch) -> bool:
-        return (self.state.attempt, self.state.phase) == (launch.attempt, Phase.LAUNCHING)
-
-    def _launch_message(self, launch: Launch, rank: int) -> Message:
-        """For the node with group rank `rank`; its restore was planned."""
-        count = self.state.ranks_per_node
-        ranks = range(rank * count, (rank + 1) * count)
-        plan, node = self._restore, launch.placement[rank]
-        return {
-            "do": "launch", "attempt": launch.attempt, "rank": rank, "world": len(launch.placement),
-            "master_address": launch.master_address, "master_port": launch.master_port,
-            "mtbf_s": launch.mtbf_s, "cold": bool(self.state.cold),
-            "restore": self._tiers.restore_message(plan, node, ranks) if plan else None,
-        }  # fmt: skip
 
     def _tell(self, node: str, message: Message) -> None:
         connection = self._channels.get(node)
@@ -411,6 +372,8 @@ class Supervisor:
     def _catch_up(self, node: str, hello: Message) -> None:
         """What the agent may have said, or been told, while no connection was there."""
         attempt, ranks = hello["attempt"], hello["ranks"]
+        if attempt > self.state.attempt:
+            self.feed(ev.AttemptFound(t=self.now(), node=node, attempt=attempt))
         current = attempt == self.state.attempt
         placed = node in self.state.places
         if ranks in ("waiting", "finished"):
@@ -431,11 +394,9 @@ class Supervisor:
 
     def _send_again(self, node: str, attempt: int) -> None:
         """What the agent, whose newest attempt is this one, may not have been told."""
-        phase, launch = self.state.phase, self._launching
-        if phase is Phase.STOPPING and node not in self.state.stopped:
+        if self.state.phase is Phase.STOPPING and node not in self.state.stopped:
             self._tell(node, {"do": "stop", "attempt": self.state.attempt})
-        elif phase is Phase.LAUNCHING and attempt < self.state.attempt and launch is not None:
-            self._tell(node, self._launch_message(launch, self.state.places[node]))
+        self._launching.tell_again(node, attempt)
 
     def _stops(self) -> None:
         """Before the first word that ends an attempt, and before the last: tell how far its ranks came. To

@@ -74,6 +74,10 @@ class Watch:
     def joined(self, node: str) -> None:
         self.nodes[node] = NodeWatch(Arrivals(self._settings.heartbeat_s, self.clock.now))
 
+    def away(self) -> list[str]:
+        """Known nodes that are to connect, and have time left for it."""
+        return [name for name, watch in self.nodes.items() if not watch.connected]
+
     def forget(self, node: str) -> None:
         self.nodes.pop(node, None)
 

@@ -1,0 +1,112 @@
+"""Carries a decided launch out: fences earlier attempts off, waits as `core.launching` says, tells nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jurymast.core import events as ev
+from jurymast.core import launching
+from jurymast.core.copies import RestorePlan
+from jurymast.core.instructions import Launch
+from jurymast.core.state import Phase, RunState
+from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.supervisor.tiers import Tiers
+from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
+from jurymast.wire.messages import Message
+
+# So many nodes are told of a launch before others have their turn.
+AT_ONCE = 64
+
+
+class Launching:
+    """`here` maps the nodes whose agents are connected. `tell` sends to one, `feed` journals an event."""
+
+    def __init__(
+        self, directory: RunDirectory, state: RunState, here: Mapping[str, Any], watch: Watch, tiers: Tiers,
+        tell: Callable[[str, Message], None], feed: Callable[[ev.Event], None], now: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._directory, self._state, self._here = directory, state, here
+        self._watch, self._tiers = watch, tiers
+        self._tell, self._feed, self._now = tell, feed, now
+        self._launch: Launch | None = None  # that nodes are being told of
+        self._restore: RestorePlan | None = None
+        self._fencing = threading.Lock()
+        self._fenced = 0
+
+    async def carry_out(self, launch: Launch) -> None:
+        self._launch = None
+        if not await self._may_go(launch):
+            return
+        self._restore, self._launch = self._tiers.plan(launch), launch
+        for rank, node in enumerate(launch.placement):
+            if not rank % AT_ONCE and not await self._still_due(launch):
+                return
+            self._tell(node, self._message(launch, rank))
+
+    def tell_again(self, node: str, attempt: int) -> None:
+        """A placed node, whose newest attempt is this one, may not have been told."""
+        launch = self._launch
+        if launch is not None and self._is_due(launch) and attempt < launch.attempt:
+            self._tell(node, self._message(launch, self._state.places[node]))
+
+    async def _may_go(self, launch: Launch) -> bool:
+        """False when it is not wanted any more. On a thread: storage may hang."""
+        fenced = asyncio.ensure_future(asyncio.to_thread(self._fence, launch))
+        since = told_at = time.monotonic()
+        while self._is_due(launch):
+            unfenced = "" if fenced.done() else str(self._directory.root)
+            what = launching.waits_for(launch.placement, self._here, self._watch.away(), unfenced)
+            if not what:
+                break
+            if time.monotonic() > told_at + launching.WAIT_TOLD_S:
+                told_at = time.monotonic()
+                waited_s = round(told_at - since, 3)
+                self._feed(ev.LaunchWaits(t=self._now(), attempt=launch.attempt, what=what, seconds=waited_s))
+            if unfenced:
+                await asyncio.wait([fenced], timeout=WATCH_INTERVAL_S)
+            else:
+                await asyncio.sleep(WATCH_INTERVAL_S)
+        if fenced.done() and (
+            error := fenced.result()
+        ):  # no checkpoint can be saved now, but training can go on
+            self._feed(
+                ev.Noted(t=self._now(), message=f"cannot write {self._directory.attempt_file}: {error}")
+            )
+        return self._is_due(launch)
+
+    def _fence(self, launch: Launch) -> OSError | None:
+        """What hung is not to put an older attempt's number over a newer one's."""
+        with self._fencing:
+            if launch.attempt <= self._fenced:
+                return None
+            try:
+                number = str(launch.attempt).encode()
+                write_atomically(self._directory.attempt_file, number, durable=False)
+            except OSError as error:
+                return error
+            self._fenced = launch.attempt
+            return None
+
+    async def _still_due(self, launch: Launch) -> bool:
+        """Others have their turn meanwhile."""
+        await asyncio.sleep(0)
+        return self._is_due(launch)
+
+    def _is_due(self, launch: Launch) -> bool:
+        return (self._state.attempt, self._state.phase) == (launch.attempt, Phase.LAUNCHING)
+
+    def _message(self, launch: Launch, rank: int) -> Message:
+        """For the node with group rank `rank`; its restore was planned."""
+        count = self._state.ranks_per_node
+        ranks = range(rank * count, (rank + 1) * count)
+        plan, node = self._restore, launch.placement[rank]
+        return {
+            "do": "launch", "attempt": launch.attempt, "rank": rank, "world": len(launch.placement),
+            "master_address": launch.master_address, "master_port": launch.master_port,
+            "mtbf_s": launch.mtbf_s, "cold": bool(self._state.cold),
+            "restore": self._tiers.restore_message(plan, node, ranks) if plan else None,
+        }  # fmt: skip

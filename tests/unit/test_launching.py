@@ -1,0 +1,90 @@
+"""A decided launch: what it waits for until its nodes are told, and how earlier attempts are fenced off."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jurymast.core import launching
+from jurymast.core.instructions import Launch
+from jurymast.journal import JournalWriter
+from jurymast.rundir import RunDirectory
+from jurymast.supervisor.supervisor import Supervisor
+from jurymast.supervisor.watch import WATCH_INTERVAL_S
+from support.stories import Story
+
+
+def test_what_a_launch_waits_for_is_said_in_words() -> None:
+    nodes = [f"n{i}" for i in range(9)]
+    assert launching.waits_for(nodes, nodes, [], "") == ""
+    assert launching.waits_for(nodes, nodes, ["s1"], "") == "the agents of s1"
+    assert launching.waits_for(nodes, ["n0", "n1"], [], "") == "the agents of n2, n3, n4, n5, n6 and 2 more"
+    assert "/runs/a" in launching.waits_for(nodes, [], [], "/runs/a")
+
+
+class Line:
+    """A node's connection; keeps the launches that it is told of."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        if message["do"] == "launch":
+            self.launches.append(message)
+
+
+def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_path: Path) -> None:
+    """Planned without them, the ranks would start afresh, and agents would give up images that are good. The
+    node that is out held rank 1's image, whose only copy is a spare's now."""
+    story = Story(active=2, spares=2).running()
+    out = story.state.placement[1]
+    story.lost(out)
+    story.stopped()
+    launch = story.last(Launch)
+    spare = next(name for name in story.state.nodes if name not in (*launch.placement, out))
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+
+    async def work() -> None:
+        supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
+        lines: dict[str, Any] = supervisor._channels
+        come = (*launch.placement, spare)
+        for node in come:
+            supervisor._watch.expect(node, len(come))
+        launching = asyncio.ensure_future(supervisor._launching.carry_out(launch))
+        for node in come:
+            assert [line.launches for line in lines.values()] == [[]] * len(lines)
+            rank = 1 if node == spare else launch.placement.index(node)
+            copy = {
+                "step": 8, "attempt": 1, "rank": rank, "world": 2,
+                "tier": "peer" if node == spare else "memory", "part": "all",
+                "size_bytes": 9, "common_bytes": 0, "common_id": "",
+            }  # fmt: skip
+            held = [] if rank == 1 and node != spare else [copy]
+            supervisor._tiers.joined(node, {"address": "a", "data_port": 1, "copies": held})
+            supervisor._watch.joined(node)
+            lines[node] = Line()
+            if node in launch.placement:
+                supervisor._send_again(node, 1)  # as when the agent says hello
+            await asyncio.sleep(3 * WATCH_INTERVAL_S)
+        await asyncio.wait_for(launching, 10)
+        for node in launch.placement:
+            assert [message["restore"]["step"] for message in lines[node].launches] == [8]
+
+    asyncio.run(work())
+
+
+def test_an_older_attempt_s_number_never_replaces_a_newer_one_s(tmp_path: Path) -> None:
+    """Storage hangs while a launch is fenced off, another launch follows, and then storage is back."""
+    story = Story(active=2, spares=1).running()
+    story.lost("n2")
+    story.stopped()
+    launch = story.last(Launch)
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
+    supervisor._launching._fence(replace(launch, attempt=launch.attempt + 1))
+    supervisor._launching._fence(launch)
+    assert directory.newest_attempt() == launch.attempt + 1
