@@ -16,11 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.tiers.child import Message, first_line, say
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.storage.drainer import Drainer
+from jurymast.wire import messages as msg
 from jurymast.worker import link
 
 LOOK_EVERY_S = 0.1
@@ -76,19 +79,21 @@ class Node:
             if event["event"] == "Image":
                 self._keeper.image_published(event["local_rank"], event["slot"], event["stall_s"])
 
-    def _tell(self, message: Message) -> None:
-        say({**message, "at": time.monotonic()})
+    def _tell(self, message: msg.FromKeeper) -> None:
+        say({**msgspec.to_builtins(message), "at": time.monotonic()})
 
     async def _obey(self, order: Message) -> Message | None:
         keeper, do = self._keeper, order["do"]
         if do == "launch":
-            keeper.launch(order["attempt"], order["ranks"], len(order["ranks"]), order.get("restore"))
+            told = order.get("restore")
+            restore = msgspec.convert(told, msg.Restore, str_keys=True) if told else None
+            keeper.launch(order["attempt"], order["ranks"], len(order["ranks"]), restore)
         elif do == "committed":
             keeper.committed(order["step"], order["attempt"])
         elif do == "replicate":
-            keeper.replicate(order)
+            keeper.replicate(msgspec.convert(order, msg.Replicate))
         elif do == "forget":
-            keeper.forget(order["images"])
+            keeper.forget(order["step"], order["attempt"], order["ranks"])
         elif do == "drain":
             return await self._drain(order)
         elif do == "write":

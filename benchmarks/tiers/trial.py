@@ -324,8 +324,7 @@ class Node:
         return self.held(step, "peer") - began
 
     def forget_replicas(self, step: int) -> None:
-        images = [{"step": step, "attempt": 1, "rank": rank} for rank in self._ranks]
-        self.child.ask({"do": "forget", "images": images})
+        self.about("forget", step)
 
     def about(self, do: str, step: int, **more: object) -> Message:
         """An order about what is held of a step."""

@@ -6,6 +6,8 @@ has a code for the meaning we use that one.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class JurymastError(Exception):
     """Base of the tree. `hint` says what to do next; both are shown, on one line each."""
@@ -93,3 +95,8 @@ class RunCancelledError(JurymastError):
     """Somebody cancelled the run."""
 
     exit_code = 80
+
+
+def never(value: NoReturn) -> NoReturn:
+    """The end of a `match` over a union: mypy finds a kind that was forgotten."""
+    raise AssertionError(f"nobody handles {value!r}")

@@ -20,6 +20,7 @@ from jurymast.core.settings import RunPlan, Settings
 from jurymast.health.probe import Context
 from jurymast.health.watcher import Watcher
 from jurymast.rundir import RunDirectory
+from jurymast.wire.messages import Health
 from support.probes import Acme
 from support.runs import local_run, wait_gone
 from support.waiting import wait_until
@@ -308,7 +309,7 @@ class Told:
             run="r1", name="r", directory=str(folder), cluster="local", active=1, spares=0, ranks_per_node=1,
             script="x.py", settings=Settings(**settings),
         )  # fmt: skip
-        self.said: list[dict[str, Any]] = []
+        self.said: list[Health] = []
         self.probing = Probing(RunDirectory(folder), plan, "n1", self.said.append)
 
     def clocks(self, ahead_s: float, late_s: float = 0.0, count: int = 10) -> None:
@@ -324,16 +325,16 @@ def test_a_clock_far_from_the_supervisor_s_is_a_finding_until_it_is_not(
     told = Told(tmp_path)
     told.clocks(ahead_s)
     (word,) = told.said
-    finding = Finding.from_json(word["finding"])
+    finding = word.finding
     assert (finding.code, finding.verdict.value, finding.kind) == ("clock-offset", "suspect", "host")
     assert side in finding.message
-    assert told.probing.hello() == {"health": [word["finding"]]}
+    assert told.probing.known() == (finding,)
     assert told.probing.findings() == [finding]
     told.probing.new_supervisor()  # whose clock may be another
     told.clocks(0.0)
-    assert [word["finding"]["verdict"] for word in told.said] == ["suspect", "ok"]
+    assert [word.finding.verdict.value for word in told.said] == ["suspect", "ok"]
     assert told.probing.findings() == []
-    assert [values["verdict"] for values in told.probing.hello()["health"]] == ["ok"]
+    assert [known.verdict.value for known in told.probing.known()] == ["ok"]
 
 
 def test_a_slow_network_is_not_a_wrong_clock(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ say alike is encoded once, and of what they hear only the wanted keys are read.
 from __future__ import annotations
 
 import heapq
-import json
 import os
 import random
 import re
@@ -24,13 +23,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jurymast.cluster.allocation import Allocation
+from jurymast.core.foresight import Room
 from jurymast.core.heartbeat import patience_s
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
+from jurymast.wire import messages as msg
 from jurymast.wire.channel import HEAD_BYTES, MAGIC, NONCE_BYTES, digest
 from jurymast.wire.messages import CadenceReport, RankReport, beat_of, encode
 from jurymast.wire.seal import Seal
@@ -56,7 +56,7 @@ class Agent:
     pid: int
     offset_s: float
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
-    ranks: str = "waiting"
+    ranks: msg.RanksState = "waiting"
     attempt: int = 0
     connection: socket.socket | None = None
     greeted: int = 0  # 0 nothing, 1 proof sent, 2 in
@@ -73,7 +73,11 @@ class Agent:
     world: int = 0  # ranks of all nodes
     saved: int = 0
     schedule: tuple[int, int] = (0, 0)  # number and decision of the newest
-    copies: dict[tuple[int, int, str], dict[str, Any]] = field(default_factory=dict)  # (step, rank, part)
+    copies: dict[tuple[int, int, str], msg.CopyReport] = field(default_factory=dict)  # (step, rank, part)
+
+
+def pids(agent: Agent) -> tuple[int, ...]:
+    return tuple(agent.pid * 10 + rank for rank in range(RANKS))
 
 
 class Fleet:
@@ -266,19 +270,18 @@ class Fleet:
             self._say(agent, self._hello(agent))
             heapq.heappush(self._due, (agent.heard_at + agent.offset_s, agent.connections, agent.name))
 
-    def _hello(self, agent: Agent) -> dict[str, Any]:
-        return {
-            "say": "hello", "node": agent.name, "allocation": self._allocation, "address": "127.0.0.1",
-            "incarnation": agent.incarnation, "pid": agent.pid, "boot_id": "b", "gpus": RANKS,
-            "attempt": agent.attempt, "ranks": agent.ranks, "store_port": 29500,
-            "pids": [agent.pid * 10 + rank for rank in range(RANKS)] if agent.ranks == "running" else [],
-            "data_port": 1, "copies": list(agent.copies.values()), "room": {}, "domain": "", "health": [],
-        }  # fmt: skip
+    def _hello(self, agent: Agent) -> msg.Hello:
+        return msg.Hello(
+            node=agent.name, allocation=self._allocation, address="127.0.0.1",
+            incarnation=agent.incarnation, pid=agent.pid, boot_id="b", gpus=RANKS, attempt=agent.attempt,
+            ranks=agent.ranks, store_port=29500, pids=pids(agent) if agent.ranks == "running" else (),
+            data_port=1, copies=tuple(agent.copies.values()),
+        )  # fmt: skip
 
     # ---- words
 
-    def _say(self, agent: Agent, message: dict[str, Any]) -> None:
-        self._seal(agent, json.dumps(message, separators=(",", ":")).encode())
+    def _say(self, agent: Agent, message: msg.ToSupervisor) -> None:
+        self._seal(agent, encode(message))
 
     def _seal(self, agent: Agent, payload: bytes) -> None:
         assert agent.seal is not None
@@ -324,7 +327,7 @@ class Fleet:
                 continue
             if now - agent.heard_at > agent.silent_s:  # as agents do: this supervisor is gone
                 self.hung_up += 1
-                self._say(agent, {"say": "hangs up"})
+                self._say(agent, msg.HangsUp())
                 self._drop(agent, again=True)
                 continue
             heapq.heappush(self._due, (max(at + self.heartbeat_s, now), connections, name))
@@ -346,17 +349,17 @@ class Fleet:
     def _save(self, agent: Agent, step: int) -> None:
         """All ranks of the node have saved into its memory."""
         ranks = range(agent.rank * RANKS, (agent.rank + 1) * RANKS)
-        self._hold(agent, [self._copy(agent, step, rank, "memory", "all") for rank in ranks])
+        self._hold(agent, tuple(self._copy(agent, step, rank, "memory", "all") for rank in ranks))
 
-    def _copy(self, agent: Agent, step: int, rank: int, tier: str, part: str) -> dict[str, Any]:
-        return {
-            "tier": tier, "step": step, "attempt": agent.attempt, "rank": rank, "world": agent.world,
-            "part": part, "size_bytes": IMAGE_BYTES, "common_bytes": COMMON_BYTES, "common_id": "alike",
-        }  # fmt: skip
+    def _copy(self, agent: Agent, step: int, rank: int, tier: str, part: str) -> msg.CopyReport:
+        return msg.CopyReport(
+            tier=tier, step=step, attempt=agent.attempt, rank=rank, world=agent.world, part=part,
+            size_bytes=IMAGE_BYTES, common_bytes=COMMON_BYTES, common_id="alike",
+        )  # fmt: skip
 
-    def _hold(self, agent: Agent, copies: list[dict[str, Any]]) -> None:
-        agent.copies |= {(copy["step"], copy["rank"], copy["part"]): copy for copy in copies}
-        self._say(agent, {"say": "held", "copies": copies})
+    def _hold(self, agent: Agent, copies: tuple[msg.CopyReport, ...]) -> None:
+        agent.copies |= {(copy.step, copy.rank, copy.part): copy for copy in copies}
+        self._say(agent, msg.Held(copies=copies))
 
     def _read(self, agent: Agent) -> None:
         inbox = agent.inbox
@@ -372,31 +375,33 @@ class Fleet:
                 told = _PATIENCE.search(payload)
                 agent.silent_s = float(told[1]) if told else self._silent_s
             else:
-                self._obey(agent, json.loads(payload))
+                self._obey(agent, msg.read_order(payload))
             if agent.connection is None:
                 return
 
-    def _obey(self, agent: Agent, message: dict[str, Any]) -> None:
-        do, now = message["do"], time.monotonic()
-        if do == "launch" and message["attempt"] > agent.attempt:
-            agent.attempt, agent.ranks, agent.launched_at = message["attempt"], "starting", now
-            agent.schedule = 0, 0
-            agent.rank, agent.world = message["rank"], RANKS * message["world"]
-            self._after(STARTS_S, lambda: self._started(agent, message["attempt"]))
-        elif do == "stop" and agent.attempt <= message["attempt"]:
-            agent.attempt, agent.stopped_at = message["attempt"], now
-            self._after(STOPS_S, lambda: self._stopped(agent, message["attempt"]))
-        elif do == "replicate":
-            self._hold(agent, [self._copy(agent, message["step"], message["rank"], "peer", message["part"])])
-        elif do == "committed":
-            step = message["step"]
-            agent.copies = {key: copy for key, copy in agent.copies.items() if key[0] >= step}
-        elif do == "cadence":
-            agent.schedule = message["number"], message["decided"]
-        elif do == "dismiss":
-            self._after(STOPS_S, lambda: self._stopped(agent, agent.attempt))
-        elif do == "leave":
-            self._drop(agent)
+    def _obey(self, agent: Agent, order: msg.Order) -> None:
+        now = time.monotonic()
+        match order:
+            case msg.Launch() if order.attempt > agent.attempt:
+                agent.attempt, agent.ranks, agent.launched_at = order.attempt, "starting", now
+                agent.schedule = 0, 0
+                agent.rank, agent.world = order.rank, RANKS * order.world
+                self._after(STARTS_S, lambda: self._started(agent, order.attempt))
+            case msg.Stop() if agent.attempt <= order.attempt:
+                agent.attempt, agent.stopped_at = order.attempt, now
+                self._after(STOPS_S, lambda: self._stopped(agent, order.attempt))
+            case msg.Replicate():
+                self._hold(agent, (self._copy(agent, order.step, order.rank, "peer", order.part),))
+            case msg.Committed():
+                agent.copies = {key: copy for key, copy in agent.copies.items() if key[0] >= order.step}
+            case msg.Cadence():
+                agent.schedule = order.schedule.number, order.decided
+            case msg.Dismiss():
+                self._after(STOPS_S, lambda: self._stopped(agent, agent.attempt))
+            case msg.Leave():
+                self._drop(agent)
+            case msg.Strange():
+                raise AssertionError(f"the supervisor says what is no order: {order}")
 
     def _after(self, between_s: tuple[float, float], action: Callable[[], None]) -> None:
         self._number += 1
@@ -408,17 +413,16 @@ class Fleet:
         if agent.silent or agent.connection is None or agent.attempt != attempt:
             return
         agent.ranks = "running"
-        pids = [agent.pid * 10 + rank for rank in range(RANKS)]
-        self._say(agent, {"say": "started", "attempt": attempt, "pids": pids})
+        self._say(agent, msg.Started(attempt=attempt, pids=pids(agent)))
         if self.saves:
             sizes = {"image_bytes": RANKS * IMAGE_BYTES, "own_bytes": RANKS * (IMAGE_BYTES - COMMON_BYTES)}
-            self._say(agent, {"say": "foreseen", **sizes, "room": {"bytes": 1 << 42, "limit": "its memory"}})
+            self._say(agent, msg.Foreseen(**sizes, room=Room(1 << 42, "its memory")))
 
     def _stopped(self, agent: Agent, attempt: int) -> None:
         if agent.silent or agent.connection is None:
             return
         agent.ranks = "waiting"
-        self._say(agent, {"say": "stopped", "attempt": attempt, "store_port": 29500})
+        self._say(agent, msg.Stopped(attempt=attempt, store_port=29500))
 
 
 @dataclass

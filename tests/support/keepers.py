@@ -11,13 +11,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
+from jurymast.core.foresight import Room
 from jurymast.keeper import copies, manifest
 from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.limits import Room
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.page import SLOTS, RankRecord, Restore, SlotWord, Word
+from jurymast.wire import messages as msg
 from jurymast.worker import link
 
 SECRET = b"k" * 32
@@ -27,6 +29,7 @@ SIZE = 10 * BLOCK + 123
 COMMON_BYTES = 4 * BLOCK + 45
 
 Result = TypeVar("Result")
+Kind = TypeVar("Kind", bound=msg.ToSupervisor)
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
@@ -62,17 +65,17 @@ def image_bytes(step: int, rank: int, size: int = SIZE, common: int = COMMON_BYT
     return random.Random(step).randbytes(common) + random.Random(f"{step} {rank}").randbytes(size - common)
 
 
-class Told(list[dict[str, Any]]):
+class Told(list[msg.FromKeeper]):
     """What a keeper told the supervisor."""
 
-    def of(self, what: str) -> list[dict[str, Any]]:
-        return [message for message in self if message["say"] == what]
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        return [message for message in self if isinstance(message, kind)]
 
     def held(self) -> list[tuple[int, int, int, str, str]]:
         return [
-            (copy["step"], copy["attempt"], copy["rank"], copy["tier"], copy["part"])
-            for message in self.of("held")
-            for copy in message["copies"]
+            (copy.step, copy.attempt, copy.rank, copy.tier, copy.part)
+            for message in self.of(msg.Held)
+            for copy in message.copies
         ]
 
 
@@ -185,16 +188,19 @@ async def saved(one: Keeper, rank: FakeRank, step: int, number: int = 0, **more:
     return slot
 
 
-def source(one: Keeper, rank: int, part: str = "all", tier: str = "peer", **more: Any) -> dict[str, Any]:
+def source(one: Keeper, rank: int, part: str = "all", tier: str = "peer", **more: Any) -> msg.Source:
     """As the supervisor spells it."""
-    return {
-        "tier": tier, "node": one.node, "hosts": ["127.0.0.1"], "port": one.port, "part": part, "rank": rank,
-        **more,
-    }  # fmt: skip
+    told = msg.Source(tier=tier, node=one.node, hosts=("127.0.0.1",), port=one.port, part=part, rank=rank)
+    return msgspec.structs.replace(told, **more)
 
 
-def plan(step: int, attempt: int, sources: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
-    return {"step": step, "attempt": attempt, "ranks": {str(rank): found for rank, found in sources.items()}}
+def member(rank: int, *keepers: Keeper) -> msg.Member:
+    return msg.Member(rank=rank, sources=tuple(source(one, rank) for one in keepers))
+
+
+def plan(step: int, attempt: int, sources: dict[int, list[msg.Source]]) -> msg.Restore:
+    ranks = {rank: tuple(found) for rank, found in sources.items()}
+    return msg.Restore(step=step, attempt=attempt, ranks=ranks)
 
 
 def flip(one: Keeper, key: tuple[int, int, int], at: int, tier: str = "memory") -> None:

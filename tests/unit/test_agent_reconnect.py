@@ -20,6 +20,7 @@ from jurymast.cluster.allocation import Allocation
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
+from jurymast.wire import messages as msg
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection
 from jurymast.wire.endpoint import Endpoint
@@ -56,10 +57,10 @@ def connected_to(agent: Agent, tmp_path: Path) -> tuple[bool, int]:
 
     async def work() -> tuple[bool, int]:
         secret = RunDirectory(tmp_path / "run").secret()
-        accepted: list[Channel] = []
+        accepted: list[Channel[msg.Said]] = []
 
         async def serve(come: Connection) -> None:
-            accepted.append(await channel.accept(come, secret))
+            accepted.append(await channel.accept(come, secret, msg.read_said))
 
         async with served(serve) as port:
             agent._last = agent._last or at(port, 1)
@@ -82,7 +83,7 @@ def test_a_slow_run_directory_keeps_no_agent_from_its_supervisor(
     answered = threading.Event()
     connect = agent._connect
 
-    async def and_let_go() -> Channel | None:
+    async def and_let_go() -> Channel[msg.Order] | None:
         try:
             return await connect()
         finally:

@@ -20,7 +20,8 @@ from jurymast.core.run import step as take
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.supervisor.cadence import Cadence
-from jurymast.wire.messages import Beat, CadenceReport
+from jurymast.wire import messages as msg
+from jurymast.wire.messages import Beat, CadenceReport, ranks
 from jurymast.worker.link import Link, open_page
 from jurymast.worker.schedule import Follower
 from support.reports import reported
@@ -55,19 +56,19 @@ class Rank:
 
 
 class Agent:
-    def __init__(self, ranks: int, wait: Callable[[Callable[[], bool]], None]) -> None:
-        self.memory = RankMemory(ranks)
-        self.memory.heard({"event": "Cadence", "steps": None, "seconds": 10.0})
-        self.ranks = [Rank(self.memory, number, wait) for number in range(ranks)]
+    def __init__(self, count: int, wait: Callable[[Callable[[], bool]], None]) -> None:
+        self.memory = RankMemory(count)
+        self.memory.heard(ranks.Cadence(seconds=10.0))
+        self.ranks = [Rank(self.memory, number, wait) for number in range(count)]
         self.up: deque[Beat] = deque()
-        self.down: deque[dict[str, Any]] = deque()
+        self.down: deque[msg.Cadence] = deque()
 
     def beat(self) -> None:
-        ranks = [
+        reports = [
             reported(step=beat.step, beats=beat.beats, explicit=beat.explicit, settled=beat.settled)
             for beat in self.memory.beats()
         ]
-        self.up.append(Beat(1, ranks, self.memory.cadence()))
+        self.up.append(Beat(1, reports, self.memory.cadence()))
 
 
 class World:
@@ -84,10 +85,13 @@ class World:
         self.cadence = self.supervise()
 
     def supervise(self) -> Cadence:
-        cadence = Cadence(self.state, lambda node, message: self.agents[node].down.append(message),
-                          self.feed, lambda: self.time)  # fmt: skip
+        cadence = Cadence(self.state, self.tell, self.feed, lambda: self.time)
         cadence.samples.append((STEP_S, False))
         return cadence
+
+    def tell(self, node: str, order: msg.ToAgent) -> None:
+        assert isinstance(order, msg.Cadence)
+        self.agents[node].down.append(order)
 
     def feed(self, event: ev.Event) -> None:
         assert isinstance(event, ev.CadenceSet)
@@ -180,8 +184,7 @@ def follower(memory: RankMemory, **options: Any) -> tuple[Follower, list[int]]:
 
 
 def order(memory: RankMemory, schedule: Schedule, decided: int = 0) -> None:
-    memory.order({"number": schedule.number, "at": schedule.at, "first": schedule.first,
-                  "every": schedule.every, "decided": decided})  # fmt: skip
+    memory.order(msg.Cadence(attempt=1, schedule=schedule, decided=decided))
 
 
 def test_at_its_step_a_rank_waits_until_a_proposal_is_decided() -> None:
@@ -241,7 +244,7 @@ def test_a_script_with_its_own_cadence_saves_once_when_told() -> None:
 
 def test_a_new_attempt_starts_with_a_blank_page() -> None:
     memory = RankMemory(1)
-    memory.heard({"event": "Cadence", "steps": 5, "seconds": None})
+    memory.heard(ranks.Cadence(steps=5))
     order(memory, Schedule(7, 3, 4, 2), decided=7)
     assert memory.cadence() == CadenceReport(7, 7, steps=5)
     memory.clear()

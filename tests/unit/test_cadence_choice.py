@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,6 +27,8 @@ from jurymast.core.optimum import Saving, async_goodput
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, RunState
 from jurymast.supervisor.tiers import Tiers
+from jurymast.wire import messages as msg
+from support.reports import hello
 
 HOUR_S = 3600.0
 CHEAP = Saving(1.0, drain_s=5.0, slowdown=0.01, restart_s=60.0)
@@ -133,28 +134,26 @@ class Storage:
 
     def __init__(self, state: RunState) -> None:
         self.state, self.time = state, 0.0
-        self.drains: list[tuple[float, dict[str, Any]]] = []
+        self.drains: list[tuple[float, msg.Drain]] = []
         self.tiers = Tiers(state, self.tell, lambda event: None, lambda: self.time)
         state.placement, state.phase, state.attempt = ("a",), Phase.RUNNING, 1
-        self.tiers.joined("a", {"address": "a", "data_port": 1, "copies": []})
+        self.tiers.joined("a", hello("a"))
 
-    def tell(self, node: str, order: dict[str, Any]) -> None:
-        if order["do"] == "drain":
+    def tell(self, node: str, order: msg.ToAgent) -> None:
+        if isinstance(order, msg.Drain):
             self.drains.append((self.time, order))
 
     def go_on(self, until_s: float, drain_s: float) -> list[float]:
         """Save every second; when drains to the shared tier began."""
         while self.time < until_s:
             self.time += 1.0
-            copy = {
-                "step": int(self.time), "attempt": 1, "rank": 0, "world": 1, "tier": "memory", "part": "all",
-                "size_bytes": 1, "common_bytes": 0, "common_id": "",
-            }  # fmt: skip
-            self.tiers.hear("a", {"say": "held", "copies": [copy]})
+            copy = msg.CopyReport(
+                tier="memory", step=int(self.time), attempt=1, rank=0, world=1, part="all", size_bytes=1
+            )
+            self.tiers.hear("a", msg.Held(copies=(copy,)))
             for began, order in self.drains[-1:]:
                 if self.time >= began + drain_s:
-                    answer = {"say": "drained", "tier": "shared", "ok": True, "why": "", "id": order["id"]}
-                    self.tiers.hear("a", answer)
+                    self.tiers.hear("a", msg.Drained(id=order.id, tier="shared", ok=True))
             self.tiers.look()
         return [began for began, _ in self.drains]
 

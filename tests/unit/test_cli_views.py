@@ -23,6 +23,7 @@ from jurymast.report.closing import record_cancel
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
 from jurymast.wire.connection import Connection
+from jurymast.wire.messages import Accepted, Ask, Declined, Said, read_said
 from support.commands import RUN, Place, crash_loop, swapped
 from support.stories import Story
 from support.wire import served
@@ -283,18 +284,18 @@ def test_a_pipe_needs_neither_rich_nor_asyncio(place: Place) -> None:
 
 
 @contextmanager
-def supervisor(directory: RunDirectory, answer: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+def supervisor(directory: RunDirectory, answer: Accepted | Declined) -> Iterator[list[Said]]:
     """Something that speaks the wire protocol as the run's supervisor; yields what it is asked."""
-    heard: list[dict[str, Any]] = []
+    heard: list[Said] = []
     ready, over = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve(come: Connection) -> None:
         try:
-            connection = await channel.accept(come, directory.secret())
-            heard.append(await connection.receive())
-            if heard[-1]["what"] == "cancel":
-                record_cancel(directory, by=heard[-1]["by"])
+            connection = await channel.accept(come, directory.secret(), read_said)
+            heard.append(asked := await connection.receive())
+            if isinstance(asked, Ask) and asked.what == "cancel":
+                record_cancel(directory, by=asked.by)
             connection.send(answer)
             await connection.drain()
         except (OSError, AuthenticationError):
@@ -330,17 +331,17 @@ def supervisor(directory: RunDirectory, answer: dict[str, Any]) -> Iterator[list
     ],
 )
 def test_what_is_asked_reaches_the_supervisor(
-    place: Place, words: tuple[str, ...], asked: dict[str, str]
+    place: Place, words: tuple[str, ...], asked: dict[str, Any]
 ) -> None:
     directory = place.story(swapped(finished=False))
-    with supervisor(directory, {"ok": True}) as heard:
+    with supervisor(directory, Accepted()) as heard:
         assert place.good(*words)
-    assert heard == [{"say": "ask", **asked, "by": "ada"}]
+    assert heard == [Ask(**asked, by="ada")]
 
 
 def test_a_refusal_is_told(place: Place) -> None:
     directory = place.story(swapped(finished=False))
-    with supervisor(directory, {"ok": False, "why": "the run is starting: no steps are being done"}):
+    with supervisor(directory, Declined(why="the run is starting: no steps are being done")):
         done = place.run("save", RUN)
     assert done.returncode == 74
     assert "the supervisor refuses: the run is starting" in done.stderr
@@ -367,7 +368,7 @@ def test_a_drain_says_what_will_happen(
 ) -> None:
     story = Story(spares=spares, requeue=requeue).running(40)
     directory = place.story(story)
-    with supervisor(directory, {"ok": True}):
+    with supervisor(directory, Accepted()):
         assert place.good("drain", RUN, node).endswith(f": {says}\n")
     if node in story.state.placement:
         story.asked("drain", node)
@@ -389,7 +390,7 @@ def test_somebody_else_at_the_supervisors_port_is_not_asked(place: Place, tmp_pa
     """The port may belong to another run by now: it must not be cancelled in the place of this one."""
     directory = place.story(swapped(finished=False))
     other = swapped(finished=False).write(tmp_path / "other")
-    with supervisor(other, {"ok": True}) as heard:
+    with supervisor(other, Accepted()) as heard:
         theirs = endpoint.find(other.epochs)
         assert theirs is not None
         endpoint.announce(directory.epochs, theirs)

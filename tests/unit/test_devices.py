@@ -9,7 +9,7 @@ import pytest
 from jurymast.agent.around import Around, interfaces, rdma_ports
 from jurymast.core.devices import leave_out, lets_through, names, work_around
 from jurymast.core.health import HARDWARE, NETWORK, Finding, Verdict
-from jurymast.wire.messages import Message
+from jurymast.wire.messages import Health
 from support.sysfs_trees import Sysfs
 
 PORTS = [f"mlx5_{number}:1" for number in (*range(4), 10)]
@@ -132,9 +132,9 @@ def test_the_agent_reads_names_only(tmp_path: Path) -> None:
 
 def test_the_policy_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
-    told: list[Message] = []
+    told: list[Health] = []
     for enabled, wanted in ((False, {}), (True, {"NCCL_IB_HCA": "^=mlx9_1"})):
         around = Around(enabled, lambda: [finding("mlx9_1:1")], told.append)
         assert around.environment(2) == wanted
-    assert [message["finding"]["verdict"] for message in told] == ["unknown"]
-    assert "leave mlx9_1:1 out (NCCL_IB_HCA=^=mlx9_1)" in told[0]["finding"]["message"]
+    assert [message.finding.verdict for message in told] == [Verdict.UNKNOWN]
+    assert "leave mlx9_1:1 out (NCCL_IB_HCA=^=mlx9_1)" in told[0].finding.message

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import msgspec
 import pytest
 
 from jurymast.errors import AuthenticationError
@@ -18,7 +19,7 @@ from jurymast.supervisor import door
 from jurymast.supervisor.door import Door
 from jurymast.wire import channel
 from jurymast.wire.connection import Connection
-from jurymast.wire.messages import Message
+from jurymast.wire.messages import Ask, Said, read_said
 from support.wire import served
 
 SECRET = secrets.token_bytes(32)
@@ -40,9 +41,10 @@ async def listening() -> AsyncIterator[int]:
 
     async def serve(come: Connection) -> None:
         if entered := await entrance.enter(come):
-            connection, message = entered
+            connection, greeting = entered
+            message: Said = greeting
             with suppress(ConnectionError):
-                while True:
+                while isinstance(message, msgspec.Struct):
                     connection.send(message)
                     message = await connection.receive()
             connection.close()
@@ -51,10 +53,14 @@ async def listening() -> AsyncIterator[int]:
         yield port
 
 
-async def greet(port: int) -> Message:
-    connection = await channel.connect("127.0.0.1", port, SECRET)
+def asks(what: str) -> Ask:
+    return Ask(what=what, by="ada")
+
+
+async def greet(port: int) -> Said:
+    connection = await channel.connect("127.0.0.1", port, SECRET, read_said)
     try:
-        connection.send({"say": "hello"})
+        connection.send(asks("how"))
         return await connection.receive()
     finally:
         connection.close()
@@ -67,9 +73,9 @@ def test_strangers_who_say_nothing_are_few_and_keep_nobody_out(monkeypatch: pyte
 
     async def work() -> None:
         async with listening() as port:
-            known = await channel.connect("127.0.0.1", port, SECRET)
-            known.send({"say": "first"})
-            assert await known.receive() == {"say": "first"}
+            known = await channel.connect("127.0.0.1", port, SECRET, read_said)
+            known.send(asks("first"))
+            assert await known.receive() == asks("first")
             strangers = []
             for _ in range(2 * most):
                 strangers.append(await asyncio.open_connection("127.0.0.1", port))
@@ -77,13 +83,13 @@ def test_strangers_who_say_nothing_are_few_and_keep_nobody_out(monkeypatch: pyte
                 with suppress(ConnectionError):  # greeted, and hung up on
                     while await reader.read(4096):
                         pass
-            assert await greet(port) == {"say": "hello"}
+            assert await greet(port) == asks("how")
             late, _ = strangers[-1]
             assert (await late.read(len(channel.MAGIC))) == channel.MAGIC
             for _, writer in strangers:
                 writer.close()
-            known.send({"say": "still here"})
-            assert await known.receive() == {"say": "still here"}
+            known.send(asks("still here"))
+            assert await known.receive() == asks("still here")
             known.close()
 
     run(work())
@@ -95,7 +101,7 @@ def test_refusals_are_told_now_and_then(
     async def knock(port: int, times: int) -> None:
         for _ in range(times):
             with pytest.raises((AuthenticationError, ConnectionError)):
-                await channel.connect("127.0.0.1", port, b"wrong")
+                await channel.connect("127.0.0.1", port, b"wrong", read_said)
 
     async def work() -> None:
         async with listening() as port:

@@ -10,9 +10,10 @@ import torch
 from jurymast.checkpoint.foreseen import foreseen_bytes
 from jurymast.checkpoint.image import Drafter
 from jurymast.checkpoint.state import State
-from jurymast.core.foresight import Foreseen, Need, needs
+from jurymast.core.foresight import Foreseen, Need, Room, needs
 from jurymast.core.parity import Keeping, keeping
 from jurymast.supervisor.foresight import Foresight
+from jurymast.wire import messages as msg
 
 GIB = 1 << 30
 NODES = ("n1", "n2")
@@ -69,15 +70,13 @@ class Site:
     def __init__(self, **rooms_gib: int) -> None:
         self.notes: list[tuple[str, str]] = []
         self.foresight = Foresight(lambda node, text: self.notes.append((node, text)))
-        self.rooms = {
-            node: {"bytes": gib * GIB, "limit": f"/{node}/memory.max"} for node, gib in rooms_gib.items()
-        }
+        self.rooms = {node: Room(gib * GIB, f"/{node}/memory.max") for node, gib in rooms_gib.items()}
         for node, room in self.rooms.items():
-            self.foresight.joined(node, {"room": room})
+            self.foresight.joined(node, room)
 
     def hear(self, node: str, image_gib: int, own_gib: int, *spares: str) -> None:
-        message = {"image_bytes": image_gib * GIB, "own_bytes": own_gib * GIB, "room": self.rooms[node]}
-        self.foresight.hear(node, message)
+        sizes = {"image_bytes": image_gib * GIB, "own_bytes": own_gib * GIB}
+        self.foresight.hear(node, msg.Foreseen(**sizes, room=self.rooms[node]))
         self.foresight.look(NODES, 2, lambda: kept(*spares))
 
 

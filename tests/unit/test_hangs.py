@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jurymast.core import events as ev
 from jurymast.core.hang import LOOK_AGAIN_S, UNMOVED_S
-from jurymast.core.stacks import CODE, COLLECTIVE
+from jurymast.core.stacks import CODE, COLLECTIVE, Stand
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.watch import Watch
+from jurymast.wire import messages as msg
 from jurymast.wire.messages import beat_of
 from support.reports import reported
 from support.stories import Story
@@ -33,13 +32,13 @@ class Silent:
         for node in self.state.placement:
             self.watch.joined(node)
 
-    def tell(self, node: str, message: dict[str, Any]) -> None:
+    def tell(self, node: str, message: msg.ToAgent) -> None:
+        assert isinstance(message, msg.Look)
         self.asked += 1
         answer = self.answers[node]
         if answer is not None:
-            kind, mark = answer
-            rank = self.state.placement.index(node)
-            self.hangs.hear({**message, "ranks": [rank], "kinds": [kind], "marks": [mark]})
+            stands = {self.state.placement.index(node): Stand(*answer)}
+            self.hangs.hear(msg.Looked(attempt=message.attempt, number=message.number, stands=stands))
 
     def passes(self, seconds: float, quiet_s: float = 60.0) -> bool:
         """True when a hang was told of by then."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from jurymast.policy.load import file_layers
 from jurymast.policy.resolve import resolve
 from jurymast.reference import recovery_actions, thresholds, xids
 from jurymast.supervisor.health import Health
+from jurymast.wire import messages as msg
 
 # The classes of the public catalogue, written down apart from the data file.
 CLASSES = {
@@ -149,19 +152,19 @@ class Heard:
         return [(e.node, e.verdict, e.at) for e in self.events if isinstance(e, ev.HealthFound)]
 
 
-def words(verdict: str, at: float, **others: object) -> dict[str, object]:
-    return {
-        "probe": "host", "code": "disk-full", "verdict": verdict, "kind": "host", "message": "full", "at": at,
-        **others,
-    }  # fmt: skip
+FULL = {"probe": "host", "code": "disk-full", "verdict": "bad", "kind": "host", "message": "full", "at": 1.0}
+
+
+def words(verdict: str, at: float, **others: object) -> Finding:
+    return Finding.from_json({**FULL, "verdict": verdict, "at": at, **others})
 
 
 def test_a_finding_becomes_one_event_however_often_it_is_told() -> None:
     heard = Heard()
     for values in (words("suspect", 1.0), words("suspect", 1.0), words("bad", 1.0), words("ok", 5.0)):
-        heard.health.hear("n1", {"finding": values})
-    heard.health.joined("n1", {"health": [words("ok", 5.0)]})
-    heard.health.joined("n2", {"health": [words("suspect", 6.0, device="/tmp")]})
+        heard.health.hear("n1", values)
+    heard.health.joined("n1", [words("ok", 5.0)])
+    heard.health.joined("n2", [words("suspect", 6.0, device="/tmp")])
     assert heard.found() == [
         ("n1", "suspect", 1.0),
         ("n1", "bad", 1.0),
@@ -174,21 +177,28 @@ def test_a_finding_becomes_one_event_however_often_it_is_told() -> None:
 
 def test_each_event_of_a_gpu_counts_and_none_twice() -> None:
     heard = Heard()
-    first, second = (xid_finding(31, "gpu0", "", at, PLAIN).to_json() for at in (1.0, 50.0))
+    first, second = (xid_finding(31, "gpu0", "", at, PLAIN) for at in (1.0, 50.0))
     for values in (first, second):
-        heard.health.hear("n1", {"finding": values})
-    heard.health.joined("n1", {"health": [first, second]})  # the agent tells of both again
+        heard.health.hear("n1", values)
+    heard.health.joined("n1", [first, second])  # the agent tells of both again
     assert heard.found() == [("n1", "unknown", 1.0), ("n1", "unknown", 50.0)]
 
 
-@pytest.mark.parametrize("finding", [None, 3, {}, words("awful", 1.0), words("bad", 1.0, kind="weather")])
-def test_a_malformed_word_on_health_is_noted(finding: object) -> None:
-    heard = Heard()
-    heard.health.hear("n1", {"finding": finding})
-    heard.health.joined("n1", {"health": "well"})
-    (noted,) = heard.events
-    assert isinstance(noted, ev.Noted)
-    assert "malformed word on health" in noted.message
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {**FULL, "verdict": "awful"},
+        {**FULL, "kind": "weather"},
+        {**FULL, "at": "noon"},
+        {**FULL, "device": 3},
+    ],
+)
+def test_what_is_no_finding_is_not_taken_for_one(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Finding.from_json(values)
+    said = json.dumps({"say": "health", "finding": values}).encode()
+    assert isinstance(msg.read_said(said), msg.Strange)
 
 
 def test_a_finding_survives_its_way_as_json() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.core.foresight import Room
 from jurymast.keeper import loans, scrub
 from jurymast.keeper.buffers import ROUND_BYTES, Buffer
 from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.limits import Room
 from jurymast.keeper.page import SLOTS, Restore, SlotWord, Word
+from jurymast.wire import messages as msg
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,
@@ -64,20 +65,20 @@ def test_an_image_is_hashed_held_and_told() -> None:
             assert rank.answer is Restore.ELSEWHERE
             slot = rank.save(10)
             one.image_published(0, slot, 0.25)
-            (message,) = await until("word of it", lambda: told.of("held"))
-            (copy,) = message["copies"]
-            assert (copy["step"], copy["attempt"], copy["rank"], copy["world"]) == (10, 1, 0, 1)
-            assert (copy["tier"], copy["part"], copy["bytes"], copy["stall_s"]) == (
+            (message,) = await until("word of it", lambda: told.of(msg.Held))
+            (copy,) = message.copies
+            assert (copy.step, copy.attempt, copy.rank, copy.world) == (10, 1, 0, 1)
+            assert (copy.tier, copy.part, copy.size_bytes, copy.stall_s) == (
                 "memory",
                 "all",
                 SIZE,
                 0.25,
             )
-            assert copy["common_bytes"] == COMMON_BYTES
-            assert len(copy["common_id"]) == 32
+            assert copy.common_bytes == COMMON_BYTES
+            assert len(copy.common_id) == 32
             assert one.inventory() == [copy]
             one.look()
-            assert len(told.of("held")) == 1
+            assert len(told.of(msg.Held)) == 1
 
     run(work())
 
@@ -97,7 +98,7 @@ def test_a_held_slot_is_never_written_and_the_committed_one_stays() -> None:
             one.committed(20, 1)
             assert rank.writable() == [first]
             one.committed(10, 1)  # late: the newest stays
-            assert [copy["step"] for copy in one.inventory()] == [20]
+            assert [copy.step for copy in one.inventory()] == [20]
 
     run(work())
 
@@ -217,7 +218,7 @@ def test_images_of_dead_ranks_void_steps_and_other_ranks_are_not_held() -> None:
             rank.save(10, 3, attempt=2)  # not this slot's rank
             one.look()
             await until("free slots", lambda: len(rank.writable()) == SLOTS)
-            assert "another image's" in told.of("dropped")[0]["why"]
+            assert "another image's" in told.of(msg.Dropped)[0].why
             one.void(20, 2)
             rank.save(20, attempt=2)
             one.look()
@@ -244,13 +245,13 @@ def test_what_a_killed_rank_left_is_mended() -> None:
             assert rank.restored()[0] == image_bytes(10, 0)
             assert len(rank.writable()) == 1
             assert all(slot[SlotWord.SEQ] % 2 == 0 for slot in rank.slots)
-            (word,) = told.of("prefetched")
-            assert word["tiers"] == {"memory": SIZE}
-            assert word["passed_over"] == []
+            (word,) = told.of(msg.Prefetched)
+            assert word.tiers == {"memory": SIZE}
+            assert word.passed_over == ()
             await saved(one, rank, 20, attempt=2)
             one.committed(20, 2)
             assert len(rank.writable()) == 1
-            assert [copy["step"] for copy in one.inventory()] == [20]
+            assert [copy.step for copy in one.inventory()] == [20]
 
     run(work())
 
@@ -264,7 +265,7 @@ def test_the_same_step_of_two_attempts_is_not_mixed() -> None:
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
             await until("restore", lambda: rank.answer is Restore.READY)
             await saved(one, rank, 10, attempt=2, data=b"2" * SIZE)
-            assert {(copy["step"], copy["attempt"]) for copy in one.inventory()} == {(10, 1), (10, 2)}
+            assert {(copy.step, copy.attempt) for copy in one.inventory()} == {(10, 1), (10, 2)}
             one.committed(10, 2)
             one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
             await until("answer", lambda: rank.answer is not Restore.PENDING)
@@ -301,7 +302,7 @@ def test_an_image_that_does_not_hold_what_it_says_is_dropped() -> None:
                 await until("free", lambda number=number: number in rank.writable())  # type: ignore[misc]
                 assert rank.slots[number][SlotWord.SEQ] == before + 2
             assert one.inventory() == []
-            assert len(told.of("dropped")) == 3
+            assert len(told.of(msg.Dropped)) == 3
 
     run(work())
 
@@ -367,7 +368,7 @@ def test_ranks_that_change_nodes_leave_their_images_for_others() -> None:
                 again = await ready_other_slot(one, rank)
                 await saved(one, again, 20, 1 - local, attempt=2, world=2)
             one.committed(20, 2)
-            assert {copy["step"] for copy in one.inventory()} == {20}
+            assert {copy.step for copy in one.inventory()} == {20}
 
     run(work())
 
@@ -389,8 +390,8 @@ def test_a_flipped_bit_in_memory_is_found_at_restore() -> None:
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
             await until("answer", lambda: rank.answer is not Restore.PENDING)
             assert rank.answer is Restore.ELSEWHERE
-            assert "corrupt" in told.of("dropped")[0]["why"]
-            assert "corrupt" in told.of("unrestorable")[0]["why"]
+            assert "corrupt" in told.of(msg.Dropped)[0].why
+            assert "corrupt" in told.of(msg.Unrestorable)[0].why
             assert one.inventory() == []
             await ready_rank(one)  # the memory is not lost
 
@@ -405,12 +406,12 @@ def test_a_flipped_bit_in_memory_is_found_by_reading_again() -> None:
             await saved(one, rank, 10)
             (copy,) = one.copies
             await scrub.read_again(one.copies, copy, one.distrust)
-            assert told.of("dropped") == []
+            assert told.of(msg.Dropped) == []
             flip(one, (10, 1, 0), SIZE - 1)
             one.spawn(scrub.forever(one.copies, one.distrust, every_s=0.0))
-            (word,) = await until("word of it", lambda: told.of("dropped"))
-            assert "own part is corrupt in memory" in word["why"]
-            assert word["copy"]["step"] == 10
+            (word,) = await until("word of it", lambda: told.of(msg.Dropped))
+            assert "own part is corrupt in memory" in word.why
+            assert word.copy.step == 10
             await until("free slots", lambda: len(rank.writable()) == SLOTS)
 
     run(work())
@@ -444,12 +445,12 @@ def test_images_on_the_local_disk(tmp_path: Path) -> None:
             await until("word of it", lambda: (10, 1, 0, "local", "all") in told.held())
 
         async with keeper(local_root=tmp_path) as (one, told):  # the agent of the next allocation
-            assert [copy["tier"] for copy in one.inventory()] == ["local"]
+            assert [copy.tier for copy in one.inventory()] == ["local"]
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
             rank = FakeRank(one)
             await until("restore", lambda: rank.answer is Restore.READY)
             assert rank.restored()[0] == image_bytes(10, 0)
-            assert told.of("prefetched")[0]["tiers"] == {"local": SIZE}
+            assert told.of(msg.Prefetched)[0].tiers == {"local": SIZE}
 
             bad = bytearray(image_bytes(10, 0))
             bad[7] ^= 1
@@ -458,7 +459,7 @@ def test_images_on_the_local_disk(tmp_path: Path) -> None:
             one.launch(4, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
             await until("answer", lambda: rank.answer is not Restore.PENDING)
             assert rank.answer is Restore.ELSEWHERE
-            assert "corrupt" in told.of("dropped")[-1]["why"]
+            assert "corrupt" in told.of(msg.Dropped)[-1].why
             image.unlink()
             one.scan_local(tmp_path)
 
@@ -495,7 +496,7 @@ def test_a_restore_of_another_world_is_refused() -> None:
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
             await until("answer", lambda: rank.answer is not Restore.PENDING)
             assert rank.answer is Restore.ELSEWHERE
-            assert "2 ranks, these are 1" in told.of("unrestorable")[0]["why"]
+            assert "2 ranks, these are 1" in told.of(msg.Unrestorable)[0].why
             assert rank.record[Word.RESTORE_IMAGE] == 0
 
     run(work())

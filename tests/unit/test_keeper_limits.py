@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.core.foresight import Room
 from jurymast.keeper import limits
 from jurymast.keeper.buffers import ROUND_BYTES, Buffer
-from jurymast.keeper.limits import Refused, Room
+from jurymast.keeper.limits import Refused
 from jurymast.keeper.memory import Memory
 from jurymast.keeper.page import SLOTS, Restore, Word
+from jurymast.wire import messages as msg
 from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
 
 GIB = 1 << 30
@@ -142,8 +144,8 @@ def test_a_rank_that_asks_for_too_much_is_refused_on_one_clear_line(tmp_path: Pa
             ranks[0].want(22 * GIB)
             one.look()
             await until("answer", lambda: ranks[0].record[Word.REFUSED])
-            (message,) = told.of("refused")
-            assert message["why"] == (
+            (message,) = told.of(msg.Refused)
+            assert message.why == (
                 "no memory for two slots of 22.0 GiB for each of 2 ranks: 85.0 GiB can be had "
                 f"(limit: {mount}/job_7/memory.max); "
                 "ask Slurm for more --mem, or set checkpoint.tiers.memory: off. "
@@ -151,7 +153,7 @@ def test_a_rank_that_asks_for_too_much_is_refused_on_one_clear_line(tmp_path: Pa
             )
             one.look()  # not again and again
             await settled(one)
-            assert len(told.of("refused")) == 1
+            assert len(told.of(msg.Refused)) == 1
             assert ranks[0].writable() == []
 
             one.launch(2, [0, 1], 2, None)  # the next attempt may ask for less
@@ -170,15 +172,15 @@ def test_a_replica_and_a_restore_that_do_not_fit_are_refused() -> None:
         async with keeper("a") as (a, _), keeper("b", room=lambda: Room(0, "/x/memory.max")) as (b, told):
             a.launch(1, [0], 1, None)
             await saved(a, await ready_rank(a), 10)
-            order = {"step": 10, "attempt": 1, "rank": 0, "part": "all", "sources": [source(a, 0)]}
+            order = msg.Replicate(step=10, attempt=1, rank=0, part="all", sources=(source(a, 0),))
             b.replicate(order)
-            await until("answer", lambda: told.of("unreplicated"))
-            assert "no memory for a replica of rank 0" in told.of("refused")[0]["why"]
+            await until("answer", lambda: told.of(msg.Unreplicated))
+            assert "no memory for a replica of rank 0" in told.of(msg.Refused)[0].why
             b.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
             rank = FakeRank(b)
             await until("answer", lambda: rank.answer is not Restore.PENDING)
             assert rank.answer is Restore.ELSEWHERE
-            assert "no memory for what rank 0 restores" in told.of("unrestorable")[0]["why"]
+            assert "no memory for what rank 0 restores" in told.of(msg.Unrestorable)[0].why
             assert b.inventory() == []
 
     run(work())
@@ -222,7 +224,7 @@ def test_the_kernel_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
             rank.want(SIZE)
             one.look()
             await until("answer", lambda: rank.record[Word.REFUSED])
-            assert "No space left on device" in told.of("refused")[0]["why"]
+            assert "No space left on device" in told.of(msg.Refused)[0].why
             assert rank.writable() == []
 
     run(work())

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, suppress
 from functools import reduce
 from operator import xor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from jurymast.keeper.copies import Copy
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import Restore
+from jurymast.wire import messages as msg
 from support.keepers import (
     COMMON_BYTES,
     SIZE,
@@ -26,6 +26,7 @@ from support.keepers import (
     flip,
     image_bytes,
     keeper,
+    member,
     plan,
     run,
     settled,
@@ -66,7 +67,7 @@ class Cluster:
         for one, _ in self.keepers:
             await settled(one)
 
-    def launch(self, restore: dict[str, Any] | None) -> None:
+    def launch(self, restore: msg.Restore | None) -> None:
         for place, (one, _) in enumerate(self.keepers):
             one.launch(self.attempt, [self.order[place]], NODES, restore)
         for rank in self.ranks:
@@ -94,29 +95,28 @@ class Cluster:
     async def replicate(self) -> None:
         step, attempt = self.dice.choice(self.saved[-3:])
         holder, rank = self.dice.choice(self.keepers)[0], self.dice.randrange(NODES)
-        sources = [source(one, rank) for one, _ in self.keepers if one is not holder]
+        sources = tuple(source(one, rank) for one, _ in self.keepers if one is not holder)
         part = self.dice.choice(["all", "own", "common"])
-        holder.replicate({"step": step, "attempt": attempt, "rank": rank, "part": part, "sources": sources})
+        holder.replicate(msg.Replicate(step=step, attempt=attempt, rank=rank, part=part, sources=sources))
 
     async def mix(self) -> None:
         """The XOR of two ranks' images, or of all."""
         step, attempt = self.dice.choice(self.saved[-3:])
         holder = self.dice.choice(self.keepers)[0]
-        group = sorted(self.dice.sample(range(NODES), self.dice.choice([2, NODES])))
+        group = tuple(sorted(self.dice.sample(range(NODES), self.dice.choice([2, NODES]))))
         holder.replicate(
-            {
-                "step": step, "attempt": attempt, "rank": group[0], "part": self.dice.choice(["all", "own"]),
-                "sources": [], "group": group, "members": self.members(group),
-            }
+            msg.Replicate(
+                step=step, attempt=attempt, rank=group[0], part=self.dice.choice(["all", "own"]),
+                group=group, members=self.members(group),
+            )
         )  # fmt: skip
 
-    def members(self, ranks: list[int]) -> list[dict[str, Any]]:
-        return [{"rank": n, "sources": [source(one, n) for one, _ in self.keepers]} for n in ranks]
+    def members(self, ranks: tuple[int, ...]) -> tuple[msg.Member, ...]:
+        return tuple(member(n, *(one for one, _ in self.keepers)) for n in ranks)
 
     async def forget(self) -> None:
         step, attempt = self.dice.choice(self.saved)
-        images = [{"step": step, "attempt": attempt, "rank": rank} for rank in range(NODES)]
-        self.dice.choice(self.keepers)[0].forget(images)
+        self.dice.choice(self.keepers)[0].forget(step, attempt, range(NODES))
 
     async def lend(self) -> None:
         one = self.dice.choice(self.keepers)[0]
@@ -145,7 +145,7 @@ class Cluster:
         """Mostly from a step that somebody holds, with the ranks on other nodes; some sources are wrong."""
         if self.dice.random() < 0.7:
             await self.settled()
-        held = [(copy["step"], copy["attempt"]) for one, _ in self.keepers for copy in one.inventory()]
+        held = [(copy.step, copy.attempt) for one, _ in self.keepers for copy in one.inventory()]
         step, attempt = self.dice.choice(held or self.saved)
         self.attempt += 1
         self.dice.shuffle(self.order)
@@ -157,7 +157,7 @@ class Cluster:
             found = [source(one, number) for one, _ in self.keepers]
             found += [source(one, (number + 1) % NODES, "common") for one, _ in self.keepers]
             for one, _ in self.keepers:
-                group = sorted({number, self.dice.randrange(NODES), self.dice.randrange(NODES)})
+                group = tuple(sorted({number, self.dice.randrange(NODES), self.dice.randrange(NODES)}))
                 part = self.dice.choice(["all", "own"])
                 found.append(source(one, number, part, group=group, members=self.members(group)))
             self.dice.shuffle(found)

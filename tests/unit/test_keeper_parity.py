@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import pytest
 
+from jurymast.core.foresight import Room
 from jurymast.keeper import parity
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.limits import Room
 from jurymast.keeper.page import Restore
+from jurymast.wire import messages as msg
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,
@@ -22,6 +22,7 @@ from support.keepers import (
     Told,
     image_bytes,
     keeper,
+    member,
     plan,
     ready_rank,
     run,
@@ -64,12 +65,9 @@ async def group_of_three(
         yield members, spare, told
 
 
-def order(members: list[Keeper], part: str = "own", **more: Any) -> dict[str, Any]:
-    return {
-        "step": 10, "attempt": 1, "rank": 0, "part": part, "sources": [], "group": list(GROUP),
-        "members": [{"rank": rank, "sources": [source(one, rank)]} for rank, one in enumerate(members)],
-        **more,
-    }  # fmt: skip
+def order(members: list[Keeper], part: str = "own") -> msg.Replicate:
+    parts = tuple(member(rank, one) for rank, one in enumerate(members))
+    return msg.Replicate(step=10, attempt=1, rank=0, part=part, group=GROUP, members=parts)
 
 
 async def made(members: list[Keeper], spare: Keeper, told: Told, part: str = "own") -> None:
@@ -78,12 +76,12 @@ async def made(members: list[Keeper], spare: Keeper, told: Told, part: str = "ow
     await until("parity", told.held)
 
 
-def through(spare: Keeper, members: list[Keeper], rank: int, part: str = "own") -> dict[str, Any]:
-    others = [{"rank": n, "sources": [source(one, n)]} for n, one in enumerate(members) if n != rank]
-    return source(spare, rank, part, group=list(GROUP), members=others)
+def through(spare: Keeper, members: list[Keeper], rank: int, part: str = "own") -> msg.Source:
+    others = tuple(member(n, one) for n, one in enumerate(members) if n != rank)
+    return source(spare, rank, part, group=GROUP, members=others)
 
 
-async def restored(one: Keeper, rank: int, sources: list[dict[str, Any]]) -> FakeRank:
+async def restored(one: Keeper, rank: int, sources: list[msg.Source]) -> FakeRank:
     one.launch(2, [rank], 3, plan(10, 1, {rank: sources}))
     local = FakeRank(one)
     await until("answer", lambda: local.answer is not Restore.PENDING)
@@ -108,17 +106,17 @@ def test_each_member_can_be_lost(lost: int, part: str) -> None:
             await made(members, spare, told, part)
             (copy,) = spare.inventory()
             commons, owns = ([c for _, c in sizes], [size - common for size, common in sizes])
-            assert copy["bytes"] == max(owns) + (max(commons) if part == "all" else 0)
-            assert [one["rank"] for one in copy["members"]] == [0, 1, 2]
-            assert [one["size_bytes"] for one in copy["members"]] == [size for size, _ in sizes]
+            assert copy.size_bytes == max(owns) + (max(commons) if part == "all" else 0)
+            assert [one.rank for one in copy.members] == [0, 1, 2]
+            assert [one.size_bytes for one in copy.members] == [size for size, _ in sizes]
             await members[lost].close()
             common = [source(one, n, "common") for n, one in enumerate(members) if n != lost]
             sources = [*(common if part == "own" else []), through(spare, members, lost, part)]
             rank = await restored(new, lost, sources)
             assert rank.restored()[0] == content(lost, sizes)
-            (word,) = new_told.of("prefetched")
-            assert word["tiers"] == {"peer": sizes[lost][0]}
-            assert word["passed_over"] == []
+            (word,) = new_told.of(msg.Prefetched)
+            assert word.tiers == {"peer": sizes[lost][0]}
+            assert word.passed_over == ()
 
     run(work())
 
@@ -130,12 +128,12 @@ def test_the_spare_that_holds_it_becomes_the_lost_node() -> None:
             await members[1].close()
             rank = await restored(spare, 1, [source(members[0], 0, "common"), through(spare, members, 1)])
             assert rank.restored()[0] == content(1)
-            assert {(c["tier"], "members" in c) for c in spare.inventory()} == {
+            assert {(c.tier, bool(c.members)) for c in spare.inventory()} == {
                 ("memory", False), ("peer", True)
             }  # fmt: skip
             spare.committed(20, 2)
             assert spare.inventory() == []
-            assert told.of("dropped") == []
+            assert told.of(msg.Dropped) == []
 
     run(work())
 
@@ -145,9 +143,9 @@ def test_a_corrupt_member_does_not_get_into_it() -> None:
         async with group_of_three() as (members, spare, told):
             flip(members[1], ALIKE[1][0] - 5)
             spare.replicate(order(members))
-            (word,) = await until("word", lambda: told.of("unreplicated"))
-            assert "b: the block at" in word["why"]
-            assert (word["part"], word["rank"], word["group"]) == ("own", 0, [0, 1, 2])
+            (word,) = await until("word", lambda: told.of(msg.Unreplicated))
+            assert "b: the block at" in word.why
+            assert (word.part, word.rank, word.group) == ("own", 0, (0, 1, 2))
             assert spare.inventory() == []
             await until("the bad copy's end", lambda: not members[1].inventory())
 
@@ -167,14 +165,15 @@ def test_a_block_that_is_corrupt_when_it_is_needed(where: str, other: bool) -> N
             sources = [source(members[2], 2, "common"), through(spare, members, 0)]
             sources += [source(members[0], 0)] if other else []
             rank = await restored(new, 0, sources)
-            (word,) = new_told.of("prefetched" if other else "unrestorable")
             if other:
+                (word,) = new_told.of(msg.Prefetched)
                 assert rank.restored()[0] == content(0)
-                assert "corrupt" in word["passed_over"][-1]
-                assert word["passed_over"][-1].startswith("s, parity of ranks 0, 1, 2: ")
+                assert "corrupt" in word.passed_over[-1]
+                assert word.passed_over[-1].startswith("s, parity of ranks 0, 1, 2: ")
             else:
+                (lost,) = new_told.of(msg.Unrestorable)
                 assert rank.answer is Restore.ELSEWHERE
-                assert "corrupt" in word["why"]
+                assert "corrupt" in lost.why
                 assert new.inventory() == []
             await until("the bad copy's end", lambda: not bad.inventory())
 
@@ -200,10 +199,10 @@ def test_a_node_without_the_memory_says_for_what() -> None:
         small = keeper("small", room=lambda: Room(4096, "/nowhere/memory.max"))
         async with group_of_three() as (members, _, _), small as (one, told):
             one.replicate(order(members))
-            await until("word", lambda: told.of("unreplicated"))
-            (word,) = told.of("refused")
-            assert word["group"] == [0, 1, 2]
-            assert "the parity of 3 ranks" in word["why"]
+            await until("word", lambda: told.of(msg.Unreplicated))
+            (word,) = told.of(msg.Refused)
+            assert word.group == (0, 1, 2)
+            assert "the parity of 3 ranks" in word.why
             assert one.inventory() == []
 
     run(work())
@@ -213,7 +212,7 @@ def test_it_is_given_up_with_the_state_it_is_of() -> None:
     async def work() -> None:
         async with group_of_three() as (members, spare, told):
             await made(members, spare, told)
-            spare.forget([{"step": 10, "attempt": 1, "rank": 0}])
+            spare.forget(10, 1, [0])
             assert len(spare.inventory()) == 1  # that was about a replica of rank 0
             spare.void(10, 1)
             assert spare.inventory() == []

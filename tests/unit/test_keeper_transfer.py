@@ -24,6 +24,7 @@ from jurymast.keeper.copies import Copies
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import Restore, Word
+from jurymast.wire import messages as msg
 from jurymast.wire import stream
 from support.keepers import (
     BLOCK,
@@ -68,7 +69,7 @@ async def holding(
         yield one, told
 
 
-async def restored(one: Keeper, sources: list[dict[str, Any]], rank: int = 0, world: int = 1) -> FakeRank:
+async def restored(one: Keeper, sources: list[msg.Source], rank: int = 0, world: int = 1) -> FakeRank:
     """Launch attempt 2 from step 10, and wait for the answer."""
     one.launch(2, [rank], world, plan(10, 1, {rank: sources}))
     local = FakeRank(one)
@@ -84,9 +85,9 @@ def test_a_new_node_restores_from_a_peer() -> None:
             assert data == image_bytes(10, 0)
             manifest.check(memoryview(data))
             assert told.held() == [(10, 1, 0, "memory", "all")]
-            (word,) = told.of("prefetched")
-            assert word["tiers"] == {"peer": SIZE}
-            assert word["passed_over"] == []
+            (word,) = told.of(msg.Prefetched)
+            assert word.tiers == {"peer": SIZE}
+            assert word.passed_over == ()
             capacity = old.copies.find(KEY)[0].capacity
             assert new.copies.find(KEY)[0].capacity == capacity  # so it need not be replaced for a save
 
@@ -99,7 +100,7 @@ def test_the_common_part_may_come_from_another_rank() -> None:
             sources = [source(b, 1, "common"), source(a, 0, "own"), source(a, 0)]
             rank = await restored(c, sources, world=2)
             assert rank.restored()[0] == image_bytes(10, 0)
-            assert told.of("prefetched")[0]["passed_over"] == []
+            assert told.of(msg.Prefetched)[0].passed_over == ()
 
     run(work())
 
@@ -112,7 +113,7 @@ def test_another_common_part_is_not_taken_for_ours() -> None:
             sources = [source(b, 1, "common"), source(a, 0)]
             rank = await restored(c, sources, world=2)
             assert rank.restored()[0] == image_bytes(10, 0)
-            assert "corrupt" in told.of("prefetched")[0]["passed_over"][0]
+            assert "corrupt" in told.of(msg.Prefetched)[0].passed_over[0]
 
     run(work())
 
@@ -165,14 +166,14 @@ def test_a_source_that_is_killed_half_way(other: bool) -> None:
             await until("answer", lambda: rank.answer is not Restore.PENDING, 9.0)
             if other:
                 assert rank.restored()[0] == image_bytes(10, 0)
-                (word,) = told.of("prefetched")
-                assert word["tiers"] == {"peer": SIZE}
-                assert word["passed_over"][0].startswith("dying: ")
+                (word,) = told.of(msg.Prefetched)
+                assert word.tiers == {"peer": SIZE}
+                assert word.passed_over[0].startswith("dying: ")
             else:
                 assert rank.answer is Restore.ELSEWHERE
                 assert rank.writable() == []
                 assert new.inventory() == []
-                assert told.of("unrestorable")[0]["why"].startswith("dying: ")
+                assert told.of(msg.Unrestorable)[0].why.startswith("dying: ")
 
     with serving_process(3) as (process, port):
         run(work(process, port))
@@ -186,7 +187,7 @@ def test_a_source_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         async with holding("a") as (a, _), keeper("b") as (new, told):
             rank = await restored(new, [source(new, 0, node="silent", port=port), source(a, 0)])
             assert rank.restored()[0] == image_bytes(10, 0)
-            assert "not a byte" in told.of("prefetched")[0]["passed_over"][0]
+            assert "not a byte" in told.of(msg.Prefetched)[0].passed_over[0]
 
     with serving_process(3) as (_, port):
         run(work(port))
@@ -198,9 +199,9 @@ def test_a_bit_that_flips_in_a_peer_is_found_there_as_well() -> None:
             flip(a, KEY, SIZE - 5)
             rank = await restored(new, [source(a, 0), source(c, 0)])
             assert rank.restored()[0] == image_bytes(10, 0)
-            assert "own part is corrupt" in told.of("prefetched")[0]["passed_over"][0]
-            (word,) = await until("word of the bad copy", lambda: told_a.of("dropped"))
-            assert "corrupt in memory" in word["why"]
+            assert "own part is corrupt" in told.of(msg.Prefetched)[0].passed_over[0]
+            (word,) = await until("word of the bad copy", lambda: told_a.of(msg.Dropped))
+            assert "corrupt in memory" in word.why
             assert a.inventory() == []
 
     run(work())
@@ -212,10 +213,10 @@ def test_own_memory_with_a_flipped_bit_is_made_whole_by_a_peer() -> None:
             flip(a, KEY, 2 * BLOCK)
             rank = await restored(a, [source(a, 0, tier="memory"), source(c, 0)])
             assert rank.restored()[0] == image_bytes(10, 0)
-            (word,) = told.of("prefetched")
-            assert word["tiers"] == {"memory": SIZE - BLOCK, "peer": BLOCK}
-            assert word["passed_over"][0] == "a, memory: blocks are corrupt"
-            assert len(told.of("dropped")) == 1
+            (word,) = told.of(msg.Prefetched)
+            assert word.tiers == {"memory": SIZE - BLOCK, "peer": BLOCK}
+            assert word.passed_over[0] == "a, memory: blocks are corrupt"
+            assert len(told.of(msg.Dropped)) == 1
             assert told.held()[-1] == (10, 1, 0, "memory", "all")
             assert len(a.inventory()) == 1
 
@@ -227,7 +228,7 @@ def test_who_does_not_know_the_secret_gets_nothing() -> None:
         async with holding("a") as (a, _), keeper("b", secret=b"x" * 32) as (stranger, told):
             rank = await restored(stranger, [source(a, 0)])
             assert rank.answer is Restore.ELSEWHERE
-            assert len(told.of("unrestorable")) == 1
+            assert len(told.of(msg.Unrestorable)) == 1
 
     run(work())
 
@@ -357,8 +358,8 @@ def waiting_bytes(connection: socket.socket) -> int:
     return int.from_bytes(fcntl.ioctl(connection, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def order(part: str, *sources: dict[str, Any], rank: int = 0) -> dict[str, Any]:
-    return {"step": 10, "attempt": 1, "rank": rank, "part": part, "sources": list(sources)}
+def order(part: str, *sources: msg.Source, step: int = 10, rank: int = 0) -> msg.Replicate:
+    return msg.Replicate(step=step, attempt=1, rank=rank, part=part, sources=sources)
 
 
 def test_replicas_of_parts_and_a_spare_that_becomes_the_node() -> None:
@@ -370,17 +371,17 @@ def test_replicas_of_parts_and_a_spare_that_becomes_the_node() -> None:
             spare.replicate(order("own", source(a, 0)))  # said twice
             await until("replica", lambda: told.held() == [(10, 1, 0, "peer", "own")])
             (copy,) = spare.inventory()
-            assert copy["bytes"] == SIZE - COMMON_BYTES
-            assert copy["common_id"] == a.inventory()[0]["common_id"] == b.inventory()[0]["common_id"]
+            assert copy.on("s")[0].part_bytes == SIZE - COMMON_BYTES
+            assert copy.common_id == a.inventory()[0].common_id == b.inventory()[0].common_id
             buffer = spare.copies.find(KEY)[0].place
             await a.close()  # the node is lost
             rank = await restored(spare, [source(spare, 0, "own"), source(b, 1, "common")], world=2)
             assert rank.restored()[0] == image_bytes(10, 0)
-            assert told.of("prefetched")[0]["tiers"] == {"memory": SIZE - COMMON_BYTES, "peer": COMMON_BYTES}
+            assert told.of(msg.Prefetched)[0].tiers == {"memory": SIZE - COMMON_BYTES, "peer": COMMON_BYTES}
             (copy,) = spare.inventory()
-            assert (copy["tier"], copy["part"]) == ("memory", "all")
+            assert (copy.tier, copy.part) == ("memory", "all")
             assert spare.copies.find(KEY)[0].place is buffer
-            assert told.of("dropped")[0]["why"] == ""
+            assert told.of(msg.Dropped)[0].why == ""
 
     run(work())
 
@@ -395,7 +396,7 @@ def test_a_whole_replica_becomes_a_slot_without_a_copy() -> None:
             rank = await restored(spare, [source(spare, 0)])
             assert rank.restored()[0] == image_bytes(10, 0)
             assert spare.copies.find(KEY)[0].place is buffer
-            assert told.of("prefetched")[0]["tiers"] == {"memory": SIZE}
+            assert told.of(msg.Prefetched)[0].tiers == {"memory": SIZE}
             again = await ready_rank_again(spare)
             await saved(spare, again, 20, attempt=2)
 
@@ -416,23 +417,23 @@ def test_an_older_replica_stays_until_the_newer_is_whole_and_safe() -> None:
             spare.replicate(order("all", source(a, 0)))
             await until("replica", told.held)
             first = spare.copies.find(KEY)[0].place
-            bad = {**order("all", source(a, 0, port=1)), "step": 20}
+            bad = order("all", source(a, 0, port=1), step=20)
             spare.replicate(bad)
-            await until("word", lambda: told.of("unreplicated"))
-            assert "a: " in told.of("unreplicated")[0]["why"]
-            assert [copy["step"] for copy in spare.inventory()] == [10]
+            await until("word", lambda: told.of(msg.Unreplicated))
+            assert "a: " in told.of(msg.Unreplicated)[0].why
+            assert [copy.step for copy in spare.inventory()] == [10]
             rank = await ready_rank_again(a)
             await saved(a, rank, 20)
-            spare.replicate({**order("all", source(a, 0)), "step": 20})
+            spare.replicate(order("all", source(a, 0), step=20))
             await until("two", lambda: len(spare.inventory()) == 2)
             spare.committed(20, 1)
-            assert [copy["step"] for copy in spare.inventory()] == [20]
+            assert [copy.step for copy in spare.inventory()] == [20]
             await saved(a, await freed(a, rank), 30)
-            spare.replicate({**order("all", source(a, 0)), "step": 30})
+            spare.replicate(order("all", source(a, 0), step=30))
             await until("third", lambda: spare.copies.find((30, 1, 0)))
             assert spare.copies.find((30, 1, 0))[0].place is first  # its memory is used again
-            spare.forget([{"step": 30, "attempt": 1, "rank": 0}])
-            assert [copy["step"] for copy in spare.inventory()] == [20]
+            spare.forget(30, 1, [0])
+            assert [copy.step for copy in spare.inventory()] == [20]
 
     run(work())
 
@@ -449,7 +450,7 @@ def test_a_replica_that_nobody_wants_any_more_is_given_up() -> None:
             spare.replicate(order("all", source(spare, 0, node="a", port=port)))
             assert process.stdout is not None
             await asyncio.to_thread(process.stdout.readline)
-            spare.forget([{"step": 10, "attempt": 1, "rank": 0}])
+            spare.forget(10, 1, [0])
             process.kill()
             await settled(spare)
             assert told == []
@@ -472,8 +473,8 @@ def test_a_newer_attempt_takes_over_from_a_restore_under_way() -> None:
             process.kill()
             await settled(new)
             assert rank.restored()[0] == image_bytes(10, 0)
-            assert len(told.of("prefetched")) == 1
-            assert told.of("unrestorable") == []
+            assert len(told.of(msg.Prefetched)) == 1
+            assert told.of(msg.Unrestorable) == []
 
     with serving_process(3) as (process, port):
         run(work(process, port))
@@ -504,8 +505,8 @@ def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPat
             gate.set()
             await until("slot", lambda: rank.writable() == [first])
             # Only what was being sent was sent: the rest is not held any more.
-            await until("word", lambda: told.of("unreplicated"))
-            assert "not held" in told.of("unreplicated")[0]["why"]
+            await until("word", lambda: told.of(msg.Unreplicated))
+            assert "not held" in told.of(msg.Unreplicated)[0].why
             assert spare.inventory() == []
 
     run(work())

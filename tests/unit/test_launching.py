@@ -13,6 +13,8 @@ from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.supervisor.watch import WATCH_INTERVAL_S
+from jurymast.wire import messages as msg
+from support.reports import hello
 from support.stories import Story
 
 
@@ -28,10 +30,10 @@ class Line:
     """A node's connection; keeps the launches that it is told of."""
 
     def __init__(self) -> None:
-        self.launches: list[dict[str, Any]] = []
+        self.launches: list[msg.Launch] = []
 
-    def send(self, message: dict[str, Any]) -> None:
-        if message["do"] == "launch":
+    def send(self, message: msg.ToAgent) -> None:
+        if isinstance(message, msg.Launch):
             self.launches.append(message)
 
 
@@ -57,13 +59,10 @@ def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_pa
         for node in come:
             assert [line.launches for line in lines.values()] == [[]] * len(lines)
             rank = 1 if node == spare else launch.placement.index(node)
-            copy = {
-                "step": 8, "attempt": 1, "rank": rank, "world": 2,
-                "tier": "peer" if node == spare else "memory", "part": "all",
-                "size_bytes": 9, "common_bytes": 0, "common_id": "",
-            }  # fmt: skip
-            held = [] if rank == 1 and node != spare else [copy]
-            supervisor._tiers.joined(node, {"address": "a", "data_port": 1, "copies": held})
+            tier = "peer" if node == spare else "memory"
+            copy = msg.CopyReport(step=8, attempt=1, rank=rank, world=2, tier=tier, part="all", size_bytes=9)
+            held = () if rank == 1 and node != spare else (copy,)
+            supervisor._tiers.joined(node, hello(node, copies=held))
             supervisor._watch.joined(node)
             lines[node] = Line()
             if node in launch.placement:
@@ -71,7 +70,7 @@ def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_pa
             await asyncio.sleep(3 * WATCH_INTERVAL_S)
         await asyncio.wait_for(launching, 10)
         for node in launch.placement:
-            assert [message["restore"]["step"] for message in lines[node].launches] == [8]
+            assert [one.restore and one.restore.step for one in lines[node].launches] == [8]
 
     asyncio.run(work())
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -160,13 +157,6 @@ def test_whole_replicas_while_there_is_memory_and_groups_of_those_for_whom_there
     )
     assert keeping(nodes(2), 1, [], {}, copies=1, parity=0, full=full).parity == {}
     assert keeping(placement, 1, [], {}, copies=0, parity=2) == Keeping(dict.fromkeys(placement, ()), {})
-
-
-@pytest.mark.parametrize("members", [[{"rank": 0}], 3])
-def test_a_malformed_group_is_refused(members: Any) -> None:
-    report = {"tier": PEER, "step": 10, "attempt": 1, "rank": 0, "world": 2, "part": OWN, "members": members}
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        cp.from_report("n0", report)
 
 
 def test_an_xor_counts_once_in_what_replicas_take() -> None:

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jurymast.agent import ranks
 from jurymast.agent.ranks import RankMemory, RankWatch, process_state
-from jurymast.wire.messages import CadenceReport, RankReport, beat_of, decode, encode
+from jurymast.wire.messages import CadenceReport, RankReport, Strange, beat_of, encode, read_said
+from jurymast.wire.messages import ranks as words
 from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
 from support.waiting import wait_until
@@ -103,33 +103,38 @@ def test_events_of_all_ranks_arrive_whole() -> None:
     with memory_of(4) as memory:
         assert memory.read_events() == []
         for local_rank in range(4):
-            rank(memory, local_rank, "for n in range(3): link.emit('Saved', n=n, text='x' * 3000)")
-        events: list[dict[str, Any]] = []
+            rank(memory, local_rank, "for n in range(3): link.emit('Skipped', step=n, why='x' * 3000)")
+        events: list[words.Event] = []
         while new := memory.read_events():
             events += new
-    assert [(event["local_rank"], event["n"]) for event in events] == [
-        (r, n) for r in range(4) for n in range(3)
-    ]
-    assert all(event["event"] == "Saved" and len(event["text"]) == 3000 for event in events)
+    assert events == [words.Skipped(local_rank=r, step=n, why="x" * 3000) for r in range(4) for n in range(3)]
 
 
-def test_what_is_no_event_is_dropped_and_a_line_may_come_in_parts() -> None:
+def test_what_is_no_event_is_seen_as_such_and_a_line_may_come_in_parts() -> None:
     with memory_of(1) as memory, open(memory.events_path, "wb", buffering=0) as pipe:
-        pipe.write(b'\xff\xfe\n[1]\n{"no": "event"}\n{"event": 7}\n\n{"event": "Sa')
-        assert memory.read_events() == []
-        pipe.write(b'ved", "n": 1}\n{"event"')
-        assert memory.read_events() == [{"event": "Saved", "n": 1}]
+        pipe.write(b'\xff\xfe\n[1]\n{"event": 7}\n{"event": "Sung"}\n{"event": "Skipped"}\n\n{"event": "Ski')
+        strange = memory.read_events()
+        assert [isinstance(one, Strange) and one.kind for one in strange] == [
+            "",
+            "",
+            "",
+            "Sung",
+            "Skipped",
+            "",
+        ]
+        pipe.write(b'pped", "step": 1}\n{"event"')
+        assert memory.read_events() == [words.Skipped(step=1)]
 
 
 def test_a_full_pipe_or_a_long_event_never_blocks_the_rank() -> None:
     with memory_of(1) as memory:
-        rank(memory, 0, "for n in range(10_000): link.emit('Saved', n=n)")
-        rank(memory, 0, "link.emit('Saved', text='x' * 5000)")
-        events = []
+        rank(memory, 0, "for n in range(10_000): link.emit('Skipped', step=n)")
+        rank(memory, 0, "link.emit('Skipped', step=0, why='x' * 5000)")
+        events: list[words.Event] = []
         while new := memory.read_events():
             events += new
     assert 0 < len(events) < 10_000
-    assert [event["n"] for event in events] == list(range(len(events)))
+    assert events == [words.Skipped(step=n) for n in range(len(events))]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, so it needs root")
@@ -232,7 +237,7 @@ def test_a_report_has_ages_in_seconds_and_forgets_old_processes() -> None:
         rank(memory, 0, "link.beat(9)")
         report = watch.look([process.pid])[0]
         beat = beat_of(1, [report], CadenceReport(2, -2, seconds=1.5), watch.times())
-        assert decode(encode(beat), "n1") == beat
+        assert read_said(encode(beat)) == beat
         assert (beat.quiet_s, beat.stopped) == (report.quiet_s, False)
         assert report.quiet_s is not None
         assert report.beat_s is not None

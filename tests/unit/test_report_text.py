@@ -8,7 +8,6 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from jurymast.report.tail import FileTail
 from jurymast.report.text import status_blocks
 from jurymast.report.view import Watcher, read_status, status_view
 from jurymast.report.words import duration, node_time, size, some, squeue_time
+from jurymast.wire.messages import Condition
 from support.stories import START, Story
 
 ALIVE, ENDED = Liveness("alive", "RUNNING", "17"), Liveness("ended")
@@ -163,10 +163,10 @@ def test_a_skipped_save_does_not_hide_that_storage_fails(tmp_path: Path) -> None
 def test_the_supervisor_is_believed_where_the_journal_is_behind(tmp_path: Path) -> None:
     story = swapped()
     alert = Alert("storage full", story.t, story.t, "storage-full on /runs: 100 % full", {"n1": None})
-    told = {
-        "ok": True, "state": "succeeded", "step": 99, "alerts": [asdict(alert)],
-        "waits": "the checkpoint of step 99 is on its way to /runs", "journal": "No space left on device",
-    }  # fmt: skip
+    told = Condition(
+        state="succeeded", step=99, alerts=(alert,),
+        waits="the checkpoint of step 99 is on its way to /runs", journal="No space left on device",
+    )  # fmt: skip
     view = status_view(watcher(story, tmp_path), ALIVE, story.t + 90.0, told)
     assert (view["state"], view["step"], view["exit_code"]) == ("succeeded", 99, None)
     assert "(No space left on device): what is shown here is 90.0 s old" in view["warnings"][0]

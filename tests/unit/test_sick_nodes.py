@@ -12,6 +12,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core.settings import Settings
 from jurymast.supervisor.sick_nodes import SickNodes
+from jurymast.wire import messages as msg
 from support.stories import Story
 
 SCONTROL = """
@@ -33,7 +34,7 @@ class Site:
         self.log = root / "log"
         (root / "scontrol").write_text("#!/bin/sh\n" + SCONTROL.format(log=self.log, update=update))
         (root / "scontrol").chmod(0o755)
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.told: list[tuple[str, msg.ToAgent]] = []
         settings = Settings(bad_nodes=bad, together_s=doubt_s)
         self.story = Story(active=2, spares=2, settings=settings).running(40).saved(40)
         self.victim = self.story.state.placement[1]
@@ -88,9 +89,9 @@ def test_the_site_is_told_and_slurm_gets_the_node_back(
         nodes.dismissed(site.victim)
         await asyncio.sleep(0)
         ((node, order),) = site.told
-        assert (node, order["do"], order["job"]) == (site.victim, "verdict", "17")
-        assert order["finding"]["code"] == "gpu-lost"
-        nodes.answered(site.victim, {"why": ""})
+        assert isinstance(order, msg.LeaveVerdict)
+        assert (node, order.job, order.finding.code) == (site.victim, "17", "gpu-lost")
+        nodes.answered(site.victim, msg.VerdictLeft())
         while not site.notes:
             await asyncio.sleep(0)
         assert site.updates == [], "its memory may still be needed: the ranks are not back yet"
@@ -173,7 +174,7 @@ def test_an_agent_that_cannot_leave_word_is_quoted(tmp_path: Path, monkeypatch: 
         site.break_gpu()
         nodes.dismissed(site.victim)
         await asyncio.sleep(0)
-        nodes.answered(site.victim, {"why": "munge is not installed here"})
+        nodes.answered(site.victim, msg.VerdictLeft(why="munge is not installed here"))
         site.story.recovered(40, 60)
 
     play(act)

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 
 from jurymast.agent.ranks import process_state
 from jurymast.agent.stacks import LIMIT_S, Stacks
+from jurymast.core import events as ev
 from jurymast.core import stacks
 from jurymast.core.settings import RunPlan
 from jurymast.core.stacks import (
@@ -39,6 +41,7 @@ from jurymast.core.stacks import (
     stand,
 )
 from jurymast.rundir import RunDirectory
+from jurymast.wire import messages as msg
 from jurymast.worker import stack_signal
 from support.stories import Story
 from support.waiting import wait_until
@@ -338,21 +341,25 @@ def rank_process(folder: Path, local_rank: int, wait: str, *, listens: bool = Tr
             process.kill()
 
 
+def order(attempt: int, rank: int) -> msg.Launch:
+    return msg.Launch(attempt=attempt, rank=rank, world=2, master_address="", master_port=0)
+
+
 @pytest.fixture
-def taken(tmp_path: Path) -> tuple[Stacks, list[dict[str, Any]], RunDirectory]:
+def taken(tmp_path: Path) -> tuple[Stacks, list[Any], RunDirectory]:
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     plan = RunPlan(
         run="r", name="r", directory=str(directory.root), cluster="local", active=1, spares=0,
         ranks_per_node=2, script="train.py",
     )  # fmt: skip
-    said: list[dict[str, Any]] = []
+    said: list[Any] = []
     looking = Stacks(directory, plan, tmp_path, said.append)
-    looking.launch({"attempt": 1, "rank": 1})
+    looking.launch(order(1, 1))
     return looking, said, directory
 
 
-Taken = tuple[Stacks, list[dict[str, Any]], RunDirectory]
+Taken = tuple[Stacks, list[Any], RunDirectory]
 
 
 def test_ranks_tell_where_they_stand_even_with_the_interpreters_lock_held(
@@ -363,10 +370,10 @@ def test_ranks_tell_where_they_stand_even_with_the_interpreters_lock_held(
         asyncio.run(looking.take([first, second]))
         os.kill(first, 0)
         (message,) = said
-        assert (message["attempt"], message["ranks"], message["kinds"]) == (1, [2, 3], [CODE, CODE])
-        assert all(at.startswith("in stand_here at <string>:") for at in message["places"])
-        assert (message["recorded"], message["records"]) == (False, [])
-        folder = directory.root / message["folder"]
+        assert (message.attempt, message.ranks, message.kinds) == (1, (2, 3), (CODE, CODE))
+        assert all(at.startswith("in stand_here at <string>:") for at in message.places)
+        assert (message.recorded, message.records) == (False, ())
+        folder = directory.root / message.folder
         files = [folder / "rank-00002.txt", folder / "rank-00003.txt"]
         wait_until("the files", lambda: all(file.exists() for file in files))
     for file, pid in zip(files, (first, second), strict=True):
@@ -394,9 +401,9 @@ def test_what_cannot_answer_costs_no_time_and_is_not_killed_by_the_question(
         asyncio.run(looking.take([deaf, stopped]))
         assert time.monotonic() - began < LIMIT_S
         (message,) = said
-        assert message["kinds"] == [UNKNOWN, UNKNOWN]
-        assert "state S" in message["places"][0]
-        assert "state T" in message["places"][1]
+        assert message.kinds == (UNKNOWN, UNKNOWN)
+        assert "state S" in message.places[0]
+        assert "state T" in message.places[1]
         os.kill(deaf, 0)
 
 
@@ -417,7 +424,7 @@ def test_py_spy_looks_at_what_cannot_answer(
         os.kill(stopped, signal.SIGSTOP)
         wait_until("the stop", lambda: process_state(stopped)[0] == "T")
         asyncio.run(looking.take([stopped]))
-        assert said[0]["places"] == ["in fetch at data.py:9"]
+        assert said[0].places == ("in fetch at data.py:9",)
         assert (tmp_path / "bin" / "py-spy.asked").read_text().split() == [
             "dump",
             "--nonblocking",
@@ -431,13 +438,13 @@ def test_a_rank_that_is_gone_is_no_error(taken: Taken) -> None:
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
     asyncio.run(looking.take([ended.pid]))
-    assert said[0]["places"] == ["without a stack (state gone)"]
+    assert said[0].places == ("without a stack (state gone)",)
 
 
 def test_a_flight_recorder_is_asked_and_a_missing_record_is_seen(taken: Taken) -> None:
     """The ranks' side is played by pipes: NCCL's own needs a GPU."""
     looking, said, directory = taken
-    environment = looking.launch({"attempt": 1, "rank": 1})
+    environment = looking.launch(order(1, 1))
     prefix = environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
     assert environment["TORCH_FR_DUMP_TEMP_FILE"] == environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
     assert environment["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(directory.evidence(1)))
@@ -453,23 +460,21 @@ def test_a_flight_recorder_is_asked_and_a_missing_record_is_seen(taken: Taken) -
     assert [os.read(pipe, 100) for pipe in pipes] == [b"1\n", b"1\n"]
     for pipe in pipes:
         os.close(pipe)
-    assert (said[0]["recorded"], said[0]["records"]) == (True, [2])
+    assert (said[0].recorded, said[0].records) == (True, (2,))
     told = stacks.evidence([_event(said[0])])
     assert "no flight record from rank 3" in told
 
 
-def _event(message: dict[str, Any]) -> Any:
-    from jurymast.core import events as ev
-
-    return ev.from_json({**message, "event": "StacksTaken", "t": 0.0, "node": "n1"})
+def _event(message: msg.Stacks) -> ev.StacksTaken:
+    return ev.StacksTaken(t=0.0, node="n1", **asdict(message))
 
 
 def test_what_the_user_has_set_stays(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also under the older of two names: the newer one would be preferred to it."""
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/home/ada/records/rank_")
-    environment = taken[0].launch({"attempt": 2, "rank": 0})
+    environment = taken[0].launch(order(2, 0))
     assert not environment.keys() & {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
     assert "TORCH_FR_BUFFER_SIZE" in environment
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment, "newer releases warn about it"
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "10")
-    assert "TORCH_FR_BUFFER_SIZE" not in taken[0].launch({"attempt": 3, "rank": 0})
+    assert "TORCH_FR_BUFFER_SIZE" not in taken[0].launch(order(3, 0))

@@ -14,6 +14,7 @@ from jurymast.core.settings import RunPlan, Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.report.cadence import cadence_json, cadence_lines
 from jurymast.supervisor.cadence import HOLD_S, MARGIN_BEATS, SAMPLE_S, Cadence
+from jurymast.wire import messages as msg
 from jurymast.wire.messages import Beat, CadenceReport
 from support.reports import reported
 
@@ -31,18 +32,19 @@ class Site:
         self.state.placement, self.state.phase, self.state.attempt = ("a", "b"), Phase.RUNNING, 1
         self.state.first_step_at = self.time
         self.events: list[ev.Event] = []
-        self.orders: list[dict[str, Any]] = []
+        self.orders: list[msg.Cadence] = []
         self.pages: dict[str, dict[str, int]] = {name: {"number": 0, "decided": 0} for name in ("a", "b")}
         self.copying = False
         self.asked: dict[str, Any] = {"steps": steps, "seconds": seconds}
         self.done = 0
         self.cadence = Cadence(self.state, self.tell, self.feed, lambda: self.time, lambda: self.copying)
 
-    def tell(self, node: str, order: dict[str, Any]) -> None:
+    def tell(self, node: str, order: msg.ToAgent) -> None:
+        assert isinstance(order, msg.Cadence)
         self.orders.append(order)
         page = self.pages[node]
-        page["number"] = order["number"]
-        page["decided"] = order["decided"] or page["decided"]
+        page["number"] = order.schedule.number
+        page["decided"] = order.decided or page["decided"]
 
     def feed(self, event: ev.Event) -> None:
         self.events.append(event)
@@ -156,9 +158,9 @@ def test_a_proposal_that_comes_too_late_is_withdrawn_and_made_again_with_more_ti
     site.cadence.ask("ann")
     site.time += 1.0
     site.cadence.look()
-    at = site.orders[-1]["at"]
+    at = site.orders[-1].schedule.at
     site.beat("a", at=at)
-    assert site.orders[-1]["decided"] == -site.orders[-1]["number"]
+    assert site.orders[-1].decided == -site.orders[-1].schedule.number
     assert site.told() == []
     site.done = at
     site.go_on(3.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,9 +20,14 @@ from jurymast.supervisor import tiers
 from jurymast.supervisor.retries import RETRY_MAX_S, RETRY_S
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.supervisor.tiers import DRAIN_LIMIT_S, Tiers
+from jurymast.wire import messages as msg
+from jurymast.wire.messages import ranks
+from support.reports import hello
 from support.stories import Story
 
 ACTIVE = ("n1", "n2", "n3")
+
+Order = TypeVar("Order", bound=msg.ToAgent)
 
 
 class Site:
@@ -30,7 +35,7 @@ class Site:
 
     def __init__(self, **settings: Any) -> None:
         self.time = 100.0
-        self.orders: list[tuple[str, dict[str, Any]]] = []
+        self.orders: list[tuple[str, msg.ToAgent]] = []
         self.events: list[ev.Event] = []
         self.state = RunState(Settings(cadence_steps=10, **settings), active=3, spares=1)
         self.state.nodes = {name: Node(name, i) for i, name in enumerate([*ACTIVE, "s1"])}
@@ -44,18 +49,18 @@ class Site:
             lambda: self.time,
         )
         for name in self.state.nodes:
-            self.tiers.joined(name, {"address": f"at-{name}", "data_port": 7, "copies": []})
+            self.tiers.joined(name, hello(name, address=f"at-{name}", data_port=7))
 
     def feed(self, event: ev.Event) -> None:
         self.events.append(event)
         step(self.state, event)
 
     def hold(self, rank: int, node: str = "", at: int = 10, tier: str = "memory", part: str = "all") -> None:
-        copy = {
-            "step": at, "attempt": self.state.attempt, "rank": rank, "world": 3, "tier": tier, "part": part,
-            "size_bytes": 100, "common_bytes": 60, "common_id": f"same at {at}", "stall_s": 0.01 * rank,
-        }  # fmt: skip
-        self.tiers.hear(node or ACTIVE[rank], {"say": "held", "copies": [copy]})
+        copy = msg.CopyReport(
+            step=at, attempt=self.state.attempt, rank=rank, world=3, tier=tier, part=part, size_bytes=100,
+            common_bytes=60, common_id=f"same at {at}", stall_s=0.01 * rank,
+        )  # fmt: skip
+        self.tiers.hear(node or ACTIVE[rank], msg.Held(copies=(copy,)))
 
     def save(self, at: int = 10) -> None:
         for rank in range(3):
@@ -68,15 +73,15 @@ class Site:
             self.hold(rank, "s1", at=at, tier="peer", part="own")
         self.tiers.look()
 
-    def ordered(self, what: str) -> list[tuple[str, dict[str, Any]]]:
-        found = [(node, message) for node, message in self.orders if message["do"] == what]
-        self.orders = [order for order in self.orders if order not in found]
+    def ordered(self, what: type[Order]) -> list[tuple[str, Order]]:
+        found = [(node, message) for node, message in self.orders if isinstance(message, what)]
+        self.orders = [order for order in self.orders if not isinstance(order[1], what)]
         return found
 
-    def answer(self, drains: list[tuple[str, dict[str, Any]]], why: str = "") -> None:
+    def answer(self, drains: list[tuple[str, msg.Drain]], why: str = "") -> None:
         for node, order in drains:
-            self.tiers.hear(node, {"say": "drained", "id": order["id"], "tier": order["tier"], "ok": not why,
-                                   "why": why, "size_bytes": 50})  # fmt: skip
+            drained = msg.Drained(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=50)
+            self.tiers.hear(node, drained)
 
     def saved(self, tier: str) -> list[tuple[int, bool]]:
         return [(e.step, e.ok) for e in self.events if isinstance(e, ev.Saved) and e.tier == tier]
@@ -97,16 +102,16 @@ def test_a_step_is_committed_with_the_last_rank_s_image_and_told_once() -> None:
 def test_only_own_parts_are_replicated_and_older_images_go_when_all_are() -> None:
     site = Site()
     site.save()
-    orders = site.ordered("replicate")
-    assert [(node, order["rank"], order["part"]) for node, order in orders] == [
+    orders = site.ordered(msg.Replicate)
+    assert [(node, order.rank, order.part) for node, order in orders] == [
         ("s1", rank, "own") for rank in range(3)
     ]
-    assert orders[0][1]["sources"][0]["hosts"] == ["at-n1"]
+    assert orders[0][1].sources[0].hosts == ("at-n1",)
     site.tiers.look()
-    assert site.ordered("replicate") == []  # ordered already
-    assert site.ordered("committed") == []
+    assert site.ordered(msg.Replicate) == []  # ordered already
+    assert site.ordered(msg.Committed) == []
     site.replicate()
-    assert sorted(node for node, _ in site.ordered("committed")) == ["n1", "n2", "n3", "s1"]
+    assert sorted(node for node, _ in site.ordered(msg.Committed)) == ["n1", "n2", "n3", "s1"]
     assert site.saved("peer") == [(10, True)]
 
 
@@ -115,13 +120,13 @@ def test_of_thousands_of_nodes_some_are_looked_at_at_a_time(monkeypatch: pytest.
     site = Site()
     for rank in range(3):
         site.hold(rank)  # the last one commits the step, and the first node is looked at
-    assert [order["rank"] for _, order in site.ordered("replicate")] == [0]
+    assert [order.rank for _, order in site.ordered(msg.Replicate)] == [0]
     assert site.tiers.look()
     assert not site.tiers.look()
-    assert [order["rank"] for _, order in site.ordered("replicate")] == [1, 2]
+    assert [order.rank for _, order in site.ordered(msg.Replicate)] == [1, 2]
     site.replicate()
     site.tiers.lost("n2")  # before all were looked at
-    assert site.ordered("committed") == []
+    assert site.ordered(msg.Committed) == []
 
 
 def test_while_no_ranks_run_nobody_looks_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,26 +154,24 @@ def test_older_images_stay_while_the_newer_ones_live_on_one_node_only() -> None:
 def test_a_replica_that_could_not_be_made_is_ordered_again_later() -> None:
     site = Site()
     site.save()
-    site.ordered("replicate")
-    site.tiers.hear(
-        "s1", {"say": "unreplicated", "rank": 1, "step": 10, "attempt": 1, "part": "own", "why": "x"}
-    )
+    site.ordered(msg.Replicate)
+    site.tiers.hear("s1", msg.Unreplicated(rank=1, step=10, attempt=1, part="own", why="x"))
     site.tiers.look()
-    assert site.ordered("replicate") == []
+    assert site.ordered(msg.Replicate) == []
     site.time += RETRY_S + 0.1
     site.tiers.look()
-    assert [order["rank"] for _, order in site.ordered("replicate")] == [1]
+    assert [order.rank for _, order in site.ordered(msg.Replicate)] == [1]
 
 
 def test_what_a_lost_or_damaged_holder_held_is_replicated_elsewhere() -> None:
     site = Site()
     site.save()
-    site.ordered("replicate")
+    site.ordered(msg.Replicate)
     site.replicate()
     site.state.nodes["s1"].role = Role.FAILED
     site.tiers.lost("s1")
     site.tiers.look()
-    assert {node for node, _ in site.ordered("replicate")} <= set(ACTIVE)
+    assert {node for node, _ in site.ordered(msg.Replicate)} <= set(ACTIVE)
     for rank in range(3):
         site.hold(rank, ACTIVE[(rank + 1) % 3], tier="peer", part="own")
     site.tiers.look()
@@ -177,34 +180,36 @@ def test_what_a_lost_or_damaged_holder_held_is_replicated_elsewhere() -> None:
 
 def test_a_full_spare_is_replaced_by_partners() -> None:
     site = Site()
-    site.tiers.hear("s1", {"say": "refused", "why": "no room"})
+    site.tiers.hear("s1", msg.Refused(why="no room"))
     site.save()
-    assert {node for node, _ in site.ordered("replicate")} <= set(ACTIVE)
+    assert {node for node, _ in site.ordered(msg.Replicate)} <= set(ACTIVE)
 
 
-def made(site: Site, orders: list[tuple[str, dict[str, Any]]]) -> None:
+def made(site: Site, orders: list[tuple[str, msg.Replicate]]) -> None:
     """Agents that were told to keep the XOR of a group do."""
     for node, order in orders:
-        members = [
-            {"rank": rank, "size_bytes": 100, "common_bytes": 60, "common_id": f"same at {order['step']}"}
-            for rank in order.get("group", ())
-        ]
-        site.tiers.hear(node, {"say": "held", "copies": [{
-            "step": order["step"], "attempt": 1, "rank": order["rank"], "world": 3, "tier": "peer",
-            "part": order["part"], "size_bytes": 40, "common_bytes": 0, "common_id": "", "members": members,
-        }]})  # fmt: skip
+        alike = f"same at {order.step}"
+        members = tuple(
+            msg.MemberReport(rank=rank, size_bytes=100, common_bytes=60, common_id=alike)
+            for rank in order.group
+        )
+        copy = msg.CopyReport(
+            step=order.step, attempt=1, rank=order.rank, world=3, tier="peer", part=order.part,
+            size_bytes=40, members=members,
+        )  # fmt: skip
+        site.tiers.hear(node, msg.Held(copies=(copy,)))
     site.tiers.look()
 
 
 def test_parity_is_ordered_in_groups_and_a_lost_member_is_planned_from_it() -> None:
     site = Site(parity=2)
     site.save()
-    orders = site.ordered("replicate")
-    assert [(n, o["rank"], o["part"], o.get("group")) for n, o in orders] == [
-        ("s1", 1, "own", None), ("s1", 0, "own", [0, 2]),
+    orders = site.ordered(msg.Replicate)
+    assert [(n, o.rank, o.part, o.group) for n, o in orders] == [
+        ("s1", 1, "own", ()), ("s1", 0, "own", (0, 2)),
     ]  # fmt: skip
-    assert [(m["rank"], m["sources"][0]["hosts"]) for m in orders[1][1]["members"]] == [
-        (0, ["at-n1"]), (2, ["at-n3"]),
+    assert [(m.rank, m.sources[0].hosts) for m in orders[1][1].members] == [
+        (0, ("at-n1",)), (2, ("at-n3",)),
     ]  # fmt: skip
     assert site.saved("peer") == []
     site.hold(1, "s1", tier="peer", part="own")
@@ -217,16 +222,21 @@ def test_parity_is_ordered_in_groups_and_a_lost_member_is_planned_from_it() -> N
     assert (plan.step, plan.tiers) == (10, {"memory": 200, "peer": 100})
     message = site.tiers.restore_message(plan, "s1", range(2, 3))
     assert message is not None
-    (source,) = [one for one in message["ranks"]["2"] if "group" in one]
-    assert (source["node"], source["part"], source["group"]) == ("s1", "own", [0, 2])
-    assert [(m["rank"], m["sources"][0]["node"]) for m in source["members"]] == [(0, "n1")]
+    (source,) = [one for one in message.ranks[2] if one.group]
+    assert (source.node, source.part, source.group) == ("s1", "own", (0, 2))
+    assert [(m.rank, m.sources[0].node) for m in source.members] == [(0, "n1")]
 
 
-def refuse(site: Site, orders: list[tuple[str, dict[str, Any]]]) -> None:
+def unreplicated(order: msg.Replicate, why: str) -> msg.Unreplicated:
+    return msg.Unreplicated(
+        step=order.step, attempt=order.attempt, rank=order.rank, part=order.part, group=order.group, why=why
+    )
+
+
+def refuse(site: Site, orders: list[tuple[str, msg.Replicate]]) -> None:
     for node, order in orders:
-        group = {"group": order["group"]} if "group" in order else {}
-        site.tiers.hear(node, {"say": "refused", "why": "no room", **group})
-        site.tiers.hear(node, {"say": "unreplicated", "why": "no room", **order})
+        site.tiers.hear(node, msg.Refused(why="no room", group=order.group))
+        site.tiers.hear(node, unreplicated(order, "no room"))
     site.tiers.look()
 
 
@@ -234,12 +244,10 @@ def test_where_whole_replicas_find_no_memory_parity_is_kept_instead() -> None:
     site = Site()
     site.save()
     site.hold(0, "s1", tier="peer", part="own")  # that much went in
-    while (orders := site.ordered("replicate")) and not any("group" in order for _, order in orders):
+    while (orders := site.ordered(msg.Replicate)) and not any(order.group for _, order in orders):
         refuse(site, orders)
-    assert [(node, order["group"]) for node, order in orders] == [("s1", [0, 1, 2])]
-    assert site.ordered("forget") == [
-        ("s1", {"do": "forget", "images": [{"step": 10, "attempt": 1, "rank": 0}]})
-    ]
+    assert [(node, order.group) for node, order in orders] == [("s1", (0, 1, 2))]
+    assert site.ordered(msg.Forget) == [("s1", msg.Forget(step=10, attempt=1, ranks=(0,)))]
     assert site.saved("peer") == []
     made(site, orders)
     assert site.saved("peer") == [(10, True)]
@@ -249,17 +257,17 @@ def test_where_whole_replicas_find_no_memory_parity_is_kept_instead() -> None:
 def test_a_node_that_has_given_older_replicas_up_is_asked_once_more() -> None:
     site = Site()
     site.save()
-    made(site, site.ordered("replicate"))
+    made(site, site.ordered(msg.Replicate))
     assert site.saved("peer") == [(10, True)]
     groups: list[list[str]] = []
     for step_number in (20, 30, 40):
         site.save(step_number)
         asked: list[str] = []
-        while orders := site.ordered("replicate"):
-            asked += [node for node, order in orders if "group" in order]
+        while orders := site.ordered(msg.Replicate):
+            asked += [node for node, order in orders if order.group]
             refuse(site, orders)
         groups.append(asked)
-        site.ordered("committed")
+        site.ordered(msg.Committed)
     # After step 20 the spare's replicas of step 10 are gone; after step 30 it had none.
     assert [asked.count("s1") for asked in groups] == [1, 1, 0]
     assert site.saved("peer") == [(10, True)]  # nothing else outlives a lost node, and nothing says so
@@ -268,33 +276,33 @@ def test_a_node_that_has_given_older_replicas_up_is_asked_once_more() -> None:
 def test_a_committed_step_is_drained_by_the_nodes_that_have_it_one_at_a_time() -> None:
     site = Site()
     site.save()
-    drains = site.ordered("drain")
-    assert [(node, order["ranks"], order["lead"]) for node, order in drains] == [
-        ("n1", [0], True), ("n2", [1], False), ("n3", [2], False),
+    drains = site.ordered(msg.Drain)
+    assert [(node, order.ranks, order.lead) for node, order in drains] == [
+        ("n1", (0,), True), ("n2", (1,), False), ("n3", (2,), False),
     ]  # fmt: skip
     site.save(20)
-    assert site.ordered("drain") == []
+    assert site.ordered(msg.Drain) == []
     site.answer(drains)
     assert site.saved("shared") == [(10, True)]
     assert site.tiers.shared == {(10, 1): 150}
     site.tiers.look()
-    assert {order["step"] for _, order in site.ordered("drain")} == {20}
+    assert {order.step for _, order in site.ordered(msg.Drain)} == {20}
 
 
 def test_a_failed_drain_is_told_cancelled_everywhere_and_tried_again() -> None:
     site = Site()
     site.save()
-    drains = site.ordered("drain")
+    drains = site.ordered(msg.Drain)
     site.answer(drains[1:2], why="no space left")
     assert site.saved("shared") == [(10, False)]
     assert site.state.saved["shared"].error == "n2: no space left"
-    assert [node for node, _ in site.ordered("cancel drain")] == ["n1", "n3"]
-    assert site.ordered("drain") == []
+    assert [node for node, _ in site.ordered(msg.CancelDrain)] == ["n1", "n3"]
+    assert site.ordered(msg.Drain) == []
     site.answer(drains[:1])  # too late
     assert site.saved("shared") == [(10, False)]
     site.time += RETRY_S + 0.1
     site.tiers.look()
-    assert site.ordered("drain")[0][1]["step"] == 10
+    assert site.ordered(msg.Drain)[0][1].step == 10
 
 
 def test_a_storage_that_goes_on_failing_is_tried_less_often_and_told_of_when_that_changes() -> None:
@@ -306,28 +314,28 @@ def test_a_storage_that_goes_on_failing_is_tried_less_often_and_told_of_when_tha
         while site.time < end:
             site.time += 1.0
             site.tiers.look()
-            if drains := site.ordered("drain"):
+            if drains := site.ordered(msg.Drain):
                 tries.append(site.time)
                 place = f".draining-{len(tries):08d}.0{len(tries)}ab"
                 site.answer(drains[len(tries) % 2 :], why=f"{why}, at {place}")
 
-    site.answer(site.ordered("drain"), why="it hangs: its process was killed")
+    site.answer(site.ordered(msg.Drain), why="it hangs: its process was killed")
     tried_until(site.time + 3600.0, "it still hangs")
     assert 12 <= len(tries) <= 20
     assert site.saved("shared") == [(10, False)] * 2
     assert not site.tiers.secure()  # who waits for it, before the nodes go, does not wait long
     assert site.time - tries[-1] > RETRY_S
-    site.answer(site.ordered("drain"), why="no space left")
+    site.answer(site.ordered(msg.Drain), why="no space left")
     assert site.saved("shared") == [(10, False)] * 3
     site.time += RETRY_MAX_S
     site.tiers.look()
-    site.answer(site.ordered("drain"))
+    site.answer(site.ordered(msg.Drain))
     assert site.saved("shared")[-1] == (10, True)
     site.save(20)
-    site.answer(site.ordered("drain"), why="no space left")
+    site.answer(site.ordered(msg.Drain), why="no space left")
     site.time += RETRY_S
     site.tiers.look()
-    assert len(site.ordered("drain")) == 3  # after a success as at first
+    assert len(site.ordered(msg.Drain)) == 3  # after a success as at first
     assert site.saved("shared")[3:] == [(10, True), (20, False)]
 
 
@@ -346,17 +354,17 @@ def test_a_lost_writer_and_an_endless_silence_end_a_drain() -> None:
 def test_a_drain_that_takes_much_longer_than_the_last_is_told_of_once() -> None:
     site = Site()
     site.save()
-    drains = site.ordered("drain")
+    drains = site.ordered(msg.Drain)
     site.time += 10.0
     site.answer(drains)
     site.save(20)
-    drains = site.ordered("drain")
+    drains = site.ordered(msg.Drain)
     for time_s in (44.0, 2.0, 50.0):  # 15 s and three times 10 s may pass
         site.time += time_s
         site.tiers.look()
     assert site.saved("shared") == [(10, True), (20, False)]
     assert site.state.saved["shared"].error == "not there after 46 s: the storage is slow, or it hangs"
-    assert site.ordered("cancel drain") == []
+    assert site.ordered(msg.CancelDrain) == []
     site.answer(drains)
     assert site.saved("shared")[-1] == (20, True)
     assert site.state.saved["shared"].failures == 0
@@ -365,40 +373,40 @@ def test_a_drain_that_takes_much_longer_than_the_last_is_told_of_once() -> None:
 def test_one_node_copies_what_is_on_shared_storage_to_the_object_store() -> None:
     site = Site(object_url="s3://bucket", object_every_s=60.0)
     site.save()
-    assert {order["tier"] for _, order in site.ordered("drain")} == {"shared"}
+    assert {order.tier for _, order in site.ordered(msg.Drain)} == {"shared"}
     site.tiers.found_on_storage({(5, 1): 900}, [])
     site.tiers.look()
-    ((node, order),) = site.ordered("drain")
-    assert (node, order["tier"], order["step"], order["ranks"]) == ("n1", "object", 5, [])
+    ((node, order),) = site.ordered(msg.Drain)
+    assert (node, order.tier, order.step, order.ranks) == ("n1", "object", 5, ())
     site.answer([(node, order)], why="is it up?")
     assert site.state.saved["object"].failures == 1
     site.time += 60.0
     site.tiers.look()
-    site.answer(site.ordered("drain"))
+    site.answer(site.ordered(msg.Drain))
     assert site.saved("object") == [(5, False), (5, True)]
 
 
 def test_before_the_nodes_go_the_newest_step_gets_to_storage_put_together_where_needed() -> None:
     site = Site(shared_every_s=3600.0)
     site.save()
-    site.answer(site.ordered("drain"))
+    site.answer(site.ordered(msg.Drain))
     site.save(20)
     site.replicate(20)
-    assert site.ordered("drain") == []  # not due
-    site.ordered("replicate")
+    assert site.ordered(msg.Drain) == []  # not due
+    site.ordered(msg.Replicate)
     site.tiers.lost("n2")
     assert not site.tiers.secure()
-    (holder, order), *rest = site.ordered("replicate")
-    assert (order["rank"], order["part"], rest) == (1, "all", [])
-    site.tiers.hear(holder, {"say": "unreplicated", "why": "x", **order})
+    (holder, order), *rest = site.ordered(msg.Replicate)
+    assert (order.rank, order.part, rest) == (1, "all", [])
+    site.tiers.hear(holder, unreplicated(order, "x"))
     assert not site.tiers.secure()
-    assert site.ordered("replicate") == []
+    assert site.ordered(msg.Replicate) == []
     site.time += RETRY_S + 0.1
     assert not site.tiers.secure()
-    assert len(site.ordered("replicate")) == 1
+    assert len(site.ordered(msg.Replicate)) == 1
     site.hold(1, holder, at=20, tier="peer")
     assert not site.tiers.secure()
-    site.answer(site.ordered("drain"))
+    site.answer(site.ordered(msg.Drain))
     assert site.tiers.secure()
     assert (20, 1) in site.tiers.shared
 
@@ -407,7 +415,7 @@ def test_what_the_ranks_passed_over_on_storage_does_not_stand_for_newer_states()
     site = Site(replicas=0)
     for at in (10, 20):
         site.save(at)
-        site.answer(site.ordered("drain"))
+        site.answer(site.ordered(msg.Drain))
         site.time += 60.0
     site.tiers.lost("n2")
     site.state.attempt = 2
@@ -425,7 +433,7 @@ def test_what_the_ranks_passed_over_on_storage_does_not_stand_for_newer_states()
         site.hold(rank, node, at=15)
     assert site.tiers.unsaved() == (15, 2)
     assert not site.tiers.secure()
-    site.answer(site.ordered("drain"))
+    site.answer(site.ordered(msg.Drain))
     assert site.tiers.secure()
     assert set(site.tiers.shared) == {(10, 1), (15, 2)}
 
@@ -449,7 +457,7 @@ def test_a_rank_that_skips_makes_the_step_void_and_is_told_once() -> None:
     site.tiers.skipped(20, 1, "both memory slots are busy")
     site.tiers.skipped(20, 2, "both memory slots are busy")
     assert site.saved("memory") == [(20, False)]
-    assert [node for node, _ in site.ordered("void")] == list(ACTIVE)
+    assert [node for node, _ in site.ordered(msg.Void)] == list(ACTIVE)
 
 
 def test_a_state_that_outgrew_its_node_starts_the_ranks_again() -> None:
@@ -474,9 +482,9 @@ def test_the_plan_names_sources_with_addresses_and_is_journalled() -> None:
     assert (planned.step, planned.tier, planned.tiers) == (10, "memory", {"memory": 200, "peer": 100})
     message = site.tiers.restore_message(plan, "s1", range(1, 2))
     assert message is not None
-    assert (message["step"], message["attempt"]) == (10, 1)
-    first = message["ranks"]["1"][0]
-    assert (first["tier"], first["node"], first["part"], first["port"]) == ("peer", "s1", "own", 7)
+    assert (message.step, message.attempt) == (10, 1)
+    first = message.ranks[1][0]
+    assert (first.tier, first.node, first.part, first.port) == ("peer", "s1", "own", 7)
 
 
 def test_without_images_for_all_the_ranks_look_in_shared_storage() -> None:
@@ -493,29 +501,22 @@ def test_without_images_for_all_the_ranks_look_in_shared_storage() -> None:
 def test_going_back_drops_what_is_newer_wherever_it_comes_from() -> None:
     site = Site()
     site.save()
-    site.answer(site.ordered("drain"))
+    site.answer(site.ordered(msg.Drain))
     site.save(20)
     site.tiers.go_back(10)
-    assert {node for node, _ in site.ordered("forget newer")} == {"n1", "n2", "n3", "s1"}
+    assert {node for node, _ in site.ordered(msg.ForgetNewer)} == {"n1", "n2", "n3", "s1"}
     site.save(30)  # ranks that have not stopped yet
     assert site.tiers.copies.newest_first() == [(10, 1)]
     assert site.tiers.plan(launch(*ACTIVE)).step == 10
 
 
-@pytest.mark.parametrize("message", [{"say": "held", "copies": [{}]}, {"say": "drained"}])
-def test_malformed_words_raise_what_the_supervisor_catches(message: dict[str, Any]) -> None:
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        Site().tiers.hear("n1", message)
-
-
 def test_partners_are_chosen_by_the_switches_that_agents_tell() -> None:
     site = Site()
     for name, domain in {"n1": "spine.a", "n2": "spine.a", "n3": "spine.b", "s1": ""}.items():
-        hello = {"address": f"at-{name}", "data_port": 7, "copies": [], "domain": domain}
-        site.tiers.joined(name, hello)
-    site.tiers.hear("s1", {"say": "refused", "why": "no room"})
+        site.tiers.joined(name, hello(name, address=f"at-{name}", data_port=7, domain=domain))
+    site.tiers.hear("s1", msg.Refused(why="no room"))
     site.save()
-    holders = {order["rank"]: node for node, order in site.ordered("replicate")}
+    holders = {order.rank: node for node, order in site.ordered(msg.Replicate)}
     assert holders[0] == holders[1] == "n3"
 
 
@@ -539,6 +540,6 @@ def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have(tmp_path: P
     directory.create()
     supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
     supervisor._tiers.found_on_storage({(10, 1): 9, (20, 1): 9}, [])
-    said = {"event": "Restored", "step": 10, "tier": "shared", "seconds": 1.0, "skipped": ["step 20"]}
-    supervisor._rank_events.hear("n1", {"attempt": 2, "event": {**said, "local_rank": 0, "t": 0.0}})
+    said = ranks.Restored(step=10, tier="shared", seconds=1.0, skipped=("step 20",))
+    supervisor._rank_events.hear("n1", msg.RankEvent(attempt=2, event=said))
     assert set(supervisor._tiers.shared) == {(10, 1)}

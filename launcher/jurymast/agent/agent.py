@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec.structs import asdict
 
 from jurymast.agent.around import Around
 from jurymast.agent.evidence import Evidence
 from jurymast.agent.host_process import HostProcess, end_ranks, kill_ranks
-from jurymast.agent.keeping import Keeping
+from jurymast.agent.keeping import Keeping, own_domain
 from jurymast.agent.probing import Probing
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.agent.stacks import Stacks
@@ -31,11 +32,13 @@ from jurymast.agent.verdict import leave_verdict
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.heartbeat import patience_s
 from jurymast.core.settings import RunPlan
-from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
+from jurymast.wire import messages as msg
 from jurymast.wire.channel import Channel
-from jurymast.wire.messages import Message, RankReport, beat_of
+from jurymast.wire.messages import RankReport, beat_of, ranks
+from jurymast.wire.strangers import Strangers
 
 RECONNECT_S = 0.1
 CONNECT_LIMIT_S = 1.5
@@ -81,22 +84,23 @@ class Agent:
         self._host_starts = 0
         self._restart: asyncio.Future[None] | None = None
         self._starting: asyncio.Future[None] | None = None
-        self._channel: Channel | None = None
+        self._channel: Channel[msg.Order] | None = None
         self._address = ""
         # After a power loss there is no other sign of a supervisor's end than its silence: no reset comes.
         self._patience_s = patience_s(plan.settings.heartbeat_s, plan.nodes)
         self._alone_since = 0.0
-        self._unsaid: list[Message] = []
+        self._unsaid: list[msg.ToSupervisor] = []
         self._last: endpoint.Endpoint | None = None
         self.attempt = 0
         self._stopping = 0
         self._terminating = False
-        self.ranks_state = "warming"
+        self.ranks_state: msg.RanksState = "warming"
         self._store_port = 0
         self._pids: list[int] = []
         self._cold = False  # the script cannot use what was loaded ahead of it
         self._succession = Succession(directory, plan, node)
         self._testing = Testing(plan, _visible_gpus(), self._environment, self._say)
+        self._strangers = Strangers(_note)
         self._over = asyncio.Event()
         self._urgent = asyncio.Event()
 
@@ -160,24 +164,25 @@ class Agent:
             beats = asyncio.ensure_future(self._beat(connection))
             try:
                 while True:
-                    message = await asyncio.wait_for(connection.receive(), self._patience_s)
-                    self._obey(message)
+                    order = await asyncio.wait_for(connection.receive(), self._patience_s)
+                    self._obey(order, connection.peer_address)
             except asyncio.TimeoutError:
-                connection.send({"say": "hangs up"})  # one that was only late must not take this for an end
+                connection.send(msg.HangsUp())  # one that was only late must not take this for an end
                 self._channel = None
             except (ConnectionError, AuthenticationError, ProtocolError, OSError):
                 self._channel = None
             finally:
                 beats.cancel()
                 connection.close()
+                self._strangers.left(connection.peer_address)
 
-    async def _connect(self) -> Channel | None:
+    async def _connect(self) -> Channel[msg.Order] | None:
         """Where the last supervisor was, and where the newest is by the run directory. Both at once: storage
         may need longer for its answer than a supervisor that lives waits for its agent."""
         last = self._last
         return await channel.first_of([self._reach(last), self._reach_newest(last)])
 
-    async def _reach_newest(self, last: endpoint.Endpoint | None) -> Channel | None:
+    async def _reach_newest(self, last: endpoint.Endpoint | None) -> Channel[msg.Order] | None:
         try:
             look = asyncio.to_thread(endpoint.find, self._directory.epochs)
             found = await asyncio.wait_for(look, FIND_LIMIT_S) or last
@@ -186,33 +191,33 @@ class Agent:
         self._last = found
         return None if found == last else await self._reach(found)
 
-    async def _reach(self, place: endpoint.Endpoint | None) -> Channel | None:
+    async def _reach(self, place: endpoint.Endpoint | None) -> Channel[msg.Order] | None:
         targets: list[tuple[str, int]] = []
         if place is not None and place.allocation == self._allocation:
             targets = [(host, place.port) for host in place.hosts]
         elif self._hint is not None:
             targets = [self._hint]
-        return await channel.connect_any(targets, self._secret, CONNECT_LIMIT_S)
+        return await channel.connect_any(targets, self._secret, msg.read_order, CONNECT_LIMIT_S)
 
     def _terminated(self) -> None:
         """Slurm ends the job or takes the node. The supervisor finds out which; until it says "leave" this
         node's memory may be needed for the last checkpoint."""
-        self._tell("terminated")
+        self._tell(msg.Terminated())
         self._terminating = True
         if self._channel is None:
             self._over.set()
         asyncio.get_running_loop().call_later(TERMINATED_LIMIT_S, self._over.set)
 
-    def _hello(self) -> Message:
-        return {
-            "say": "hello", "node": self._node, "allocation": self._allocation, "address": self._address,
-            "incarnation": self._incarnation,
-            "pid": os.getpid(), "boot_id": _boot_id(), "gpus": _visible_gpus(), "attempt": self.attempt,
-            "ranks": self.ranks_state, "store_port": self._store_port, "pids": self._pids,
-            **self._keeping.hello(), **self._probing.hello(),
-        }  # fmt: skip
+    def _hello(self) -> msg.Hello:
+        return msg.Hello(
+            node=self._node, allocation=self._allocation, address=self._address,
+            incarnation=self._incarnation, pid=os.getpid(), boot_id=_boot_id(), gpus=_visible_gpus(),
+            attempt=self.attempt, ranks=self.ranks_state, store_port=self._store_port,
+            pids=tuple(self._pids), data_port=self._keeping.data_port, copies=self._keeping.inventory(),
+            room=self._keeping.room(), domain=own_domain(), health=self._probing.known(),
+        )  # fmt: skip
 
-    async def _beat(self, connection: Channel) -> None:
+    async def _beat(self, connection: Channel[msg.Order]) -> None:
         """Heartbeats, at once when something urgent happened, else every `heartbeat_s`."""
         while True:
             ranks = self._watch.look(self._pids) if self.ranks_state == "running" else []
@@ -235,66 +240,70 @@ class Agent:
         young = bool(ranks) and min(rank.beats for rank in ranks) < 3
         return min(0.1, self._plan.settings.heartbeat_s) if young else self._plan.settings.heartbeat_s
 
-    def _tell(self, what: str, **fields: Any) -> None:
+    def _tell(self, message: msg.ToSupervisor) -> None:
         """Say it now; what must not be lost waits for the next supervisor if none is there."""
-        unasked = what == "stopped" and self._stopping < self.attempt
-        if self._terminating and (what == "failed" or unasked):
+        unasked = isinstance(message, msg.Stopped) and self._stopping < self.attempt
+        if self._terminating and (isinstance(message, msg.Failed) or unasked):
             return  # Slurm ends the ranks, and that is no failure
         if self._channel is not None:
-            self._channel.send({"say": what, **fields})
-        elif what in ("failed", "event") and len(self._unsaid) < UNSAID_MAX:
-            self._unsaid.append({"say": what, **fields})
+            self._channel.send(message)
+        elif isinstance(message, msg.Failed | msg.RankEvent) and len(self._unsaid) < UNSAID_MAX:
+            self._unsaid.append(message)
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: msg.ToSupervisor) -> None:
         """About checkpoints: a supervisor that is not there hears all of it in the next hello."""
         if self._channel is not None:
             self._channel.send(message)
 
-    def _obey(self, message: Message) -> None:
-        order = message["do"]
-        if order == "launch":
-            self._launch(message)
-        elif order == "stop":
-            self._stop(int(message["attempt"]), stacks=bool(message.get("stacks")))
-        elif order == "look":
-            if message["attempt"] == self.attempt and self.ranks_state == "running":
-                self._looking = asyncio.ensure_future(self._stacks.look(message["number"], self._pids))
-        elif order == "go on":
-            self._probing.clock(float(message["time"]))
-            self._patience_s = float(message["patience_s"])
-        elif order == "dismiss":
-            self._stop(self.attempt)
-        elif order == "cadence":
-            if message["attempt"] == self.attempt:
-                self._memory.order(message)
-                self._urgent.set()  # the supervisor waits for a heartbeat that shows it
-        elif order == "verdict":
-            self._verdict = asyncio.ensure_future(leave_verdict(message, self._plan, self._node, self._say))
-        elif order == "test":
-            self._testing.obey(message, beside_ranks=self.ranks_state not in ("warming", "waiting"))
-        elif order == "leave":
-            self._keeping.run_is_over = bool(message.get("over"))
-            self._over.set()
-        else:
-            self._keeping.obey(message)
+    def _obey(self, order: msg.Order, sender: str) -> None:
+        match order:
+            case msg.Launch():
+                self._launch(order)
+            case msg.Stop():
+                self._stop(order.attempt, stacks=order.stacks)
+            case msg.Look():
+                if order.attempt == self.attempt and self.ranks_state == "running":
+                    self._looking = asyncio.ensure_future(self._stacks.look(order.number, self._pids))
+            case msg.GoOn():
+                self._probing.clock(order.time)
+                self._patience_s = order.patience_s
+            case msg.Dismiss():
+                self._stop(self.attempt)
+            case msg.Cadence():
+                if order.attempt == self.attempt:
+                    self._memory.order(order)
+                    self._urgent.set()  # the supervisor waits for a heartbeat that shows it
+            case msg.LeaveVerdict():
+                leaving = leave_verdict(order, self._plan, self._node, self._say)
+                self._verdict = asyncio.ensure_future(leaving)
+            case msg.TestAlone() | msg.TestPair() | msg.TestOver():
+                self._testing.obey(order, beside_ranks=self.ranks_state not in ("warming", "waiting"))
+            case msg.Leave():
+                self._keeping.run_is_over = order.over
+                self._over.set()
+            case msg.Strange():
+                self._strangers.heard(sender, order)
+            case _:
+                self._keeping.obey(order)
 
-    def _launch(self, message: Message) -> None:
-        if message["attempt"] <= self.attempt or self._host is None:
+    def _launch(self, order: msg.Launch) -> None:
+        if order.attempt <= self.attempt or self._host is None:
             return
-        self.attempt = message["attempt"]
-        self._cold = self._cold or bool(message.get("cold"))
+        self.attempt = order.attempt
+        self._cold = self._cold or order.cold
         self.ranks_state = "starting"
         self._memory.clear()
         self._evidence.attempt_begins()
-        self._keeping.launch(message)
-        environment = {**self._around.environment(self.attempt), **self._stacks.launch(message)}
-        plan = {**message, "restore": None, "environment": environment, "cold": self._cold}
+        self._keeping.launch(order)
+        environment = {**self._around.environment(self.attempt), **self._stacks.launch(order)}
+        here = {"restore": None, "environment": environment, "cold": self._cold}
+        plan = {"do": "launch", **asdict(order), **here}
         if self._testing.idle:
             self._host.tell(plan)
         else:
             self._starting = asyncio.ensure_future(self._launch_after_tests(self._host, plan))
 
-    async def _launch_after_tests(self, host: HostProcess, plan: Message) -> None:
+    async def _launch_after_tests(self, host: HostProcess, plan: dict[str, Any]) -> None:
         """What the test processes hold of the devices is the ranks' now."""
         await self._testing.end()
         host.tell(plan)
@@ -305,12 +314,12 @@ class Agent:
         """Stop the ranks of `attempt`, if wanted after a look at their `stacks`; answers when they are gone,
         however long ago that was."""
         if self.ranks_state in ("waiting", "finished"):
-            self._tell("stopped", attempt=attempt, store_port=self._store_port)
+            self._tell(msg.Stopped(attempt=attempt, store_port=self._store_port))
             if not self._store_port:  # the host is on its way back into the rendezvous: that will be news
                 self.ranks_state = "warming"
             return
         if self.ranks_state == "warming":
-            self._tell("stopped", attempt=attempt, store_port=0)
+            self._tell(msg.Stopped(attempt=attempt, store_port=0))
             return
         if attempt < self.attempt or self._stopping >= attempt or self._host is None:
             return
@@ -372,7 +381,7 @@ class Agent:
             values["GLOO_SOCKET_IFNAME"] = interface
         return values
 
-    def _host_said(self, message: Message) -> None:
+    def _host_said(self, message: dict[str, Any]) -> None:
         said = message["host"]
         if said == "waiting":
             self._store_port = message["store_port"]
@@ -381,26 +390,27 @@ class Agent:
                 return
             if self._pids:  # how far they came, exactly
                 self._beat_now()
-            before, self.ranks_state, self._pids = self.ranks_state, "waiting", []
+            before = self.ranks_state
+            self.ranks_state, self._pids = "waiting", []
             if before == "warming":
-                self._tell("ready", store_port=self._store_port)
+                self._tell(msg.Ready(store_port=self._store_port))
             else:
-                self._tell("stopped", attempt=self.attempt, store_port=self._store_port)
+                self._tell(msg.Stopped(attempt=self.attempt, store_port=self._store_port))
         elif said == "started":
             self.ranks_state, self._pids = "running", message["pids"]
             self._host_starts = 1
-            self._tell("started", attempt=message["attempt"], pids=self._pids)
+            self._tell(msg.Started(attempt=message["attempt"], pids=tuple(self._pids)))
             self._urgent.set()
         elif said == "failed":
             self._beat_now()
             log = self._directory.rank_log(message["attempt"], message["rank"])
             told = {key: value for key, value in message.items() if key != "host"}
             look_at = None if message.get("error") else log  # an exception has its own words
-            self._tell("failed", **told, **self._evidence.look(message["exit_code"], look_at))
+            self._tell(msg.Failed(**told, **self._evidence.look(message["exit_code"], look_at)))
         elif said == "finished":
             self._beat_now()
             self.ranks_state, self._pids, self._store_port = "finished", [], 0
-            self._tell("finished", attempt=message["attempt"])
+            self._tell(msg.Finished(attempt=message["attempt"]))
 
     def _host_ended(self, code: int) -> None:
         """The host died under its ranks, or while it waited: its ranks die with it; start another."""
@@ -411,16 +421,18 @@ class Agent:
         kill_ranks(self._pids)
         if had_ranks and self._stopping < self.attempt:
             self._tell(
-                "failed", attempt=self.attempt, rank=-1, exit_code=code or 1, error="TorchrunHostDied",
-                message=f"the node's torchrun host ended (code {code}) and took its ranks along",
-                **self._evidence.look(code),
+                msg.Failed(
+                    attempt=self.attempt, rank=-1, exit_code=code or 1, error="TorchrunHostDied",
+                    message=f"the node's torchrun host ended (code {code}) and took its ranks along",
+                    **self._evidence.look(code),
+                )
             )  # fmt: skip
         if self._host_starts > HOST_RESTARTS_MAX:
-            self._tell("leaving", why=f"the torchrun host died {self._host_starts} times")
+            self._tell(msg.Leaving(why=f"the torchrun host died {self._host_starts} times"))
             self._over.set()
             return
         if self.ranks_state != "warming":  # a host that waited is as little there as one with ranks
-            self._tell("stopped", attempt=self.attempt, store_port=0)
+            self._tell(msg.Stopped(attempt=self.attempt, store_port=0))
         self._pids = []
         self._restart = asyncio.ensure_future(self._start_host())
 
@@ -432,10 +444,18 @@ class Agent:
 
     def _pass_events_on(self) -> None:
         for event in self._memory.read_events():
-            if self._keeping.heard(event) or self._memory.heard(event):
-                continue
-            self._cold = self._cold or event["event"] == "ColdStart"
-            self._tell("event", attempt=self.attempt, event=event)
+            match event:
+                case ranks.Saved() | ranks.Restored() | ranks.ColdStart() | ranks.Skipped():
+                    self._cold = self._cold or isinstance(event, ranks.ColdStart)
+                    self._tell(msg.RankEvent(attempt=self.attempt, event=event))
+                case ranks.Checkpoints() | ranks.Foreseen() | ranks.Image():
+                    self._keeping.heard(event)
+                case ranks.Cadence():
+                    self._memory.heard(event)
+                case msg.Strange():
+                    self._strangers.heard("a rank", event)
+                case _:
+                    never(event)
 
 
 def own_temporary_directory() -> tuple[Path, int]:
@@ -485,6 +505,10 @@ def interface_of(address: str) -> str:
         if any(entry.address == address for entry in addresses):
             return name
     return ""
+
+
+def _note(sender: str, text: str) -> None:
+    print(f"{sender}: {text}", flush=True)
 
 
 def _boot_id() -> str:

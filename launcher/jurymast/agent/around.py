@@ -10,7 +10,7 @@ from pathlib import Path
 from jurymast.core import devices
 from jurymast.core.devices import WorkAround, work_around
 from jurymast.core.health import NETWORK, Finding, Verdict
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
 
 WORKED_AROUND = "worked-around"
 
@@ -20,7 +20,7 @@ class Around:
     findings of the agent, which never act and are over with the first attempt that has the device back."""
 
     def __init__(
-        self, enabled: bool, findings: Callable[[], Sequence[Finding]], tell: Callable[[Message], None]
+        self, enabled: bool, findings: Callable[[], Sequence[Finding]], tell: Callable[[msg.Health], None]
     ) -> None:
         self._enabled = enabled
         self._findings = findings
@@ -45,7 +45,7 @@ class Around:
             probe="agent", code=WORKED_AROUND, verdict=verdict, kind=NETWORK, device=device, message=message,
             at=time.time(),
         )  # fmt: skip
-        self._tell({"say": "health", "finding": found.to_json()})
+        self._tell(msg.Health(finding=found))
 
 
 def _told(attempt: int, device: str, around: WorkAround) -> str:

@@ -9,21 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.core import copies as cp
+from jurymast.core.foresight import Room
 from jurymast.core.settings import RunPlan
+from jurymast.errors import never
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.storage import local
 from jurymast.storage.drainer import Drainer
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
+from jurymast.wire.messages import ranks
 
 
 class Keeping:
     """Carries out the supervisor's orders about checkpoints. `tell` says something to it."""
 
     def __init__(
-        self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[Message], None]
+        self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[msg.AboutCheckpoints], None]
     ) -> None:
         self._plan = plan
         self._tell = tell
@@ -36,7 +39,7 @@ class Keeping:
         self._drains: dict[str, tuple[asyncio.Task[None], str]] = {}
         self._foreseen: dict[int, tuple[int, int]] = {}  # by local rank
         self._leads = False  # rank 0 is here: this node brings shared checkpoints together
-        self._warming: asyncio.Future[Message] | None = None
+        self._warming: asyncio.Future[dict[str, Any]] | None = None
         self.run_is_over = False  # nobody will restore from this node's disk any more
 
     async def start(self) -> None:
@@ -47,129 +50,117 @@ class Keeping:
         """For the ranks; empty when the policy wants no checkpoints in memory."""
         return {PAGE_VARIABLE: self._keeper.page_path} if self._plan.settings.memory else {}
 
-    def hello(self) -> Message:
-        return {
-            "data_port": self._keeper.port, "copies": self._keeper.inventory(), "room": self._room(),
-            "domain": failure_domain(
-                os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
-            ),
-        }  # fmt: skip
+    @property
+    def data_port(self) -> int:
+        return self._keeper.port
+
+    def inventory(self) -> tuple[msg.CopyReport, ...]:
+        return tuple(self._keeper.inventory())
+
+    def room(self) -> Room:
+        return self._keeper.room()
 
     def look(self) -> None:
         """What ranks have published or asked for since; at every heartbeat."""
         self._keeper.look()
 
-    def heard(self, event: Message) -> bool:
-        """A rank's word. True when it was about memory, and is not for the supervisor as it is."""
-        if event.get("event") == "Checkpoints":
-            self._shared, self._keep = Path(event["directory"]), int(event["keep"])
-            if self._leads and self._warming is None:
-                order = {"do": "warm", "tier": cp.SHARED}
-                self._warming = asyncio.ensure_future(self._drainer.drain(order))
-            return True
-        if event.get("event") == "Foreseen":
-            self._foresee(event)
-            return True
-        if event.get("event") != "Image":
-            return False
-        self._keeper.image_published(
-            int(event["local_rank"]), int(event["slot"]), float(event.get("stall_s") or 0.0)
-        )
-        return True
+    def heard(self, event: ranks.ForKeeper) -> None:
+        match event:
+            case ranks.Checkpoints():
+                self._shared, self._keep = Path(event.directory), event.keep
+                if self._leads and self._warming is None:
+                    order = {"do": "warm", "tier": cp.SHARED}
+                    self._warming = asyncio.ensure_future(self._drainer.drain(order))
+            case ranks.Foreseen():
+                self._foresee(event)
+            case ranks.Image():
+                self._keeper.image_published(event.local_rank, event.slot, event.stall_s)
+            case _:
+                never(event)
 
-    def _foresee(self, event: Message) -> None:
-        self._foreseen[int(event["local_rank"])] = int(event["image_bytes"]), int(event["own_bytes"])
+    def _foresee(self, event: ranks.Foreseen) -> None:
+        self._foreseen[event.local_rank] = event.image_bytes, event.own_bytes
         if len(self._foreseen) == self._plan.ranks_per_node:
             image, own = (sum(sizes) for sizes in zip(*self._foreseen.values(), strict=True))
-            self._tell({"say": "foreseen", "image_bytes": image, "own_bytes": own, "room": self._room()})
+            self._tell(msg.Foreseen(image_bytes=image, own_bytes=own, room=self.room()))
 
-    def _room(self) -> dict[str, Any]:
-        room = self._keeper.room()
-        return {"bytes": room.free, "limit": room.limit}
-
-    def launch(self, message: Message) -> None:
+    def launch(self, order: msg.Launch) -> None:
         """The ranks of an earlier attempt are gone, those of this one are about to start."""
         count = self._plan.ranks_per_node
-        first = int(message["rank"]) * count
-        world = int(message["world"]) * count
-        ranks = list(range(first, first + count))
+        first = order.rank * count
         self._leads = first == 0
         self._foreseen.clear()
-        self._keeper.launch(int(message["attempt"]), ranks, world, message.get("restore"))
+        here = list(range(first, first + count))
+        self._keeper.launch(order.attempt, here, order.world * count, order.restore)
 
-    def obey(self, message: Message) -> bool:
-        """True when the order was about checkpoints."""
-        order = message["do"]
-        if order == "committed":
-            self._keeper.committed(int(message["step"]), int(message["attempt"]))
-        elif order == "void":
-            self._keeper.void(int(message["step"]), int(message["attempt"]))
-        elif order == "replicate":
-            self._keeper.replicate(message)
-        elif order == "forget":
-            self._keeper.forget(message["images"])
-        elif order == "forget newer":
-            self._keeper.forget_newer(int(message["step"]))
-        elif order == "drain":
-            self._begin_drain(message)
-        elif order == "cancel drain":
-            running = self._drains.get(message["id"])
-            if running is not None:
-                running[0].cancel()
-        else:
-            return False
-        return True
+    def obey(self, order: msg.CheckpointOrder) -> None:
+        match order:
+            case msg.Committed():
+                self._keeper.committed(order.step, order.attempt)
+            case msg.Void():
+                self._keeper.void(order.step, order.attempt)
+            case msg.Replicate():
+                self._keeper.replicate(order)
+            case msg.Forget():
+                self._keeper.forget(order.step, order.attempt, order.ranks)
+            case msg.ForgetNewer():
+                self._keeper.forget_newer(order.step)
+            case msg.Drain():
+                self._begin_drain(order)
+            case msg.CancelDrain():
+                if order.id in self._drains:
+                    self._drains[order.id][0].cancel()
+            case _:
+                never(order)
 
-    def _begin_drain(self, message: Message) -> None:
+    def _begin_drain(self, order: msg.Drain) -> None:
         """A supervisor orders one at a time: what an earlier one, maybe dead, ordered for the tier is void,
         and may be waiting for a node that is gone."""
         for task, tier in list(self._drains.values()):
-            if tier == message["tier"]:
+            if tier == order.tier:
                 task.cancel()
-        task = asyncio.ensure_future(self._drain(message))
-        self._drains[message["id"]] = task, message["tier"]
-        task.add_done_callback(lambda _: self._drains.pop(message["id"], None))
+        task = asyncio.ensure_future(self._drain(order))
+        self._drains[order.id] = task, order.tier
+        task.add_done_callback(lambda _: self._drains.pop(order.id, None))
 
-    async def _drain(self, message: Message) -> None:
+    async def _drain(self, order: msg.Drain) -> None:
         """Copy images of this node to a tier, and say how that went."""
-        step, attempt, tier = int(message["step"]), int(message["attempt"]), message["tier"]
         loans: list[Loan] = []
         try:
-            for rank in message["ranks"]:
-                loan = await self._keeper.lend(step, attempt, int(rank))
+            for rank in order.ranks:
+                loan = await self._keeper.lend(order.step, order.attempt, rank)
                 if loan is None:
                     answer = {"said": "failed", "why": f"the image of rank {rank} is not here any more"}
                     break
                 loans.append(loan)
             else:
-                answer = await self._drainer.drain(self._order(message, loans))
+                answer = await self._drainer.drain(self._order(order, loans))
         finally:
             for loan in loans:
                 loan.give_back()
         ok = answer["said"] == "done"
         self._tell(
-            {
-                "say": "drained", "id": message["id"], "tier": tier, "step": step, "attempt": attempt,
-                "ok": ok, "size_bytes": int(answer.get("bytes") or 0), "why": str(answer.get("why") or ""),
-            }
+            msg.Drained(
+                id=order.id, tier=order.tier, ok=ok, size_bytes=int(answer.get("bytes") or 0),
+                why=str(answer.get("why") or ""),
+            )
         )  # fmt: skip
-        if ok and tier == cp.LOCAL and self._local is not None:
+        if ok and order.tier == cp.LOCAL and self._local is not None:
             self._keeper.scan_local(self._local)
 
-    def _order(self, message: Message, loans: list[Loan]) -> Message:
-        tier = message["tier"]
+    def _order(self, drain: msg.Drain, loans: list[Loan]) -> dict[str, Any]:
         images = [
             {"rank": loan.manifest.rank, "path": loan.path, "manifest": loan.manifest.to_bytes().decode()}
             for loan in loans
         ]
         order: dict[str, Any] = {
-            "do": "drain", "tier": tier, "step": message["step"], "attempt": message["attempt"],
-            "world": message["world"], "images": images,
+            "do": "drain", "tier": drain.tier, "step": drain.step, "attempt": drain.attempt,
+            "world": drain.world, "images": images,
         }  # fmt: skip
-        if tier == cp.LOCAL:
+        if drain.tier == cp.LOCAL:
             return {**order, "root": str(self._local)}
-        order = {**order, "root": str(self._shared), "lead": message["lead"], "nonce": message["id"]}
-        if tier == cp.OBJECT:
+        order = {**order, "root": str(self._shared), "lead": drain.lead, "nonce": drain.id}
+        if drain.tier == cp.OBJECT:
             return {**order, "url": self._plan.settings.object_url, "run": self._plan.run}
         return {**order, "keep": self._keep}
 
@@ -188,6 +179,12 @@ class Keeping:
 def local_root(path: str, run: str) -> Path:
     """Where this run keeps images on a node's own disk. Other users' names are not in the way."""
     return Path(os.path.expandvars(path)) / f"jurymast-{os.getuid()}" / run
+
+
+def own_domain() -> str:
+    return failure_domain(
+        os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
+    )
 
 
 def failure_domain(address: str, pattern: str) -> str:

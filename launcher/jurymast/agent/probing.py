@@ -13,7 +13,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.health.probe import Context, granted_gpus
 from jurymast.health.watcher import Watcher, names_to_ask
 from jurymast.rundir import RunDirectory
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
 
 # Offsets of the clock are worth looking a limit up from here on, seconds.
 OFFSET_WORTH_S = 0.1
@@ -28,7 +28,7 @@ class Probing:
     what nobody hears is in the next hello."""
 
     def __init__(
-        self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[Message], None]
+        self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[msg.Health], None]
     ) -> None:
         self._tell = tell
         self._context = context_for(directory, plan, node, os.environ, time.time())
@@ -43,9 +43,10 @@ class Probing:
             self._watching = asyncio.ensure_future(self._watcher.run())
             self._watching.add_done_callback(self._stopped)
 
-    def hello(self) -> Message:
+    def known(self) -> tuple[Finding, ...]:
+        """For a hello: the newest word on each, and the newest events."""
         events = [finding for finding in self._watcher.findings() if finding.once]
-        return {"health": [finding.to_json() for finding in (*self._last.values(), *events)]}
+        return (*self._last.values(), *events)
 
     def findings(self) -> list[Finding]:
         """All that hold now, and the newest events."""
@@ -97,7 +98,7 @@ class Probing:
         key = (finding.probe, finding.code, finding.device)
         if not finding.once and (key in self._last or len(self._last) < KEPT_MAX):
             self._last[key] = finding
-        self._tell({"say": "health", "finding": finding.to_json()})
+        self._tell(msg.Health(finding=finding))
 
     async def close(self) -> None:
         await self._watcher.close()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from jurymast.core.cadence import Schedule
 from jurymast.core.hang import IDLE_SHARE
+from jurymast.wire import messages as msg
 from jurymast.wire.messages import CadenceReport, RankReport, Times
+from jurymast.wire.messages import ranks as words
 from jurymast.worker.link import SLOT_BYTES, Beat, read_slot
 from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
 
@@ -37,7 +36,7 @@ class RankMemory:
         os.ftruncate(self._page_fd, size)
         self.page = mmap.mmap(self._page_fd, size)
         self._schedule = ScheduleRecord(self.page)
-        self._asked: dict[str, Any] = {}
+        self._asked: words.Cadence | None = None
         self.events_fd, self._events_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._rest = b""
         self.ranks = ranks
@@ -53,51 +52,37 @@ class RankMemory:
     def clear(self) -> None:
         """Forget the last attempt's beats, and when it was to save."""
         self.page[:] = bytes(len(self.page))
-        self._asked = {}
+        self._asked = None
 
-    def heard(self, event: dict[str, Any]) -> bool:
-        """True when the event was a rank's word on when its script wants to save."""
-        if event["event"] != "Cadence":
-            return False
-        self._asked = {"steps": event.get("steps"), "seconds": event.get("seconds")}
-        return True
+    def heard(self, event: words.Cadence) -> None:
+        self._asked = event
 
-    def order(self, message: dict[str, Any]) -> None:
+    def order(self, order: msg.Cadence) -> None:
         """The supervisor's word on when to save: a proposal, with its decision once there is one."""
-        number, decided = int(message["number"]), int(message["decided"])
-        if number != self._schedule.number:
-            self._schedule.propose(
-                Schedule(number, int(message["at"]), int(message["first"]), int(message["every"]))
-            )
-        if decided:
-            self._schedule.decide(decided)
+        if order.schedule.number != self._schedule.number:
+            self._schedule.propose(order.schedule)
+        if order.decided:
+            self._schedule.decide(order.decided)
 
     def cadence(self) -> CadenceReport | None:
         """For the heartbeat, to be asked before the ranks are looked at: their schedule as they see it, and
         what their script wants; None: no Checkpointer."""
-        if not self._asked:
+        asked = self._asked
+        if asked is None:
             return None
-        return CadenceReport(self._schedule.number, self._schedule.decided, **self._asked)
+        return CadenceReport(self._schedule.number, self._schedule.decided, asked.steps, asked.seconds)
 
     def beats(self) -> list[Beat]:
         return [read_slot(self.page, local_rank) for local_rank in range(self.ranks)]
 
-    def read_events(self) -> list[dict[str, Any]]:
-        """Events sent since the last call; a line that is not a JSON object is dropped."""
+    def read_events(self) -> list[words.Event]:
+        """Events sent since the last call."""
         try:
             data = os.read(self.events_fd, 65536)
         except BlockingIOError:
             return []
         *lines, self._rest = (self._rest + data).split(b"\n")
-        events = []
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
-                events.append(event)
-        return events
+        return [words.read_event(line) for line in lines]
 
 
 @dataclass

@@ -31,7 +31,7 @@ from jurymast.core.flight import Entered
 from jurymast.core.hang import works
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
 from jurymast.worker import stack_signal
 
 LIMIT_S = 2.0
@@ -97,7 +97,11 @@ class Stacks:
     files and pipes that the ranks make."""
 
     def __init__(
-        self, directory: RunDirectory, plan: RunPlan, temporary: Path, say: Callable[[Message], None]
+        self,
+        directory: RunDirectory,
+        plan: RunPlan,
+        temporary: Path,
+        say: Callable[[msg.Looked | msg.Stacks], None],
     ) -> None:
         self._directory = directory
         self._count = plan.ranks_per_node
@@ -107,10 +111,10 @@ class Stacks:
         self._first = 0
         self._work = Work()
 
-    def launch(self, message: Message) -> dict[str, str]:
+    def launch(self, order: msg.Launch) -> dict[str, str]:
         """A new attempt: what its ranks need in their environment, unless the user has set it under any of
         the names that torch's releases have for it."""
-        self._attempt, self._first = message["attempt"], message["rank"] * self._count
+        self._attempt, self._first = order.attempt, order.rank * self._count
         values = (
             (BUFFER_VARIABLES, FLIGHT_EVENTS),
             (TIMEOUT_VARIABLES, "1"),
@@ -141,13 +145,8 @@ class Stacks:
         ranks, attempt = self._ranks(pids), self._attempt
         await asyncio.to_thread(_ask, ranks, time.monotonic() + LIMIT_S)
         busy = await asyncio.to_thread(self._work.look, pids)
-        stands = [rank.stand(busy[rank.pid]) for rank in ranks]
-        self._say(
-            {
-                "say": "looked", "attempt": attempt, "number": number, "ranks": [rank.rank for rank in ranks],
-                "kinds": [stand.kind for stand in stands], "marks": [stand.mark for stand in stands],
-            }
-        )  # fmt: skip
+        stands = {rank.rank: rank.stand(busy[rank.pid]) for rank in ranks}
+        self._say(msg.Looked(attempt=attempt, number=number, stands=stands))
 
     async def take(self, pids: list[int]) -> None:
         """Say where these ranks stand; ends within `LIMIT_S`."""
@@ -178,13 +177,12 @@ class Stacks:
             await asyncio.sleep(POLL_S)
         places = [rank.place() for rank in ranks]
         self._say(
-            {
-                "say": "stacks", "attempt": self._attempt, "ranks": [rank.rank for rank in ranks],
-                "kinds": [place.kind for place in places], "places": [place.text for place in places],
-                "folder": str(folder.relative_to(self._directory.root)),
-                "recorded": bool(asked), "records": sorted(records),
-                "flights": [one.to_json() for one in flights],
-            }
+            msg.Stacks(
+                attempt=self._attempt, ranks=tuple(rank.rank for rank in ranks),
+                kinds=tuple(place.kind for place in places), places=tuple(place.text for place in places),
+                folder=str(folder.relative_to(self._directory.root)),
+                recorded=bool(asked), records=tuple(sorted(records)), flights=tuple(flights),
+            )
         )  # fmt: skip
 
     def _ask_flight_recorders(self, ranks: list[_Rank]) -> list[int]:

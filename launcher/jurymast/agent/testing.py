@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jurymast.core.preflight import LOCAL, limit_s
+from jurymast.core.preflight import LOCAL, Alone, limit_s
 from jurymast.core.settings import RunPlan
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
 
 # Slurm may grant devices that no driver stands behind.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
@@ -25,7 +25,7 @@ GONE_S = 5.0
 
 
 class Testing:
-    """Answers the supervisor's `{"do": "test", "test": "alone" | "pair" | "over"}` by `say`.
+    """Answers the supervisor's orders to test by `say`.
 
     The tests of the node alone begin by themselves with the agent's first torchrun host (`warm_up`), so that
     both import torch at the same time. `environment` is what ranks get. Nothing raises for a test's sake.
@@ -36,7 +36,7 @@ class Testing:
         plan: RunPlan,
         gpus: int,
         environment: Callable[[], dict[str, str]],
-        say: Callable[[Message], None],
+        say: Callable[[msg.TestedAlone | msg.TestedPair], None],
     ) -> None:
         self._wanted = limit_s(plan.settings, gpus) > 0
         self._join_limit_s = plan.settings.join_limit_s
@@ -45,7 +45,7 @@ class Testing:
         self._environment = environment
         self._say = say
         self._processes: _Processes | None = None
-        self._result: Message | None = None  # of the node alone
+        self._result: msg.TestedAlone | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -61,17 +61,16 @@ class Testing:
             self._wanted = False
             self._begin(self._join_limit_s)
 
-    def obey(self, order: Message, *, beside_ranks: bool) -> None:
+    def obey(self, order: msg.TestAlone | msg.TestPair | msg.TestOver, *, beside_ranks: bool) -> None:
         """What was answered before is answered again. Nothing is tested beside ranks."""
-        what = order["test"]
-        if what == "over" or beside_ranks:
+        if beside_ranks or isinstance(order, msg.TestOver):
             self._end_soon()
-        elif what == "pair":
+        elif isinstance(order, msg.TestPair):
             self._spawn(self._pair(order))
-        elif what == "alone":
+        else:
             if self._processes is None:
-                self._begin(float(order["limit_s"]))
-            self._until(float(order["limit_s"]))
+                self._begin(order.limit_s)
+            self._until(order.limit_s)
             if self._result is not None:
                 self._say(self._result)
 
@@ -108,20 +107,20 @@ class Testing:
     async def _test_alone(self, processes: _Processes) -> None:
         port = await processes.start({**os.environ, **self._environment()})
         found = await processes.ask({"do": "alone"})
-        if self._count > 1 and not found["error"]:
-            order = {"name": "local", "host": "127.0.0.1", "port": port, "limit_s": LOCAL_LIMIT_S}
-            together = await processes.meet(order, 0, 1)
-            found["times"].update({LOCAL + key: value for key, value in together["times"].items()})
-            found["error"] = together["error"]
-        self._result = {"say": "tested", "pair": "", "port": port, **found}
+        if self._count > 1 and not found.error:
+            meeting = msg.TestPair(name="local", host="127.0.0.1", port=port, rank=0, limit_s=LOCAL_LIMIT_S)
+            together = await processes.meet(meeting, 1)
+            times = {**found.times, **{LOCAL + key: value for key, value in together.times.items()}}
+            found = Alone(times, found.wrong, together.error)
+        self._result = msg.TestedAlone(port=port, found=found)
         self._say(self._result)
 
-    async def _pair(self, order: Message) -> None:
-        """With the processes of another node; `host` and `port` are the store of the pair's first node."""
-        found: Message = {"times": {}, "error": "it has no test processes any more"}
+    async def _pair(self, order: msg.TestPair) -> None:
+        """With the processes of another node."""
+        found = Alone(error="it has no test processes any more")
         if self._processes is not None:
-            found = await self._processes.meet(order, int(order["rank"]), 2)
-        self._say({"say": "tested", "pair": order["name"], "times": found["times"], "error": found["error"]})
+            found = await self._processes.meet(order, 2)
+        self._say(msg.TestedPair(name=order.name, times=dict(found.times), error=found.error))
 
 
 class _Processes:
@@ -146,19 +145,19 @@ class _Processes:
         ready = await asyncio.gather(*(_answer(child) for child in self._children))
         return int(ready[0].get("port") or 0)
 
-    async def meet(self, order: Message, node_rank: int, nodes: int) -> Message:
-        """An all-reduce over all devices of `nodes` nodes, of which this is number `node_rank`."""
+    async def meet(self, order: msg.TestPair, nodes: int) -> Alone:
+        """An all-reduce over all devices of `nodes` nodes, of which this is number `order.rank`."""
         return await self.ask(
             {
-                **{key: order[key] for key in ("name", "host", "port", "limit_s")}, "do": "group",
-                "world": nodes * self._count, "rank": node_rank * self._count,
+                "do": "group", "name": order.name, "host": order.host, "port": order.port,
+                "limit_s": order.limit_s, "world": nodes * self._count, "rank": order.rank * self._count,
             }
         )  # fmt: skip
 
-    async def ask(self, order: Message) -> Message:
+    async def ask(self, order: dict[str, Any]) -> Alone:
         """Each process's answer in one: the slowest's times, everything wrong, the first error."""
         if len(self._children) < self._count:
-            return {"times": {}, "wrong": "", "error": "its test processes cannot be started"}
+            return Alone(error="its test processes cannot be started")
         async with self._turn:
             for local_rank, child in enumerate(self._children):
                 own = {**order, "rank": int(order.get("rank") or 0) + local_rank}
@@ -170,11 +169,7 @@ class _Processes:
             for measure, seconds in answer["times"].items():
                 times[measure] = max(float(seconds), times.get(measure, 0.0))
         wrong = "; ".join(answer["wrong"] for answer in answers if answer["wrong"])
-        return {
-            "times": times,
-            "wrong": wrong,
-            "error": next((a["error"] for a in answers if a["error"]), ""),
-        }
+        return Alone(times, wrong, next((a["error"] for a in answers if a["error"]), ""))
 
     async def end(self) -> None:
         for child in self._children:
@@ -185,13 +180,13 @@ class _Processes:
             await asyncio.wait(waits, timeout=GONE_S)
 
 
-async def _answer(child: asyncio.subprocess.Process) -> Message:
+async def _answer(child: asyncio.subprocess.Process) -> dict[str, Any]:
     """The next answer of a test process, or what its end says."""
     assert child.stdout is not None
     try:
         line = await child.stdout.readline()
         if line:
-            answer: Message = json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
             return answer
     except (OSError, ValueError) as error:
         return {"times": {}, "wrong": "", "error": f"a test process said nonsense: {error}"}

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jurymast.cluster.verdicts import boot_id, leave, verdict
-from jurymast.core.health import Finding
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
 
 
-async def leave_verdict(order: Message, plan: RunPlan, node: str, say: Callable[[Message], None]) -> None:
+async def leave_verdict(
+    order: msg.LeaveVerdict, plan: RunPlan, node: str, say: Callable[[msg.VerdictLeft], None]
+) -> None:
     """Carry the supervisor's order out, and say that it is done or why it could not be."""
     why = ""
     try:
-        finding = Finding.from_json(order["finding"])
-        values = verdict(node, boot_id(), str(order["job"]), plan.run, finding, time.time())
+        values = verdict(node, boot_id(), order.job, plan.run, order.finding, time.time())
         await asyncio.to_thread(leave, Path(plan.settings.spool), values)
-    except (ClusterUnavailableError, KeyError, TypeError, ValueError) as error:
+    except ClusterUnavailableError as error:
         why = str(error)
-    say({"say": "verdict", "why": why})
+    say(msg.VerdictLeft(why=why))

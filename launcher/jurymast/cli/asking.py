@@ -22,6 +22,7 @@ def refuse_ended(directory: RunDirectory, what: str) -> None:
 def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
     """Raises NotNowError when the supervisor refuses, or none answers."""
     from jurymast.wire.ask import ask
+    from jurymast.wire.messages import Declined
 
     refuse_ended(directory, what)
     answer = ask(directory, what, by=user(), node=node, step=step)
@@ -29,5 +30,5 @@ def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: 
         raise NotNowError(
             "no supervisor answers for this run", hint=f"jurymast status {directory.root} says how it is"
         )
-    if not answer.get("ok"):
-        raise NotNowError(f"the supervisor refuses: {answer.get('why', 'no reason given')}")
+    if isinstance(answer, Declined):
+        raise NotNowError(f"the supervisor refuses: {answer.why}")

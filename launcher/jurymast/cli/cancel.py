@@ -34,17 +34,18 @@ def command(run: str, runs: Path | None) -> None:
     name = directory.root.name
     watcher = read_status(directory)
     from jurymast.wire.ask import ask
+    from jurymast.wire.messages import Accepted
 
     # Until there is an outcome its supervisor may be there, waiting for room for the last checkpoint.
     over = watcher.state.ended and directory.outcome_file.exists()
     answer = None if over else ask(directory, "cancel", by=user())
-    if answer is not None and answer.get("gives_up"):
-        click.echo(f"{name} had ended; {answer['gives_up']}, for which it kept its nodes, is given up")
+    if isinstance(answer, Accepted) and answer.gives_up:
+        click.echo(f"{name} had ended; {answer.gives_up}, for which it kept its nodes, is given up")
         return
     if watcher.state.ended:
         click.echo(f"{name} has ended already: {watcher.state.phase.value}")
         return
-    if answer is not None and answer.get("ok"):
+    if isinstance(answer, Accepted):
         ended = _await_end(watcher, END_LIMIT_S)
         click.echo(f"{name} is cancelled" if ended else f"{name}: the supervisor is stopping it")
         return

@@ -318,9 +318,9 @@ class _Asked:
     def _go_back(self, step: int) -> bool:
         """Have a run that is running do so at once: nodes hold newer steps in memory. False: it is not."""
         from jurymast.wire.ask import ask
+        from jurymast.wire.messages import Accepted
 
-        answer = ask(self._run, "rollback", by=user(), step=step)
-        return answer is not None and bool(answer.get("ok"))
+        return isinstance(ask(self._run, "rollback", by=user(), step=step), Accepted)
 
     def export(self, step: int, place: Path, form: str) -> int:
         from jurymast.checkpoint.directory import final_name

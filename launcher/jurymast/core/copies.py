@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "object"
 ALL, COMMON, OWN = "all", "common", "own"
@@ -350,22 +349,6 @@ def _ranked(copy: Copy, node: str, part: str, rank: int) -> tuple[tuple[int, int
     tier = LOCAL if disk else MEMORY if here and copy.tier == MEMORY and copy.rank == rank else PEER
     spread = (copy.rank - rank) % max(1, copy.world)  # so that not all nodes ask the same one
     return (int(disk), int(not here), spread), Source(tier, copy.node, part, copy.rank)
-
-
-def from_report(node: str, report: Mapping[str, Any]) -> tuple[Copy, ...]:
-    """What an agent tells that it holds: one copy, or of an XOR one for each `member` of its group. Raises
-    KeyError, TypeError or ValueError for a malformed one."""
-    members: Sequence[Mapping[str, Any]] = report.get("members") or (report,)
-    group = tuple(int(one["rank"]) for one in members) if report.get("members") else ()
-    return tuple(
-        Copy(
-            node=node, tier=str(report["tier"]), step=int(report["step"]), attempt=int(report["attempt"]),
-            rank=int(one["rank"]), world=int(report["world"]), part=str(report["part"]),
-            size_bytes=int(one["size_bytes"]), common_bytes=int(one["common_bytes"]),
-            common_id=str(one["common_id"]), group=group,
-        )
-        for one in members
-    )  # fmt: skip
 
 
 # ---- replicas

@@ -12,6 +12,14 @@ AT_ONCE = 2
 
 
 @dataclass(frozen=True)
+class Room:
+    """`free` bytes can be had, a reserve already taken off; `limit`: the file that says so."""
+
+    free: int
+    limit: str
+
+
+@dataclass(frozen=True)
 class Foreseen:
     """Of one active node, all its ranks together: an image, and what of it no other node has."""
 

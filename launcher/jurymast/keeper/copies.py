@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
 from jurymast.keeper.private import NotOurs, check_private, open_own
+from jurymast.wire import messages as msg
 
 # The order in which a reader is served.
 _TIERS = (MEMORY, PEER, LOCAL)
@@ -119,26 +119,22 @@ class Copy:
             start, end = self.manifest.extent(self.part)
         return start <= at and length >= 0 and at + length <= end
 
-    def said(self) -> dict[str, Any]:
+    def said(self) -> msg.CopyReport:
         """As the supervisor is told."""
-        start, end = (0, self.manifest.size_bytes) if self.part == ALL else self.manifest.extent(self.part)
-        values: dict[str, Any] = {
-            "step": self.manifest.step, "attempt": self.manifest.attempt, "rank": self.manifest.rank,
-            "world": self.manifest.world, "tier": self.tier, "part": self.part, "bytes": end - start,
-            "size_bytes": self.manifest.size_bytes,
-            "common_id": self.manifest.common_id, "common_bytes": self.manifest.common_bytes,
-        }  # fmt: skip
-        if self.members:
-            values["members"] = [
-                {
-                    "rank": one.rank, "size_bytes": one.size_bytes,
-                    "common_id": one.common_id, "common_bytes": one.common_bytes,
-                }
+        manifest = self.manifest
+        return msg.CopyReport(
+            tier=self.tier, step=manifest.step, attempt=manifest.attempt, rank=manifest.rank,
+            world=manifest.world, part=self.part, size_bytes=manifest.size_bytes,
+            common_bytes=manifest.common_bytes, common_id=manifest.common_id,
+            members=tuple(
+                msg.MemberReport(
+                    rank=one.rank, size_bytes=one.size_bytes, common_bytes=one.common_bytes,
+                    common_id=one.common_id,
+                )
                 for one in self.members
-            ]  # fmt: skip
-        if self.tier == MEMORY:
-            values["stall_s"] = self.stall_s
-        return values
+            ),
+            stall_s=self.stall_s if self.tier == MEMORY else 0.0,
+        )  # fmt: skip
 
 
 @dataclass

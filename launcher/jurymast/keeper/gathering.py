@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.errors import AuthenticationError, ProtocolError
@@ -13,6 +12,7 @@ from jurymast.keeper.copies import Copies, Copy, Group, Key
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.threads import in_thread
+from jurymast.wire import messages as msg
 
 
 @dataclass(frozen=True)
@@ -27,27 +27,19 @@ class Source:
     members: tuple[tuple[int, tuple[Source, ...]], ...] = ()
 
     @classmethod
-    def of(cls, values: dict[str, Any], rank: int) -> Source:
-        """As the supervisor spells it; `rank`: whose image is wanted."""
-        hosts = tuple(str(host) for host in values.get("hosts", ()))
-        peer = Peer(str(values["node"]), hosts, int(values.get("port", 0)))
-        group = tuple(sorted(int(one) for one in values.get("group", ())))
-        members = members_of(values.get("members", ()))
-        return cls(peer, str(values.get("part", ALL)), int(values.get("rank", rank)), group, members)
+    def of(cls, told: msg.Source) -> Source:
+        """As the supervisor spells it."""
+        peer = Peer(told.node, told.hosts, told.port)
+        return cls(peer, told.part, told.rank, tuple(sorted(told.group)), members_of(told.members))
 
     def of_rank(self, rank: int) -> Source:
         return replace(self, rank=rank, members=())
 
 
-def members_of(values: Sequence[dict[str, Any]]) -> tuple[tuple[int, tuple[Source, ...]], ...]:
-    """As the supervisor spells them: [{"rank", "sources": [source, ...]}, ...]. Nothing is made of one XOR to
-    make another of it."""
+def members_of(told: Sequence[msg.Member]) -> tuple[tuple[int, tuple[Source, ...]], ...]:
+    """As the supervisor spells them. Nothing is made of one XOR to make another of it."""
     return tuple(
-        (
-            int(one["rank"]),
-            tuple(Source.of(it, int(one["rank"])) for it in one["sources"] if not it.get("group")),
-        )
-        for one in values
+        (member.rank, tuple(Source.of(one) for one in member.sources if not one.group)) for member in told
     )
 
 

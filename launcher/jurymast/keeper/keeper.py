@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.foresight import Room
 from jurymast.keeper import limits, scrub
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy, Key, local_copies
 from jurymast.keeper.fetch import Filling
 from jurymast.keeper.gathering import Gathering, Source
-from jurymast.keeper.limits import Refused, Room
+from jurymast.keeper.limits import Refused
 from jurymast.keeper.loans import Loan, lend
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.memory import Memory
@@ -31,25 +32,16 @@ from jurymast.keeper.restoring import Plan, Restoring
 from jurymast.keeper.serve import Server
 from jurymast.keeper.slots import RankSlots, Slot, State
 from jurymast.keeper.threads import in_thread
+from jurymast.wire import messages as msg
 
 SCAN_LIMIT_S = 5.0
 
-Tell = Callable[[dict[str, Any]], None]
+Tell = Callable[[msg.FromKeeper], None]
 
 
 class Keeper:
-    """`tell` passes a message on to the supervisor:
-
-    {"say": "held", "copies": [copy, ...]}       verified, and here from now on
-    {"say": "dropped", "copy", "why"}            not here any more; `why` is "" unless it was corrupt.
-                                                 What the supervisor ordered is not told back
-    {"say": "refused", "why"}                    this node cannot give the memory
-    {"say": "prefetched", "rank", "step", "attempt", "tiers": bytes by tier, "seconds", "passed_over"}
-    {"say": "unrestorable", "rank", "step", "attempt", "why"}
-    {"say": "unreplicated", "rank", "step", "attempt", "part", "why"}
-
-    `room` says how much memory can be had. Usable after `start`.
-    """
+    """`tell` passes a message on to the supervisor, `room` says how much memory can be had. Usable after
+    `start`."""
 
     def __init__(
         self,
@@ -116,7 +108,7 @@ class Keeper:
         """Where ranks open the page with their words."""
         return f"/proc/{os.getpid()}/fd/{self._page_fd}"
 
-    def inventory(self) -> list[dict[str, Any]]:
+    def inventory(self) -> list[msg.CopyReport]:
         """All copies held, as the supervisor is told of them."""
         return [copy.said() for copy in self.copies]
 
@@ -128,12 +120,10 @@ class Keeper:
 
     # ---- an attempt
 
-    def launch(self, attempt: int, ranks: list[int], world: int, restore: dict[str, Any] | None) -> None:
+    def launch(self, attempt: int, ranks: list[int], world: int, restore: msg.Restore | None) -> None:
         """The ranks of earlier attempts are dead, those of this one (`ranks` by local rank) about to start.
 
         Without `restore` nothing in memory is of use: they will save other states under the same steps.
-        Else {"step", "attempt", "ranks": {"<rank>": [source, ...]}}, each source {"tier", "node", "hosts",
-        "port", "part", "rank"}; they are tried in that order.
         """
         if self._restoring is not None:
             self._restoring.stop.set()
@@ -208,7 +198,7 @@ class Keeper:
             self._settle(slot)
             if why:
                 bad = Manifest(step, self.attempt, rank, len(self.ranks), "", max(0, size), 0)
-                self.tell({"say": "dropped", "copy": Copy(bad, MEMORY, ALL, buffer).said(), "why": why})
+                self.tell(msg.Dropped(copy=Copy(bad, MEMORY, ALL, buffer).said(), why=why))
         else:
             slot.state = State.HELD
             slot.copy, copy.stall_s = copy, slot.stall_s
@@ -247,7 +237,7 @@ class Keeper:
             if attempt == self.attempt:
                 mine.refused = want
                 mine.record[Word.REFUSED] = 1
-            self.tell({"say": "refused", "why": f"{refused}. Until then all ranks save to shared storage"})
+            self.tell(msg.Refused(why=f"{refused}. Until then all ranks save to shared storage"))
         finally:
             mine.growing = False
             for buffer in taken:
@@ -282,7 +272,7 @@ class Keeper:
         """It counts from now on."""
         copy.verified_at = scrub.now()
         self.copies.add(copy)
-        self.tell({"say": "held", "copies": [copy.said()]})
+        self.tell(msg.Held(copies=(copy.said(),)))
         return copy
 
     def drop(self, copy: Copy, why: str = "", *, say: bool = True) -> None:
@@ -296,7 +286,7 @@ class Keeper:
         elif isinstance(copy.place, Buffer) and copy.place not in self.filling:
             self.recycle(copy.place)
         if say:
-            self.tell({"say": "dropped", "copy": copy.said(), "why": why})
+            self.tell(msg.Dropped(copy=copy.said(), why=why))
 
     def _left(self, slot: Slot, buffer: Buffer) -> None:
         if slot.buffer is buffer and slot.state is State.LEAVING:
@@ -331,10 +321,10 @@ class Keeper:
             if copy.tier != LOCAL and copy.key[:2] == (step, attempt):
                 self.drop(copy, say=False)
 
-    def forget(self, images: list[dict[str, Any]]) -> None:
-        """Drop replicas: [{"step", "attempt", "rank"}, ...]."""
-        for one in images:
-            key = (int(one["step"]), int(one["attempt"]), int(one["rank"]))
+    def forget(self, step: int, attempt: int, ranks: Iterable[int]) -> None:
+        """Drop replicas of these images."""
+        for rank in ranks:
+            key = (step, attempt, rank)
             self._replicas.stop(key)
             for copy in self.copies.find(key, (PEER,)):
                 self.drop(copy, say=False)
@@ -348,8 +338,8 @@ class Keeper:
         if self._committed[1] > step:
             self._committed = (0, -1)
 
-    def replicate(self, order: dict[str, Any]) -> None:
-        """Hold a part of another node's image here: {"step", "attempt", "rank", "part", "sources"}."""
+    def replicate(self, order: msg.Replicate) -> None:
+        """Hold a part of another node's image here."""
         self._replicas.order(order)
 
     # ---- the drainer
@@ -374,7 +364,7 @@ class Keeper:
         for copy in fresh:
             self.copies.add(copy)
         if fresh:
-            self.tell({"say": "held", "copies": [copy.said() for copy in fresh]})
+            self.tell(msg.Held(copies=tuple(copy.said() for copy in fresh)))
 
     # ---- helpers
 

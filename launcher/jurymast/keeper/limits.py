@@ -8,20 +8,13 @@ Beyond a cgroup's limit the kernel kills processes of the job, so we ask before 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from jurymast.core.foresight import Room
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 512 << 20
 _MOUNT = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True)
-class Room:
-    """`free` bytes can be had, the reserve already taken off; `limit`: the file that says so."""
-
-    free: int
-    limit: str
 
 
 class Refused(Exception):

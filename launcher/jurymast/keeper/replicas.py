@@ -15,6 +15,7 @@ from jurymast.keeper.gathering import Source, members_of
 from jurymast.keeper.limits import Refused
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.threads import in_thread
+from jurymast.wire import messages as msg
 
 if TYPE_CHECKING:
     from jurymast.keeper.keeper import Keeper
@@ -30,17 +31,13 @@ class Replicas:
         self._running: dict[tuple[Key, str, Group], threading.Event] = {}
         self._at_once = asyncio.Semaphore(AT_ONCE)
 
-    def order(self, order: dict[str, Any]) -> None:
-        """{"step", "attempt", "rank", "part", "sources": [source, ...]}, tried in that order; or with
-        "group": [rank, ...] and "members": [{"rank", "sources"}, ...]: make the XOR of that part of all."""
-        key: Key = (int(order["step"]), int(order["attempt"]), int(order["rank"]))
-        part = str(order["part"])
-        sources = [Source.of(one, key[2]) for one in order["sources"]]
-        group: Group = tuple(sorted(int(rank) for rank in order.get("group", ())))
-        members = dict(members_of(order["members"])) if group else {}
+    def order(self, order: msg.Replicate) -> None:
+        key: Key = (order.step, order.attempt, order.rank)
+        part, group = order.part, tuple(sorted(order.group))
+        sources, members = [Source.of(one) for one in order.sources], dict(members_of(order.members))
         here = self._found(key, part, group)
         if here:
-            self._keeper.tell({"say": "held", "copies": [copy.said() for copy in here]})
+            self._keeper.tell(msg.Held(copies=tuple(copy.said() for copy in here)))
         elif (key, part, group) not in self._running:
             stop = self._running[key, part, group] = threading.Event()
             why: list[str] = []
@@ -71,12 +68,11 @@ class Replicas:
         why: list[str],
     ) -> None:
         """Tells what comes of `work`, which says in `why` what it had to pass over."""
-        of_group = {"group": list(group)} if group else {}
         try:
             async with self._at_once:
                 await work
         except Refused as refused:
-            self._keeper.tell({"say": "refused", "why": str(refused), **of_group})
+            self._keeper.tell(msg.Refused(why=str(refused), group=group))
             why.append(str(refused))
         finally:
             work.close()
@@ -84,10 +80,9 @@ class Replicas:
         if why and not stop.is_set() and not self._found(key, part, group):
             step, attempt, rank = key
             self._keeper.tell(
-                {
-                    "say": "unreplicated", "step": step, "attempt": attempt, "rank": rank, "part": part,
-                    "why": "; ".join(why), **of_group,
-                }
+                msg.Unreplicated(
+                    step=step, attempt=attempt, rank=rank, part=part, why="; ".join(why), group=group
+                )
             )  # fmt: skip
 
     async def _copy(

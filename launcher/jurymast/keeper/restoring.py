@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jurymast.core.copies import ALL, MEMORY, PEER
 from jurymast.keeper import limits
@@ -18,6 +18,7 @@ from jurymast.keeper.page import Restore, Word
 from jurymast.keeper.replicas import slot_bytes
 from jurymast.keeper.slots import RankSlots, Slot, State
 from jurymast.keeper.threads import in_thread
+from jurymast.wire import messages as msg
 
 if TYPE_CHECKING:
     from jurymast.keeper.keeper import Keeper
@@ -32,12 +33,9 @@ class Plan:
     sources: dict[int, list[Source]]
 
     @classmethod
-    def of(cls, restore: dict[str, Any]) -> Plan:
-        sources = {
-            int(rank): [Source.of(one, int(rank)) for one in found]
-            for rank, found in restore["ranks"].items()
-        }
-        return cls(int(restore["step"]), int(restore["attempt"]), sources)
+    def of(cls, told: msg.Restore) -> Plan:
+        sources = {rank: [Source.of(one) for one in found] for rank, found in told.ranks.items()}
+        return cls(told.step, told.attempt, sources)
 
 
 @dataclass
@@ -86,14 +84,14 @@ class Restoring:
         return slot
 
     async def _bring(self, job: _Job) -> None:
-        started = time.monotonic()
+        started, (step, attempt, rank) = time.monotonic(), job.key
         try:
             if job.base is None or not await self._start_from_base(job, job.base):
                 await self._start_afresh(job)
             if job.filling is not None:
                 await self._fill(job.filling, job)
         except Refused as refused:
-            self._keeper.tell({"say": "refused", "why": str(refused)})
+            self._keeper.tell(msg.Refused(why=str(refused)))
             job.why.append(str(refused))
         filling = job.filling
         if filling is not None:
@@ -105,14 +103,19 @@ class Restoring:
             self._abandon(filling)
         elif filling is not None and job.copy is not None and job.behind:
             self._ready(job, filling, job.copy)
-            seconds = round(time.monotonic() - started, 6)
-            self._say("prefetched", job.key, tiers=filling.got, seconds=seconds, passed_over=job.why)
+            self._keeper.tell(
+                msg.Prefetched(
+                    step=step, attempt=attempt, rank=rank, tiers=filling.got,
+                    seconds=round(time.monotonic() - started, 6), passed_over=tuple(job.why),
+                )
+            )  # fmt: skip
         else:
             self._abandon(filling)
             if job.slot.state is State.FILLING:
                 job.slot.state = State.EMPTY
             job.mine.record[Word.RESTORE] = Restore.ELSEWHERE
-            self._say("unrestorable", job.key, why="; ".join(job.why) or "nobody has all of it")
+            why = "; ".join(job.why) or "nobody has all of it"
+            self._keeper.tell(msg.Unrestorable(step=step, attempt=attempt, rank=rank, why=why))
 
     async def _start_from_base(self, job: _Job, base: Copy) -> bool:
         """No copying: the buffer itself becomes the slot, and only what it lacks is fetched. False when it
@@ -189,7 +192,7 @@ class Restoring:
             slot.install(copy, filling.buffer)
             keeper.hold(copy)
             if base is not None and base.tier == PEER:
-                keeper.tell({"say": "dropped", "copy": base.said(), "why": ""})
+                keeper.tell(msg.Dropped(copy=base.said()))
         for other in job.mine.slots:
             if other.copy is not None and other is not slot:
                 keeper.drop(other.copy)  # the run goes on from here
@@ -200,10 +203,6 @@ class Restoring:
         keeper = self._keeper
         if filling is not None and not any(copy.place is filling.buffer for copy in keeper.copies):
             keeper.recycle(filling.buffer)
-
-    def _say(self, what: str, key: Key, **more: Any) -> None:
-        step, attempt, rank = key
-        self._keeper.tell({"say": what, "step": step, "attempt": attempt, "rank": rank, **more})
 
 
 def _add_manifest(copy: Copy, buffer: Buffer) -> int:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jurymast.core.state import RunState
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
 
+if TYPE_CHECKING:
+    from jurymast.wire.messages import Condition
+
 # A supervisor writes every two seconds while steps are done.
 SILENT_S = 10.0
 
 
-def hear(directory: RunDirectory, state: RunState, silent_s: float) -> dict[str, Any] | None:
-    """{"state", "step", "waits": for what, "journal": why it cannot be written, "alerts"}; None when there is
-    no need to ask, or no answer. A run that has ended may still wait for its last checkpoint."""
+def hear(directory: RunDirectory, state: RunState, silent_s: float) -> Condition | None:
+    """How it is; None when there is no need to ask, or no answer. A run that has ended may still wait for its
+    last checkpoint."""
     if directory.outcome_file.exists() or (silent_s < SILENT_S and not state.ended):
         return None
     if find(directory.epochs) is None:
         return None
     from jurymast.wire.ask import ask  # with asyncio, which is seldom needed
+    from jurymast.wire.messages import Condition
 
     try:
         answer = ask(directory, "how", by="")
     except RunDirectoryError:
         return None
-    return answer if answer is not None and answer.get("ok") else None
+    return answer if isinstance(answer, Condition) else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jurymast.core.causes import meaning
 from jurymast.core.copies import MEMORY, PEER
 from jurymast.core.incident import Incident
-from jurymast.core.state import Alert, Phase, Role, RunState
+from jurymast.core.state import Phase, Role, RunState
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.cadence import cadence_json, next_save
@@ -19,6 +19,9 @@ from jurymast.report.tail import JournalTail
 from jurymast.report.words import count, duration, iso, some
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
+
+if TYPE_CHECKING:
+    from jurymast.wire.messages import Condition
 
 # A supervisor writes every two seconds while steps are done; much longer silence is worth a word.
 QUIET_S = 30.0
@@ -111,15 +114,15 @@ def shown_step(state: RunState) -> int:
     return state.step if state.first_step_at is not None else state.best_step
 
 
-def status_view(watcher: Watcher, life: Liveness, now: float, told: dict[str, Any] | None) -> dict[str, Any]:
+def status_view(watcher: Watcher, life: Liveness, now: float, told: Condition | None) -> dict[str, Any]:
     """`told`: see `report.first_hand`."""
     state, plan = watcher.state, watcher.plan
     word, why = public_state(state, life)
     following = _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else ""
     step, alerts = shown_step(state), state.alerts
     if told is not None:
-        word, step, alerts = told["state"], told["step"], [Alert(**alert) for alert in told["alerts"]]
-        following = f"{told['waits']} (jurymast cancel gives it up)" if told["waits"] else following
+        word, step, alerts = told.state, told.step, list(told.alerts)
+        following = f"{told.waits} (jurymast cancel gives it up)" if told.waits else following
     place = None if state.ended or life.kind == "gone" else find(watcher.directory.epochs)
     ended_at = state.ended_at
     return {
@@ -146,7 +149,7 @@ def status_view(watcher: Watcher, life: Liveness, now: float, told: dict[str, An
         "directory": str(watcher.directory.root.absolute()),
         "supervisor": {**asdict(place), "hosts": list(place.hosts)} if place else None,
         "notes": [{"at": iso(t), "message": message} for t, message in state.notes],
-        "warnings": warnings(watcher, life, now, (told or {}).get("journal", "")),
+        "warnings": warnings(watcher, life, now, told.journal if told is not None else ""),
         "job": {"id": life.job, "kind": life.kind, "detail": life.detail},
         "submitted_at": iso(state.submitted_at or plan.submitted_at),
         "updated_at": iso(watcher.tail.last_t), "ended_at": iso(ended_at),

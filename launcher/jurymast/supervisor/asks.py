@@ -10,7 +10,7 @@ from jurymast.core.state import Phase, RunState
 from jurymast.supervisor.cadence import Cadence
 from jurymast.supervisor.tiers import Tiers
 from jurymast.wire.channel import Channel
-from jurymast.wire.messages import Message
+from jurymast.wire.messages import Accepted, Ask, Condition, Declined, Said
 
 KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
 HOW = "how"  # nothing is to be done: how is it?
@@ -28,41 +28,39 @@ class Asks:
     cadence: Cadence
     feed: Callable[[ev.Event], None]
     now: Callable[[], float]
-    how: Callable[[], Message]
+    how: Callable[[], Condition]
     given_up_by: str = ""
 
-    async def answer(self, connection: Channel, asked: Message) -> None:
-        """Say {"ok": bool, "why": text when refused}, and do it. A cancel of a run that has ended also says
-        what it "gives_up"."""
-        what, by = str(asked.get("what")), str(asked.get("by", ""))
-        node, back_to = str(asked.get("node") or ""), asked.get("step")
+    async def answer(self, connection: Channel[Said], asked: Ask) -> None:
+        """Say what comes of it, and do it."""
+        what, by, node, back_to = asked.what, asked.by, asked.node, asked.step
         why = self._refusal(what, node, back_to)
         if what == "save" and not why and not self.cadence.ask(by):
             why = "its ranks have no Checkpointer, or have not done a step with it yet"
-        connection.send({"ok": False, "why": why} if why else {"ok": True, **self._told(what, by)})
+        connection.send(Declined(why=why) if why else self._told(what, by))
         await connection.drain()
         if why or what == HOW:
             return
         if what == "drain" and node in self.state.places:
             await self._save_before(f"drain of {node}, {by}")
-        if what == "rollback" and isinstance(back_to, int):
+        if what == "rollback" and back_to is not None:
             self.tiers.go_back(back_to)
         self.feed(ev.Asked(t=self.now(), what=what, by=by, node=node))
 
-    def _told(self, what: str, by: str) -> Message:
+    def _told(self, what: str, by: str) -> Accepted | Condition:
         if what == HOW:
             return self.how()
         if what == "cancel" and self.state.ended:
             self.given_up_by = by
-            return {"gives_up": self.tiers.unsaved_text()} if self.tiers.unsaved() else {}
-        return {}
+            return Accepted(gives_up=self.tiers.unsaved_text() if self.tiers.unsaved() else "")
+        return Accepted()
 
-    def _refusal(self, what: str, node: str, back_to: object) -> str:
+    def _refusal(self, what: str, node: str, back_to: int | None) -> str:
         if what not in KNOWN and what != HOW:
             return f"unknown request {what!r}"
         if what == "drain" and node not in self.state.nodes:
             return f"no node {node!r} in this run; it has {', '.join(self.state.nodes)}"
-        if what == "rollback" and not isinstance(back_to, int):
+        if what == "rollback" and back_to is None:
             return "a rollback needs the step to go back to"
         if what == "save" and self.state.phase is not Phase.RUNNING:
             return f"the run is {self.state.public_state}: no steps are being done"

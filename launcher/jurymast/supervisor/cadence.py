@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -20,7 +20,8 @@ from jurymast.core.forecast import SLOWDOWN
 from jurymast.core.optimum import Saving
 from jurymast.core.recovery import expected_mtbf_s
 from jurymast.core.state import Phase, RunState
-from jurymast.wire.messages import Beat, CadenceReport, Message, RankReport
+from jurymast.wire import messages as msg
+from jurymast.wire.messages import Beat, CadenceReport, RankReport
 
 LOOK_INTERVAL_S = 0.5
 # Between two changes; the first schedules of an attempt go by the times of its first steps.
@@ -64,7 +65,7 @@ class Cadence:
     `copying` says whether agents write copies to storage."""
 
     state: RunState
-    tell: Callable[[str, Message], None]
+    tell: Callable[[str, msg.ToAgent], None]
     feed: Callable[[ev.Event], None]
     now: Callable[[], float]
     copying: Callable[[], bool] = lambda: False
@@ -159,7 +160,7 @@ class Cadence:
     def _answer(self, node: str, seen: _Seen, current: Schedule) -> None:
         """What follows from one node's heartbeat: tell it what it lacks, or decide."""
         if seen.number != current.number or (self._decided and seen.decided != self._decided):
-            self._send(node, current)
+            self._send([node], current)
         elif not self._decided and seen.fastest >= current.at:
             self._decide(-current.number)
         elif not self._decided:
@@ -167,14 +168,10 @@ class Cadence:
             if self._shown == self._places:
                 self._decide(current.number)
 
-    def _send(self, node: str, schedule: Schedule) -> None:
-        self.tell(
-            node,
-            {
-                "do": "cadence", "attempt": self._attempt, "number": schedule.number, "at": schedule.at,
-                "first": schedule.first, "every": schedule.every, "decided": self._decided,
-            },
-        )  # fmt: skip
+    def _send(self, nodes: Iterable[str], schedule: Schedule) -> None:
+        order = msg.Cadence(attempt=self._attempt, schedule=schedule, decided=self._decided)
+        for node in nodes:
+            self.tell(node, order)
 
     def _decide(self, decided: int) -> None:
         current, proposed = self._current, self._proposed
@@ -187,8 +184,7 @@ class Cadence:
         elif proposed is not None:
             self._margin_s = min(2.0 * self._margin_s, MARGIN_MAX_S)
             self._asks += [proposed.by] if proposed.by else []
-        for node in self._places:
-            self._send(node, current)
+        self._send(self._places, current)
 
     def _adopt(self) -> bool:
         """What an earlier supervisor left undecided is settled: confirmed if it had journalled or told it."""
@@ -318,5 +314,4 @@ class Cadence:
             stall_s=round(saving.stall_s, 6), drain_s=round(saving.drain_s, 3),
             slowdown=round(saving.slowdown, 4), mtbf_s=expected_mtbf_s(self.state, self.now()),
         )  # fmt: skip
-        for node in self._places:
-            self._send(node, self._current)
+        self._send(self._places, self._current)

@@ -16,7 +16,7 @@ from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import channel
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection
-from jurymast.wire.messages import Message
+from jurymast.wire.messages import Ask, Hello, Said, Strange, out_of_place, read_said
 
 # That may wait beside all nodes at once: those come together when a supervisor takes over.
 STRANGERS_MAX = 256
@@ -60,13 +60,18 @@ class Door:
         self._told_at = -math.inf
         self._untold = 0
 
-    async def enter(self, come: Connection) -> tuple[Channel, Message] | None:
-        """The connection and its first message. None: it was refused, and is closed."""
+    async def enter(self, come: Connection) -> tuple[Channel[Said], Hello | Ask] | None:
+        """The connection and its greeting. None: it was refused, and is closed."""
         self._wait(come)
         try:
-            connection = await asyncio.wait_for(channel.accept(come, self._secret), channel.HANDSHAKE_LIMIT_S)
+            accepting = channel.accept(come, self._secret, read_said)
+            connection = await asyncio.wait_for(accepting, channel.HANDSHAKE_LIMIT_S)
             self._waiting.pop(come, None)
-            return connection, await asyncio.wait_for(connection.receive(), channel.HANDSHAKE_LIMIT_S)
+            first = await asyncio.wait_for(connection.receive(), channel.HANDSHAKE_LIMIT_S)
+            if isinstance(first, Hello | Ask):
+                return connection, first
+            what = first if isinstance(first, Strange) else out_of_place(first)
+            raise ProtocolError(f"no greeting: {what}")
         except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError) as error:
             if not isinstance(error, ConnectionError):  # an agent that found a quicker way here hangs up
                 self._tell(come, error)

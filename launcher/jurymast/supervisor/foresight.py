@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from jurymast.core import foresight
-from jurymast.core.foresight import Foreseen, Need
+from jurymast.core.foresight import Foreseen, Need, Room
 from jurymast.core.parity import Keeping
-from jurymast.keeper.limits import Room, size
+from jurymast.keeper.limits import size
+from jurymast.wire import messages as msg
 
 
 class Foresight:
@@ -20,19 +20,19 @@ class Foresight:
         self._foreseen: dict[str, Foreseen] = {}
         self._told: dict[str, Need] = {}
 
-    def joined(self, node: str, hello: Mapping[str, Any]) -> None:
+    def joined(self, node: str, room: Room | None) -> None:
         self._foreseen.pop(node, None)
-        if room := hello.get("room"):
-            self._rooms[node] = Room(int(room["bytes"]), str(room["limit"]))
+        if room is not None:
+            self._rooms[node] = room
 
     def lost(self, node: str) -> None:
         self._foreseen.pop(node, None)
         self._rooms.pop(node, None)
 
-    def hear(self, node: str, message: Mapping[str, Any]) -> None:
-        """All ranks of a node have said how large their states will be. KeyError, ...: malformed."""
-        self.joined(node, message)
-        self._foreseen[node] = Foreseen(int(message["image_bytes"]), int(message["own_bytes"]))
+    def hear(self, node: str, message: msg.Foreseen) -> None:
+        """All ranks of a node have said how large their states will be."""
+        self.joined(node, message.room)
+        self._foreseen[node] = Foreseen(message.image_bytes, message.own_bytes)
 
     def look(self, placement: Sequence[str], ranks_per_node: int, kept: Callable[[], Keeping]) -> None:
         """Once every node of the placement has been heard: tell, each shortage once."""

@@ -10,7 +10,7 @@ from jurymast.core.stacks import UNKNOWN, Stand
 from jurymast.core.state import RunState
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.watch import Watch
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
 
 
 class Hangs:
@@ -21,7 +21,7 @@ class Hangs:
         state: RunState,
         watch: Watch,
         progress: Progress,
-        tell: Callable[[str, Message], None],
+        tell: Callable[[str, msg.ToAgent], None],
         feed: Callable[[ev.Event], None],
         now: Callable[[], float],
     ) -> None:
@@ -58,8 +58,9 @@ class Hangs:
             self._looks.add(self._asked_at, {**self._silent(), **self._answers})
         self._number += 1
         self._asked, self._asked_at, self._answers = True, now, {}
+        look = msg.Look(attempt=self._state.attempt, number=self._number)
         for node in self._state.placement:
-            self._tell(node, {"do": "look", "attempt": self._state.attempt, "number": self._number})
+            self._tell(node, look)
 
     def _silent(self) -> dict[int, Stand]:
         """Ranks that gave no answer this time: their agent is slow, or their node in a bad state. Those of
@@ -72,12 +73,10 @@ class Hangs:
             for local in range(count)
         }
 
-    def hear(self, message: Message) -> None:
+    def hear(self, message: msg.Looked) -> None:
         """What a node's agent saw."""
-        if (message["attempt"], message["number"]) != (self._state.attempt, self._number):
-            return
-        for rank, kind, mark in zip(message["ranks"], message["kinds"], message["marks"], strict=False):
-            self._answers[rank] = Stand(kind, mark)
+        if (message.attempt, message.number) == (self._state.attempt, self._number):
+            self._answers.update(message.stands)
 
     def _tell_journal(self, verdict: HangVerdict, evidence: str) -> None:
         self._progress.report(forced=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 from jurymast.core import events as ev
 from jurymast.core.health import Finding
-from jurymast.wire.messages import Message
 
 MESSAGE_MAX = 1000
 _FIELDS = [
@@ -24,19 +23,12 @@ class Health:
         self._now = now
         self._known: dict[Key, Finding] = {}
 
-    def joined(self, node: str, hello: Message) -> None:
+    def joined(self, node: str, told: Iterable[Finding]) -> None:
         """What holds on a node whose agent has just (re)connected, and what has ended meanwhile."""
-        told = hello.get("health")
-        for values in told if isinstance(told, list) else []:
-            self.hear(node, {"finding": values})
+        for finding in told:
+            self.hear(node, finding)
 
-    def hear(self, node: str, message: Message) -> None:
-        """A malformed finding is noted."""
-        try:
-            finding = Finding.from_json(message["finding"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self._feed(ev.Noted(t=self._now(), node=node, message=f"malformed word on health: {error!r}"))
-            return
+    def hear(self, node: str, finding: Finding) -> None:
         key = (node, finding.probe, finding.code, finding.device)
         known = self._known.get(key)
         if known is not None and _is_same(known, finding):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jurymast.core.copies import Member, Source
+from jurymast.wire import messages as msg
 
 
 @dataclass
@@ -21,23 +21,18 @@ class Holder:
     retried: bool = False
 
 
-def spelled(sources: Iterable[Source], holders: Mapping[str, Holder]) -> list[dict[str, Any]]:
+def spelled(sources: Iterable[Source], holders: Mapping[str, Holder]) -> tuple[msg.Source, ...]:
     """With addresses, for a message. A node that has left is no source."""
-    found = []
-    for source in sources:
-        known = holders.get(source.node)
-        if known is not None:
-            one: dict[str, Any] = {
-                "tier": source.tier, "node": source.node, "hosts": [known.address], "port": known.port,
-                "part": source.part, "rank": source.rank,
-            }  # fmt: skip
-            if source.group:
-                one["group"] = list(source.group)
-                one["members"] = spelled_members(source.members, holders)
-            found.append(one)
-    return found
+    return tuple(
+        msg.Source(
+            tier=source.tier, node=source.node, hosts=(known.address,), port=known.port, part=source.part,
+            rank=source.rank, group=source.group, members=spelled_members(source.members, holders),
+        )
+        for source in sources
+        if (known := holders.get(source.node)) is not None
+    )  # fmt: skip
 
 
-def spelled_members(members: Iterable[Member], holders: Mapping[str, Holder]) -> list[dict[str, Any]]:
+def spelled_members(members: Iterable[Member], holders: Mapping[str, Holder]) -> tuple[msg.Member, ...]:
     """Of a group, likewise."""
-    return [{"rank": one.rank, "sources": spelled(one.sources, holders)} for one in members]
+    return tuple(msg.Member(rank=one.rank, sources=spelled(one.sources, holders)) for one in members)

@@ -16,7 +16,7 @@ from jurymast.core.state import Phase, RunState
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.tiers import Tiers
 from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
 
 # So many nodes are told of a launch before others have their turn.
 AT_ONCE = 64
@@ -27,7 +27,7 @@ class Launching:
 
     def __init__(
         self, directory: RunDirectory, state: RunState, here: Mapping[str, Any], watch: Watch, tiers: Tiers,
-        tell: Callable[[str, Message], None], feed: Callable[[ev.Event], None], now: Callable[[], float],
+        tell: Callable[[str, msg.ToAgent], None], feed: Callable[[ev.Event], None], now: Callable[[], float],
     ) -> None:  # fmt: skip
         self._directory, self._state, self._here = directory, state, here
         self._watch, self._tiers = watch, tiers
@@ -99,14 +99,14 @@ class Launching:
     def _is_due(self, launch: Launch) -> bool:
         return (self._state.attempt, self._state.phase) == (launch.attempt, Phase.LAUNCHING)
 
-    def _message(self, launch: Launch, rank: int) -> Message:
+    def _message(self, launch: Launch, rank: int) -> msg.Launch:
         """For the node with group rank `rank`; its restore was planned."""
         count = self._state.ranks_per_node
         ranks = range(rank * count, (rank + 1) * count)
         plan, node = self._restore, launch.placement[rank]
-        return {
-            "do": "launch", "attempt": launch.attempt, "rank": rank, "world": len(launch.placement),
-            "master_address": launch.master_address, "master_port": launch.master_port,
-            "mtbf_s": launch.mtbf_s, "cold": bool(self._state.cold),
-            "restore": self._tiers.restore_message(plan, node, ranks) if plan else None,
-        }  # fmt: skip
+        return msg.Launch(
+            attempt=launch.attempt, rank=rank, world=len(launch.placement),
+            master_address=launch.master_address, master_port=launch.master_port,
+            mtbf_s=launch.mtbf_s, cold=bool(self._state.cold),
+            restore=self._tiers.restore_message(plan, node, ranks) if plan else None,
+        )  # fmt: skip

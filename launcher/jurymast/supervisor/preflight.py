@@ -10,7 +10,7 @@ from jurymast.core import events as ev
 from jurymast.core.instructions import Test
 from jurymast.core.preflight import ROUNDS_MAX, Alone, Pairing, judge, next_round
 from jurymast.core.state import Role, RunState
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
 
 # Shares of the time allowed: for tests alone, and for all of it, so that the verdicts come before its end.
 ALONE_SHARE = 0.5
@@ -26,7 +26,7 @@ class Preflight:
     def __init__(
         self,
         state: RunState,
-        tell: Callable[[str, Message], None],
+        tell: Callable[[str, msg.ToAgent], None],
         feed: Callable[[ev.Event], None],
         now: Callable[[], float],
     ) -> None:
@@ -34,16 +34,13 @@ class Preflight:
         self._current: Test | None = None
         self._alone: dict[str, Alone] = {}
         self._ports: dict[str, int] = {}
-        self._answers: dict[tuple[str, str], Message] = {}  # (name of the pair, node)
+        self._answers: dict[tuple[str, str], msg.TestedPair] = {}  # (name of the pair, node)
 
-    def hear(self, node: str, message: Message) -> None:
-        """Raises KeyError, TypeError or ValueError for what no agent of this version says."""
-        times = {str(measure): float(seconds) for measure, seconds in message["times"].items()}
-        if message["pair"]:
-            self._answers[message["pair"], node] = {"times": times, "error": str(message["error"])}
+    def hear(self, node: str, message: msg.TestedAlone | msg.TestedPair) -> None:
+        if isinstance(message, msg.TestedPair):
+            self._answers[message.name, node] = message
         else:
-            self._ports[node] = int(message["port"])
-            self._alone[node] = Alone(times, str(message["wrong"]), str(message["error"]))
+            self._ports[node], self._alone[node] = message.port, message.found
 
     async def carry_out(self, order: Test) -> None:
         began = time.monotonic()
@@ -61,8 +58,9 @@ class Preflight:
                     break
                 played += await self._play(number, pairs, left_s)
         finally:
+            over = msg.TestOver()
             for name in nodes:
-                self._tell(name, {"do": "test", "test": "over"})
+                self._tell(name, over)
         if self._current is order:
             self._tell_verdicts(order, nodes, played, time.monotonic() - began)
 
@@ -83,9 +81,9 @@ class Preflight:
             if not missing:
                 return
             if time.monotonic() >= asked_at + REPEAT_S:
-                asked_at = time.monotonic()
+                asked_at, test = time.monotonic(), msg.TestAlone(limit_s=order.limit_s)
                 for name in missing:
-                    self._tell(name, {"do": "test", "test": "alone", "limit_s": order.limit_s})
+                    self._tell(name, test)
             await asyncio.sleep(LOOK_S)
 
     def _is_here(self, name: str) -> bool:
@@ -97,11 +95,10 @@ class Preflight:
         """All pairs at the same time, as long as the slowest takes or `limit_s`."""
         names = {f"{number}-{first}-{second}": (first, second) for first, second in pairs}
         for name, (first, second) in names.items():
-            meeting = {"name": name, "host": self._state.nodes[first].address, "port": self._ports[first]}
+            host, port = self._state.nodes[first].address, self._ports[first]
             for rank, node in enumerate((first, second)):
-                self._tell(
-                    node, {"do": "test", "test": "pair", **meeting, "rank": rank, "limit_s": 0.9 * limit_s}
-                )
+                test = msg.TestPair(name=name, host=host, port=port, rank=rank, limit_s=0.9 * limit_s)
+                self._tell(node, test)
         end = time.monotonic() + limit_s
         expected = {(name, node) for name, pair in names.items() for node in pair}
         while time.monotonic() < end and any(
@@ -112,10 +109,10 @@ class Preflight:
 
     def _outcome(self, name: str, pair: tuple[str, str]) -> Pairing:
         answers = [self._answers.get((name, node)) for node in pair]
-        errors = [answer["error"] if answer else "no answer in time" for answer in answers]
+        errors = [answer.error if answer else "no answer in time" for answer in answers]
         if any(errors):
             return Pairing(pair, error="; ".join(error for error in errors if error))
-        first, second = (answer["times"] for answer in answers if answer)
+        first, second = (answer.times for answer in answers if answer)
         return Pairing(
             pair, {measure: max(first[measure], second[measure]) for measure in first if measure in second}
         )

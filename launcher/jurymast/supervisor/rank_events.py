@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from jurymast.core import events as ev
 from jurymast.core.state import RunState
+from jurymast.errors import never
 from jurymast.supervisor.tiers import Tiers
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
+from jurymast.wire.messages import ranks
 
 
 @dataclass
@@ -20,27 +22,37 @@ class RankEvents:
     feed: Callable[[ev.Event], None]
     now: Callable[[], float]
 
-    def hear(self, node: str, message: Message) -> None:
-        """A malformed one is noted."""
-        told, attempt = message["event"], message["attempt"]
-        if told.get("event") == "Skipped":
-            self.tiers.skipped(int(told["step"]), self._rank_of(node, told), str(told.get("why", "")))
-            return
-        fields = {key: value for key, value in told.items() if key not in ("local_rank", "t")}
-        if fields.get("event") == "ColdStart":
-            if self.state.cold:
-                return
-            fields |= {"node": node, "rank": self._rank_of(node, told)}
-        elif fields.get("event") not in ("Saved", "Restored"):
-            return
-        try:
-            event = ev.from_json({**fields, "t": self.now(), "attempt": attempt})
-        except (KeyError, TypeError) as error:
-            event = ev.Noted(t=self.now(), node=node, message=f"malformed event from a rank: {error}")
-        self.feed(event)
-        if isinstance(event, ev.Restored):
-            self.tiers.restored(event.attempt, event.step, event.tier)
+    def hear(self, node: str, message: msg.RankEvent) -> None:
+        said, attempt = message.event, message.attempt
+        match said:
+            case ranks.Saved():
+                self.feed(
+                    ev.Saved(
+                        t=self.now(), attempt=attempt, step=said.step, tier=said.tier, ok=said.ok,
+                        stall_s=said.stall_s, size_bytes=said.size_bytes, error=said.error,
+                    )
+                )  # fmt: skip
+            case ranks.Restored():
+                self.feed(
+                    ev.Restored(
+                        t=self.now(), attempt=attempt, step=said.step, tier=said.tier, seconds=said.seconds,
+                        size_bytes=said.size_bytes, skipped=said.skipped,
+                    )
+                )  # fmt: skip
+                self.tiers.restored(attempt, said.step, said.tier)
+            case ranks.ColdStart():
+                if not self.state.cold:
+                    rank = self._rank(node, said.local_rank)
+                    self.feed(
+                        ev.ColdStart(
+                            t=self.now(), attempt=attempt, node=node, rank=rank, why=said.why,
+                            seconds=said.seconds,
+                        )
+                    )  # fmt: skip
+            case ranks.Skipped():
+                self.tiers.skipped(said.step, self._rank(node, said.local_rank), said.why)
+            case _:
+                never(said)
 
-    def _rank_of(self, node: str, event: Message) -> int:
-        place = self.state.places.get(node, 0)
-        return place * self.state.ranks_per_node + int(event.get("local_rank") or 0)
+    def _rank(self, node: str, local_rank: int) -> int:
+        return self.state.places.get(node, 0) * self.state.ranks_per_node + local_rank

@@ -11,7 +11,7 @@ from jurymast.core import events as ev
 from jurymast.core.health import Finding, Verdict
 from jurymast.core.state import Phase, RunState
 from jurymast.errors import ClusterUnavailableError
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
 
 # munge on a busy node; the health check looks every few minutes anyway.
 ANSWER_LIMIT_S = 30.0
@@ -24,7 +24,7 @@ class SickNodes:
     def __init__(
         self,
         state: RunState,
-        tell: Callable[[str, Message], None],
+        tell: Callable[[str, msg.ToAgent], None],
         feed: Callable[[ev.Event], None],
         now: Callable[[], float],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
@@ -46,11 +46,11 @@ class SickNodes:
         if finding is not None and job.isdigit() and self._state.settings.bad_nodes != "report":
             self._spawn(self._hand_over(name, job, finding))
 
-    def answered(self, node: str, message: Message) -> None:
+    def answered(self, node: str, message: msg.VerdictLeft) -> None:
         """The agent has left a verdict, or says why it could not."""
         waiting = self._answers.get(node)
         if waiting is not None and not waiting.done():
-            waiting.set_result(str(message.get("why", "")))
+            waiting.set_result(message.why)
 
     async def _hand_over(self, name: str, job: str, finding: Finding) -> None:
         if self._state.settings.bad_nodes == "drain":
@@ -75,7 +75,7 @@ class SickNodes:
     async def _tell_site(self, name: str, job: str, finding: Finding) -> None:
         """By the agent on the node itself: there the verdict's place may be on a disk of its own."""
         answer = self._answers[name] = asyncio.get_running_loop().create_future()
-        self._tell(name, {"do": "verdict", "job": job, "finding": finding.to_json()})
+        self._tell(name, msg.LeaveVerdict(job=job, finding=finding))
         try:
             why = await asyncio.wait_for(answer, ANSWER_LIMIT_S)
         except asyncio.TimeoutError:

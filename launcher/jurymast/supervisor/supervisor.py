@@ -10,9 +10,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
+
+from msgspec.structs import asdict
 
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
 from jurymast.cluster.batch import SIGNALS
@@ -22,7 +23,7 @@ from jurymast.core.copies import SHARED
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
-from jurymast.errors import SubmissionError
+from jurymast.errors import SubmissionError, never
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.asks import Asks
@@ -41,29 +42,15 @@ from jurymast.supervisor.stragglers import Stragglers
 from jurymast.supervisor.tiers import Tiers
 from jurymast.supervisor.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
 from jurymast.wire import endpoint
+from jurymast.wire import messages as msg
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection, listen
-from jurymast.wire.messages import Beat, Message
+from jurymast.wire.strangers import Strangers
 
 # While a run just runs, only silence is looked for at every look; the rest at every so many.
 STEADY_LOOKS = 3
 # An agent whose connection broke but that lives is back sooner than this.
 RECONNECT_GRACE_S = 0.25
-HELLO_KEYS = {
-    "node",
-    "allocation",
-    "address",
-    "incarnation",
-    "pid",
-    "boot_id",
-    "gpus",
-    "attempt",
-    "ranks",
-    "store_port",
-    "pids",
-    "data_port",
-    "copies",
-}
 LEAVE_LIMIT_S = 4.0
 # How long the nodes are kept for the newest checkpoint to get to shared storage, by how the run ends. Slurm
 # kills 30 s (KillWait) after a SIGTERM unless the partition's GraceTime says otherwise.
@@ -103,7 +90,7 @@ class Supervisor:
         self._preflight = Preflight(state, self._tell, self.feed, self.now)
         self._stragglers = Stragglers(state, self.feed, self.now, self._spawn, self._cadence.save_first)
         self._sick = SickNodes(state, self._tell, self.feed, self.now, self._spawn)
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, Channel[msg.Said]] = {}
         self._node = ""
         self._allocation = ""
         self._isolated_since: float | None = None
@@ -111,6 +98,7 @@ class Supervisor:
             directory, state, self._channels, self._watch, self._tiers, self._tell, self.feed, self.now
         )
         self._answered: dict[str, float] = {}
+        self._strangers = Strangers(self._note)
         self._lateness = Lateness(state.settings.heartbeat_s, self.feed, self.now)
         self._replicating = False
         self._terminating = False
@@ -149,10 +137,11 @@ class Supervisor:
             self._spawn(self._launching.carry_out(instruction))
         elif isinstance(instruction, StopWorkers):
             self._watch.attempt_over(self.state)
+            stop = msg.Stop(attempt=instruction.attempt, stacks=instruction.stacks)
             for node in instruction.nodes:
-                self._tell(node, {"do": "stop", "attempt": instruction.attempt, "stacks": instruction.stacks})
+                self._tell(node, stop)
         elif isinstance(instruction, Dismiss):
-            self._tell(instruction.node, {"do": "dismiss"})
+            self._tell(instruction.node, msg.Dismiss())
             self._sick.dismissed(instruction.node)
         elif isinstance(instruction, Test):
             self._spawn(self._preflight.carry_out(instruction))
@@ -161,7 +150,7 @@ class Supervisor:
         ):  # the batch process requeues, once its agents are gone
             self._spawn(self._leave())
 
-    def _tell(self, node: str, message: Message) -> None:
+    def _tell(self, node: str, message: msg.ToAgent) -> None:
         connection = self._channels.get(node)
         if connection is not None:
             connection.send(message)
@@ -331,21 +320,21 @@ class Supervisor:
     async def _serve(self, door: Door, come: Connection) -> None:
         if (entered := await door.enter(come)) is None:
             return
-        connection, hello = entered
-        if hello.get("say") == "ask":
-            await self._asks.answer(connection, hello)
-        elif hello.get("say") == "hello" and hello.keys() >= HELLO_KEYS:
-            if hello["allocation"] == self._allocation:
-                await self._serve_agent(connection, hello)
-            else:  # of an allocation that the run has given back
-                connection.send({"do": "leave"})
+        connection, first = entered
+        match first:
+            case msg.Ask():
+                await self._asks.answer(connection, first)
+            case msg.Hello() if first.allocation == self._allocation:
+                await self._serve_agent(connection, first)
+            case msg.Hello():  # of an allocation that the run has given back
+                connection.send(msg.Leave())
                 await connection.drain()
-        else:
-            print(f"refused {connection.peer_address}: not a greeting of this version", flush=True)
+            case _:
+                never(first)
         connection.close()
 
-    async def _serve_agent(self, connection: Channel, hello: Message) -> None:
-        node = hello["node"]
+    async def _serve_agent(self, connection: Channel[msg.Said], hello: msg.Hello) -> None:
+        node = hello.node
         before = self._channels.get(node)
         self._channels[node] = connection
         if before is not None:
@@ -354,13 +343,14 @@ class Supervisor:
         self._tiers.joined(node, hello)
         self.feed(
             ev.NodeJoined(
-                t=self.now(), node=node, address=hello["address"], incarnation=hello["incarnation"],
-                pid=hello["pid"], boot_id=hello["boot_id"], gpus=hello["gpus"],
+                t=self.now(), node=node, address=hello.address, incarnation=hello.incarnation,
+                pid=hello.pid, boot_id=hello.boot_id, gpus=hello.gpus,
             )
         )  # fmt: skip
-        self._health.joined(node, hello)
+        self._health.joined(node, hello.health)
         self._catch_up(node, hello)
         why = await connection.listen(partial(self._hear, node))
+        self._strangers.left(node)
         print(f"{node}: {type(why).__name__}: {why}", flush=True)
         if self._channels.get(node) is connection:
             del self._channels[node]
@@ -369,9 +359,9 @@ class Supervisor:
             if node not in self._channels and node in self._watch.nodes and not leaving:
                 self._lose(node, "closed", silent_s=RECONNECT_GRACE_S)
 
-    def _catch_up(self, node: str, hello: Message) -> None:
+    def _catch_up(self, node: str, hello: msg.Hello) -> None:
         """What the agent may have said, or been told, while no connection was there."""
-        attempt, ranks = hello["attempt"], hello["ranks"]
+        attempt, ranks = hello.attempt, hello.ranks
         if attempt > self.state.attempt:
             self.feed(ev.AttemptFound(t=self.now(), node=node, attempt=attempt))
         current = attempt == self.state.attempt
@@ -380,22 +370,22 @@ class Supervisor:
             if ranks == "finished" and current and placed:
                 self.feed(ev.NodeFinished(t=self.now(), node=node, attempt=attempt))
             elif current and placed and self.state.phase in (Phase.RUNNING, Phase.STOPPING):
-                self._stopped(node, attempt, hello["store_port"])
+                self._stopped(node, attempt, hello.store_port)
             else:
-                self.feed(ev.NodeReady(t=self.now(), node=node, store_port=hello["store_port"]))
+                self.feed(ev.NodeReady(t=self.now(), node=node, store_port=hello.store_port))
         elif ranks == "warming" and current and placed:  # its host died, and with it the ranks
             self._stopped(node, attempt, 0)
         elif ranks == "running" and current and placed:
-            self.feed(ev.WorkersStarted(t=self.now(), node=node, attempt=attempt, pids=tuple(hello["pids"])))
+            self.feed(ev.WorkersStarted(t=self.now(), node=node, attempt=attempt, pids=hello.pids))
         elif ranks in ("running", "starting") and not (current and placed):
-            self._tell(node, {"do": "dismiss"})
+            self._tell(node, msg.Dismiss())
         if placed:
             self._send_again(node, attempt)
 
     def _send_again(self, node: str, attempt: int) -> None:
         """What the agent, whose newest attempt is this one, may not have been told."""
         if self.state.phase is Phase.STOPPING and node not in self.state.stopped:
-            self._tell(node, {"do": "stop", "attempt": self.state.attempt})
+            self._tell(node, msg.Stop(attempt=self.state.attempt))
         self._launching.tell_again(node, attempt)
 
     def _stops(self) -> None:
@@ -412,53 +402,63 @@ class Supervisor:
         self._stops()
         self.feed(ev.WorkersStopped(t=self.now(), node=node, attempt=attempt, store_port=store_port))
 
-    def _beat(self, node: str, beat: Beat) -> None:
+    def _beat(self, node: str, beat: msg.Beat) -> None:
         self._watch.beat(node, beat)
         self._cadence.beat(node, beat)
         self._stragglers.beat(node, beat)
         now = time.monotonic()
         if now >= self._answered.get(node, -math.inf) + self._lateness.answer_every_s:
             self._answered[node] = now
-            self._tell(node, {"do": "go on", "time": time.time(), "patience_s": self._lateness.patience_s})
+            self._tell(node, msg.GoOn(time=time.time(), patience_s=self._lateness.patience_s))
 
-    def _hear(self, node: str, message: Message | Beat) -> None:
-        if isinstance(message, Beat):
+    def _hear(self, node: str, message: msg.Said) -> None:
+        if isinstance(message, msg.Beat):
             self._beat(node, message)
             return
-        said, now = message["say"], self.now()
-        if said == "ready":
-            self.feed(ev.NodeReady(t=now, node=node, store_port=message["store_port"]))
-        elif said == "started":
-            self.feed(
-                ev.WorkersStarted(t=now, node=node, attempt=message["attempt"], pids=tuple(message["pids"]))
-            )
-        elif said == "failed":
-            self._stops()
-            self.feed(ev.from_json({**message, "event": "WorkerFailed", "t": now, "node": node}))
-        elif said == "looked":
-            self._hangs.hear(message)
-        elif said == "stacks":
-            self.feed(ev.from_json({**message, "event": "StacksTaken", "t": now, "node": node}))
-        elif said == "stopped":
-            self._stopped(node, message["attempt"], message["store_port"])
-        elif said == "finished":
-            if self._is_last(self.state.finished):
-                self._progress.report(forced=True)
-            self.feed(ev.NodeFinished(t=now, node=node, attempt=message["attempt"]))
-        elif said == "health":
-            self._health.hear(node, message)
-        elif said == "event":
-            self._rank_events.hear(node, message)
-        elif said == "verdict":
-            self._sick.answered(node, message)
-        elif said == "terminated":
-            self._spawn(self._agent_terminated(node))
-        elif said == "hangs up":  # it heard nothing here, and is back once it has looked for a supervisor
-            self._hung_up(node)
-        elif said == "leaving":
-            self._lose(node, "left", evidence=message["why"])
-        else:
-            self._hear_of_copies(node, message)
+        now = self.now()
+        match message:
+            case msg.Ready():
+                self.feed(ev.NodeReady(t=now, node=node, store_port=message.store_port))
+            case msg.Started():
+                started = ev.WorkersStarted(t=now, node=node, attempt=message.attempt, pids=message.pids)
+                self.feed(started)
+            case msg.Failed():
+                self._stops()
+                self.feed(ev.WorkerFailed(t=now, node=node, **asdict(message)))
+            case msg.Looked():
+                self._hangs.hear(message)
+            case msg.Stacks():
+                flights = tuple(one.to_json() for one in message.flights)
+                self.feed(ev.StacksTaken(t=now, node=node, **{**asdict(message), "flights": flights}))
+            case msg.Stopped():
+                self._stopped(node, message.attempt, message.store_port)
+            case msg.Finished():
+                if self._is_last(self.state.finished):
+                    self._progress.report(forced=True)
+                self.feed(ev.NodeFinished(t=now, node=node, attempt=message.attempt))
+            case msg.Health():
+                self._health.hear(node, message.finding)
+            case msg.RankEvent():
+                self._rank_events.hear(node, message)
+            case msg.VerdictLeft():
+                self._sick.answered(node, message)
+            case msg.Terminated():
+                self._spawn(self._agent_terminated(node))
+            case msg.HangsUp():  # it heard nothing here, and is back once it has looked for a supervisor
+                self._hung_up(node)
+            case msg.Leaving():
+                self._lose(node, "left", evidence=message.why)
+            case msg.TestedAlone() | msg.TestedPair():
+                self._preflight.hear(node, message)
+            case msg.Strange():
+                self._strangers.heard(node, message)
+            case msg.Hello() | msg.Ask():
+                self._strangers.heard(node, msg.out_of_place(message))
+            case _:
+                self._tiers.hear(node, message)
+
+    def _note(self, node: str, text: str) -> None:
+        self.feed(ev.Noted(t=self.now(), node=node, message=text))
 
     def _hung_up(self, node: str) -> None:
         connection = self._channels.pop(node, None)
@@ -467,15 +467,7 @@ class Supervisor:
         if node in self._watch.nodes:
             self._watch.expect(node, len(self.state.nodes))
 
-    def _hear_of_copies(self, node: str, message: Message) -> None:
-        try:
-            about = self._preflight if message["say"] == "tested" else self._tiers
-            about.hear(node, message)
-        except (KeyError, TypeError, ValueError) as error:
-            note = f"malformed word ({message['say']}): {error!r}"
-            self.feed(ev.Noted(t=self.now(), node=node, message=note))
-
-    def _how(self) -> Message:
+    def _how(self) -> msg.Condition:
         """What the journal does not tell while it cannot be written."""
         state, error = self.state, self._journal.error
         waits = ""
@@ -483,11 +475,11 @@ class Supervisor:
             known = state.saved.get(SHARED)
             why = f": {known.error}" if known is not None and known.error else ""
             waits = f"{self._tiers.unsaved_text()} is on its way to {self._directory.checkpoints}{why}"
-        return {
-            "state": state.public_state, "waits": waits, "journal": (error.strerror or "") if error else "",
-            "step": state.step if state.first_step_at is not None else state.best_step,
-            "alerts": [asdict(alert) for alert in state.alerts],
-        }  # fmt: skip
+        return msg.Condition(
+            state=state.public_state, waits=waits, journal=(error.strerror or "") if error else "",
+            step=state.step if state.first_step_at is not None else state.best_step,
+            alerts=tuple(state.alerts),
+        )  # fmt: skip
 
     # The end of an epoch.
 
@@ -543,8 +535,9 @@ class Supervisor:
             return
         self._leaving = True
         await self._secure()
+        leave = msg.Leave(over=self.state.ended)
         for connection in self._channels.values():
-            connection.send({"do": "leave", "over": self.state.ended})
+            connection.send(leave)
         end = time.monotonic() + LEAVE_LIMIT_S
         while self._channels and time.monotonic() < end:
             await asyncio.sleep(0.01)

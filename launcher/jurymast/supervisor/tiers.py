@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from jurymast.checkpoint.directory import Rollback
 from jurymast.core import copies as cp
@@ -20,11 +19,12 @@ from jurymast.core.copies import Copies, Key, RestorePlan
 from jurymast.core.durable import IDLE_SHARE, durable_every_s, late_after_s
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, Role, RunState
+from jurymast.errors import never
 from jurymast.keeper.page import REFUSED
 from jurymast.supervisor.foresight import Foresight
 from jurymast.supervisor.holders import Holder, spelled, spelled_members
 from jurymast.supervisor.retries import RETRY_S, Retries
-from jurymast.wire.messages import Message
+from jurymast.wire import messages as msg
 
 SHARED_PAUSE_MIN_S = 1.0
 # Looking at the copies of a hundred thousand ranks takes a while: at most a tenth of the time goes into it,
@@ -73,7 +73,7 @@ class Tiers:
     """
 
     state: RunState
-    tell: Callable[[str, Message], None]
+    tell: Callable[[str, msg.ToAgent], None]
     feed: Callable[[ev.Event], None]
     now: Callable[[], float]
     domains: dict[str, str] = field(default_factory=dict)
@@ -107,15 +107,15 @@ class Tiers:
 
     # ---- what agents say
 
-    def joined(self, node: str, hello: Mapping[str, Any]) -> None:
+    def joined(self, node: str, hello: msg.Hello) -> None:
         """An agent is here, for the first time or again: what it holds counts anew."""
         self.copies.drop_where(node=node)
-        self._nodes[node] = Holder(hello["address"], int(hello.get("data_port", 0)))
-        if hello.get("domain"):
-            self.domains[node] = str(hello["domain"])
-        self._foresight.joined(node, hello)
+        self._nodes[node] = Holder(hello.address, hello.data_port)
+        if hello.domain:
+            self.domains[node] = hello.domain
+        self._foresight.joined(node, hello.room)
         self._ordered.pop(node, None)
-        self._held(node, hello.get("copies", ()))
+        self._held(node, hello.copies)
 
     def lost(self, node: str) -> None:
         self.copies.drop_where(node=node)
@@ -126,51 +126,47 @@ class Tiers:
             if node in drain.waiting:
                 self._drained(drain, node, f"node {node} was lost")
 
-    def hear(self, node: str, message: Mapping[str, Any]) -> bool:
-        """True when the message was about checkpoints. KeyError, TypeError, ValueError: malformed."""
-        said = message["say"]
-        if said == "held":
-            self._held(node, message["copies"])
-        elif said == "dropped":
-            for copy in cp.from_report(node, message["copy"]):
-                self.copies.drop(copy)
-            self._order_anew()
-            if message["why"]:
-                self._note(node, f"a copy is no copy any more: {message['why']}")
-        elif said == "refused":
-            if node in self._nodes:
-                self._nodes[node].full = True
-                self._nodes[node].packed |= bool(message.get("group"))
-                self._dirty = True
-            self._note(node, message["why"])
-        elif said == "foreseen":
-            self._foresight.hear(node, message)
-            self._foresight.look(self.state.placement, self.state.ranks_per_node, self._kept)
-        elif said == "prefetched":
-            self._prefetched(node, message)
-        elif said == "unreplicated":
-            key = (int(message["step"]), int(message["attempt"]))
-            group = tuple(message.get("group") or ())
-            self._ordered.get(node, set()).discard((key, message["part"], int(message["rank"]), group))
-            self._retry_at = self._gather_at = self.now() + RETRY_S
-            self._note(node, f"rank {message['rank']} has no replica of step {key[0]}: {message['why']}")
-        elif said == "bad image":
-            self.skipped(int(message["step"]), int(message["rank"]), message["why"])
-        elif said == "unrestorable":
-            self._note(node, f"rank {message['rank']} cannot be restored from memory: {message['why']}")
-        elif said == "drained":
-            self._hear_drained(node, message)
-        else:
-            return False
-        return True
+    def hear(self, node: str, message: msg.AboutCheckpoints) -> None:
+        match message:
+            case msg.Held():
+                self._held(node, message.copies)
+            case msg.Dropped():
+                for copy in message.copy.on(node):
+                    self.copies.drop(copy)
+                self._order_anew()
+                if message.why:
+                    self._note(node, f"a copy is no copy any more: {message.why}")
+            case msg.Refused():
+                if node in self._nodes:
+                    self._nodes[node].full = True
+                    self._nodes[node].packed |= bool(message.group)
+                    self._dirty = True
+                self._note(node, message.why)
+            case msg.Foreseen():
+                self._foresight.hear(node, message)
+                self._foresight.look(self.state.placement, self.state.ranks_per_node, self._kept)
+            case msg.Prefetched():
+                self._prefetched(node, message)
+            case msg.Unreplicated():
+                key = message.step, message.attempt
+                self._ordered.get(node, set()).discard((key, message.part, message.rank, message.group))
+                self._retry_at = self._gather_at = self.now() + RETRY_S
+                self._note(node, f"rank {message.rank} has no replica of step {key[0]}: {message.why}")
+            case msg.Unrestorable():
+                self._note(node, f"rank {message.rank} cannot be restored from memory: {message.why}")
+            case msg.Drained():
+                self._hear_drained(node, message)
+            case _:
+                never(message)
 
     def skipped(self, step: int, rank: int, why: str) -> None:
         """A rank could not save: then the step will never be complete."""
         if self._void == (step, self.state.attempt):
             return
         self._void = (step, self.state.attempt)
+        void = msg.Void(step=step, attempt=self.state.attempt)
         for node in self.state.placement:
-            self.tell(node, {"do": "void", "step": step, "attempt": self.state.attempt})
+            self.tell(node, void)
         self.feed(
             ev.Saved(
                 t=self.now(), attempt=self.state.attempt, step=step, tier=cp.MEMORY, ok=False, stall_s=0.0,
@@ -180,16 +176,15 @@ class Tiers:
         if why == REFUSED:  # its state outgrew the node: started again, all ranks save to storage
             self.feed(ev.Asked(t=self.now(), what="restart", by=f"jurymast, because rank {rank}: {why}"))
 
-    def _held(self, node: str, reports: Any) -> None:
+    def _held(self, node: str, reports: Iterable[msg.CopyReport]) -> None:
         for report in reports:
-            copies = cp.from_report(node, report)
+            copies = report.on(node)
             copy = copies[0]
             if any(back.voids(copy.step, copy.attempt) for back in self.rollbacks):
                 continue
             for copy in copies:
                 self.copies.hold(copy)
-            stall_s = float(report.get("stall_s") or 0.0)
-            self._stalls[copy.key] = max(self._stalls.get(copy.key, 0.0), stall_s)
+            self._stalls[copy.key] = max(self._stalls.get(copy.key, 0.0), report.stall_s)
         self._dirty = True
         if self._commit():
             self.look()  # until it is replicated, a lost node costs the step
@@ -197,13 +192,13 @@ class Tiers:
     def _note(self, node: str, text: str) -> None:
         self.feed(ev.Noted(t=self.now(), node=node, message=text))
 
-    def _prefetched(self, node: str, message: Mapping[str, Any]) -> None:
+    def _prefetched(self, node: str, message: msg.Prefetched) -> None:
         """Only what did not go as planned is worth a line."""
-        if message.get("passed_over"):
+        if message.passed_over:
             self.feed(
                 ev.Fetched(
-                    t=self.now(), attempt=self.state.attempt, node=node, rank=int(message["rank"]),
-                    tiers=dict(message["tiers"]), why=tuple(message["passed_over"]),
+                    t=self.now(), attempt=self.state.attempt, node=node, rank=message.rank,
+                    tiers=message.tiers, why=message.passed_over,
                 )
             )  # fmt: skip
 
@@ -318,15 +313,12 @@ class Tiers:
             packed={name for name, node in self._nodes.items() if node.packed},
         )  # fmt: skip
 
-    def _replication(self, key: Key, order: cp.Replication) -> Message:
-        message: Message = {
-            "do": "replicate", "step": key[0], "attempt": key[1], "rank": order.rank, "part": order.part,
-            "sources": spelled(order.sources, self._nodes),
-        }  # fmt: skip
-        if order.group:
-            message["group"] = list(order.group)
-            message["members"] = spelled_members(order.members, self._nodes)
-        return message
+    def _replication(self, key: Key, order: cp.Replication) -> msg.Replicate:
+        return msg.Replicate(
+            step=key[0], attempt=key[1], rank=order.rank, part=order.part,
+            sources=spelled(order.sources, self._nodes), group=order.group,
+            members=spelled_members(order.members, self._nodes),
+        )  # fmt: skip
 
     def _make_room(self, key: Key, order: cp.Replication) -> None:
         """Whole replicas that a full node has of some of a group are in the way of the XOR of all of it."""
@@ -342,8 +334,8 @@ class Tiers:
         for copy in useless:
             self.copies.drop(copy)
         if useless:
-            images = [{"step": key[0], "attempt": key[1], "rank": copy.rank} for copy in useless]
-            self.tell(order.holder, {"do": "forget", "images": images})
+            ranks = tuple(copy.rank for copy in useless)
+            self.tell(order.holder, msg.Forget(step=key[0], attempt=key[1], ranks=ranks))
 
     def _settle(self, key: Key, safe: bool) -> None:
         """Every part is on as many nodes as wanted, or (not `safe`) as have memory for it: agents may give
@@ -356,8 +348,9 @@ class Tiers:
             self._told_safe, self._tell_safe_at = key, self.now() + min(SAFE_TOLD_EVERY_S, age_s / SAFE_TOLD)
             took_s = self.now() - self._committed_at
             self._told(cp.PEER, key, self.copies.replica_bytes(key), seconds=took_s)
+        committed = msg.Committed(step=key[0], attempt=key[1])
         for node in self._nodes:
-            self.tell(node, {"do": "committed", "step": key[0], "attempt": key[1]})
+            self.tell(node, committed)
         for other in self.copies.newest_first():
             if cp.age(other) < cp.age(key):
                 self._ask_again(other)
@@ -435,10 +428,10 @@ class Tiers:
             lead = 0 in ranks or tier == cp.OBJECT
             self.tell(
                 node,
-                {
-                    "do": "drain", "id": name, "tier": tier, "step": key[0], "attempt": key[1],
-                    "ranks": ranks, "world": self.copies.world(key), "lead": lead,
-                },
+                msg.Drain(
+                    id=name, tier=tier, step=key[0], attempt=key[1], ranks=tuple(ranks),
+                    world=self.copies.world(key), lead=lead,
+                ),
             )  # fmt: skip
         return True
 
@@ -454,12 +447,12 @@ class Tiers:
         whole.sort(key=lambda copy: (copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
         return whole[0].node if whole else ""
 
-    def _hear_drained(self, node: str, message: Mapping[str, Any]) -> None:
-        drain = self._drains.get(message["tier"])
-        if drain is None or drain.id != message["id"]:
+    def _hear_drained(self, node: str, message: msg.Drained) -> None:
+        drain = self._drains.get(message.tier)
+        if drain is None or drain.id != message.id:
             return
-        drain.size_bytes += int(message.get("size_bytes") or 0)
-        self._drained(drain, node, "" if message["ok"] else f"{node}: {message['why']}")
+        drain.size_bytes += message.size_bytes
+        self._drained(drain, node, "" if message.ok else f"{node}: {message.why}")
 
     def _drained(self, drain: Drain, node: str, why: str) -> None:
         """A node is done with a drain, or will never be."""
@@ -468,8 +461,9 @@ class Tiers:
         drain.waiting.discard(node)
         drain.why = drain.why or why
         if drain.why:
+            cancel = msg.CancelDrain(id=drain.id)
             for other in sorted(drain.waiting):
-                self.tell(other, {"do": "cancel drain", "id": drain.id, "tier": drain.tier})
+                self.tell(other, cancel)
             drain.waiting.clear()
         if drain.waiting:
             return
@@ -494,8 +488,9 @@ class Tiers:
     def go_back(self, step: int) -> None:
         """Nothing newer than `step` is to be restored any more, nor what ranks save before they stop."""
         self.rollbacks.append(Rollback(step, self.state.attempt, self.now()))
+        forget = msg.ForgetNewer(step=step)
         for node in self._nodes:
-            self.tell(node, {"do": "forget newer", "step": step})
+            self.tell(node, forget)
         for key in self.copies.newest_first():
             if key[0] > step:
                 self.copies.drop_where(key)
@@ -533,13 +528,13 @@ class Tiers:
                 one: size for one, size in self.shared.items() if one[0] <= step or one[1] >= attempt
             }
 
-    def restore_message(self, plan: RestorePlan, node: str, ranks: range) -> Message | None:
+    def restore_message(self, plan: RestorePlan, node: str, ranks: range) -> msg.Restore | None:
         """The part of the plan for one node; None: its ranks look in the shared tier themselves."""
         if plan.tier != cp.MEMORY:
             return None
         key = plan.step, plan.attempt
-        sources = {str(rank): spelled(self.copies.sources(key, rank, node), self._nodes) for rank in ranks}
-        return {"step": plan.step, "attempt": plan.attempt, "ranks": sources}
+        sources = {rank: spelled(self.copies.sources(key, rank, node), self._nodes) for rank in ranks}
+        return msg.Restore(step=plan.step, attempt=plan.attempt, ranks=sources)
 
     # ---- before the nodes go
 

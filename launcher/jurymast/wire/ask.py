@@ -10,16 +10,17 @@ from jurymast.rundir import RunDirectory
 from jurymast.wire import channel
 from jurymast.wire.channel import Channel
 from jurymast.wire.endpoint import Endpoint, find
-from jurymast.wire.messages import Message
+from jurymast.wire.messages import Accepted, Answer, Ask, Condition, Declined, Strange, read_answer
 
 ASK_LIMIT_S = 5.0
+Answered = Accepted | Declined | Condition
 _UNREACHED = (OSError, asyncio.TimeoutError, JurymastError, ValueError)
 
 
 def ask(
     directory: RunDirectory, what: str, *, by: str, node: str = "", step: int | None = None
-) -> Message | None:
-    """The supervisor's answer, {"ok": bool, "why": text when refused}; None when no supervisor answers.
+) -> Answered | None:
+    """The supervisor's answer; None when no supervisor answers, or not in a way that is understood here.
 
     Raises RunDirectoryError when the run's secret cannot be read.
     """
@@ -27,31 +28,30 @@ def ask(
     secret = directory.secret()
     if place is None:
         return None
-    request: Message = {"say": "ask", "what": what, "by": by, "node": node}
-    if step is not None:
-        request["step"] = step
-    return asyncio.run(_ask(place, secret, request))
+    return asyncio.run(_ask(place, secret, Ask(what=what, by=by, node=node, step=step)))
 
 
-async def _ask(place: Endpoint, secret: bytes, request: Message) -> Message | None:
+async def _ask(place: Endpoint, secret: bytes, request: Ask) -> Answered | None:
     connection = await _reach(place, secret)
     if connection is None:
         return None
     try:
         connection.send(request)
-        return await asyncio.wait_for(connection.receive(), ASK_LIMIT_S)
+        answer = await asyncio.wait_for(connection.receive(), ASK_LIMIT_S)
+        return None if isinstance(answer, Strange) else answer
     except _UNREACHED:
         return None
     finally:
         connection.close()
 
 
-async def _reach(place: Endpoint, secret: bytes) -> Channel | None:
+async def _reach(place: Endpoint, secret: bytes) -> Channel[Answer] | None:
     """The first of the endpoint's hosts that proves to be the supervisor; all are tried at once."""
     attempts = [
-        asyncio.ensure_future(channel.connect(host, place.port, secret, ASK_LIMIT_S)) for host in place.hosts
+        asyncio.ensure_future(channel.connect(host, place.port, secret, read_answer, ASK_LIMIT_S))
+        for host in place.hosts
     ]
-    chosen: Channel | None = None
+    chosen: Channel[Answer] | None = None
     for attempt in asyncio.as_completed(attempts):
         with contextlib.suppress(*_UNREACHED):
             chosen = await attempt

@@ -17,19 +17,23 @@ import hmac
 import secrets
 import struct
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import connection
 from jurymast.wire.connection import Connection
-from jurymast.wire.messages import Beat, Message, decode, decode_object, encode
+from jurymast.wire.messages import encode
 from jurymast.wire.seal import TAG_BYTES, Seal
 
-MAGIC = b"jurymast/2\n"
+MAGIC = b"jurymast/3\n"
 NONCE_BYTES = 32
 HEAD_BYTES = 4 + TAG_BYTES
 FRAME_BYTES_MAX = 4 * 1024 * 1024
 HANDSHAKE_LIMIT_S = 5.0
+
+Hears = TypeVar("Hears")
 
 
 def digest(secret: bytes, *parts: bytes) -> bytes:
@@ -37,31 +41,35 @@ def digest(secret: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, b"|".join(parts), "sha256")
 
 
-class Channel:
-    """One authenticated connection. `receive` raises ConnectionError at its end."""
+class Channel(Generic[Hears]):
+    """One authenticated connection. `read` makes a message of what the other side has sealed, and raises
+    nothing; `receive` raises ConnectionError at the connection's end."""
 
-    def __init__(self, connection: Connection, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(
+        self, connection: Connection, send_key: bytes, receive_key: bytes, read: Callable[[bytes], Hears]
+    ) -> None:
         self._connection = connection
         self._sealing = Seal(send_key)
         self._opening = Seal(receive_key)
+        self._read = read
         self.peer_address = connection.peer_address
 
     @property
     def local_address(self) -> str:
         return self._connection.local_address
 
-    def send(self, message: Message | Beat) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Queue a message; never blocks. A dead connection shows at `receive`."""
         payload = encode(message)
         self._connection.write(struct.pack(">I", len(payload)) + self._sealing.tag(payload) + payload)
 
-    async def receive(self) -> Message:
-        """The next message. Raises AuthenticationError, and ProtocolError for what is none."""
+    async def receive(self) -> Hears:
+        """The next message. Raises AuthenticationError, and ProtocolError for one that is too long."""
         while (payload := self._payload()) is None:
             await self._connection.more()
-        return decode_object(payload, self.peer_address)
+        return self._read(payload)
 
-    async def listen(self, hear: Callable[[Message | Beat], None]) -> Exception:
+    async def listen(self, hear: Callable[[Hears], None]) -> Exception:
         """Give every message to `hear` as soon as it is here; why that ended. Raises what `hear` raises."""
         why: Exception | None = None
         failure: Exception | None = None
@@ -72,7 +80,7 @@ class Channel:
                 try:
                     if (payload := self._payload()) is None:
                         return
-                    message = decode(payload, self.peer_address)
+                    message = self._read(payload)
                 except (AuthenticationError, ProtocolError) as error:
                     why = error
                     self._connection.abort()
@@ -115,7 +123,7 @@ class Channel:
         self._connection.close()
 
 
-async def accept(come: Connection, secret: bytes) -> Channel:
+async def accept(come: Connection, secret: bytes, read: Callable[[bytes], Hears]) -> Channel[Hears]:
     """Server side of the handshake. Raises AuthenticationError, ConnectionError or TimeoutError."""
     ours = secrets.token_bytes(NONCE_BYTES)
     come.write(MAGIC + ours)
@@ -125,10 +133,12 @@ async def accept(come: Connection, secret: bytes) -> Channel:
         raise AuthenticationError("a connection did not prove that it knows the run's secret")
     come.write(digest(secret, b"server", ours, theirs))
     to_server, to_client = (digest(secret, way, ours, theirs) for way in (b"to-server", b"to-client"))
-    return Channel(come, to_client, to_server)
+    return Channel(come, to_client, to_server, read)
 
 
-async def connect(host: str, port: int, secret: bytes, limit_s: float = HANDSHAKE_LIMIT_S) -> Channel:
+async def connect(
+    host: str, port: int, secret: bytes, read: Callable[[bytes], Hears], limit_s: float = HANDSHAKE_LIMIT_S
+) -> Channel[Hears]:
     """Connect and authenticate within `limit_s`. Raises OSError, TimeoutError or AuthenticationError."""
     made = await asyncio.wait_for(connection.connect(host, port), limit_s)
     try:
@@ -144,18 +154,22 @@ async def connect(host: str, port: int, secret: bytes, limit_s: float = HANDSHAK
         made.close()
         raise
     to_server, to_client = (digest(secret, way, theirs, ours) for way in (b"to-server", b"to-client"))
-    return Channel(made, to_server, to_client)
+    return Channel(made, to_server, to_client, read)
 
 
-async def connect_any(targets: Sequence[tuple[str, int]], secret: bytes, limit_s: float) -> Channel | None:
+async def connect_any(
+    targets: Sequence[tuple[str, int]], secret: bytes, read: Callable[[bytes], Hears], limit_s: float
+) -> Channel[Hears] | None:
     """The first of `targets` (host, port) that answers, all tried at once; None when none does in time."""
-    return await first_of([connect(host, port, secret, limit_s) for host, port in targets])
+    return await first_of([connect(host, port, secret, read, limit_s) for host, port in targets])
 
 
-async def first_of(ways: Sequence[Coroutine[Any, Any, Channel | None]]) -> Channel | None:
+async def first_of(
+    ways: Sequence[Coroutine[Any, Any, Channel[Hears] | None]],
+) -> Channel[Hears] | None:
     """The first connection that one of these comes to, all gone at once; None when none does."""
     tries = [asyncio.ensure_future(way) for way in ways]
-    found: Channel | None = None
+    found: Channel[Hears] | None = None
     try:
         for done in asyncio.as_completed(tries):
             try:

@@ -25,7 +25,7 @@ from jurymast.wire.channel import (
     NONCE_BYTES,
     digest,
 )
-from jurymast.wire.messages import Message, decode_object, encode
+from jurymast.wire.messages import Message, decode_object, encode_object
 from jurymast.wire.seal import TAG_BYTES, Seal
 
 SILENT_LIMIT_S = 10.0
@@ -42,7 +42,7 @@ class Stream:
         self._opening = Seal(receive_key)
 
     def send(self, message: Message) -> None:
-        payload = encode(message)
+        payload = encode_object(message)
         _send(self._connection, struct.pack(">I", len(payload)) + self._sealing.tag(payload) + payload)
 
     def receive(self) -> Message:

@@ -1,19 +1,9 @@
-"""What agents and the supervisor say to each other, as JSON.
-
-Heartbeats are most of it, and typed: `["beat", attempt, ranks, ...]`, each rank an array as well. All other
-messages are objects still, {"say": kind, ...} to the supervisor and {"do": order, ...} to an agent.
-"""
+"""Heartbeats. They are most of what agents say, and so are arrays: `["beat", attempt, ranks, ...]`, each rank
+one as well."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import msgspec
-
-from jurymast.errors import ProtocolError
-
-Message = dict[str, Any]
 
 
 class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -72,31 +62,3 @@ def beat_of(
     stopped = any(one.stopped_s for one in ranks)
     longest_s = max((one.longest_s for one in ranks), default=0.0)
     return Beat(attempt, ranks, cadence, times, min(quiet_s, default=None), stopped, longest_s)
-
-
-_ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Beat | Message)
-
-
-def encode(message: Message | Beat) -> bytes:
-    try:
-        return _ENCODER.encode(message)
-    except UnicodeEncodeError:  # what a rank says of a file with a strange name
-        return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
-
-
-def decode(payload: bytes, sender: str) -> Message | Beat:
-    """Raises ProtocolError, which names the sender."""
-    try:
-        message: Message | Beat = _DECODER.decode(payload)
-    except ValueError as error:  # msgspec's own, and for what is no UTF-8
-        raise ProtocolError(f"a message from {sender} is none: {error}") from error
-    return message
-
-
-def decode_object(payload: bytes, sender: str) -> Message:
-    """Where no heartbeat is expected. Raises ProtocolError."""
-    message = decode(payload, sender)
-    if isinstance(message, Beat):
-        raise ProtocolError(f"a heartbeat from {sender}, which is not expected here")
-    return message

@@ -1,0 +1,117 @@
+"""What agents, the supervisor and commands say to each other: every kind of message is a class here.
+
+`read_said`, `read_order` and `read_answer` make them of bytes, at the edge; what is none comes out as
+Strange. Whoever takes them apart does so with `match` and ends with `errors.never`, so that mypy finds what
+was forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jurymast.wire.messages.asks import Accepted, Ask, Condition, Declined
+from jurymast.wire.messages.base import (
+    Message,
+    Strange,
+    ToAgent,
+    ToSupervisor,
+    decode_object,
+    encode,
+    encode_object,
+    out_of_place,
+    reader,
+)
+from jurymast.wire.messages.beats import Beat, CadenceReport, RankReport, Times, beat_of
+from jurymast.wire.messages.checkpoints import (
+    AboutCheckpoints,
+    CancelDrain,
+    CheckpointOrder,
+    Committed,
+    CopyReport,
+    Drain,
+    Drained,
+    Dropped,
+    Foreseen,
+    Forget,
+    ForgetNewer,
+    FromKeeper,
+    Held,
+    Member,
+    MemberReport,
+    Prefetched,
+    Refused,
+    Replicate,
+    Restore,
+    Source,
+    Unreplicated,
+    Unrestorable,
+    Void,
+)
+from jurymast.wire.messages.nodes import (
+    Health,
+    LeaveVerdict,
+    Look,
+    Looked,
+    Stacks,
+    TestAlone,
+    TestedAlone,
+    TestedPair,
+    TestOver,
+    TestPair,
+    VerdictLeft,
+)
+from jurymast.wire.messages.run import (
+    Cadence,
+    Dismiss,
+    Failed,
+    Finished,
+    GoOn,
+    HangsUp,
+    Hello,
+    Launch,
+    Leave,
+    Leaving,
+    RankEvent,
+    RanksState,
+    Ready,
+    Started,
+    Stop,
+    Stopped,
+    Terminated,
+)
+
+__all__ = [
+    "AboutCheckpoints", "Accepted", "Answer", "Ask", "Beat", "Cadence", "CadenceReport", "CancelDrain",
+    "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss", "Drain", "Drained",
+    "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper", "GoOn", "HangsUp",
+    "Health", "Held", "Hello", "Launch", "Leave", "LeaveVerdict", "Leaving", "Look", "Looked", "Member",
+    "MemberReport", "Message", "Order", "Prefetched", "RankEvent", "RankReport", "RanksState", "Ready",
+    "Refused", "Replicate", "Restore", "Said", "Source", "Stacks", "Started", "Stop", "Stopped", "Strange",
+    "Terminated", "TestAlone", "TestOver", "TestPair", "TestedAlone", "TestedPair", "Times", "ToAgent",
+    "ToSupervisor", "Unreplicated", "Unrestorable", "VerdictLeft", "Void", "beat_of", "decode_object",
+    "encode", "encode_object", "out_of_place", "read_answer", "read_order", "read_said",
+]  # fmt: skip
+
+_Said = (
+    Hello | Ready | Started | Failed | Stopped | Finished | RankEvent | Terminated | HangsUp | Leaving
+    | Looked | Stacks | Health | VerdictLeft | TestedAlone | TestedPair | AboutCheckpoints | Ask
+)  # fmt: skip
+_Order = (
+    Launch | Stop | Dismiss | Cadence | GoOn | Leave | Look | LeaveVerdict | TestAlone | TestPair | TestOver
+    | CheckpointOrder
+)  # fmt: skip
+_Answer = Accepted | Declined | Condition
+
+# What the supervisor hears, an agent, and a command.
+Said = Beat | _Said | Strange
+Order = _Order | Strange
+Answer = _Answer | Strange
+
+_read_beat: Callable[[bytes], Beat | Strange] = reader(Beat)
+_read_words: Callable[[bytes], Said] = reader(_Said)
+read_order: Callable[[bytes], Order] = reader(_Order)
+read_answer: Callable[[bytes], Answer] = reader(_Answer)
+
+
+def read_said(payload: bytes) -> Said:
+    return _read_beat(payload) if payload[:1] == b"[" else _read_words(payload)

@@ -1,0 +1,218 @@
+"""Images of the ranks' states: who holds which, who copies what where, and what an attempt restores.
+
+A state is named by `step` and `attempt`, an image by these and a `rank`. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from jurymast.core import copies as cp
+from jurymast.core.foresight import Room
+from jurymast.wire.messages.base import ToAgent, ToSupervisor
+
+Part = Annotated[str, msgspec.Meta(pattern=f"^({cp.ALL}|{cp.COMMON}|{cp.OWN})$")]
+HeldTier = Annotated[str, msgspec.Meta(pattern=f"^({cp.MEMORY}|{cp.PEER}|{cp.LOCAL})$")]
+
+
+class MemberReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A rank's image that went into an XOR."""
+
+    rank: int
+    size_bytes: int
+    common_bytes: int = 0
+    common_id: str = ""
+
+
+class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A verified copy of (a `part` of) an image on the node that says so; with `members` the XOR of that part
+    of their images. `size_bytes` is the whole image's; training stood still for `stall_s` seconds for it."""
+
+    tier: HeldTier
+    step: int
+    attempt: int
+    rank: int
+    world: int
+    part: Part
+    size_bytes: int
+    common_bytes: int = 0
+    common_id: str = ""
+    members: tuple[MemberReport, ...] = ()
+    stall_s: float = 0.0
+
+    def on(self, node: str) -> tuple[cp.Copy, ...]:
+        """As the supervisor counts it: one copy, or of an XOR one for each member."""
+        group = tuple(one.rank for one in self.members)
+        return tuple(
+            cp.Copy(
+                node, self.tier, self.step, self.attempt, one.rank, self.world, self.part,
+                one.size_bytes, one.common_bytes, one.common_id, group,
+            )
+            for one in self.members or (self,)
+        )  # fmt: skip
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`core.copies.Source` with the address of its node: `hosts` to try in this order, and the port there."""
+
+    tier: str
+    node: str
+    hosts: tuple[str, ...]
+    port: int
+    part: Part
+    rank: int
+    group: tuple[int, ...] = ()
+    members: tuple[Member, ...] = ()
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of a group, and where its image can be had."""
+
+    rank: int
+    sources: tuple[Source, ...]
+
+
+class Restore(msgspec.Struct, frozen=True, kw_only=True):
+    """The state that an attempt goes on from, and for each rank of the node where to get its image, best
+    first."""
+
+    step: int
+    attempt: int
+    ranks: dict[int, tuple[Source, ...]]
+
+
+class Held(ToSupervisor, frozen=True, kw_only=True):
+    """Verified, and here from now on."""
+
+    copies: tuple[CopyReport, ...]
+
+
+class Dropped(ToSupervisor, frozen=True, kw_only=True):
+    """Not here any more; `why` is "" unless it was corrupt. What was ordered is not told back."""
+
+    copy: CopyReport
+    why: str = ""
+
+
+class Refused(ToSupervisor, frozen=True, kw_only=True):
+    """This node cannot give the memory; with a `group` not even for that group's XOR."""
+
+    why: str
+    group: tuple[int, ...] = ()
+
+
+class Foreseen(ToSupervisor, frozen=True, kw_only=True):
+    """How large the images of this node's ranks will be together, what of that no other node has, and the
+    room there is."""
+
+    image_bytes: int
+    own_bytes: int
+    room: Room
+
+
+class Prefetched(ToSupervisor, frozen=True, kw_only=True):
+    """A rank's image is whole in its slot: bytes by tier, and why sources were passed over."""
+
+    step: int
+    attempt: int
+    rank: int
+    tiers: dict[str, int]
+    seconds: float
+    passed_over: tuple[str, ...] = ()
+
+
+class Unrestorable(ToSupervisor, frozen=True, kw_only=True):
+    """The rank has to look in the shared tier itself."""
+
+    step: int
+    attempt: int
+    rank: int
+    why: str
+
+
+class Unreplicated(ToSupervisor, frozen=True, kw_only=True):
+    """What was ordered by Replicate could not be made."""
+
+    step: int
+    attempt: int
+    rank: int
+    part: Part
+    why: str
+    group: tuple[int, ...] = ()
+
+
+class Drained(ToSupervisor, frozen=True, kw_only=True):
+    """How a node's part of a drain ended; `why` not if it is `ok`."""
+
+    id: str
+    tier: str
+    ok: bool
+    size_bytes: int = 0
+    why: str = ""
+
+
+class Replicate(ToAgent, frozen=True, kw_only=True):
+    """Hold this part of another node's image, from one of `sources`; with a `group` the XOR of that part of
+    all `members`."""
+
+    step: int
+    attempt: int
+    rank: int
+    part: Part
+    sources: tuple[Source, ...] = ()
+    group: tuple[int, ...] = ()
+    members: tuple[Member, ...] = ()
+
+
+class Committed(ToAgent, frozen=True, kw_only=True):
+    """This state is safe: older ones may go."""
+
+    step: int
+    attempt: int
+
+
+class Void(ToAgent, frozen=True, kw_only=True):
+    """This state will never be complete."""
+
+    step: int
+    attempt: int
+
+
+class Forget(ToAgent, frozen=True, kw_only=True):
+    """Drop replicas of these ranks' images."""
+
+    step: int
+    attempt: int
+    ranks: tuple[int, ...]
+
+
+class ForgetNewer(ToAgent, frozen=True, kw_only=True):
+    """The run goes back to `step`."""
+
+    step: int
+
+
+class Drain(ToAgent, frozen=True, kw_only=True):
+    """Copy the images of these `ranks`, of `world` in all, to a tier; `lead`: bring all nodes' parts
+    together."""
+
+    id: str
+    tier: str
+    step: int
+    attempt: int
+    ranks: tuple[int, ...]
+    world: int
+    lead: bool = False
+
+
+class CancelDrain(ToAgent, frozen=True, kw_only=True):
+    """Stop writing."""
+
+    id: str
+
+
+FromKeeper = Held | Dropped | Refused | Prefetched | Unrestorable | Unreplicated
+AboutCheckpoints = FromKeeper | Foreseen | Drained
+CheckpointOrder = Replicate | Committed | Void | Forget | ForgetNewer | Drain | CancelDrain

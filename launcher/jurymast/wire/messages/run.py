@@ -1,0 +1,146 @@
+"""The life of a run's attempts: agents come and go, ranks are started, stopped, fail and end."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jurymast.core.cadence import Schedule
+from jurymast.core.foresight import Room
+from jurymast.core.health import Finding
+from jurymast.wire.messages import ranks
+from jurymast.wire.messages.base import ToAgent, ToSupervisor
+from jurymast.wire.messages.checkpoints import CopyReport, Restore
+
+RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
+
+
+class Hello(ToSupervisor, frozen=True, kw_only=True):
+    """An agent's first word: who it is, its newest `attempt` and what that one's `ranks` do, and what it has
+    that outlives a supervisor: `copies` of images, `room` for more, and what its probes found (`health`).
+    `data_port`: where it serves images; `domain`: the switches above it, "" when they are not known."""
+
+    node: str
+    allocation: str
+    address: str
+    incarnation: str
+    pid: int
+    boot_id: str
+    gpus: int
+    attempt: int
+    ranks: RanksState
+    store_port: int
+    pids: tuple[int, ...]
+    data_port: int
+    copies: tuple[CopyReport, ...] = ()
+    room: Room | None = None
+    domain: str = ""
+    health: tuple[Finding, ...] = ()
+
+
+class Ready(ToSupervisor, frozen=True, kw_only=True):
+    """The node's torchrun host is warm; its next store listens on `store_port`."""
+
+    store_port: int
+
+
+class Started(ToSupervisor, frozen=True, kw_only=True):
+    """The ranks of the node run as these processes, by local rank."""
+
+    attempt: int
+    pids: tuple[int, ...]
+
+
+class Failed(ToSupervisor, frozen=True, kw_only=True):
+    """A rank has ended badly; the fields are those of `core.events.WorkerFailed`."""
+
+    attempt: int
+    rank: int
+    exit_code: int
+    error: str = ""
+    message: str = ""
+    traceback: str = ""
+    oom_kills: int | None = 0
+    shm_used: float = 0.0
+    log: str = ""
+
+
+class Stopped(ToSupervisor, frozen=True, kw_only=True):
+    """All ranks of the node are gone; `store_port` 0: its host as well."""
+
+    attempt: int
+    store_port: int
+
+
+class Finished(ToSupervisor, frozen=True, kw_only=True):
+    """Every rank of the node has ended with exit code 0."""
+
+    attempt: int
+
+
+class RankEvent(ToSupervisor, frozen=True, kw_only=True):
+    """What a rank of the node has said."""
+
+    attempt: int
+    event: ranks.ForSupervisor
+
+
+class Terminated(ToSupervisor, frozen=True, kw_only=True):
+    """The agent got a SIGTERM."""
+
+
+class HangsUp(ToSupervisor, frozen=True, kw_only=True):
+    """The agent has heard nothing for too long, and looks for another supervisor."""
+
+
+class Leaving(ToSupervisor, frozen=True, kw_only=True):
+    """The agent gives its node up."""
+
+    why: str
+
+
+class Launch(ToAgent, frozen=True, kw_only=True):
+    """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes. `mtbf_s`: seconds
+    between failures as expected now, 0.0 when not known; `cold`: load nothing ahead of the script; `restore`
+    None: the ranks look in the shared tier themselves."""
+
+    attempt: int
+    rank: int
+    world: int
+    master_address: str
+    master_port: int
+    mtbf_s: float = 0.0
+    cold: bool = False
+    restore: Restore | None = None
+
+
+class Stop(ToAgent, frozen=True, kw_only=True):
+    """Stop the ranks of `attempt`, if wanted after a look at their `stacks`."""
+
+    attempt: int
+    stacks: bool = False
+
+
+class Dismiss(ToAgent, frozen=True, kw_only=True):
+    """The node is out of the attempt: its ranks are killed, its agent stays."""
+
+
+class Cadence(ToAgent, frozen=True, kw_only=True):
+    """When all ranks save; `decided`: the schedule's number, or -number: it is void; 0: proposed only."""
+
+    attempt: int
+    schedule: Schedule
+    decided: int
+
+
+class GoOn(ToAgent, frozen=True, kw_only=True):
+    """The supervisor lives. `time`: its clock, seconds since the epoch; an agent that hears nothing for
+    `patience_s` seconds looks for another one."""
+
+    time: float
+    patience_s: float
+
+
+class Leave(ToAgent, frozen=True, kw_only=True):
+    """Go home; `over`: so is the run."""
+
+    over: bool = False

@@ -1,0 +1,39 @@
+"""Who says what is no message here: named once and counted, and nothing ends for it.
+
+Both sides of a connection are of one version (see `channel.MAGIC`), so such a message is a mistake of ours,
+or of somebody who knows the run's secret: people should hear of it, and the training should not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from jurymast.wire.messages import Strange
+
+KINDS_TOLD = 5
+
+
+class Strangers:
+    """`note` tells people, of a sender."""
+
+    def __init__(self, note: Callable[[str, str], None]) -> None:
+        self._note = note
+        self._said: dict[str, Counter[str]] = {}
+        self._told: dict[str, int] = {}
+
+    def heard(self, sender: str, what: Strange) -> None:
+        """The sender's first one is told at once."""
+        kinds = self._said.setdefault(sender, Counter())
+        kinds[what.kind] += 1
+        if sender not in self._told:
+            self._told[sender] = 1
+            self._note(sender, f"a message that is none here is left out: {what}")
+
+    def left(self, sender: str) -> None:
+        """The connection has ended: how many it were by now, if that was not told."""
+        kinds = self._said.get(sender, Counter())
+        if kinds.total() > self._told.get(sender, 0):
+            self._told[sender] = kinds.total()
+            told = ", ".join(f"{kind or 'without a kind'} {n}" for kind, n in kinds.most_common(KINDS_TOLD))
+            self._note(sender, f"{kinds.total()} messages that are none here were left out: {told}")

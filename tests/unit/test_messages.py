@@ -1,0 +1,289 @@
+"""What agents and the supervisor say: it survives its way, and what is no message ends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from jurymast.agent.agent import Agent
+from jurymast.cluster.allocation import Allocation
+from jurymast.core import events as ev
+from jurymast.core.cadence import Schedule
+from jurymast.core.flight import Entered
+from jurymast.core.foresight import Room
+from jurymast.core.health import Finding, Verdict
+from jurymast.core.preflight import Alone
+from jurymast.core.settings import RunPlan
+from jurymast.core.stacks import Stand
+from jurymast.core.state import Alert
+from jurymast.journal import JournalWriter, events, read
+from jurymast.rundir import RunDirectory
+from jurymast.supervisor.door import Door
+from jurymast.supervisor.supervisor import Supervisor
+from jurymast.wire import channel, endpoint
+from jurymast.wire import messages as msg
+from jurymast.wire.channel import Channel
+from jurymast.wire.connection import Connection
+from jurymast.wire.messages import ranks
+from jurymast.wire.strangers import Strangers
+from support.reports import hello
+from support.stories import Story
+from support.wire import served
+
+LIMIT_S = 20.0
+FINDING = Finding(probe="host", code="disk-full", verdict=Verdict.BAD, kind="host", message="full", at=1.5)
+COPY = msg.CopyReport(
+    tier="peer", step=10, attempt=1, rank=0, world=2, part="own", size_bytes=9, stall_s=0.1,
+    members=(msg.MemberReport(rank=0, size_bytes=9, common_id="x"), msg.MemberReport(rank=1, size_bytes=8)),
+)  # fmt: skip
+PLAIN = msg.Source(tier="peer", node="n2", hosts=("10.0.0.2",), port=7, part="all", rank=1)
+MEMBER = msg.Member(rank=1, sources=(PLAIN,))
+SOURCE = msgspec.structs.replace(PLAIN, part="own", rank=0, group=(0, 1), members=(MEMBER,))
+ALERT = Alert("s", 1.0, 2.0, "m", {"n1": None})
+ENTERED = Entered(0, "default_pg", (0, 1), 7, "all_reduce", True)
+
+SAID: list[msg.ToSupervisor] = [
+    hello("n1", copies=(COPY,), room=Room(5, "/x"), health=(FINDING,), domain="a.b", pids=(1, 2)),
+    msg.Ready(store_port=1),
+    msg.Started(attempt=1, pids=(4, 5)),
+    msg.Failed(attempt=1, rank=2, exit_code=-9, error="E", oom_kills=None, shm_used=0.5),
+    msg.Stopped(attempt=1, store_port=0),
+    msg.Finished(attempt=1),
+    msg.RankEvent(attempt=1, event=ranks.Saved(step=5, tier="shared", ok=True, stall_s=0.5)),
+    msg.RankEvent(attempt=1, event=ranks.Restored(step=5, tier="memory", seconds=1.0, skipped=("a",))),
+    msg.RankEvent(attempt=1, event=ranks.ColdStart(local_rank=3, why="it sets them", seconds=2.0)),
+    msg.RankEvent(attempt=1, event=ranks.Skipped(step=5, why="busy")),
+    msg.Terminated(),
+    msg.HangsUp(),
+    msg.Leaving(why="x"),
+    msg.Looked(attempt=1, number=2, stands={0: Stand("code", "in f"), 7: Stand("collective", "in g")}),
+    msg.Stacks(attempt=1, ranks=(0,), kinds=("code",), places=("in f",), folder="e", flights=(ENTERED,)),
+    msg.Health(finding=FINDING),
+    msg.VerdictLeft(why="no munge"),
+    msg.TestedAlone(port=4, found=Alone({"gloo latency": 0.1}, "wrong", "error")),
+    msg.TestedPair(name="0-a-b", times={"gloo latency": 0.1}),
+    msg.Held(copies=(COPY,)),
+    msg.Dropped(copy=COPY, why="corrupt"),
+    msg.Refused(why="full", group=(0, 1)),
+    msg.Foreseen(image_bytes=9, own_bytes=8, room=Room(5, "/x")),
+    msg.Prefetched(step=1, attempt=1, rank=0, tiers={"peer": 9}, seconds=0.1, passed_over=("a",)),
+    msg.Unrestorable(step=1, attempt=1, rank=0, why="gone"),
+    msg.Unreplicated(step=1, attempt=1, rank=0, part="all", why="gone", group=(0, 1)),
+    msg.Drained(id="7", tier="shared", ok=False, why="full"),
+    msg.Ask(what="rollback", by="ada", step=7),
+]
+ORDERS: list[msg.ToAgent] = [
+    msg.Launch(
+        attempt=2, rank=1, world=4, master_address="a", master_port=5, mtbf_s=1.5, cold=True,
+        restore=msg.Restore(step=10, attempt=1, ranks={0: (SOURCE, PLAIN), 1: ()}),
+    ),
+    msg.Stop(attempt=1, stacks=True),
+    msg.Dismiss(),
+    msg.Cadence(attempt=1, schedule=Schedule(1, 2, 3, 4), decided=-1),
+    msg.GoOn(time=1.5, patience_s=2.5),
+    msg.Leave(over=True),
+    msg.Look(attempt=1, number=2),
+    msg.LeaveVerdict(job="17", finding=FINDING),
+    msg.TestAlone(limit_s=5.0),
+    msg.TestPair(name="x", host="h", port=1, rank=0, limit_s=5.0),
+    msg.TestOver(),
+    msg.Replicate(step=1, attempt=1, rank=0, part="all", sources=(PLAIN,), group=(0, 1), members=(MEMBER,)),
+    msg.Committed(step=1, attempt=1),
+    msg.Void(step=1, attempt=1),
+    msg.Forget(step=1, attempt=1, ranks=(0, 1)),
+    msg.ForgetNewer(step=1),
+    msg.Drain(id="7", tier="shared", step=1, attempt=1, ranks=(0,), world=2, lead=True),
+    msg.CancelDrain(id="7"),
+]  # fmt: skip
+ANSWERS: list[msg.Accepted | msg.Declined | msg.Condition] = [
+    msg.Accepted(gives_up="step 9"),
+    msg.Declined(why="no such node"),
+    msg.Condition(
+        state="running",
+        waits="",
+        journal="No space",
+        step=9,
+        alerts=(Alert("s", 1.0, 2.0, "m", {"n1": None}),),
+    ),
+]
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(work, LIMIT_S)
+
+    asyncio.run(limited())
+
+
+def test_every_kind_survives_its_way() -> None:
+    for said in SAID:
+        assert msg.read_said(msg.encode(said)) == said
+    for order in ORDERS:
+        assert msg.read_order(msg.encode(order)) == order
+    for answer in ANSWERS:
+        assert msg.read_answer(msg.encode(answer)) == answer
+    for kinds, samples in ((msg.Said, SAID), (msg.Order, ORDERS), (msg.Answer, ANSWERS)):
+        assert set(get_args(kinds)) - {msg.Beat, msg.Strange} == {type(sample) for sample in samples}
+
+
+def test_kinds_are_called_as_their_classes_are_and_say_what_they_mean() -> None:
+    assert json.loads(msg.encode(msg.CancelDrain(id="7"))) == {"do": "cancel drain", "id": "7"}
+    for kind in {*get_args(msg.Said), *get_args(msg.Order), *get_args(msg.Answer)}:
+        assert kind.__doc__, kind
+        assert kind is msg.Strange or kind.__struct_config__.frozen
+
+
+def test_a_message_for_many_is_encoded_once() -> None:
+    committed = msg.Committed(step=1, attempt=1)
+    assert msg.encode(committed) is msg.encode(committed)
+    assert msg.encode(msg.Void(step=1, attempt=1)) != msg.encode(committed)
+
+
+NONSENSE = [
+    (b'{"say":"dance"}', "dance"),
+    (b'{"say":"held"}', "held"),
+    (b'{"say":"held","copies":[{}]}', "held"),
+    (msg.encode(msg.Held(copies=(COPY,))).replace(b'"own"', b'"most"'), "held"),
+    (msg.encode(msg.Held(copies=(COPY,))).replace(b'"peer"', b'"attic"'), "held"),
+    (b'{"say":"drained","id":7,"tier":"shared","ok":true}', "drained"),
+    (msg.encode(msg.Health(finding=FINDING)).replace(b'"host"', b'"weather"'), "health"),
+    (b'["beat","one",[]]', ""),
+    (b'["bet",1,[]]', ""),
+    (b'{"do":"leave"}', "leave"),
+    (b'{"say":["dance"]}', ""),
+    (b'{"say":"ready","store_port":1,"x":' + b"[" * 9000 + b"]" * 9000 + b"}", ""),
+    (b"7", ""),
+    (b"", ""),
+    (b"\xff\xfe", ""),
+    (b'{"say":"rea', ""),
+]
+
+
+@pytest.mark.parametrize(("payload", "kind"), NONSENSE)
+def test_what_is_no_message_is_named_as_well_as_can_be(payload: bytes, kind: str) -> None:
+    found = msg.read_said(payload)
+    assert isinstance(found, msg.Strange)
+    assert (found.kind, bool(found.why)) == (kind, True)
+
+
+def test_fields_that_are_not_known_are_left_out() -> None:
+    assert msg.read_said(b'{"say":"ready","store_port":1,"colour":"red"}') == msg.Ready(store_port=1)
+
+
+def test_each_sender_s_first_is_told_and_the_number_of_all() -> None:
+    notes: list[tuple[str, str]] = []
+    strangers = Strangers(lambda sender, text: notes.append((sender, text)))
+    dance, held = msg.Strange("dance", "not here"), msg.Strange("held", "a field is missing")
+    for what in (dance, held, dance):
+        strangers.heard("n1", what)
+    strangers.heard("n2", held)
+    assert notes == [
+        ("n1", "a message that is none here is left out: dance: not here"),
+        ("n2", "a message that is none here is left out: held: a field is missing"),
+    ]
+    for sender in ("n1", "n1", "n2", "n3"):
+        strangers.left(sender)
+    assert notes[2:] == [("n1", "3 messages that are none here were left out: dance 2, held 1")]
+    strangers.heard("n1", dance)  # it is back
+    strangers.left("n1")
+    assert notes[3:] == [("n1", "4 messages that are none here were left out: dance 3, held 1")]
+
+
+def say(connection: Channel[Any], payload: bytes) -> None:
+    head = struct.pack(">I", len(payload)) + connection._sealing.tag(payload)
+    connection._connection.write(head + payload)
+
+
+def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    story = Story(active=2, spares=1).running()
+
+    async def work() -> None:
+        supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
+        door = Door(directory.secret(), 3)
+        async with served(lambda come: supervisor._serve(door, come)) as port:
+            agent = await channel.connect("127.0.0.1", port, directory.secret(), msg.read_order)
+            agent.send(hello("n1", allocation="", attempt=1, ranks="running"))
+            for payload, _ in NONSENSE:
+                say(agent, payload)
+            agent.send(hello("n1", allocation=""))  # it has said so
+            agent.send(msg.Unrestorable(step=1, attempt=1, rank=0, why="that is the end"))
+            while not any("the end" in note for note in noted(directory, supervisor)):
+                await asyncio.sleep(0.01)
+            assert "n1" in supervisor._channels
+            agent.close()
+            while not any("were left out" in note for note in noted(directory, supervisor)):
+                await asyncio.sleep(0.01)
+            supervisor._over.set()
+        for task in supervisor._tasks:
+            task.cancel()
+        first, end, count = noted(directory, supervisor)
+        assert first.startswith("a message that is none here is left out: dance: ")
+        assert "the end" in end
+        assert count.startswith(f"{len(NONSENSE) + 1} messages that are none here were left out: ")
+        assert "held 4" in count
+
+    run(work())
+
+
+def noted(directory: RunDirectory, supervisor: Supervisor) -> list[str]:
+    supervisor._journal.flush()
+    return [event.message for event in events(read(directory)) if isinstance(event, ev.Noted)]
+
+
+def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    allocation = Allocation("17", 0, ("n1",), "n1", 0.0)
+    allocation.save(directory)
+    plan = RunPlan(
+        run="r", name="r", directory=str(directory.root), cluster="local", active=1, spares=0,
+        ranks_per_node=1, script="x", python=sys.executable,
+    )  # fmt: skip
+    agent = Agent(directory, plan, "n1", None)
+    nothing: Any = object()
+    agent._host = nothing  # nothing is to be started
+    came: list[msg.Said] = []
+
+    async def supervise(come: Connection) -> None:
+        connection = await channel.accept(come, directory.secret(), msg.read_said)
+        came.extend([await connection.receive(), await connection.receive()])
+        for payload in (b'{"do":"dance"}', b'{"do":"drain","id":7}', b"\xff", b'{"say":"hangs up"}'):
+            say(connection, payload)
+        connection.send(msg.Leave(over=True))
+
+    async def work() -> None:
+        with open(agent._memory.events_path, "wb", buffering=0) as pipe:
+            pipe.write(b'{"event": "Sung"}\n{"event": "Skipped", "step": 7}\n')
+        agent._pass_events_on()
+        async with served(supervise) as port:
+            place = endpoint.Endpoint(1, ("127.0.0.1",), port, "n1", allocation.key, os.getpid())
+            endpoint.announce(directory.epochs, place)
+            await agent._serve()
+
+    try:
+        run(work())
+        greeting, unsaid = came
+        assert isinstance(greeting, msg.Hello)
+        assert unsaid == msg.RankEvent(attempt=0, event=ranks.Skipped(step=7))
+        assert agent._over.is_set()
+        of_rank, first, count = capsys.readouterr().out.splitlines()
+        assert of_rank.startswith("a rank: a message that is none here is left out: Sung: ")
+        assert first.startswith("127.0.0.1: a message that is none here is left out: dance: ")
+        assert "4 messages that are none here were left out: " in count
+    finally:
+        shutil.rmtree(agent._temporary)
+        os.close(agent._lock)
