@@ -233,6 +233,29 @@ def unreplicated(order: msg.Replicate, why: str) -> msg.Unreplicated:
     )
 
 
+def test_a_pair_of_nodes_that_cannot_talk_costs_no_checkpoint() -> None:
+    """The spare does not reach n3's data port: another node holds its replica, and saves go on."""
+    site = Site()
+    held_by = set()
+    for at in range(10, 200, 10):
+        site.save(at)
+        for _ in range(20):
+            for node, order in site.ordered(msg.Replicate):
+                if order.rank == 2 and node == "s1":
+                    site.tiers.hear(node, unreplicated(order, "n3: timed out"))
+                else:
+                    held_by |= {node} if order.rank == 2 else set()
+                    site.hold(order.rank, node, at=order.step, tier="peer", part=order.part)
+            site.time += 1.0
+            site.tiers.look()
+    assert held_by <= {"n1", "n2"}
+    assert held_by
+    committed = {message.step for _, message in site.ordered(msg.Committed)}
+    assert committed == set(range(10, 200, 10)), "each lets agents free a slot"
+    told = [e for e in site.events if isinstance(e, ev.Noted) and "has no replica" in e.message]
+    assert 1 <= len(told) <= 4, "as often as they are given up"
+
+
 def refuse(site: Site, orders: list[tuple[str, msg.Replicate]]) -> None:
     for node, order in orders:
         site.tiers.hear(node, msg.Refused(why="no room", group=order.group))

@@ -10,8 +10,10 @@ parts instead of each: of such a group any one rank's part is what the others' a
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+
+from jurymast.core.reach import Pair
 
 MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "object"
 ALL, COMMON, OWN = "all", "common", "own"
@@ -360,20 +362,25 @@ def holders(
     domains: Mapping[str, str],
     copies: int,
     full: Iterable[str],
+    apart: Collection[Pair] = (),
 ) -> dict[str, tuple[str, ...]]:
     """For each active node, the nodes that hold its replicas: spares while they have room, then partners.
 
     A partner is in another failure domain (`domains`: node -> switch or the like) where there is one, and
     half the placement away, so that neighbours that fail together are not each other's partners. Nodes in
-    `full` have no memory left.
+    `full` have no memory left, and pairs in `apart` cannot copy: (holder, node).
     """
     no_room = set(full)
+    far: dict[str, set[str]] = {}
+    for holder, node in apart:
+        far.setdefault(node, set(no_room)).add(holder)
     load: dict[str, int] = {}
     result: dict[str, tuple[str, ...]] = {}
     for index, node in enumerate(placement):
-        free = [s for s in spares if load.get(s, 0) < NODES_PER_SPARE and s not in no_room]
+        out = far.get(node, no_room)
+        free = [s for s in spares if load.get(s, 0) < NODES_PER_SPARE and s not in out]
         free.sort(key=lambda name: (_together(domains, name, node), load.get(name, 0)))
-        partners = _partners(placement, index, domains, no_room, copies - len(free[:copies]))
+        partners = _partners(placement, index, domains, out, copies - len(free[:copies]))
         result[node] = (*free[:copies], *partners)
         for name in result[node]:
             load[name] = load.get(name, 0) + 1

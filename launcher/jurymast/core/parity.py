@@ -21,6 +21,7 @@ from jurymast.core.copies import (
     holders,
     missing_replicas,
 )
+from jurymast.core.reach import Pair
 
 # Nodes in a group when nodes turn out to have no memory for whole replicas.
 AUTO_NODES = 4
@@ -50,10 +51,13 @@ def keeping(
     parity: int,
     full: Collection[str] = (),
     packed: Collection[str] = (),
+    apart: Collection[Pair] = (),
 ) -> Keeping:
     """Whole replicas unless groups of `parity` nodes are asked for. Nodes in `full` have refused memory, so
-    that what finds no holder among the others is kept in groups; those in `packed` refused that too."""
-    whole = holders(placement, spares, domains, copies, full)
+    that what finds no holder among the others is kept in groups; those in `packed` refused that too.
+    Pairs in `apart` cannot copy: (holder, node); with node "" the holder cannot make XORs."""
+    whole = holders(placement, spares, domains, copies, full, apart)
+    packed = {*packed, *(holder for holder, node in apart if not node)}
     if not copies:
         return Keeping(whole, {})
     grouped = [node for node in placement if parity > 1 or not whole[node]]

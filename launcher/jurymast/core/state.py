@@ -47,6 +47,7 @@ class Phase(str, Enum):
 
 
 # What a save costs is the median of so many.
+NOTES_KEPT = 500
 STALLS_KEPT = 9
 ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
 
@@ -225,7 +226,8 @@ class RunState:
     exit_code: int = 0
     end_reason: str = ""
     ended_at: float | None = None
-    notes: list[tuple[float, str]] = field(default_factory=list)
+    # What people may want to know, and nothing depends on: the last ones.
+    notes: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=NOTES_KEPT))
     # Kept so that a message costs the same in a run of any size.
     _places: tuple[tuple[str, ...], dict[str, int]] = field(
         default=((), {}), init=False, repr=False, compare=False
@@ -272,6 +274,11 @@ class RunState:
     def expected_times(self, node: Node) -> float:
         """How many times as often as others `node` is expected to fail."""
         return self.frail[node.name].times(self.now) if node.name in self.frail else 1.0
+
+    def node_of(self, rank: int) -> str:
+        """The node on which the rank is placed; "" when none is."""
+        place = rank // self.ranks_per_node
+        return self.placement[place] if 0 <= place < len(self.placement) else ""
 
     def spare_nodes(self) -> list[Node]:
         """Usable spares, best first: suspects and nodes with findings late, slow ones before them, then those

@@ -18,6 +18,7 @@ from jurymast.core import parity
 from jurymast.core.copies import Copies, Key, RestorePlan
 from jurymast.core.durable import IDLE_SHARE, durable_every_s, late_after_s
 from jurymast.core.instructions import Launch
+from jurymast.core.reach import Reach
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.errors import never
 from jurymast.keeper.page import REFUSED
@@ -104,6 +105,7 @@ class Tiers:
         self._tell_safe_at = 0.0
         self._gather_at = -math.inf
         self._foresight = Foresight(self._note)
+        self._reach = Reach()
 
     # ---- what agents say
 
@@ -115,6 +117,7 @@ class Tiers:
             self.domains[node] = hello.domain
         self._foresight.joined(node, hello.room)
         self._ordered.pop(node, None)
+        self._reach.forget(node)
         self._held(node, hello.copies)
 
     def lost(self, node: str) -> None:
@@ -148,16 +151,23 @@ class Tiers:
             case msg.Prefetched():
                 self._prefetched(node, message)
             case msg.Unreplicated():
-                key = message.step, message.attempt
-                self._ordered.get(node, set()).discard((key, message.part, message.rank, message.group))
-                self._retry_at = self._gather_at = self.now() + RETRY_S
-                self._note(node, f"rank {message.rank} has no replica of step {key[0]}: {message.why}")
+                self._unreplicated(node, message)
             case msg.Unrestorable():
                 self._note(node, f"rank {message.rank} cannot be restored from memory: {message.why}")
             case msg.Drained():
                 self._hear_drained(node, message)
             case _:
                 never(message)
+
+    def _unreplicated(self, node: str, message: msg.Unreplicated) -> None:
+        key = message.step, message.attempt
+        self._ordered.get(node, set()).discard((key, message.part, message.rank, message.group))
+        self._retry_at = self._gather_at = self.now() + RETRY_S
+        pair = node, "" if message.group else self.state.node_of(message.rank)
+        if self._reach.failed(pair, self.now()):
+            self._note(node, f"rank {message.rank} has no replica of step {key[0]}: {message.why}")
+        if pair in self._reach.given_up(self.now()):
+            self._dirty = True  # others may hold it
 
     def skipped(self, step: int, rank: int, why: str) -> None:
         """A rank could not save: then the step will never be complete."""
@@ -184,6 +194,8 @@ class Tiers:
                 continue
             for copy in copies:
                 self.copies.hold(copy)
+            if copy.tier == cp.PEER:
+                self._reach.worked((node, "" if copy.group else self.state.node_of(copy.rank)))
             self._stalls[copy.key] = max(self._stalls.get(copy.key, 0.0), report.stall_s)
         self._dirty = True
         if self._commit():
@@ -311,6 +323,7 @@ class Tiers:
             copies=settings.replicas, parity=settings.parity,
             full={name for name, node in self._nodes.items() if node.full},
             packed={name for name, node in self._nodes.items() if node.packed},
+            apart=self._reach.given_up(self.now()),
         )  # fmt: skip
 
     def _replication(self, key: Key, order: cp.Replication) -> msg.Replicate:
@@ -439,9 +452,9 @@ class Tiers:
         return self.state.placement[0] if self.state.placement else next(iter(self._nodes), "")
 
     def _writer(self, key: Key, rank: int) -> str:
-        placement, place = self.state.placement, rank // self.state.ranks_per_node
-        if place < len(placement) and self.copies.has_whole(key, rank, placement[place]):
-            return placement[place] if placement[place] in self._nodes else ""
+        own = self.state.node_of(rank)
+        if own and self.copies.has_whole(key, rank, own):
+            return own if own in self._nodes else ""
         copies = [copy for copy in self.copies.of(key, rank) if copy.node in self._nodes]
         whole = [copy for copy in copies if copy.part == cp.ALL and not copy.group]
         whole.sort(key=lambda copy: (copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
