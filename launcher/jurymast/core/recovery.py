@@ -217,9 +217,15 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     stay spares."""
     if testing.going_on(state):
         return []
-    if _enough(state):
+    in_grace = state.enough_since is None or state.now < state.enough_since + SPARE_GRACE_S
+    if one_came and state.missing > 1 and in_grace:
+        state.missing -= 1  # it makes no more than itself ready: nobody need look at thousands of nodes
+        return []
+    usable = sum(node.usable for node in state.nodes.values())
+    state.missing = (len(state.nodes) if usable >= state.active else state.active) - usable
+    if usable >= state.active:
         state.enough_since = state.now if state.enough_since is None else state.enough_since
-        all_here = all(node.usable for node in state.nodes.values())
+        all_here = usable == len(state.nodes)
         if all_here or state.now >= state.enough_since + SPARE_GRACE_S or state.pretested:
             ready = state.spare_nodes()
             if tests := testing.before_first_attempt(state):
@@ -240,21 +246,6 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     for node in missing:
         node.become(Role.FAILED, node.reason, state.now)
     return [_try_elsewhere(state, missing)]
-
-
-def _enough(state: RunState) -> bool:
-    """Whether enough nodes are ready. Of thousands that are not, one more is looked at than may be missing:
-    those that were not ready at an earlier look, as long as there are that many."""
-    may_lack = len(state.nodes) - state.active
-    lacking = state.lacking
-    while len(lacking) > may_lack >= 0:
-        looked_at = lacking[-(may_lack + 1) :]
-        still = [name for name in looked_at if name in state.nodes and not state.nodes[name].usable]
-        if len(still) > may_lack:
-            return False
-        lacking[-(may_lack + 1) :] = still
-    lacking[:] = [name for name, node in state.nodes.items() if not node.usable]
-    return len(lacking) <= may_lack
 
 
 def _left_out(state: RunState, spares: list[Node]) -> str:
@@ -294,7 +285,7 @@ def _replace(state: RunState) -> list[Instruction]:
         return []
     open_places = [i for i, name in enumerate(state.placement) if state.nodes[name].role is not Role.ACTIVE]
     # A node that was blamed gets its own place back only if all that is left is a requeue.
-    spares = [n for n in state.spare_nodes() if n.role is Role.SPARE or n.name not in state.placement]
+    spares = [n for n in state.spare_nodes() if n.role is Role.SPARE or n.name not in state.places]
     coming = [n for n in state.nodes.values() if n.role in (Role.JOINING, Role.SUSPECT) and n.incarnation]
     missing = len(open_places) - len(spares)
     warming = [node for node in coming if not node.ready]
@@ -304,7 +295,7 @@ def _replace(state: RunState) -> list[Instruction]:
             return []
     spares = spares if missing <= 0 else state.spare_nodes()
     if len(spares) >= len(open_places):
-        likely = [n for i, n in enumerate(spares) if i < len(open_places) or n.name in state.placement]
+        likely = [n for i, n in enumerate(spares) if i < len(open_places) or n.name in state.places]
         doubtful = [node for node in likely if node.role is Role.SUSPECT]
         if (tests := testing.before_use(state, doubtful)) is not None:
             return tests

@@ -6,7 +6,7 @@ replays to the same state and the simulator drives the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,36 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
     if state.phase is not before or isinstance(event, _LETS_TEST) or _of_suspect(state, event):
         instructions += testing.suspects(state)
     return instructions
+
+
+def step_quietly(
+    state: RunState, kind: type[ev.Event], attempt: int, nodes: Sequence[str], ports: Sequence[int]
+) -> bool:
+    """As `step` for one such event of each node, if nothing follows from any; else False, and nothing is
+    done. Such words of thousands of nodes are most of a journal. `ports`: of stores, where events tell."""
+    names = set(nodes)
+    if attempt != state.attempt:
+        return False
+    if kind is ev.WorkersStarted and state.phase is Phase.LAUNCHING:
+        started = state.started | (names & state.places.keys())
+        if len(started) == len(state.placement):
+            return False
+        state.started = started
+        return True
+    if (
+        kind is ev.WorkersStopped
+        and state.phase is Phase.STOPPING
+        and len(ports) == len(nodes)
+        and all(ports)
+    ):
+        if names.issuperset(recovery.not_stopped(state)) or not names <= state.nodes.keys():
+            return False
+        for name, port in zip(nodes, ports, strict=True):
+            state.nodes[name].ready, state.nodes[name].store_port = True, port
+        state.stopped |= names
+        state.finished -= names
+        return True
+    return False
 
 
 def _of_suspect(state: RunState, event: ev.Event) -> bool:
@@ -90,7 +120,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
         )  # fmt: skip
     state.placement, state.started, state.finished, state.stopped = (), set(), set(), set()
     state.findings = Findings()
-    state.pretested, state.testing = False, set()
+    state.pretested, state.testing, state.missing = False, set(), 0
     state.phase, state.deadline, state.enough_since = (
         Phase.STARTING,
         event.t + state.settings.join_limit_s,
