@@ -17,6 +17,7 @@ from jurymast.core.incident import Incident
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ladder import Decision, decide
 from jurymast.core.state import Exclusion, Findings, Node, Phase, Role, RunState
+from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunFailedError
 
 # Once enough nodes are ready, wait this long for the rest, so that the slowest become the spares.
@@ -262,7 +263,7 @@ def _left_out(state: RunState, spares: list[Node]) -> str:
 def _try_elsewhere(state: RunState, missing: list[Node]) -> Instruction:
     """An allocation that never had enough nodes: ask for another, but not for ever. Where somebody took them
     out, that is no failure."""
-    names = ", ".join(f"{node.name} ({node.reason})" for node in missing)
+    names = some([f"{node.name} ({node.reason})" for node in missing], NODES_TOLD)
     reason = f"fewer than {state.active} nodes came up; missing: {names}"
     open_incident(state, state.now, state.now)
     if all(node.drained for node in missing):
@@ -329,7 +330,7 @@ def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[In
     swapped = [f"{old} -> {new}" for old, new in zip(state.placement, placement, strict=True) if old != new]
     if swapped:
         state.incidents[-1].action = "swap"
-    reason = f"swap {', '.join(swapped)}" if swapped else "same nodes"
+    reason = f"swap {some(swapped, NODES_TOLD)}" if swapped else "same nodes"
     return [_launch(state, tuple(placement), reason)]
 
 

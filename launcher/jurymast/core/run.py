@@ -17,6 +17,7 @@ from jurymast.core.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.health import Verdict
 from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.state import ENDED, Findings, Node, Phase, Role, RunState, TierState
+from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunCancelledError, RunFailedError
 
 # A silence that comes back without a new step before it was probably no hang: waited for longer than torch's
@@ -446,10 +447,11 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
         return []
     if state.phase is Phase.LAUNCHING:
         late = [name for name in state.placement if name not in state.started]
+        where = some(late, NODES_TOLD)
         state.findings.hung = ev.RanksHung(
             t=event.t, attempt=state.attempt, ranks=(), node=late[0] if len(late) == 1 else "",
             silent_s=recovery.LAUNCH_LIMIT_S, limit_s=recovery.LAUNCH_LIMIT_S,
-            evidence=f"ranks did not start within {recovery.LAUNCH_LIMIT_S:.0f} s on {', '.join(late)}",
+            evidence=f"ranks did not start within {recovery.LAUNCH_LIMIT_S:.0f} s on {where}",
         )  # fmt: skip
         return recovery.begin(state, event.t, event.t - recovery.LAUNCH_LIMIT_S)
     return []

@@ -83,7 +83,8 @@ class Job:
     ) -> Result:
         """The first result of `look` that is not None; looked for at a pace that the storage bears from so
         many `ranks`. StorageFailure: `what` did not happen in time."""
-        pause, seldom = POLL_S, ranks / RANKS_A_SECOND
+        seldom = ranks / RANKS_A_SECOND
+        pause = max(POLL_S, 0.1 * seldom)
         renewed = time.monotonic()
         while (result := look()) is None:
             if self.seconds > self._limit_s:
