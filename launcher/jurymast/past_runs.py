@@ -18,7 +18,7 @@ from jurymast.core.node_history import Departure, PastRun, Span
 from jurymast.core.run import step
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.errors import RunDirectoryError
-from jurymast.journal import events, initial_state, read
+from jurymast.journal import initial_state, read, take
 from jurymast.rundir import RunDirectory, write_atomically
 
 VERSION = 1
@@ -124,8 +124,8 @@ def _read(directory: RunDirectory) -> PastRun | None:
     if plan.cluster != "slurm":
         return None
     reader = _Reader(initial_state(plan))
-    for event in events(read(directory)):
-        reader.take(event)
+    for entry in read(directory):
+        take(reader.state, entry, reader.take)
     return reader.summary(plan.run, plan.exclude)
 
 
@@ -133,7 +133,7 @@ class _Reader:
     """Folds a journal with the run's own state machine, and writes down which nodes left when and why."""
 
     def __init__(self, state: RunState) -> None:
-        self._state = state
+        self.state = state
         self._spans: list[Span] = []
         self._held: tuple[float, tuple[str, ...]] | None = None  # the allocation that is open
         self._placed: tuple[str, ...] = ()  # by its first attempt
@@ -143,7 +143,7 @@ class _Reader:
         self._excluded: set[str] = set()
 
     def take(self, event: ev.Event) -> None:
-        state = self._state
+        state = self.state
         if isinstance(event, ev.AllocationStarted):
             self._close(state.now)  # a job that died left no word
             self._held, self._placed = (event.t, event.nodes), ()
@@ -180,9 +180,9 @@ class _Reader:
 
     def _changed(self, event: ev.Event, before: Phase) -> Iterator[Node]:
         """Nodes whose role this event may have changed: looking at all each time would take too long."""
-        if self._state.phase is not before:
-            yield from self._state.nodes.values()
-        elif (node := self._state.nodes.get(getattr(event, "node", ""))) is not None:
+        if self.state.phase is not before:
+            yield from self.state.nodes.values()
+        elif (node := self.state.nodes.get(getattr(event, "node", ""))) is not None:
             yield node
 
     def _close(self, t: float) -> None:
@@ -194,17 +194,17 @@ class _Reader:
         self._held = None
 
     def summary(self, run: str, excluded: tuple[str, ...]) -> PastRun:
-        self._close(self._state.now)
+        self._close(self.state.now)
         return PastRun(
             run=run,
-            active=self._state.active,
+            active=self.state.active,
             spans=tuple(self._spans),
-            failures=tuple(i.fault_at for i in self._state.incidents if i.charged == "infrastructure"),
-            departures=tuple(replace(left, cause=_cause(self._state.incidents, left)) for left in self._left),
+            failures=tuple(i.fault_at for i in self.state.incidents if i.charged == "infrastructure"),
+            departures=tuple(replace(left, cause=_cause(self.state.incidents, left)) for left in self._left),
             xids=tuple(self._xids),
             excluded=tuple(sorted({*excluded, *self._excluded})),
-            jobs=tuple(self._state.slurm_jobs),
-            ended=self._state.ended,
+            jobs=tuple(self.state.slurm_jobs),
+            ended=self.state.ended,
         )
 
 

@@ -36,6 +36,10 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
         sync_directory(path.parent)
 
 
+# A hundred thousand files in one directory are slow on shared storage, and a directory a node could not be
+# found from a rank's number.
+RANKS_A_FOLDER = 1000
+
 # So much room is kept free for the run's last words, which a full disk must not swallow.
 RESERVE_BYTES = 1 << 20
 
@@ -47,6 +51,22 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory, and those above it, 0700; one that is there stays as it is. Raises OSError."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        make_folder(path.parent)
+        make_folder(path)
+
+
+def ranks_folder(parent: Path, rank: int) -> Path:
+    """The directory in `parent` with the files of this rank and its neighbours."""
+    return parent / f"ranks-{rank - rank % RANKS_A_FOLDER:05d}"
 
 
 def check_readable(run: Path) -> None:
@@ -132,14 +152,18 @@ class RunDirectory:
             self.reserve_file.unlink()
 
     def evidence(self, attempt: int) -> Path:
-        """What was seen of an attempt's ranks just before they were stopped for a hang."""
+        """What was seen of an attempt's ranks before they were stopped for a hang; see `ranks_folder`."""
         return self.root / "evidence" / f"attempt-{attempt:04d}"
 
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs / f"attempt-{attempt:04d}"
 
     def rank_log(self, attempt: int, rank: int) -> Path:
-        return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
+        return ranks_folder(self.attempt_logs(attempt), rank) / f"rank-{rank:05d}.log"
+
+    def rank_logs(self, attempt: int) -> list[Path]:
+        """The logs of all ranks of an attempt that have one, in the order of ranks."""
+        return sorted(self.attempt_logs(attempt).glob("ranks-*/rank-*.log"))
 
     def create(self) -> None:
         """Make the directory and its parts, and the run's secret. Raises RunDirectoryError."""

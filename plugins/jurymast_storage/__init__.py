@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,8 @@ from jurymast.health.probe import Context, Probe
 from jurymast.health.tables import threshold
 
 INTERVAL_S = 60.0
-# A file is written at the first look and at every so many; with thousands of nodes it is the server's burden.
+# A file is written at the first look and at every so many, on each node at others: with thousands of nodes it
+# is the server's burden.
 WRITE_EVERY = 10
 CONTENT = b"jurymast looks whether this storage works; this file may be removed\n" * 32
 NAME = "storage"
@@ -55,6 +57,7 @@ class StorageProbe:
         self._limit_s = threshold(context, "storage-slow-s")
         self._full = threshold(context, "storage-used")
         self._mark = context.node or socket.gethostname()
+        self._offset = zlib.crc32(self._mark.encode())
         written = dict.fromkeys(context.paths, True)
         self._places = [
             Place(path, write)
@@ -98,7 +101,8 @@ class StorageProbe:
     def _try(self, place: Place) -> None:
         """On the path's own thread."""
         began = time.monotonic()
-        writes, place.looks = place.write and place.looks % WRITE_EVERY == 0, place.looks + 1
+        due = place.looks == 0 or (place.looks + self._offset) % WRITE_EVERY == 0
+        writes, place.looks = place.write and due, place.looks + 1
         try:
             found = os.statvfs(place.path)
             used = 1 - found.f_bavail / found.f_blocks if found.f_blocks else 0.0

@@ -186,7 +186,7 @@ def _root_cause(log: str) -> dict[int, int]:
 
 
 def _of_jurymast(folder: Path, run: RunUnderTest) -> Outcome:
-    logs = {rank: run.directory.logs / "attempt-0001" / f"rank-{rank:05d}.log" for rank in range(RANKS)}
+    logs = {rank: run.directory.rank_log(1, rank) for rank in range(RANKS)}
     printed = {rank: [_lines(log, folder)] for rank, log in logs.items()}
     failed = [event for event in run.events() if isinstance(event, ev.WorkerFailed) and event.attempt == 1]
     return Outcome({event.rank: event.exit_code for event in failed[:1]}, printed, files_of(folder))

@@ -123,7 +123,7 @@ def test_losses_of_two_attempts(tmp_path: Path) -> None:
     }
     curve = LossCurve(directory)
     for attempt, text in logs.items():
-        directory.attempt_logs(attempt).mkdir(parents=True)
+        directory.rank_log(attempt, 0).parent.mkdir(parents=True)
         directory.rank_log(attempt, 0).write_text(text)
         curve.poll(attempt)
     assert curve.final() == {1: 5.0, 2: 4.0, 3: 3.5}

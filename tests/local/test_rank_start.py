@@ -15,9 +15,7 @@ pytestmark = pytest.mark.torch
 
 
 def logs(run: RunUnderTest, attempt: int) -> list[str]:
-    return [
-        path.read_text() for path in sorted((run.directory.logs / f"attempt-{attempt:04d}").glob("rank-*"))
-    ]
+    return [path.read_text() for path in run.directory.rank_logs(attempt)]
 
 
 def test_what_a_script_sets_before_torch_counts_and_is_told_once(tmp_path: Path) -> None:

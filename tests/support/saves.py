@@ -11,7 +11,7 @@ from support.runs import RunUnderTest
 
 def saved_by_rank(run: RunUnderTest, attempt: int) -> list[list[int]]:
     """The steps that each rank of an attempt has saved, as the ranks say."""
-    logs = sorted(run.directory.attempt_logs(attempt).glob("rank-*.log"))
+    logs = run.directory.rank_logs(attempt)
     return [[int(step) for step in re.findall(r"^saved (\d+)$", log.read_text(), re.M)] for log in logs]
 
 

@@ -20,7 +20,7 @@ import pytest
 from jurymast.errors import AuthenticationError
 from jurymast.journal import replay
 from jurymast.report.closing import record_cancel
-from jurymast.rundir import RunDirectory
+from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import channel, endpoint
 from jurymast.wire.connection import Connection
 from jurymast.wire.messages import Accepted, Ask, Declined, Said, read_said
@@ -35,8 +35,8 @@ def place(tmp_path: Path) -> Place:
 
 
 def write_logs(directory: RunDirectory, attempt: int, lines: dict[int, str]) -> None:
-    directory.attempt_logs(attempt).mkdir()
     for rank, text in lines.items():
+        make_folder(directory.rank_log(attempt, rank).parent)
         directory.rank_log(attempt, rank).write_text(text)
     directory.attempt_file.write_text(str(attempt))
 

@@ -50,7 +50,7 @@ PLAIN = msg.Source(tier="peer", node="n2", hosts=("10.0.0.2",), port=7, part="al
 MEMBER = msg.Member(rank=1, sources=(PLAIN,))
 SOURCE = msgspec.structs.replace(PLAIN, part="own", rank=0, group=(0, 1), members=(MEMBER,))
 ALERT = Alert("s", 1.0, 2.0, "m", {"n1": None})
-ENTERED = Entered(0, "default_pg", (0, 1), 7, "all_reduce", True)
+ENTERED = Entered(0, "default_pg", 7, "all_reduce", True)
 
 SAID: list[msg.ToSupervisor] = [
     hello("n1", copies=(COPY,), room=Room(5, "/x"), health=(FINDING,), domain="a.b", pids=(1, 2)),

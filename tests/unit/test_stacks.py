@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -40,7 +41,7 @@ from jurymast.core.stacks import (
     place,
     stand,
 )
-from jurymast.rundir import RunDirectory
+from jurymast.rundir import RunDirectory, make_folder, ranks_folder
 from jurymast.wire import messages as msg
 from jurymast.worker import stack_signal
 from support.stories import Story
@@ -231,8 +232,8 @@ def test_flight_records_name_the_rank_where_stacks_do_not() -> None:
     story.hung()
     culprit = story.state.placement[1]
     flights = [
-        [0, "0", [], 57, "all_reduce", True],
-        [1, "0", [], 56, "all_reduce", False],
+        [0, "0", 57, "all_reduce", True],
+        [1, "0", 56, "all_reduce", False],
     ]
     stopped_with(story, {0: WORKS, 1: WORKS}, recorded=True, records=(0, 1), flights=tuple(flights))
     incident = story.incident
@@ -374,14 +375,14 @@ def test_ranks_tell_where_they_stand_even_with_the_interpreters_lock_held(
         assert all(at.startswith("in stand_here at <string>:") for at in message.places)
         assert (message.recorded, message.records) == (False, ())
         folder = directory.root / message.folder
-        files = [folder / "rank-00002.txt", folder / "rank-00003.txt"]
-        wait_until("the files", lambda: all(file.exists() for file in files))
-    for file, pid in zip(files, (first, second), strict=True):
-        text = file.read_text()
-        assert f"process {pid}" in text
-        assert "in stand_here" in text
-        assert "SigCgt:" in text
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        file = folder / "ranks-00000" / "stacks-00002-00003.txt"
+        wait_until("the file", file.exists)
+    _, *parts = re.split(r"^rank \d+, ", file.read_text(), flags=re.M)
+    for part, pid in zip(parts, (first, second), strict=True):
+        assert f"process {pid}" in part
+        assert "in stand_here" in part
+        assert "SigCgt:" in part
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
@@ -452,7 +453,7 @@ def test_a_flight_recorder_is_asked_and_a_missing_record_is_seen(taken: Taken) -
     for rank in (2, 3):
         os.mkfifo(f"{prefix}{rank}.pipe")
         pipes.append(os.open(f"{prefix}{rank}.pipe", os.O_RDONLY | os.O_NONBLOCK))
-    directory.evidence(1).mkdir(parents=True)
+    make_folder(ranks_folder(directory.evidence(1), 2))
     Path(f"{environment['TORCH_FR_DUMP_TEMP_FILE']}2").write_bytes(b"record")
     began = time.monotonic()
     asyncio.run(looking.take([os.getpid(), os.getpid()]))

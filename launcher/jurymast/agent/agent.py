@@ -7,6 +7,7 @@ import asyncio
 import fcntl
 import math
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -43,6 +44,8 @@ from jurymast.wire.strangers import Strangers
 RECONNECT_S = 0.1
 CONNECT_LIMIT_S = 1.5
 FIND_LIMIT_S = 2.0
+# All nodes of a run that lose their supervisor look for the next in the run directory, so often together.
+FINDS_A_SECOND = 5000.0
 # A host that has not stopped its ranks by then is stuck itself.
 STOP_MARGIN_S = 2.5
 HOST_RESTARTS_MAX = 5
@@ -71,7 +74,8 @@ class Agent:
         self._hint = hint
         self._secret = directory.secret()
         self._incarnation = secrets.token_hex(8)
-        self._allocation = Allocation.load(directory).key
+        allocation = Allocation.load(directory)
+        self._allocation = allocation.key
         self._memory = RankMemory(plan.ranks_per_node)
         self._watch = RankWatch(self._memory, plan.settings.heartbeat_s)
         self._evidence = Evidence()
@@ -91,6 +95,8 @@ class Agent:
         self._alone_since = 0.0
         self._unsaid: list[msg.ToSupervisor] = []
         self._last: endpoint.Endpoint | None = None
+        self._find_every_s = plan.nodes / FINDS_A_SECOND
+        self._find_at = 0.0
         self.attempt = 0
         self._stopping = 0
         self._terminating = False
@@ -98,7 +104,7 @@ class Agent:
         self._store_port = 0
         self._pids: list[int] = []
         self._cold = False  # the script cannot use what was loaded ahead of it
-        self._succession = Succession(directory, plan, node)
+        self._succession = Succession(directory, plan, node, allocation.nodes)
         self._testing = Testing(plan, _visible_gpus(), self._environment, self._say)
         self._strangers = Strangers(_note)
         self._over = asyncio.Event()
@@ -175,6 +181,7 @@ class Agent:
                 beats.cancel()
                 connection.close()
                 self._strangers.left(connection.peer_address)
+                self._find_at = time.monotonic() + self._find_every_s * random.random()
 
     async def _connect(self) -> Channel[msg.Order] | None:
         """Where the last supervisor was, and where the newest is by the run directory. Both at once: storage
@@ -183,6 +190,10 @@ class Agent:
         return await channel.first_of([self._reach(last), self._reach_newest(last)])
 
     async def _reach_newest(self, last: endpoint.Endpoint | None) -> Channel[msg.Order] | None:
+        now = time.monotonic()
+        if now < self._find_at:
+            return None
+        self._find_at = now + self._find_every_s
         try:
             look = asyncio.to_thread(endpoint.find, self._directory.epochs)
             found = await asyncio.wait_for(look, FIND_LIMIT_S) or last
@@ -351,7 +362,7 @@ class Agent:
         plan = {
             "run": self._plan.run, "nodes": self._plan.nodes, "ranks": self._plan.ranks_per_node,
             "script": self._plan.script, "arguments": self._plan.arguments, "module": self._plan.module,
-            "directory": self._plan.working_directory, "logs": str(self._directory.logs),
+            "directory": self._plan.working_directory, "run_directory": str(self._directory.root),
             "temporary": str(self._temporary), "grace_s": self._plan.settings.stop_grace_s,
             "warm": self._plan.settings.warm_start,
         }  # fmt: skip

@@ -30,7 +30,7 @@ from jurymast.core import stacks
 from jurymast.core.flight import Entered
 from jurymast.core.hang import works
 from jurymast.core.settings import RunPlan
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import RunDirectory, make_folder, ranks_folder, write_atomically
 from jurymast.wire import messages as msg
 from jurymast.worker import stack_signal
 
@@ -131,7 +131,7 @@ class Stacks:
         return str(self._temporary / f"flight-{self._attempt}-")
 
     def _flight_record(self, rank: object) -> Path:
-        return self._directory.evidence(self._attempt) / f"flight-{rank}"
+        return ranks_folder(self._directory.evidence(self._attempt), self._first) / f"flight-{rank}"
 
     def _ranks(self, pids: list[int]) -> list[_Rank]:
         names = (stack_signal.file_name(self._attempt, i) for i in range(len(pids)))
@@ -159,7 +159,9 @@ class Stacks:
         def look() -> None:
             _look(ranks, end)
             looked.set()
-            _save(ranks, folder)  # what was asked to write a record needs the directory, too
+            _save(
+                ranks, ranks_folder(folder, self._first)
+            )  # what was asked to write a record needs the directory, too
             sizes = dict.fromkeys(asked, 0)
             while len(records) < len(asked) and time.monotonic() < end:
                 time.sleep(POLL_S)
@@ -329,17 +331,18 @@ def _from_outside(pid: int, limit_s: float) -> str:
 
 
 def _save(ranks: list[_Rank], folder: Path) -> None:
-    """One file a rank; best effort, the incident has the gist."""
-    try:
-        for directory in (folder.parent, folder):
-            directory.mkdir(mode=0o700, exist_ok=True)
-        for rank in ranks:
-            parts = [f"rank {rank.rank}, process {rank.pid}: {rank.place().text}\n", rank.text]
-            parts += [f"/proc/{rank.pid}/{name}:\n{text.strip()}\n" for name, text in rank.proc.items()]
-            text = "\n".join(part for part in parts if part)
-            write_atomically(folder / f"rank-{rank.rank:05d}.txt", text.encode(), durable=False)
-    except OSError:
+    """One file for all ranks of the node; best effort, the incident has the gist."""
+    if not ranks:
         return
+    parts = []
+    for rank in ranks:
+        parts += [f"rank {rank.rank}, process {rank.pid}: {rank.place().text}\n", rank.text]
+        parts += [f"/proc/{rank.pid}/{name}:\n{text.strip()}\n" for name, text in rank.proc.items()]
+    name = f"stacks-{ranks[0].rank:05d}-{ranks[-1].rank:05d}.txt"
+    with suppress(OSError):
+        make_folder(folder)
+        text = "\n".join(part for part in parts if part)
+        write_atomically(folder / name, text.encode(), durable=False)
 
 
 def _text_of(path: str) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from jurymast.cluster.allocation import Allocation
 from jurymast.core.settings import RunPlan
-from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
 
@@ -17,17 +15,25 @@ from jurymast.wire import endpoint
 PATIENCE_S = 2.0
 # Agents try one after the other, in the allocation's order; the claim of an epoch settles a tie.
 STAGGER_S = 2.0
+PLACE_UNKNOWN = 10
 LOOK_S = 0.25
+# Who is late in the order looks seldom: thousands that all looked so often would keep the storage busy.
+LOOK_SHARE = 0.1
 
 
 class Succession:
     """One agent's part in it. A node that is merely cut off must not take over: as long as the supervisor's
     pulse changes in the run directory, it lives, and others hear it."""
 
-    def __init__(self, directory: RunDirectory, plan: RunPlan, node: str) -> None:
+    def __init__(self, directory: RunDirectory, plan: RunPlan, node: str, nodes: Sequence[str]) -> None:
+        """`nodes`: all of the allocation, in its order."""
         self._directory = directory
         self._enabled = plan.cluster == "slurm"  # locally the batch process cannot die alone
         self._node = node
+        place = nodes.index(node) if node in nodes else PLACE_UNKNOWN
+        self._patience_s = PATIENCE_S + STAGGER_S * place
+        self._look_s = max(LOOK_S, LOOK_SHARE * STAGGER_S * place)
+        self._look_at = 0.0
         self._pulse = ""
         self._quiet_since: float | None = None
         self._child: asyncio.subprocess.Process | None = None
@@ -42,8 +48,12 @@ class Succession:
                 self._quiet_since, met = None, True
             elif not met:
                 continue
-            elif self._child is None or self._child.returncode is not None:
+            elif time.monotonic() >= self._look_at and not self._supervises():
+                self._look_at = time.monotonic() + self._look_s
                 await self._consider()
+
+    def _supervises(self) -> bool:
+        return self._child is not None and self._child.returncode is None
 
     async def _consider(self) -> None:
         try:
@@ -53,15 +63,8 @@ class Succession:
         now = time.monotonic()
         if self._quiet_since is None or pulse != self._pulse:
             self._pulse, self._quiet_since = pulse, now
-        elif now - self._quiet_since > PATIENCE_S + STAGGER_S * self._place():
+        elif now - self._quiet_since > self._patience_s:
             await self._take_over()
-
-    def _place(self) -> int:
-        try:
-            nodes = Allocation.load(self._directory).nodes
-            return nodes.index(self._node)
-        except (RunDirectoryError, ValueError):
-            return 10
 
     async def _take_over(self) -> None:
         self._quiet_since = None

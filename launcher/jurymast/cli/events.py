@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,14 @@ FOLLOW_EVERY_S = 0.2
 LOOK_EVERY_S = 5.0
 # Of the reports of steps, one so often (followed or not) is enough.
 PROGRESS_EVERY_S = {True: 30.0, False: 3600.0}
+# Of nodes that say the same one after the other so many are shown.
+ALIKE_SHOWN = 3
 
 
 @click.command()
 @run_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
-@click.option("-a", "--all", "everything", is_flag=True, help="Each node's routine and each step report too.")
+@click.option("-a", "--all", "everything", is_flag=True, help="Each node's word and each step report too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with `at` and `text`.")
 @runs_option
 def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path | None) -> None:
@@ -35,10 +38,15 @@ def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path 
 
     watcher = Watcher(the_run(run, runs))
     entries = _entries(watcher, follow)
-    if not (everything or as_json):
-        entries = _wanted(entries, PROGRESS_EVERY_S[follow])
-    for entry in entries:
-        click.echo(json.dumps(_as_json(entry)) if as_json else _as_text(entry))
+    lines: Iterable[str]
+    if as_json:
+        lines = (json.dumps(_as_json(one)) for one in _singles(entries))
+    elif everything:
+        lines = map(_as_text, _singles(entries))
+    else:
+        lines = _brief(_wanted(entries, PROGRESS_EVERY_S[follow]))
+    for line in lines:
+        click.echo(line)
     for text in watcher.tail.unread:
         click.echo(f"warning    {text}", err=True)
 
@@ -81,12 +89,39 @@ def _wanted(entries: Iterable[Entry], progress_every_s: float) -> Iterator[Entry
         yield held
 
 
+def _singles(entries: Iterable[Entry]) -> Iterator[Entry]:
+    from jurymast.journal import single
+
+    return chain.from_iterable(map(single, entries))
+
+
+def _brief(entries: Iterable[Entry]) -> Iterator[str]:
+    """A line each; thousands of nodes that say the same are counted."""
+    from jurymast.journal import alike, nodes_in, single
+
+    for same, group in groupby(entries, alike):
+        shown = count = 0
+        last_t = 0.0
+        for entry in group:
+            count += nodes_in(entry)
+            last_t = entry["each"]["t"][-1] if "each" in entry else entry["t"]
+            for one in single(entry) if same is None or shown < ALIKE_SHOWN else ():
+                if same is None or shown < ALIKE_SHOWN:
+                    shown += 1
+                    yield _as_text(one)
+        if count > shown:
+            yield f"{_at(last_t)}  ... the last of {count - shown} more nodes that say the same (--all)"
+
+
+def _at(t: float) -> str:
+    return datetime.fromtimestamp(t).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
 def _as_text(entry: Entry) -> str:
     from jurymast.report.layout import one_line
     from jurymast.report.sentences import sentence
 
-    at = datetime.fromtimestamp(entry["t"]).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-    return f"{at}  {one_line(sentence(entry))}"
+    return f"{_at(entry['t'])}  {one_line(sentence(entry))}"
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:

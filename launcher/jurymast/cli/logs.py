@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,35 +19,43 @@ if TYPE_CHECKING:
 FOLLOW_EVERY_S = 0.2
 LOOK_EVERY_S = 5.0
 READ_BYTES = 1 << 20
+# Of more ranks not all are shown unless that is asked for.
+RANKS_SHOWN_MAX = 64
+# Whoever follows all of thousands of logs reads no more of them a second: storage serves others, too.
+FILES_A_SECOND = 2000.0
 
 
 @click.command()
 @run_argument
 @click.option(
-    "-r", "--rank", type=click.IntRange(0), multiple=True, metavar="R", help="Only this rank.  [all]"
-)
+    "-r", "--rank", type=click.IntRange(0), multiple=True, metavar="R",
+    help=f"Only this rank.  [all; of more than {RANKS_SHOWN_MAX} rank 0, and any that incidents name]",
+)  # fmt: skip
+@click.option("--all", "everything", is_flag=True, help="All ranks, however many there are.")
 @click.option("-a", "--attempt", type=click.IntRange(1), metavar="A", help="Which attempt.  [the newest]")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends, through later attempts.")
 @click.option("-n", "--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines of each rank.")
 @click.option("--job", is_flag=True, help="The job's own log instead: supervisor, agents and Slurm.")
 @runs_option
 def command(
-    run: str, rank: tuple[int, ...], attempt: int | None, follow: bool, tail: int | None, job: bool,
-    runs: Path | None,
+    run: str, rank: tuple[int, ...], everything: bool, attempt: int | None, follow: bool, tail: int | None,
+    job: bool, runs: Path | None,
 ) -> None:  # fmt: skip
     """Print what the ranks wrote, each line with its rank.
 
     Lines of different ranks carry no times, so they stand in the order in which they are found.
     """
     directory = the_run(run, runs)
-    if job and (rank or attempt):
+    if job and (rank or everything or attempt):
         raise UsageError("--job is the log of the whole job: it has neither ranks nor attempts")
+    if rank and everything:
+        raise UsageError("--rank and --all do not go together")
     chosen = attempt or directory.newest_attempt()
-    files = _job_files(directory) if job else _rank_files(directory, chosen, rank)
-    if not files and not follow:
+    find = _Finder(directory, rank, everything=everything, job=job)
+    if not find(chosen) and not follow:
         raise RunNotFoundError(*_nothing(directory, chosen, rank, job))
     try:
-        _print(directory, chosen, rank, tail=tail, follow=follow, fixed=attempt is not None, job=job)
+        _print(find, chosen, tail=tail, follow=follow, fixed=attempt is not None)
     except KeyboardInterrupt:
         return
 
@@ -63,14 +71,43 @@ def _nothing(directory: RunDirectory, attempt: int, ranks: tuple[int, ...], job:
     return (f"there is no log{wanted} for attempt {attempt}; {others}",)
 
 
-def _rank_files(directory: RunDirectory, attempt: int, ranks: tuple[int, ...]) -> dict[str, Path]:
-    """{prefix: log file} in the order of ranks."""
-    files = {}
-    for path in sorted(directory.attempt_logs(attempt).glob("rank-*.log")):
-        number = int(path.stem.removeprefix("rank-"))
-        if not ranks or number in ranks:
-            files[f"[r{number}] "] = path
-    return files
+class _Finder:
+    """Finds the logs to show: {prefix: file} of an attempt, in the order of ranks."""
+
+    def __init__(
+        self, directory: RunDirectory, ranks: tuple[int, ...], *, everything: bool, job: bool
+    ) -> None:
+        self.directory, self.job = directory, job
+        self._ranks = tuple(sorted(set(ranks)))
+        plan = directory.plan()
+        self._count = plan.active * plan.ranks_per_node
+        self._everything = everything or self._count <= RANKS_SHOWN_MAX
+        self._chosen: dict[int, tuple[int, ...]] = {}
+
+    def __call__(self, attempt: int) -> dict[str, Path]:
+        if self.job:
+            return _job_files(self.directory)
+        ranks = self._ranks or self._telling(attempt)
+        if ranks:
+            files = [(rank, self.directory.rank_log(attempt, rank)) for rank in ranks]
+            return {f"[r{rank}] ": path for rank, path in files if path.exists()}
+        logs = self.directory.rank_logs(attempt)
+        return {f"[r{int(path.stem.removeprefix('rank-'))}] ": path for path in logs}
+
+    def _telling(self, attempt: int) -> tuple[int, ...]:
+        """Of very many ranks those that are worth a look; () for all."""
+        if self._everything:
+            return ()
+        if attempt not in self._chosen:
+            from jurymast.report.view import read_status
+
+            incidents = read_status(self.directory).state.incidents
+            failed = (i.rank for i in incidents if i.attempt == attempt and i.rank is not None)
+            ranks = tuple(sorted({0, *(rank for rank in failed if rank >= 0)}))
+            self._chosen[attempt] = ranks
+            told = ", ".join(map(str, ranks))
+            click.echo(f"-- rank {told} of {self._count} (--rank R, or --all) --", err=True)
+        return self._chosen[attempt]
 
 
 def _job_files(directory: RunDirectory) -> dict[str, Path]:
@@ -78,20 +115,18 @@ def _job_files(directory: RunDirectory) -> dict[str, Path]:
     return {f"[{path.stem}] " if len(files) > 1 else "": path for path in files}
 
 
-def _print(
-    directory: RunDirectory, attempt: int, ranks: tuple[int, ...], *, tail: int | None, follow: bool,
-    fixed: bool, job: bool,
-) -> None:  # fmt: skip
+def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed: bool) -> None:
     """All there is, in rank order; then, with `follow`, what comes, and later attempts unless `fixed`."""
     from jurymast.report.tail import FileTail
 
+    directory = find.directory
     tails: dict[Path, FileTail] = {}
     began = attempt
-    for over in _rounds(directory, follow):
+    for over in _rounds(directory, follow, tails):
         newest = attempt if fixed else max(attempt, directory.newest_attempt())
         for number in range(attempt, newest + 1):
-            files = _job_files(directory) if job else _rank_files(directory, number, ranks)
-            if not job and number > began and files.keys() and not tails.keys() & set(files.values()):
+            files = find(number)
+            if not find.job and number > began and files and not tails.keys() & set(files.values()):
                 click.echo(f"-- attempt {number} --", err=True)
             for prefix, path in files.items():
                 source = tails.setdefault(path, FileTail(path))
@@ -99,7 +134,7 @@ def _print(
         attempt, tail = newest, None
 
 
-def _rounds(directory: RunDirectory, follow: bool) -> Iterator[bool]:
+def _rounds(directory: RunDirectory, follow: bool, files: Sized) -> Iterator[bool]:
     """Once, or until the run has ended; True in the last round, when half a line is all that will come."""
     if not follow:
         yield True
@@ -117,18 +152,24 @@ def _rounds(directory: RunDirectory, follow: bool) -> Iterator[bool]:
             over = look(directory, watcher.state).kind == "gone"
         yield over
         if not over:
-            time.sleep(FOLLOW_EVERY_S)
+            time.sleep(max(FOLLOW_EVERY_S, len(files) / FILES_A_SECOND))
 
 
 def _copy(source: FileTail, prefix: str, tail: int | None, *, whole: bool) -> None:
+    kept: list[bytes] = []
+    while True:
+        lines = source.lines(READ_BYTES, partial=whole)
+        if tail is None:
+            _echo(prefix, lines)
+        else:
+            kept = (kept + lines)[-tail:] if tail else []
+        if not source.more:
+            break
+    _echo(prefix, kept)
+
+
+def _echo(prefix: str, lines: list[bytes]) -> None:
     from jurymast.report.layout import clean
 
-    kept: list[bytes] = []
-    while lines := source.lines(READ_BYTES, partial=whole):
-        if tail is not None:
-            kept = (kept + lines)[-tail:] if tail else []
-            continue
-        for line in lines:
-            click.echo(prefix + clean(line.decode(errors="replace")))
-    for line in kept:
-        click.echo(prefix + clean(line.decode(errors="replace")))
+    if lines:
+        click.echo("\n".join(prefix + clean(line.decode(errors="replace")) for line in lines))

@@ -31,6 +31,7 @@ from jurymast.core.causes import APPLICATION, CAUSES
 from jurymast.core.clues import SIGNAL_NAMES
 from jurymast.core.events import Asked, NodeLost, RanksHung, StacksTaken, Straggling, WorkerFailed
 from jurymast.core.health import Finding, Verdict
+from jurymast.core.texts import NODES_TOLD, some
 
 # A finding so long before an end of ranks, or after it, has to do with it (seconds).
 NEAR_S = 180.0
@@ -235,15 +236,15 @@ def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
     kind = "node_lost" if lost[0].how == "silent" else "node_crash"
     if len(names) > max(MANY_LOST, MANY_LOST_FRACTION * around.nodes) and around.nodes:
         kind = "fabric_fault"
-    node = names[0] if len(names) == 1 else ""
-    return Cause(kind, causes.INFRASTRUCTURE, node, names, None, 0, "; ".join(parts), f"{kind} {node}")
+    node, evidence = names[0] if len(names) == 1 else "", some(parts, NODES_TOLD, "; ")
+    return Cause(kind, causes.INFRASTRUCTURE, node, names, None, 0, evidence, f"{kind} {node}")
 
 
 def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
     """Bad before suspect, then the earliest."""
     (node, finding), *more = sorted(found, key=lambda pair: pair[1].verdict is not Verdict.BAD)
     kind = causes.of_finding(finding)
-    evidence = "; ".join(f"{n}: {describe(f)}" for n, f in ((node, finding), *more))
+    evidence = some([f"{n}: {describe(f)}" for n, f in ((node, finding), *more)], NODES_TOLD, "; ")
     nodes = tuple(dict.fromkeys(n for n, _ in ((node, finding), *more)))
     return Cause(kind, CAUSES[kind].charged, node, nodes, None, 0, evidence, f"{kind} {node} {finding.code}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 # What torch, gloo, NCCL and the socket layer say when the *other* side went away.
 COMMUNICATION = re.compile(
@@ -81,6 +82,7 @@ SIGNAL_NAMES = {
 SHM_FULL = 0.98
 
 
+@lru_cache(maxsize=64)  # thousands of ranks fail with the same words
 def exception_class(text: str, local_paths: tuple[str, ...]) -> str:
     """The class that an exception's "CLASS: message" speaks of; "" when no clue matches. A clue on storage is
     the node's own trouble if the text names a path below one of `local_paths`."""

@@ -377,6 +377,9 @@ class _Registry:
             NodeTested, Straggling, StacksTaken, AttemptFound, LaunchWaits, Noted, Tick,
         )
     }  # fmt: skip
+    fields_of: ClassVar[dict[str, frozenset[str]]] = {
+        name: frozenset(field.name for field in fields(cls)) for name, cls in by_name.items()
+    }
 
 
 def to_json(event: Event) -> dict[str, Any]:
@@ -387,7 +390,7 @@ def to_json(event: Event) -> dict[str, Any]:
 def from_json(line: dict[str, Any]) -> Event:
     """Inverse of `to_json`; fields this version does not know are ignored. KeyError: unknown event."""
     cls = _Registry.by_name[line["event"]]
-    known = {field.name for field in fields(cls)}
+    known = _Registry.fields_of[line["event"]]
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in line.items() if key in known
     }

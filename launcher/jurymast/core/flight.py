@@ -8,7 +8,6 @@ the other side is not in the records.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,23 +20,22 @@ NAME_MAX = 80
 @dataclass(frozen=True)
 class Entered:
     """How far `rank` is in `group`: the number of the newest collective that it entered (0: none), what that
-    was, and whether it still waits there. `members` is () where the record does not tell."""
+    was, and whether it still waits there."""
 
     rank: int
     group: str
-    members: tuple[int, ...]
     number: int
     collective: str
     waits: bool
 
     def to_json(self) -> list[Any]:
-        return [self.rank, self.group, list(self.members), self.number, self.collective, self.waits]
+        return [self.rank, self.group, self.number, self.collective, self.waits]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Entered:
         """Raises ValueError or TypeError for anything else than `to_json` gave."""
-        rank, group, members, number, collective, waits = values
-        return cls(int(rank), str(group), tuple(members), int(number), str(collective), bool(waits))
+        rank, group, number, collective, waits = values
+        return cls(int(rank), str(group), int(number), str(collective), bool(waits))
 
 
 def entered(rank: int, record: Mapping[str, Any]) -> list[Entered]:
@@ -51,20 +49,15 @@ def entered(rank: int, record: Mapping[str, Any]) -> list[Entered]:
                 newest[group] = entry
     found = [
         Entered(
-            rank, group, _members(record, group), int(entry["collective_seq_id"]),
+            rank, group, int(entry["collective_seq_id"]),
             str(entry["profiling_name"]).rpartition(":")[2][:NAME_MAX],
             not entry.get("retired") and entry.get("state") != "completed",
         )
         for group, entry in newest.items()
     ]  # fmt: skip
     never = [group for group in record.get("pg_config", {}) if group and group not in newest]
-    found += [Entered(rank, group, _members(record, group), 0, "", False) for group in never]
+    found += [Entered(rank, group, 0, "", False) for group in never]
     return found[:GROUPS_MAX]
-
-
-def _members(record: Mapping[str, Any], group: str) -> tuple[int, ...]:
-    told = record.get("pg_config", {}).get(group, {}).get("ranks", "[]")
-    return tuple(int(rank) for rank in json.loads(told))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jurymast.core.attribution import Cause
 from jurymast.core.incident import Incident
 from jurymast.core.settings import Budget
 from jurymast.core.state import Blame, Role, RunState
+from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunFailedError
 
 # A cause that comes back without one new step between is not going away by itself.
@@ -62,7 +63,7 @@ def decide(state: RunState, cause: Cause) -> Decision:
         n for n in state.nodes.values() if n.role is Role.JOINING and n.incarnation and n.name not in bad
     ]
     if len(spares) + len(coming) >= len(bad):
-        names = ", ".join(bad)
+        names = some(bad, NODES_TOLD)
         return Decision(
             "swap", f"{cause.evidence}; {why}: {names} out, a spare in", bad, wait_s, blames=blames
         )

@@ -276,12 +276,11 @@ class Ledger:
         """Note what nodes do now; only `name` can have changed unless `everything` may have."""
         state, now = self.state, self._now()
         names: Iterable[str] = state.nodes if everything else ((name,) if name in state.nodes else ())
-        placed = set(state.placement) if everything else state.placement
         for node_name in names:
             what = "spare_idle"
             if state.nodes[node_name].role is Role.FAILED:
                 what = "failed_node"
-            elif state.phase is Phase.STARTING or node_name in placed:
+            elif state.phase is Phase.STARTING or node_name in state.places:
                 what = PLACED
             stays = self.stays.setdefault(node_name, [])
             if stays and stays[-1].end is None:

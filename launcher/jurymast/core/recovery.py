@@ -17,6 +17,7 @@ from jurymast.core.incident import Incident
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ladder import Decision, decide
 from jurymast.core.state import Exclusion, Findings, Node, Phase, Role, RunState
+from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunFailedError
 
 # Once enough nodes are ready, wait this long for the rest, so that the slowest become the spares.
@@ -220,9 +221,15 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     stay spares."""
     if testing.going_on(state):
         return []
-    if _enough(state):
+    in_grace = state.enough_since is None or state.now < state.enough_since + SPARE_GRACE_S
+    if one_came and state.missing > 1 and in_grace:
+        state.missing -= 1  # it makes no more than itself ready: nobody need look at thousands of nodes
+        return []
+    usable = sum(node.usable for node in state.nodes.values())
+    state.missing = (len(state.nodes) if usable >= state.active else state.active) - usable
+    if usable >= state.active:
         state.enough_since = state.now if state.enough_since is None else state.enough_since
-        all_here = all(node.usable for node in state.nodes.values())
+        all_here = usable == len(state.nodes)
         if all_here or state.now >= state.enough_since + SPARE_GRACE_S or state.pretested:
             ready = state.spare_nodes()
             if tests := testing.before_first_attempt(state):
@@ -245,21 +252,6 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     return [_try_elsewhere(state, missing)]
 
 
-def _enough(state: RunState) -> bool:
-    """Whether enough nodes are ready. Of thousands that are not, one more is looked at than may be missing:
-    those that were not ready at an earlier look, as long as there are that many."""
-    may_lack = len(state.nodes) - state.active
-    lacking = state.lacking
-    while len(lacking) > may_lack >= 0:
-        looked_at = lacking[-(may_lack + 1) :]
-        still = [name for name in looked_at if name in state.nodes and not state.nodes[name].usable]
-        if len(still) > may_lack:
-            return False
-        lacking[-(may_lack + 1) :] = still
-    lacking[:] = [name for name, node in state.nodes.items() if not node.usable]
-    return len(lacking) <= may_lack
-
-
 def _left_out(state: RunState, spares: list[Node]) -> str:
     """Which of these are spares because they are likely to fail, and why."""
     likely = [(state.expected_times(node), node.name) for node in spares if state.expected_times(node) > 1.0]
@@ -274,7 +266,7 @@ def _left_out(state: RunState, spares: list[Node]) -> str:
 def _try_elsewhere(state: RunState, missing: list[Node]) -> Instruction:
     """An allocation that never had enough nodes: ask for another, but not for ever. Where somebody took them
     out, that is no failure."""
-    names = ", ".join(f"{node.name} ({node.reason})" for node in missing)
+    names = some([f"{node.name} ({node.reason})" for node in missing], NODES_TOLD)
     reason = f"fewer than {state.active} nodes came up; missing: {names}"
     open_incident(state, state.now, state.now)
     if all(node.drained for node in missing):
@@ -297,7 +289,7 @@ def _replace(state: RunState) -> list[Instruction]:
         return []
     open_places = [i for i, name in enumerate(state.placement) if state.nodes[name].role is not Role.ACTIVE]
     # A node that was blamed gets its own place back only if all that is left is a requeue.
-    spares = [n for n in state.spare_nodes() if n.role is Role.SPARE or n.name not in state.placement]
+    spares = [n for n in state.spare_nodes() if n.role is Role.SPARE or n.name not in state.places]
     coming = [n for n in state.nodes.values() if n.role in (Role.JOINING, Role.SUSPECT) and n.incarnation]
     missing = len(open_places) - len(spares)
     warming = [node for node in coming if not node.ready]
@@ -307,7 +299,7 @@ def _replace(state: RunState) -> list[Instruction]:
             return []
     spares = spares if missing <= 0 else state.spare_nodes()
     if len(spares) >= len(open_places):
-        likely = [n for i, n in enumerate(spares) if i < len(open_places) or n.name in state.placement]
+        likely = [n for i, n in enumerate(spares) if i < len(open_places) or n.name in state.places]
         doubtful = [node for node in likely if node.role is Role.SUSPECT]
         if (tests := testing.before_use(state, doubtful)) is not None:
             return tests
@@ -341,7 +333,7 @@ def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[In
     swapped = [f"{old} -> {new}" for old, new in zip(state.placement, placement, strict=True) if old != new]
     if swapped:
         state.incidents[-1].action = "swap"
-    reason = f"swap {', '.join(swapped)}" if swapped else "same nodes"
+    reason = f"swap {some(swapped, NODES_TOLD)}" if swapped else "same nodes"
     return [_launch(state, tuple(placement), reason)]
 
 

@@ -6,7 +6,7 @@ replays to the same state and the simulator drives the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from jurymast.core.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.health import Verdict
 from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.state import ENDED, Findings, Node, Phase, Role, RunState, TierState
+from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunCancelledError, RunFailedError
 
 # A silence that comes back without a new step before it was probably no hang: waited for longer than torch's
@@ -38,6 +39,36 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
     if state.phase is not before or isinstance(event, _LETS_TEST) or _of_suspect(state, event):
         instructions += testing.suspects(state)
     return instructions
+
+
+def step_quietly(
+    state: RunState, kind: type[ev.Event], attempt: int, nodes: Sequence[str], ports: Sequence[int]
+) -> bool:
+    """As `step` for one such event of each node, if nothing follows from any; else False, and nothing is
+    done. Such words of thousands of nodes are most of a journal. `ports`: of stores, where events tell."""
+    names = set(nodes)
+    if attempt != state.attempt:
+        return False
+    if kind is ev.WorkersStarted and state.phase is Phase.LAUNCHING:
+        started = state.started | (names & state.places.keys())
+        if len(started) == len(state.placement):
+            return False
+        state.started = started
+        return True
+    if (
+        kind is ev.WorkersStopped
+        and state.phase is Phase.STOPPING
+        and len(ports) == len(nodes)
+        and all(ports)
+    ):
+        if names.issuperset(recovery.not_stopped(state)) or not names <= state.nodes.keys():
+            return False
+        for name, port in zip(nodes, ports, strict=True):
+            state.nodes[name].ready, state.nodes[name].store_port = True, port
+        state.stopped |= names
+        state.finished -= names
+        return True
+    return False
 
 
 def _of_suspect(state: RunState, event: ev.Event) -> bool:
@@ -90,7 +121,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
         )  # fmt: skip
     state.placement, state.started, state.finished, state.stopped = (), set(), set(), set()
     state.findings = Findings()
-    state.pretested, state.testing = False, set()
+    state.pretested, state.testing, state.missing = False, set(), 0
     state.phase, state.deadline, state.enough_since = (
         Phase.STARTING,
         event.t + state.settings.join_limit_s,
@@ -449,10 +480,11 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
         return []
     if state.phase is Phase.LAUNCHING:
         late = [name for name in state.placement if name not in state.started]
+        where = some(late, NODES_TOLD)
         state.findings.hung = ev.RanksHung(
             t=event.t, attempt=state.attempt, ranks=(), node=late[0] if len(late) == 1 else "",
             silent_s=recovery.LAUNCH_LIMIT_S, limit_s=recovery.LAUNCH_LIMIT_S,
-            evidence=f"ranks did not start within {recovery.LAUNCH_LIMIT_S:.0f} s on {', '.join(late)}",
+            evidence=f"ranks did not start within {recovery.LAUNCH_LIMIT_S:.0f} s on {where}",
         )  # fmt: skip
         return recovery.begin(state, event.t, event.t - recovery.LAUNCH_LIMIT_S)
     return []

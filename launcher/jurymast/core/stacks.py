@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -162,11 +163,10 @@ def absent(places: Mapping[int, Place]) -> tuple[int, ...]:
     """The ranks that never came to where the others wait; () when all do, or it cannot be told."""
     waiting = {rank for rank, at in places.items() if at.kind in WAITING}
     if not waiting:
-        texts = [at.text for at in places.values() if at.kind != UNKNOWN]
-        most = max(texts, key=texts.count, default="")
-        waiting = {
-            rank for rank, at in places.items() if at.text == most and 2 * texts.count(most) > len(places)
-        }
+        texts = Counter(at.text for at in places.values() if at.kind != UNKNOWN)
+        most = max(texts, key=texts.__getitem__, default="")
+        if 2 * texts[most] > len(places):
+            waiting = {rank for rank, at in places.items() if at.text == most}
     if not waiting:
         return ()
     missing = set(places) - waiting

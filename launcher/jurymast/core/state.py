@@ -232,7 +232,7 @@ class RunState:
     _places: tuple[tuple[str, ...], dict[str, int]] = field(
         default=((), {}), init=False, repr=False, compare=False
     )
-    lacking: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    missing: int = field(default=0, init=False, repr=False, compare=False)  # ready nodes, to go on
     unstopped: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property

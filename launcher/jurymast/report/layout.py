@@ -35,6 +35,8 @@ Block = Line | Table
 
 def clean(text: str) -> str:
     """`text` without control characters: what a script printed must not drive the reader's terminal."""
+    if text.isprintable():  # nearly always
+        return text
     return "".join(c if c in "\n\t" or (c.isprintable()) else "�" for c in text)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from jurymast.core.attribution import describe_exit
 from jurymast.core.copies import MEMORY
 from jurymast.core.health import APPLICATION, SYMPATHETIC
+from jurymast.journal import single
 from jurymast.report.layout import one_line
 from jurymast.report.words import amounts, count, duration, size, some
 
@@ -24,7 +25,10 @@ def is_routine(entry: Entry) -> bool:
 
 
 def sentence(entry: Entry) -> str:
-    """What one journal entry says. Entries of unknown kinds are named."""
+    """What one journal entry says; of several nodes' the first. Entries of unknown kinds are named."""
+    if "each" in entry:
+        first, *more = single(dict(entry))
+        return f"{sentence(first)} (and {len(more)} more nodes)"
     if "decision" in entry:
         tell = _DECISIONS.get(entry["decision"])
         told = tell(entry) if tell else str(entry["decision"])

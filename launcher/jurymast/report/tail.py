@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from jurymast.core.events import Event
 from jurymast.core.ledger import Ledger
 from jurymast.core.state import RunState
-from jurymast.journal import Entry, entry_of, event_of, initial_state
+from jurymast.journal import Entry, entry_of, initial_state, take
 from jurymast.report.words import count, some
 from jurymast.rundir import RunDirectory
 
@@ -17,6 +18,7 @@ class FileTail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.more = False  # the last call left something, because of its limit
         self._offset = 0
 
     def lines(self, limit_bytes: int = 1 << 24, *, partial: bool = False) -> list[bytes]:
@@ -24,14 +26,16 @@ class FileTail:
 
         A line longer than the limit comes in pieces. `partial`: the rest of a last line comes too.
         """
+        self.more = False
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read(limit_bytes)
         except FileNotFoundError:
             return []
+        self.more = len(data) == limit_bytes
         end = data.rfind(b"\n") + 1
-        if end == 0 and (partial or len(data) == limit_bytes):
+        if (end == 0) if self.more else partial:
             end = len(data)
         self._offset += end
         return data[:end].splitlines()
@@ -97,19 +101,18 @@ class JournalTail:
         return found
 
     def poll(self) -> list[Entry]:
-        """The entries since the last call, oldest first; `state` has taken them in."""
+        """The entries since the last call, oldest first, those of several nodes together (see
+        `journal.single`); `state` has taken them in."""
         entries: list[Entry] = []
         files = list(self.directory.journal_files())
         for path in files:
             epoch = self._epochs.setdefault(path.name, _EpochTail(path))
             for entry in epoch.entries(over=path != files[-1]):
                 if entry["epoch"] >= self.state.epoch:
-                    self._take(entry)
+                    take(self.state, entry, self._feed)
                     entries.append(entry)
         return entries
 
-    def _take(self, entry: Entry) -> None:
-        event = event_of(entry)
-        if event is not None:
-            self.last_t = max(event.t, self.last_t or 0.0)
-            self.ledger.feed(event)
+    def _feed(self, event: Event) -> None:
+        self.last_t = max(event.t, self.last_t or 0.0)
+        self.ledger.feed(event)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime, timezone
 
+from jurymast.core.texts import some as some
+
 
 def iso(t: float | None) -> str | None:
     """Seconds since the epoch -> ISO 8601 in the local zone, milliseconds kept; None stays None."""
@@ -60,13 +62,6 @@ def amounts(tiers: Mapping[str, int]) -> str:
 
 def percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100 * ratio:.1f} %"
-
-
-def some(names: list[str] | tuple[str, ...], most: int = 6) -> str:
-    """The names, the later ones counted only."""
-    if len(names) <= most:
-        return ", ".join(names)
-    return f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 def count(number: int, thing: str) -> str:

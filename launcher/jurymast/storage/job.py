@@ -17,6 +17,8 @@ PROGRESS_EVERY_S = 1.0
 LIMIT_S = 1800.0
 POLL_S = 0.05
 POLL_S_MAX = 0.5
+# Of the ranks of a run so many are looked for in a second, by the nodes together.
+RANKS_A_SECOND = 20_000.0
 # Network file systems serve directories from a cache for up to a minute; a change made here renews it.
 RENEW_EVERY_S = 2.0
 
@@ -76,17 +78,21 @@ class Job:
             self._told_at = now
         self._say({"id": self.order.get("id"), "said": "progress", "bytes": self.bytes})
 
-    def wait(self, what: str, look: Callable[[], Result | None], renew: Path | None = None) -> Result:
-        """The first result of `look` that is not None. StorageFailure: `what` did not happen in time."""
-        pause = POLL_S
+    def wait(
+        self, what: str, look: Callable[[], Result | None], renew: Path | None = None, *, ranks: int = 1
+    ) -> Result:
+        """The first result of `look` that is not None; looked for at a pace that the storage bears from so
+        many `ranks`. StorageFailure: `what` did not happen in time."""
+        seldom = ranks / RANKS_A_SECOND
+        pause = max(POLL_S, 0.1 * seldom)
         renewed = time.monotonic()
         while (result := look()) is None:
             if self.seconds > self._limit_s:
                 raise StorageFailure(f"{what} did not come within {self._limit_s:.0f} s")
             self.check()
             self.cancelled.wait(pause)
-            pause = min(POLL_S_MAX, pause * 1.2)
-            if renew is not None and time.monotonic() - renewed > RENEW_EVERY_S:
+            pause = min(max(POLL_S_MAX, seldom), pause * 1.2)
+            if renew is not None and time.monotonic() - renewed > max(RENEW_EVERY_S, seldom):
                 renewed = time.monotonic()
                 try:
                     os.utime(renew)

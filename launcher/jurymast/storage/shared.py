@@ -6,7 +6,7 @@ The nodes do not talk: they meet in the directory that they write, `.draining-ST
     writes.json          from the lead (rank 0's node) once all layouts are there: who writes which items
     __7_0.distcp         what rank 7 writes, byte ranges of its image, each block checked against its hash
     done-r00007.json     ... and that it is on disk: name, size, hash
-    failed-r00007.txt    why it is not
+    failed-r00007.txt    why it is not; and an empty file `failed`, to be found without a list of all
 
 Then the lead has torch write `.metadata`, removes the messages, writes our manifest and renames all of it. A
 lead that dies leaves a name that nobody reads, and the next lead sweeps it.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -34,12 +34,12 @@ from jurymast.checkpoint.directory import (
 from jurymast.keeper import manifest as keeper
 from jurymast.rundir import write_atomically
 from jurymast.storage import seal
-from jurymast.storage.job import Job, Message, StorageFailure, explain
+from jurymast.storage.job import Job, Message, Result, StorageFailure, explain
 from jurymast.storage.layout import Layout, decide, file_name, ranges
 from jurymast.storage.source import NewFile, Source
 
 STREAMS = 4
-WRITES = "writes.json"
+WRITES, FAILED = "writes.json", "failed"
 # Who fails first says why to the supervisor, which then cancels the others: they leave it so long for that.
 CAUSE_FIRST_S = 3.0
 
@@ -115,12 +115,12 @@ class _Meeting:
 
     def follow(self) -> Message:
         """Write this node's part, as the lead decides."""
-        existing = self._job.wait("the lead's directory", self._arrived, renew=self._directory.root)
+        existing = self._wait("the lead's directory", self._arrived, self._directory.root)
         if existing:
             return existing
         try:
             self._announce()
-            text = self._job.wait("the lead's plan", self._plan, renew=self._place)
+            text = self._wait("the lead's plan", self._plan, self._place)
             self._write({int(rank): numbers for rank, numbers in json.loads(text).items()})
         except (OSError, StorageFailure) as error:
             raise self._told(error) from error
@@ -138,9 +138,7 @@ class _Meeting:
             self._announce()
             layout = self._decide()
             self._write(layout.writes)
-            records = self._job.wait(
-                "the part of some rank", lambda: self._gathered(layout), renew=self._place
-            )
+            records = self._wait("the part of some rank", lambda: self._gathered(layout), self._place)
             self._seal(layout, records)
             self._directory.publish(self._place, self._step)
         except BaseException as error:
@@ -170,6 +168,7 @@ class _Meeting:
             for source in self._sources:  # a full disk needs room for the message
                 (self._place / file_name(source.manifest.rank)).unlink(missing_ok=True)
             path.touch(mode=0o600)
+            (self._place / FAILED).touch(mode=0o600)
             write_atomically(path, str(error).encode(), durable=False)
         except OSError:
             return error  # they see an empty message, or run into their limit
@@ -188,7 +187,7 @@ class _Meeting:
 
     def _decide(self) -> Layout:
         names = [self._message("layout", rank).name for rank in range(self._world)]
-        self._job.wait("the image of some rank", lambda: self._present(names), renew=self._place)
+        self._wait("the image of some rank", lambda: self._present(names), self._place)
         manifests = {}
         own = {source.manifest.rank: source.manifest for source in self._sources}
         for rank in range(self._world):
@@ -211,10 +210,15 @@ class _Meeting:
         return layout
 
     def _plan(self) -> str | None:
-        """The lead's plan, once it is there. Raises FileNotFoundError when the lead gave up."""
-        if WRITES not in self._listed():
+        """The lead's plan, once it is there. Raises FileNotFoundError when the lead gave up. By name: there
+        may be hundreds of thousands of files, and thousands of nodes that look."""
+        if (self._place / FAILED).exists():
+            self._listed()
+        try:
+            return (self._place / WRITES).read_text()
+        except FileNotFoundError:
+            self._place.stat()
             return None
-        return (self._place / WRITES).read_text()
 
     def _write(self, writes: dict[int, list[int]]) -> None:
         """Write this node's files, a few at a time. The first failure ends the others."""
@@ -275,6 +279,9 @@ class _Meeting:
             threading.Thread(target=remove_trees, args=(doomed,), name="retire").start()
 
     # ---- messages
+
+    def _wait(self, what: str, look: Callable[[], Result | None], place: Path) -> Result:
+        return self._job.wait(what, look, renew=place, ranks=self._world)
 
     def _message(self, kind: str, rank: int, ending: str = "json") -> Path:
         return self._place / f"{kind}-r{rank:05d}.{ending}"

@@ -24,7 +24,7 @@ from jurymast.journal import JournalWriter, first_events, replay
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import allow_files
 from jurymast.supervisor.supervisor import Supervisor
-from jurymast.wire.endpoint import claim_epoch
+from jurymast.wire.endpoint import claim_epoch, pulsing
 
 BATCH_LIMIT_S = 3.0
 
@@ -37,7 +37,8 @@ async def supervise(
     plan = directory.plan()
     epoch = claim_epoch(directory.epochs)
     directory.hold_reserve()
-    state = replay(directory)
+    with pulsing(directory.epochs, epoch):
+        state = replay(directory)
     journal = JournalWriter(directory.journal, epoch)
 
     def why() -> str:

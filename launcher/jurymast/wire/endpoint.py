@@ -6,8 +6,12 @@ one stops deciding.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -56,6 +60,27 @@ def pulse(epochs: Path, epoch: int, count: int) -> None:
         os.write(descriptor, str(count).encode())
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def pulsing(epochs: Path, epoch: int) -> Iterator[None]:
+    """Pulse while a supervisor that has claimed its epoch reads the journal: of thousands of nodes it takes
+    longer than others wait."""
+    over = threading.Event()
+
+    def beat() -> None:
+        for count in itertools.count(1):
+            with suppress(OSError):
+                pulse(epochs, epoch, -count)
+            if over.wait(PULSE_INTERVAL_S):
+                return
+
+    beating = threading.Thread(target=beat, name="pulse", daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def read_pulse(epochs: Path) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
+from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import error_file, stack_signal
 from jurymast.worker import rank as rank_start
 from jurymast.worker.rendezvous import AgentRendezvous
@@ -43,27 +44,27 @@ class RankLogs(LogsSpecs):
     The ranks redirect themselves: torch would open one file twice and truncate it.
     """
 
-    def __init__(self, logs: Path, temporary: Path, rendezvous: AgentRendezvous) -> None:
+    def __init__(self, directory: RunDirectory, temporary: Path, rendezvous: AgentRendezvous) -> None:
         super().__init__()
-        self._logs, self._temporary, self._rendezvous = logs, temporary, rendezvous
+        self._directory, self._temporary, self._rendezvous = directory, temporary, rendezvous
         self.error_files: dict[int, str] = {}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         attempt = self._rendezvous.attempt
-        folder = self._logs / f"attempt-{attempt:04d}"
+        logs = {i: self._directory.rank_log(attempt, int(e["RANK"])) for i, e in envs.items()}
         with contextlib.suppress(OSError):  # on a full disk: ranks without a log train as well
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in {log.parent for log in logs.values()}:
+                make_folder(folder)
         record = self._rendezvous.environment.get(stack_signal.FLIGHT_VARIABLE)
         if record and is_nccl_available():  # the others keep no record of their flight
-            Path(record).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(Path(record).parent)
         for local_rank, environment in envs.items():
-            rank = int(environment["RANK"])
             failure = str(self._temporary / f"error-{attempt}-{local_rank}.json")
             self.error_files[local_rank] = failure
             environment[error_file.PATH_VARIABLE] = failure
             stacks = stack_signal.file_name(attempt, local_rank)
             environment[stack_signal.PATH_VARIABLE] = str(self._temporary / stacks)
-            environment[rank_start.LOG_VARIABLE] = str(folder / f"rank-{rank:05d}.log")
+            environment[rank_start.LOG_VARIABLE] = str(logs[local_rank])
             environment["JURYMAST_ATTEMPT"] = str(attempt)
             if self._rendezvous.mtbf_s:
                 environment["JURYMAST_MTBF_S"] = str(self._rendezvous.mtbf_s)
@@ -77,7 +78,7 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        return str(self._logs)
+        return str(self._directory.logs)
 
 
 class RankServer:
@@ -268,7 +269,7 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
     parameters = RendezvousParameters("jurymast", "agent", plan["run"], 1, max(1, plan["nodes"]))
     rendezvous = get_rendezvous_handler(parameters)
     assert isinstance(rendezvous, AgentRendezvous)
-    logs = RankLogs(Path(plan["logs"]), Path(plan["temporary"]), rendezvous)
+    logs = RankLogs(RunDirectory(plan["run_directory"]), Path(plan["temporary"]), rendezvous)
     server = RankServer(channel)
     while True:
         spec = WorkerSpec(

@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""What it takes to look at a run of thousands of nodes: six hours with a dozen incidents, 8 ranks a node.
+
+The run directory is made up (`tests/support/big_runs.py`): the real state machine's events and decisions,
+through the real journal writer, and the logs of the newest attempt. Commands run as a user would run them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from benchmarks import common
+from benchmarks.common import JURYMAST, Row, Target
+from jurymast.rundir import RunDirectory
+from support.big_runs import BigRun
+
+SIZES = (100, 1000, 12500)
+QUICK_SIZES = (100, 1000)
+HOURS = 6.0
+RUN = "20261117-100000-gpt-abcd"
+LIMIT_S = 300.0
+COMMANDS = (
+    ("status", RUN), ("status", RUN, "--json"), ("report", RUN), ("report", RUN, "--json"),
+    ("report", RUN, "--html", "page.html"), ("events", RUN), ("events", RUN, "--all"), ("logs", RUN),
+    ("logs", RUN, "--rank", "5"), ("logs", RUN, "--all", "-n", "1"), ("ps",), ("nodes",), ("nodes",),
+    ("submit", "--dry-run", "--nodes", "{nodes}", "--gpus-per-node", "8", "--", "train.py"),
+)  # fmt: skip
+REPLAY = """
+import sys
+from jurymast.journal import replay
+from jurymast.rundir import RunDirectory
+replay(RunDirectory(sys.argv[1]))
+"""
+# Seconds that a person should not have to wait for, at any size.
+WANTED = {"status": 1.0, "report": 10.0, "replay by a supervisor": 2.0}
+PAGE_MB = 3.0
+LINES_MAX = 1000.0
+
+
+class Measured:
+    """`rows` gathers what was measured, `seconds` what each command took at each size."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.seconds: dict[str, dict[int, float]] = {}
+
+    def row(self, case: str, metric: str, unit: str, value: float, note: str = "") -> None:
+        self.rows.append(Row(case, JURYMAST, metric, unit, value, value, value, 1, note))
+        common.progress(f"{case}: {metric} {value:.4g} {unit}")
+
+    def command(self, nodes: int, name: str, command: list[str], folder: Path, **more: str) -> float:
+        """Run it and book its cost; the number of lines that it printed."""
+        began = time.monotonic()
+        with tempfile.TemporaryFile() as out:
+            process = subprocess.Popen(
+                command, cwd=folder, env={**os.environ, "JURYMAST_RUNS": str(folder / "runs"), **more},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            took_s = time.monotonic() - began
+            out.seek(0)
+            printed = out.read()
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+        case = f"{nodes} nodes: {name}"
+        self.seconds.setdefault(name, {})[nodes] = took_s
+        self.row(case, "time", "s", took_s)
+        self.row(case, "processor time", "s", used.ru_utime + used.ru_stime)
+        self.row(case, "peak memory", "MB", used.ru_maxrss / 1e3)
+        if printed:
+            self.row(case, "printed", "kB", len(printed) / 1e3)
+            self.row(case, "printed", "lines", printed.count(b"\n"))
+        return printed.count(b"\n")
+
+
+def measure(found: Measured, nodes: int, folder: Path) -> list[Target]:
+    directory = make(found, nodes, folder)
+    targets = []
+    seen: set[str] = set()
+    for words in COMMANDS:
+        name = " ".join(word for word in words if word not in (RUN, "page.html", "--", "train.py", "{nodes}"))
+        name += ", again" if name in seen else ""
+        seen.add(name)
+        command = [sys.executable, "-m", "jurymast", *(word.format(nodes=nodes) for word in words)]
+        lines = found.command(nodes, name, command, folder)
+        if name in ("status", "report", "events", "logs", "ps", "nodes"):
+            targets.append(Target(f"{nodes} nodes: {name}, lines", lines, LINES_MAX, "lower"))
+    found.command(
+        nodes, "replay by a supervisor", [sys.executable, "-c", REPLAY, str(directory.root)], folder
+    )
+    page_mb = (folder / "page.html").stat().st_size / 1e6
+    found.row(f"{nodes} nodes: report --html", "page", "MB", page_mb)
+    targets.append(Target(f"{nodes} nodes: page of the report, MB", page_mb, PAGE_MB, "lower"))
+    for name, limit_s in WANTED.items():
+        targets.append(Target(f"{nodes} nodes: {name}, s", found.seconds[name][nodes], limit_s, "lower"))
+    return targets
+
+
+def make(found: Measured, nodes: int, folder: Path) -> RunDirectory:
+    case = f"{nodes} nodes: run directory"
+    began = time.monotonic()
+    run = BigRun(nodes).train(HOURS)
+    found.row(case, "state machine, all events", "s", time.monotonic() - began)
+    found.row(case, "events", "", len(run.events))
+    (folder / "runs").mkdir()
+    (folder / "train.py").write_text("")
+    directory = run.write(folder / "runs" / RUN)
+    size_bytes = sum(path.stat().st_size for path in directory.journal_files())
+    found.row(case, "journal", "MB", size_bytes / 1e6)
+    folders = [len(files) + len(below) for _, below, files in os.walk(directory.root)]
+    found.row(case, "files, with the logs of one attempt", "", sum(folders))
+    found.row(case, "most entries in a directory", "", max(folders))
+    return directory
+
+
+def growth(found: Measured, sizes: list[int]) -> list[Target]:
+    """Between the two largest sizes no command may take more than in proportion."""
+    if len(sizes) < 2:
+        return []
+    *_, small, large = sizes
+    return [
+        Target(f"{name}, {large} over {small} nodes", took[large] / took[small], large / small, "lower")
+        for name, took in found.seconds.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SIZES} nodes, for the shape")
+    parser.add_argument("--nodes", type=int, nargs="*", help=f"sizes; {SIZES} unless said otherwise")
+    arguments = parser.parse_args()
+    sizes = sorted(arguments.nodes or (QUICK_SIZES if arguments.quick else SIZES))
+    found = Measured()
+    targets: list[Target] = []
+    for nodes in sizes:
+        with tempfile.TemporaryDirectory(prefix="jurymast-bench-") as folder:
+            targets += measure(found, nodes, Path(folder))
+    targets += growth(found, sizes)
+    about = {**common.machine(), "hours": HOURS, "ranks_per_node": 8, "quick": arguments.quick}
+    common.print_report("big_run", found.rows, targets, about, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
