@@ -9,7 +9,7 @@ from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
 
-# A supervisor writes every two seconds while steps are done.
+# While steps are done a supervisor writes every two seconds, of a run that is no longer young less often.
 SILENT_S = 10.0
 
 

@@ -35,6 +35,7 @@ from jurymast.supervisor.lateness import Lateness
 from jurymast.supervisor.preflight import Preflight
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.rank_events import RankEvents
+from jurymast.supervisor.saves import Saves
 from jurymast.supervisor.sick_nodes import SickNodes
 from jurymast.supervisor.stragglers import Stragglers
 from jurymast.supervisor.tiers import Tiers
@@ -94,12 +95,13 @@ class Supervisor:
         self._epoch = epoch
         self._clock = Clock(not_before=state.now)
         self._watch = Watch(state.settings, time.monotonic())
-        self._progress = Progress(state, self._watch, self.feed, self.now)
+        self._saves = Saves(state, self.feed, lambda save: self._cadence.heard(save), self.now)
+        self._progress = Progress(state, self._watch, self._saves, self.feed, self.now)
         self._hangs = Hangs(state, self._watch, self._progress, self._tell, self.feed, self.now)
-        self._tiers = Tiers(state, self._tell, self.feed, self.now)
+        self._tiers = Tiers(state, self._tell, self._saves.hear, self.now)
         self._cadence = Cadence(state, self._tell, self.feed, self.now, self._tiers.copying)
         self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now, self._how)
-        self._rank_events = RankEvents(state, self._tiers, self.feed, self.now)
+        self._rank_events = RankEvents(state, self._tiers, self._saves.hear, self.now)
         self._health = Health(self.feed, self.now)
         self._preflight = Preflight(state, self._tell, self.feed, self.now)
         self._stragglers = Stragglers(state, self.feed, self.now, self._spawn, self._cadence.save_first)
@@ -515,7 +517,7 @@ class Supervisor:
             self.feed(ev.Noted(t=self.now(), node=node, message=note))
 
     def _how(self) -> Message:
-        """What the journal does not tell while it cannot be written."""
+        """What the journal does not tell yet."""
         state, error = self.state, self._journal.error
         waits = ""
         if self._leaving and self._tiers.unsaved():
@@ -524,7 +526,7 @@ class Supervisor:
             waits = f"{self._tiers.unsaved_text()} is on its way to {self._directory.checkpoints}{why}"
         return {
             "state": state.public_state, "waits": waits, "journal": (error.strerror or "") if error else "",
-            "step": state.step if state.first_step_at is not None else state.best_step,
+            "step": self._progress.step,
             "alerts": [asdict(alert) for alert in state.alerts],
         }  # fmt: skip
 
