@@ -40,8 +40,10 @@ def claim_epoch(epochs: Path) -> int:
 
 
 def newest_epoch(epochs: Path) -> int:
-    """The newest epoch claimed; 0 before the first."""
-    return max((int(path.stem) for path in epochs.glob("*.claim")), default=0)
+    """The newest epoch claimed; 0 before the first. Raises OSError: not even a directory that is not there
+    says that there is none."""
+    claims = (Path(name) for name in os.listdir(epochs) if name.endswith(".claim"))
+    return max((int(claim.stem) for claim in claims if claim.stem.isdecimal()), default=0)
 
 
 def announce(epochs: Path, endpoint: Endpoint) -> None:
@@ -59,7 +61,7 @@ def pulse(epochs: Path, epoch: int, count: int) -> None:
 
 
 def read_pulse(epochs: Path) -> str:
-    """Changes while the newest epoch's supervisor lives."""
+    """Changes while the newest epoch's supervisor lives. Raises OSError."""
     epoch = newest_epoch(epochs)
     try:
         return f"{epoch}:{(epochs / f'{epoch:06d}.pulse').read_text()}"
