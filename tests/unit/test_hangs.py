@@ -7,6 +7,7 @@ from jurymast.core.hang import LOOK_AGAIN_S, UNMOVED_S
 from jurymast.core.stacks import CODE, COLLECTIVE, Stand
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.progress import Progress
+from jurymast.supervisor.saves import Saves
 from jurymast.supervisor.watch import Watch
 from jurymast.wire import messages as msg
 from jurymast.wire.messages import beat_of
@@ -25,7 +26,8 @@ class Silent:
         self.state = self.story.state
         self.watch = Watch(self.state.settings, 0.0)
         self.fed: list[ev.Event] = []
-        progress = Progress(self.state, self.watch, self.fed.append, lambda: self.story.t)
+        saves = Saves(self.state, self.fed.append, self.fed.append, lambda: self.story.t)
+        progress = Progress(self.state, self.watch, saves, self.fed.append, lambda: self.story.t)
         self.hangs = Hangs(self.state, self.watch, progress, self.tell, self.fed.append, lambda: self.story.t)
         self.answers: dict[str, tuple[str, str] | None] = dict.fromkeys(self.state.placement)
         self.asked = 0

@@ -11,6 +11,7 @@ from jurymast.core import launching
 from jurymast.core.instructions import Launch
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory
+from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.supervisor.watch import WATCH_INTERVAL_S
 from jurymast.wire import messages as msg
@@ -50,7 +51,9 @@ def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_pa
     directory.create()
 
     async def work() -> None:
-        supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
+        supervisor = Supervisor(
+            directory, story.state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
+        )
         lines: dict[str, Any] = supervisor._channels
         come = (*launch.placement, spare)
         for node in come:
@@ -83,7 +86,9 @@ def test_an_older_attempt_s_number_never_replaces_a_newer_one_s(tmp_path: Path) 
     launch = story.last(Launch)
     directory = RunDirectory(tmp_path / "run")
     directory.create()
-    supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
+    supervisor = Supervisor(
+        directory, story.state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
+    )
     supervisor._launching._fence(replace(launch, attempt=launch.attempt + 1))
     supervisor._launching._fence(launch)
     assert directory.newest_attempt() == launch.attempt + 1

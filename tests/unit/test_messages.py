@@ -29,6 +29,7 @@ from jurymast.core.state import Alert
 from jurymast.journal import JournalWriter, events, read
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import Door
+from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.wire import channel, endpoint
 from jurymast.wire import messages as msg
@@ -210,7 +211,9 @@ def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path
     story = Story(active=2, spares=1).running()
 
     async def work() -> None:
-        supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
+        supervisor = Supervisor(
+            directory, story.state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
+        )
         door = Door(directory.secret(), 3)
         async with served(lambda come: supervisor._serve(door, come)) as port:
             agent = await channel.connect("127.0.0.1", port, directory.secret(), msg.read_order)

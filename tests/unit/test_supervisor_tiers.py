@@ -17,6 +17,7 @@ from jurymast.journal import JournalWriter
 from jurymast.keeper.page import REFUSED
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor import tiers
+from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.retries import RETRY_MAX_S, RETRY_S
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.supervisor.tiers import DRAIN_LIMIT_S, Tiers
@@ -561,7 +562,9 @@ def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have(tmp_path: P
     story = Story(active=2, spares=1).running()
     directory = RunDirectory(tmp_path / "run")
     directory.create()
-    supervisor = Supervisor(directory, story.state, JournalWriter(directory.journal, 9), lambda: "", 9)
+    supervisor = Supervisor(
+        directory, story.state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
+    )
     supervisor._tiers.found_on_storage({(10, 1): 9, (20, 1): 9}, [])
     said = ranks.Restored(step=10, tier="shared", seconds=1.0, skipped=("step 20",))
     supervisor._rank_events.hear("n1", msg.RankEvent(attempt=2, event=said))

@@ -6,7 +6,7 @@ epoch of the supervisor). Durations end in `_s` and are seconds, sizes end in `_
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 
@@ -170,6 +170,9 @@ class Progress(Event):
     """The slowest rank has done `step` steps; `stepped_at` is when the last one ended.
 
     `absolute` is False while the script gives no step numbers: then `step` counts from the attempt's start.
+    Of a run that is no longer young this also tells what the ranks have saved as usual since the line before:
+    `saves` times to the tier `saved_in`, `saved_step` the newest of them. Training stood still for `stall_s`
+    for all of them.
     """
 
     attempt: int
@@ -177,6 +180,10 @@ class Progress(Event):
     stepped_at: float
     absolute: bool
     step_s: float = 0.0
+    saves: int = 0
+    saved_step: int = 0
+    saved_in: str = ""
+    stall_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +191,7 @@ class Saved(Event):
     """A checkpoint of `step` is complete in `tier`, or (`ok` False) was not saved.
 
     `stall_s` is how long the training stood still for it; `copied` says that agents copied it there from
-    memory while the training went on.
+    memory while the training went on. Of a run that is no longer young not each is told: see `core.telling`.
     """
 
     attempt: int
@@ -377,9 +384,6 @@ class _Registry:
             NodeTested, Straggling, StacksTaken, AttemptFound, LaunchWaits, Noted, Tick,
         )
     }  # fmt: skip
-    fields_of: ClassVar[dict[str, frozenset[str]]] = {
-        name: frozenset(field.name for field in fields(cls)) for name, cls in by_name.items()
-    }
 
 
 def to_json(event: Event) -> dict[str, Any]:
@@ -390,7 +394,7 @@ def to_json(event: Event) -> dict[str, Any]:
 def from_json(line: dict[str, Any]) -> Event:
     """Inverse of `to_json`; fields this version does not know are ignored. KeyError: unknown event."""
     cls = _Registry.by_name[line["event"]]
-    known = _Registry.fields_of[line["event"]]
+    known = cls.__dataclass_fields__
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in line.items() if key in known
     }

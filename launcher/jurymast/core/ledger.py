@@ -15,8 +15,10 @@ from jurymast.core.accounting import PLACED, Account, Interval, Stay, to_us
 from jurymast.core.instructions import Instruction
 from jurymast.core.run import step
 from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.telling import pause_s
 
-# Of a running run: without news for longer than this (or three steps) nobody knows what it does.
+# Of a running run: without news for longer than this (or three steps, or two lines of the journal) nobody
+# knows what it does.
 NEWS_LIMIT_US = 10_000_000
 # Between WorkersStarted everywhere and the first thing that the ranks tell.
 RANKS_UP = "ranks_up"
@@ -51,6 +53,18 @@ class Saves:
         self.stall_max_s = max(self.stall_max_s, event.stall_s)
         self.size_bytes = event.size_bytes
         self.last = (event.attempt, event.step, event.t)
+
+    def take_usual(self, event: ev.Progress) -> None:
+        """Saves that were told together."""
+        newest = event.saved_step
+        if self.last is not None and self.last[0] == event.attempt:
+            self.intervals += event.saves
+            self.interval_s += event.t - self.last[2]
+            newest = max(newest, self.last[1])
+        self.done += event.saves
+        self.stall_s += event.stall_s
+        self.stall_max_s = max(self.stall_max_s, event.stall_s / event.saves)
+        self.last = (event.attempt, newest, event.t)
 
 
 class Ledger:
@@ -186,7 +200,11 @@ class Ledger:
             self._book(to_us(event.t), "restore")
             self._stage, self._step, self._numbered = "warm_up", event.step, True
         elif isinstance(event, ev.Progress):
-            self._steps_done(to_us(event.stepped_at), event.step, event.absolute or self._numbered)
+            if event.saves:
+                self.saves.take_usual(event)
+                self._stall = max(self._stall, (event.attempt, event.saved_step))
+            numbered = event.absolute or self._numbered
+            self._steps_done(to_us(event.stepped_at), event.step, numbered, to_us(event.stall_s))
         elif isinstance(event, ev.Saved) and not event.copied:
             self.saves.take(event)
             self._stalled(event)
@@ -209,8 +227,8 @@ class Ledger:
     def _launching(self) -> str:
         return "launch" if self.state.attempt <= 1 else "relaunch"
 
-    def _steps_done(self, until: int, done: int, numbered: bool) -> None:
-        """All steps to `done` were over at `until`."""
+    def _steps_done(self, until: int, done: int, numbered: bool, stall: int = 0) -> None:
+        """All steps to `done` were over at `until`; between them training stood still for `stall`."""
         again = max(0, min(done, self._best) - self._step) if numbered else 0
         number = done - self._step
         if self._cut is not None and number > 0:
@@ -219,9 +237,13 @@ class Ledger:
             self._book(until, "warm_up")
             self._stage = "step"
         elif self._stage == "step" and number > 0:
-            until = max(self._frontier, min(until, self._now()))
+            stood_still = max(self._frontier, min(until, self._now()))
+            until = max(self._frontier, stood_still - stall)
             self._book(self._frontier + (until - self._frontier) * again // number, "rework", self._newest())
             self._book(until, "step", 0)
+            self._book(stood_still, "checkpoint_stall", 0)
+        elif self._stage == "step":
+            self._book(self._frontier + stall, "checkpoint_stall", 0)
         self._step = max(self._step, done)
         if numbered:
             self._best = max(self._best, done)
@@ -319,6 +341,7 @@ class Ledger:
             return "warm_up"
         if self._stage != "step":
             return self._stage
-        if end - self._frontier > max(NEWS_LIMIT_US, 3 * to_us(self.state.step_s)):
+        news_s = max(3 * self.state.step_s, 2 * pause_s(self.state, end / 1e6))
+        if end - self._frontier > max(NEWS_LIMIT_US, to_us(news_s)):
             return "unknown"
         return "rework" if self._numbered and self._step < self._best else "step"

@@ -317,6 +317,11 @@ def _progress(state: RunState, event: ev.Progress) -> list[Instruction]:
     if event.attempt != state.attempt or state.phase in ENDED:
         return []
     state.step, state.stepped_at, state.absolute = event.step, event.stepped_at, event.absolute
+    if event.saves:
+        tier = state.saved.setdefault(event.saved_in, TierState())
+        tier.step, tier.at = max(tier.step or 0, event.saved_step), event.t
+        state.saved_step = max(event.saved_step, state.saved_step or 0)
+        state.stalls.append(event.stall_s / event.saves)
     state.step_s = event.step_s or state.step_s  # the first of an attempt has none to compare with
     if state.first_step_at is None:
         state.first_step_at = event.stepped_at

@@ -12,7 +12,7 @@ from jurymast.wire.endpoint import find
 if TYPE_CHECKING:
     from jurymast.wire.messages import Condition
 
-# A supervisor writes every two seconds while steps are done.
+# While steps are done a supervisor writes every two seconds, of a run that is no longer young less often.
 SILENT_S = 10.0
 
 

@@ -98,7 +98,8 @@ def _ranks_hung(e: Entry) -> str:
 def _progress(e: Entry) -> str:
     pace = f", {duration(e['step_s'])} a step" if e.get("step_s") else ""
     counted = "" if e.get("absolute", True) else " of this attempt"
-    return f"step {e['step']}{counted} done{pace}"
+    saves = f", {count(e['saves'], 'save')} to step {e['saved_step']}" if e.get("saves") else ""
+    return f"step {e['step']}{counted} done{pace}{saves}"
 
 
 def _saved(e: Entry) -> str:

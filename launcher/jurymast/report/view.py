@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from jurymast.core.causes import meaning
 from jurymast.core.copies import MEMORY, PEER
 from jurymast.core.incident import Incident
 from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.telling import pause_s
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.cadence import cadence_json, next_save
@@ -23,7 +25,8 @@ from jurymast.wire.endpoint import find
 if TYPE_CHECKING:
     from jurymast.wire.messages import Condition
 
-# A supervisor writes every two seconds while steps are done; much longer silence is worth a word.
+# While steps are done a supervisor writes every two seconds, of a run that is no longer young less often, but
+# then it is asked. Steps that nobody has heard of for much longer are worth a word.
 QUIET_S = 30.0
 
 
@@ -149,7 +152,7 @@ def status_view(watcher: Watcher, life: Liveness, now: float, told: Condition | 
         "directory": str(watcher.directory.root.absolute()),
         "supervisor": {**asdict(place), "hosts": list(place.hosts)} if place else None,
         "notes": [{"at": iso(t), "message": message} for t, message in state.notes],
-        "warnings": warnings(watcher, life, now, told.journal if told is not None else ""),
+        "warnings": warnings(watcher, life, now, told),
         "job": {"id": life.job, "kind": life.kind, "detail": life.detail},
         "submitted_at": iso(state.submitted_at or plan.submitted_at),
         "updated_at": iso(watcher.tail.last_t), "ended_at": iso(ended_at),
@@ -220,9 +223,10 @@ def amiss(watcher: Watcher) -> list[str]:
     return found
 
 
-def warnings(watcher: Watcher, life: Liveness, now: float, unwritten: str) -> list[str]:
-    """What somebody should look at, most urgent first. `unwritten`: why the journal is behind, if it is."""
+def warnings(watcher: Watcher, life: Liveness, now: float, told: Condition | None) -> list[str]:
+    """What somebody should look at, most urgent first. `told`: see `report.first_hand`."""
     state, found = watcher.state, amiss(watcher)
+    unwritten = told.journal if told is not None else ""
     if life.kind == "gone" and not state.ended:
         found.append(public_state(state, life)[1])
     entry = watcher.facts.not_saved
@@ -246,9 +250,16 @@ def warnings(watcher: Watcher, life: Liveness, now: float, unwritten: str) -> li
         age = f"what is shown here is {duration(now - last)} old" if last else "nothing can be shown here"
         where = watcher.directory.journal
         found.append(f"the journal in {where} cannot be written ({unwritten}): {age}; the run goes on")
-    elif state.phase is Phase.RUNNING and life.kind == "alive" and last is not None and now - last > QUIET_S:
+    elif last is not None and life.kind == "alive" and now - last > _quiet_limit_s(state, now, told):
         found.append(f"the journal is {duration(now - last)} old: no step since, or the journal is behind")
     usable = [node for node in state.nodes.values() if node.usable and node.name not in state.placement]
     if state.spares and state.placement and not usable and not state.ended:
         found.append("no spare is left: the next lost node costs a requeue")
     return found
+
+
+def _quiet_limit_s(state: RunState, now: float, told: Condition | None) -> float:
+    """From a journal that is older than this a step is missing."""
+    if state.phase is not Phase.RUNNING or (told is not None and told.step > shown_step(state)):
+        return math.inf
+    return QUIET_S if told is not None else max(QUIET_S, 2 * pause_s(state, now))

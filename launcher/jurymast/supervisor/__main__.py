@@ -23,8 +23,9 @@ from jurymast.errors import JurymastError
 from jurymast.journal import JournalWriter, first_events, replay
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import allow_files
+from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
-from jurymast.wire.endpoint import claim_epoch, pulsing
+from jurymast.wire.endpoint import claim_epoch
 
 BATCH_LIMIT_S = 3.0
 
@@ -36,15 +37,16 @@ async def supervise(
     directory cannot be read or written."""
     plan = directory.plan()
     epoch = claim_epoch(directory.epochs)
+    hold = Hold(directory.epochs, epoch)
+    hold.begin()  # now: until the journal of months is read, agents must not take this one for dead
     directory.hold_reserve()
-    with pulsing(directory.epochs, epoch):
-        state = replay(directory)
+    state = await asyncio.to_thread(replay, directory)
     journal = JournalWriter(directory.journal, epoch)
 
     def why() -> str:
         return "cancelled" if plan.cluster == "local" else why_ending(allocation)
 
-    supervisor = Supervisor(directory, state, journal, why, epoch)
+    supervisor = Supervisor(directory, state, journal, why, hold)
     if state.epoch == 0:
         for event in first_events(directory, supervisor.now(), __version__):
             supervisor.feed(event)

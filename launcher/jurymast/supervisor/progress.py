@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from jurymast.core import events as ev
 from jurymast.core.state import Phase, RunState
+from jurymast.core.telling import pause_s
+from jurymast.supervisor.saves import Saves
 from jurymast.supervisor.watch import Watch
 
 PROGRESS_INTERVAL_S = 2.0
-PROGRESS_INTERVAL_MAX_S = 30.0
-PROGRESS_EVENTS = 500
 
 
 class Progress:
-    """Reads `watch`, and feeds Progress events of the state's attempt."""
+    """Reads `watch`, and feeds Progress events of the state's attempt, with what it has saved as usual."""
 
     def __init__(
-        self, state: RunState, watch: Watch, feed: Callable[[ev.Event], None], now: Callable[[], float]
+        self,
+        state: RunState,
+        watch: Watch,
+        saves: Saves,
+        feed: Callable[[ev.Event], None],
+        now: Callable[[], float],
     ) -> None:
-        self._state, self._watch, self._feed, self._now = state, watch, feed, now
+        self._state, self._watch, self._saves, self._feed, self._now = state, watch, saves, feed, now
         self._progress_at = 0.0
+
+    @property
+    def step(self) -> int:
+        """The newest step done, told or not; while an attempt has done none, the newest of earlier ones."""
+        state = self._state
+        reach = self._watch.reach(state) if state.phase is Phase.RUNNING else None
+        told = state.step if state.first_step_at is not None else state.best_step
+        return told if reach is None else max(told, reach.step)
 
     def report(self, *, forced: bool) -> None:
         """Journal how far the run is: at the first step, when it ends an incident, else now and then."""
         if self._state.phase not in (Phase.RUNNING, Phase.STOPPING):
             return
+        self._saves.look(forced=forced)
         now, first, incident = self._now(), self._state.first_step_at is None, self._state.incident
-        due = forced or first or now >= self._progress_at + self._progress_interval_s(now)
+        interval_s = max(PROGRESS_INTERVAL_S, pause_s(self._state, now))
+        due = forced or first or now >= self._progress_at + interval_s
         if not due and incident is None:
             return  # to ask all ranks takes long where there are many
         reach = self._watch.reach(self._state)
-        if reach is None or (not first and reach.step <= self._state.step):
+        if reach is None:
+            return
+        done = reach.step - self._state.step
+        if not first and done <= 0 and not (forced and done == 0 and self._saves.untold):
             return
         ends = (
             incident is not None
@@ -41,16 +60,15 @@ class Progress:
         if due or ends:
             self._progress_at = now
             stepped_at = now - reach.ago_s
-            done = reach.step - self._state.step
-            step_s = (stepped_at - self._state.stepped_at) / done if done > 0 and not first else 0.0
-            self._feed(
-                ev.Progress(
-                    t=now, attempt=self._state.attempt, step=reach.step, stepped_at=stepped_at,
-                    absolute=reach.absolute, step_s=max(0.0, step_s),
-                )
+            event = ev.Progress(
+                t=now, attempt=self._state.attempt, step=reach.step, stepped_at=stepped_at,
+                absolute=reach.absolute,
             )  # fmt: skip
-
-    def _progress_interval_s(self, now: float) -> float:
-        """Longer as the run grows older: a journal of months must still be read in a second."""
-        age_s = now - self._state.submitted_at
-        return min(PROGRESS_INTERVAL_MAX_S, max(PROGRESS_INTERVAL_S, age_s / PROGRESS_EVENTS))
+            if (usual := self._saves.take(event.attempt)) is not None:
+                event = replace(
+                    event, saves=usual.number, saved_step=usual.last.step, saved_in=usual.last.tier,
+                    stall_s=round(usual.stall_s, 6),
+                )  # fmt: skip
+            took_s = stepped_at - self._state.stepped_at - event.stall_s
+            step_s = took_s / done if done > 0 and not first else 0.0
+            self._feed(replace(event, step_s=max(0.0, step_s)))

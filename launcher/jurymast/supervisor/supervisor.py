@@ -32,11 +32,13 @@ from jurymast.supervisor.clock import Clock
 from jurymast.supervisor.door import BACKLOG, Door
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.health import Health
+from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.lateness import Lateness
 from jurymast.supervisor.launching import Launching
 from jurymast.supervisor.preflight import Preflight
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.rank_events import RankEvents
+from jurymast.supervisor.saves import Saves
 from jurymast.supervisor.sick_nodes import SickNodes
 from jurymast.supervisor.stragglers import Stragglers
 from jurymast.supervisor.tiers import Tiers
@@ -70,22 +72,23 @@ class Supervisor:
         state: RunState,
         journal: JournalWriter,
         why_ending: Callable[[], str],
-        epoch: int,
+        hold: Hold,
     ) -> None:
         self._directory = directory
         self._secret = directory.secret()
         self.state = state
         self._journal = journal
         self._why_ending = why_ending
-        self._epoch = epoch
+        self._hold = hold
         self._clock = Clock(not_before=state.now)
         self._watch = Watch(state.settings, time.monotonic())
-        self._progress = Progress(state, self._watch, self.feed, self.now)
+        self._saves = Saves(state, self.feed, lambda save: self._cadence.heard(save), self.now)
+        self._progress = Progress(state, self._watch, self._saves, self.feed, self.now)
         self._hangs = Hangs(state, self._watch, self._progress, self._tell, self.feed, self.now)
-        self._tiers = Tiers(state, self._tell, self.feed, self.now)
+        self._tiers = Tiers(state, self._tell, self._saves.hear, self.now)
         self._cadence = Cadence(state, self._tell, self.feed, self.now, self._tiers.copying)
         self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now, self._how)
-        self._rank_events = RankEvents(state, self._tiers, self.feed, self.now)
+        self._rank_events = RankEvents(state, self._tiers, self._saves.hear, self.now)
         self._health = Health(self.feed, self.now)
         self._preflight = Preflight(state, self._tell, self.feed, self.now)
         self._stragglers = Stragglers(state, self.feed, self.now, self._spawn, self._cadence.save_first)
@@ -178,7 +181,7 @@ class Supervisor:
         door = Door(self._secret, self.state.active + self.state.spares)
         server = await listen(lambda come: self._spawn(self._serve(door, come)), listener, BACKLOG)
         port = server.sockets[0].getsockname()[1]
-        place = endpoint.Endpoint(self._epoch, tuple(announce), port, node, allocation, pid)
+        place = endpoint.Endpoint(self._hold.epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self._spawn(self._terminated()))
@@ -190,7 +193,7 @@ class Supervisor:
         for instruction in resume(self.state):
             self._carry_out(instruction)
         self._spawn(self._watch_all())
-        self._spawn(self._hold_epoch())
+        self._spawn(self._give_way())
         self._spawn(self._look_at_storage())
         if self.state.ended:  # the last supervisor died between the decision and its outcome
             self._spawn(self._leave())
@@ -276,29 +279,17 @@ class Supervisor:
         """Nobody is heard: this node is more likely cut off than all others dead. Another may then take over,
         because the pulse stops; only if nobody does are the others given up."""
         if not self._watch.isolated(self._node):
-            self._isolated_since = None
+            self._isolated_since, self._hold.silent = None, False
             return False
-        now = self._watch.clock.now
+        now, self._hold.silent = self._watch.clock.now, True
         self._isolated_since = now if self._isolated_since is None else self._isolated_since
         return now - self._isolated_since < ISOLATION_LIMIT_S
 
-    async def _hold_epoch(self) -> None:
-        """Show that this supervisor lives, and stop deciding once another has taken over. On threads: a
-        shared file system that hangs must not stop the recovery."""
-        for count in itertools.count():
-            try:
-                if self._isolated_since is None:
-                    await asyncio.to_thread(endpoint.pulse, self._directory.epochs, self._epoch, count)
-                newest = await asyncio.to_thread(endpoint.newest_epoch, self._directory.epochs)
-            except OSError as error:
-                print(f"epoch {self._epoch}: {error}", flush=True)
-                newest = self._epoch
-            if newest > self._epoch:
-                print(f"epoch {self._epoch}: a newer supervisor has taken over", flush=True)
-                self.superseded = True
-                self._over.set()
-                return
-            await asyncio.sleep(endpoint.PULSE_INTERVAL_S)
+    async def _give_way(self) -> None:
+        """Once another has taken over, nothing is this one's to decide or to end any more."""
+        await self._hold.taken_over()
+        self.superseded = True
+        self._over.set()
 
     def _lose(
         self, node: str, how: str, silent_s: float = 0.0, limit_s: float = 0.0, evidence: str = ""
@@ -468,7 +459,7 @@ class Supervisor:
             self._watch.expect(node, len(self.state.nodes))
 
     def _how(self) -> msg.Condition:
-        """What the journal does not tell while it cannot be written."""
+        """What the journal does not tell yet."""
         state, error = self.state, self._journal.error
         waits = ""
         if self._leaving and self._tiers.unsaved():
@@ -477,8 +468,7 @@ class Supervisor:
             waits = f"{self._tiers.unsaved_text()} is on its way to {self._directory.checkpoints}{why}"
         return msg.Condition(
             state=state.public_state, waits=waits, journal=(error.strerror or "") if error else "",
-            step=state.step if state.first_step_at is not None else state.best_step,
-            alerts=tuple(state.alerts),
+            step=self._progress.step, alerts=tuple(state.alerts),
         )  # fmt: skip
 
     # The end of an epoch.
@@ -510,13 +500,6 @@ class Supervisor:
         self._journal.flush()
         await self._leave()
 
-    async def _is_superseded(self) -> bool:
-        """A supervisor that was stopped for a while may have a successor: then nothing is its to end."""
-        try:
-            return await asyncio.to_thread(endpoint.newest_epoch, self._directory.epochs) > self._epoch
-        except OSError:
-            return False
-
     async def _secure(self) -> None:
         """The newest checkpoint may be in memory only, and that goes with the nodes."""
         began = time.monotonic()
@@ -541,9 +524,8 @@ class Supervisor:
         end = time.monotonic() + LEAVE_LIMIT_S
         while self._channels and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        if await self._is_superseded():
-            self.superseded = True
-            self._over.set()
+        if await self._hold.is_superseded():
+            await self._give_way()
             return
         why = self.state.end_reason or "requeued"
         job = self._allocation.rpartition(".")[0]

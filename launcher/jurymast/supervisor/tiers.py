@@ -32,8 +32,6 @@ SHARED_PAUSE_MIN_S = 1.0
 # and after so many nodes heartbeats are heard.
 REST_SHARE = 9.0
 SLICE_NODES = 128
-SAFE_TOLD_EVERY_S = 30.0
-SAFE_TOLD = 500
 # Agents that are silent about a drain for this long have lost it; a hung storage is theirs to notice earlier.
 DRAIN_LIMIT_S = 3600.0
 
@@ -102,7 +100,6 @@ class Tiers:
         self._retry_at = math.inf
         self._rest_until = 0.0
         self._told_safe: Key | None = None
-        self._tell_safe_at = 0.0
         self._gather_at = -math.inf
         self._foresight = Foresight(self._note)
         self._reach = Reach()
@@ -355,11 +352,8 @@ class Tiers:
         older images up."""
         self._safe = key
         replicated = safe and self.state.settings.replicas and len(self._nodes) > 1
-        if replicated and key != self._told_safe and self.now() >= self._tell_safe_at:
-            # A journal of months must still be read in a second: as it grows, it tells this less often.
-            age_s = self.now() - self.state.submitted_at
-            self._told_safe, self._tell_safe_at = key, self.now() + min(SAFE_TOLD_EVERY_S, age_s / SAFE_TOLD)
-            took_s = self.now() - self._committed_at
+        if replicated and key != self._told_safe:
+            self._told_safe, took_s = key, self.now() - self._committed_at
             self._told(cp.PEER, key, self.copies.replica_bytes(key), seconds=took_s)
         committed = msg.Committed(step=key[0], attempt=key[1])
         for node in self._nodes:

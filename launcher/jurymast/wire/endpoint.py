@@ -6,12 +6,8 @@ one stops deciding.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,8 +40,10 @@ def claim_epoch(epochs: Path) -> int:
 
 
 def newest_epoch(epochs: Path) -> int:
-    """The newest epoch claimed; 0 before the first."""
-    return max((int(path.stem) for path in epochs.glob("*.claim")), default=0)
+    """The newest epoch claimed; 0 before the first. Raises OSError: not even a directory that is not there
+    says that there is none."""
+    claims = (Path(name) for name in os.listdir(epochs) if name.endswith(".claim"))
+    return max((int(claim.stem) for claim in claims if claim.stem.isdecimal()), default=0)
 
 
 def announce(epochs: Path, endpoint: Endpoint) -> None:
@@ -62,29 +60,8 @@ def pulse(epochs: Path, epoch: int, count: int) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def pulsing(epochs: Path, epoch: int) -> Iterator[None]:
-    """Pulse while a supervisor that has claimed its epoch reads the journal: of thousands of nodes it takes
-    longer than others wait."""
-    over = threading.Event()
-
-    def beat() -> None:
-        for count in itertools.count(1):
-            with suppress(OSError):
-                pulse(epochs, epoch, -count)
-            if over.wait(PULSE_INTERVAL_S):
-                return
-
-    beating = threading.Thread(target=beat, name="pulse", daemon=True)
-    beating.start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
 def read_pulse(epochs: Path) -> str:
-    """Changes while the newest epoch's supervisor lives."""
+    """Changes while the newest epoch's supervisor lives. Raises OSError."""
     epoch = newest_epoch(epochs)
     try:
         return f"{epoch}:{(epochs / f'{epoch:06d}.pulse').read_text()}"

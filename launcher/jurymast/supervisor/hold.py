@@ -1,0 +1,63 @@
+"""Holding an epoch: the pulse that shows that its supervisor lives, and whether another has taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+from jurymast.wire import endpoint
+
+RETRY_S = 0.5
+
+
+class Hold:
+    """Of `epoch`, whose file is in `epochs`. While `silent` there is no pulse, and another may take over."""
+
+    def __init__(self, epochs: Path, epoch: int) -> None:
+        self.epoch = epoch
+        self.silent = False
+        self._epochs = epochs
+        self._keeping: asyncio.Future[None] | None = None
+
+    def begin(self) -> None:
+        self._keeping = asyncio.ensure_future(self._keep())
+
+    async def taken_over(self) -> None:
+        """Returns when another supervisor has taken over."""
+        assert self._keeping is not None
+        await asyncio.shield(self._keeping)
+
+    async def _keep(self) -> None:
+        """Until another supervisor has taken over. On threads: a shared file system that hangs must not stop
+        the recovery. One that fails does not either: what a superseded supervisor decides reaches nobody,
+        for agents listen to the newest that they find."""
+        for count in itertools.count():
+            try:
+                if not self.silent:
+                    await asyncio.to_thread(endpoint.pulse, self._epochs, self.epoch, count)
+                if await self._newest() > self.epoch:
+                    print(f"epoch {self.epoch}: a newer supervisor has taken over", flush=True)
+                    return
+            except OSError as error:
+                print(f"epoch {self.epoch}: {error}", flush=True)
+            await asyncio.sleep(endpoint.PULSE_INTERVAL_S)
+
+    async def is_superseded(self) -> bool:
+        """Before the job's end, which is for the newest supervisor alone to bring about: one that was stopped
+        for a while may have a successor. Waits for an answer as long as the file system gives none: what
+        comes next is written there too, and nothing is lost but time, which Slurm limits."""
+        while True:
+            try:
+                return await self._newest() > self.epoch
+            except OSError as error:
+                print(f"epoch {self.epoch}: whether it is the newest is not known: {error}", flush=True)
+            await asyncio.sleep(RETRY_S)
+
+    async def _newest(self) -> int:
+        """Raises OSError also when not even the own epoch is seen: that is another directory, or an old view
+        of this one."""
+        newest = await asyncio.to_thread(endpoint.newest_epoch, self._epochs)
+        if newest < self.epoch:
+            raise OSError(f"{self._epochs} does not show epoch {self.epoch}")
+        return newest

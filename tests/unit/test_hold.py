@@ -1,0 +1,117 @@
+"""An epoch of the supervisor: who holds it shows that from the claim on, and ends nothing once it cannot tell
+whether it is still the newest."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jurymast.cluster.allocation import Allocation
+from jurymast.rundir import RunDirectory
+from jurymast.supervisor import hold
+from jurymast.supervisor.hold import Hold
+from jurymast.wire import endpoint
+from support.stories import Story
+from support.waiting import wait_until
+
+LIMIT_S = 20.0
+
+
+@contextmanager
+def reading_for_ever(directory: RunDirectory) -> Iterator[None]:
+    """A supervisor that never gets to the end of the journal: the last file is a pipe without a writer."""
+    os.mkfifo(directory.journal / "epoch-000099.jsonl")
+    Allocation("local-1", 0, ("n1", "n2", "n3"), "n1", 0.0).save(directory)
+    command = [sys.executable, "-m", "jurymast.supervisor", str(directory.root)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as supervisor:
+        try:
+            yield
+        finally:
+            supervisor.kill()
+
+
+def test_a_supervisor_that_still_reads_the_journal_shows_that_it_lives(tmp_path: Path) -> None:
+    directory = Story().running().write(tmp_path / "run")
+    before = endpoint.newest_epoch(directory.epochs)
+    with reading_for_ever(directory):
+        wait_until("the claim", lambda: endpoint.newest_epoch(directory.epochs) > before, LIMIT_S)
+        first = endpoint.read_pulse(directory.epochs)
+        second = wait_until("a pulse", lambda: _changed(directory, first), LIMIT_S)
+        wait_until("another", lambda: _changed(directory, second), LIMIT_S)
+
+
+def _changed(directory: RunDirectory, before: str) -> str:
+    pulse = endpoint.read_pulse(directory.epochs)
+    return pulse if pulse != before else ""
+
+
+@pytest.fixture
+def epochs(tmp_path: Path) -> Path:
+    place = tmp_path / "epochs"
+    place.mkdir()
+    assert endpoint.claim_epoch(place) == 1
+    return place
+
+
+def away(epochs: Path) -> Path:
+    return epochs.rename(epochs.with_name("elsewhere"))
+
+
+def test_who_cannot_see_the_epochs_does_not_take_itself_for_the_newest(
+    epochs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hold, "RETRY_S", 0.01)
+
+    async def work() -> None:
+        mine = Hold(epochs, 1)
+        assert not await mine.is_superseded()
+        there = away(epochs)
+        asking = asyncio.ensure_future(mine.is_superseded())
+        await _until_said(capsys, "No such file or directory")
+        epochs.mkdir()  # mounted over, say: nothing is to be seen, not even the own epoch
+        await _until_said(capsys, "does not show epoch 1")
+        assert not asking.done()
+        epochs.rmdir()
+        endpoint.claim_epoch(there)
+        there.rename(epochs)
+        assert await asyncio.wait_for(asking, LIMIT_S)
+
+    asyncio.run(work())
+
+
+async def _until_said(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    async def heard() -> None:
+        while text not in capsys.readouterr().out:
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(heard(), LIMIT_S)
+
+
+def test_a_supervisor_goes_on_while_the_epochs_cannot_be_seen(epochs: Path) -> None:
+    """It stops when it sees another; that it sees nothing is no reason."""
+
+    async def work() -> None:
+        mine = Hold(epochs, 1)
+        there = away(epochs)
+        mine.begin()
+        taken_over = asyncio.ensure_future(mine.taken_over())
+        done, _ = await asyncio.wait([taken_over], timeout=2 * endpoint.PULSE_INTERVAL_S)
+        assert not done
+        there.rename(epochs)
+        endpoint.claim_epoch(epochs)
+        await asyncio.wait_for(taken_over, LIMIT_S)
+
+    asyncio.run(work())
+
+
+def test_strange_names_among_the_epochs_are_passed_over(epochs: Path) -> None:
+    (epochs / "copy of 000007.claim").touch()
+    assert endpoint.newest_epoch(epochs) == 1
+    assert endpoint.claim_epoch(epochs) == 2

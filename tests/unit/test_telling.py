@@ -1,0 +1,202 @@
+"""What the journal is told of a run that goes on for months as usual, and what at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jurymast.core import events as ev
+from jurymast.core.ledger import Ledger
+from jurymast.core.telling import PAUSE_MAX_S, YOUNG_S
+from jurymast.journal import initial_state, replay
+from jurymast.supervisor.progress import Progress
+from jurymast.supervisor.saves import Saves
+from jurymast.supervisor.watch import Watch
+from jurymast.wire.messages import beat_of
+from support.reports import reported
+from support.stories import Story
+
+DAY_S = 86_400.0
+STALL_S = 0.2
+
+
+class Training:
+    """Two nodes with a rank each that do a step a second. Every minute they save to memory, replicas are made
+    and a copy is written to shared storage; `heard` are the saves that the cadence hears of."""
+
+    def __init__(self) -> None:
+        self.story = Story(active=2).running(10)
+        self.state = self.story.state
+        self.watch = Watch(self.state.settings, 0.0)
+        for node in self.state.placement:
+            self.watch.joined(node)
+        self.heard: list[ev.Event] = []
+        self.saves = Saves(self.state, self.feed, self.heard.append, lambda: self.story.t)
+        self.progress = Progress(self.state, self.watch, self.saves, self.feed, lambda: self.story.t)
+        self.done, self.saved = self.state.step, 0
+        self.at_first = len(self.story.events)
+
+    def feed(self, event: ev.Event) -> None:
+        self.story.feed(event)
+        if isinstance(event, ev.Saved):
+            self.heard.append(event)
+
+    def save(self, tier: str = "memory", ok: bool = True, stall_s: float = STALL_S) -> None:
+        copied = tier != "memory"
+        self.saves.hear(
+            ev.Saved(
+                t=self.story.t, attempt=self.state.attempt, step=self.done, tier=tier, ok=ok,
+                stall_s=0.0 if copied else stall_s, size_bytes=1000, copied=copied,
+            )
+        )  # fmt: skip
+
+    def look(self, *, forced: bool = False) -> None:
+        for node in self.state.placement:
+            rank = reported(step=self.done, beats=self.done, beat_s=0.0)
+            self.watch.beat(node, beat_of(self.state.attempt, [rank]))
+        self.progress.report(forced=forced)
+
+    def goes_on(self, seconds: float) -> Training:
+        for _ in range(round(seconds / 60.0)):
+            self.story.t += 60.0 - STALL_S
+            self.done += 60
+            self.look()
+            self.story.t += STALL_S
+            self.saved += 1
+            for tier in ("memory", "peer", "shared"):
+                self.save(tier)
+        return self
+
+    def told(self) -> list[ev.Event]:
+        return self.story.events[self.at_first :]
+
+
+def test_the_journal_grows_with_what_happens_and_hardly_with_time() -> None:
+    training = Training().goes_on(10 * DAY_S)
+    lines = Counter(type(event).__name__ for event in training.told())
+    before = sum(lines.values())
+    training.goes_on(10 * DAY_S)
+    more = len(training.told()) - before
+    # A line of progress and one of each copy, every ten minutes.
+    assert more <= 1.1 * 3 * 10 * DAY_S / PAUSE_MAX_S
+    assert before < 3 * more
+
+
+def test_every_save_of_a_young_run_is_told() -> None:
+    training = Training().goes_on(YOUNG_S)
+    told = [e for e in training.told() if isinstance(e, ev.Saved)]
+    assert len(told) == 3 * training.saved == 30
+
+
+def test_what_was_not_told_singly_is_in_the_state_and_in_the_books(tmp_path: Path) -> None:
+    training = Training().goes_on(5 * DAY_S)
+    training.look(forced=True)
+    state, told = training.state, [e for e in training.told() if isinstance(e, ev.Saved)]
+    assert len(told) < training.saved
+    assert state.saved_step == training.done
+    assert {name: tier.step for name, tier in state.saved.items()} == {
+        "memory": training.done, "peer": training.done, "shared": training.done,
+    }  # fmt: skip
+    assert list(state.stalls) == pytest.approx([STALL_S] * len(state.stalls))
+    assert replay(training.story.write(tmp_path / "run")) == state
+
+    ledger = Ledger(initial_state(training.story.plan))
+    for event in training.story.events:
+        ledger.feed(event)
+    assert ledger.saves.done == training.saved
+    assert ledger.saves.stall_s == pytest.approx(training.saved * STALL_S)
+    assert ledger.saves.interval_s / ledger.saves.intervals == pytest.approx(60.0, rel=0.01)
+    account = ledger.account()
+    assert account.placed_us("checkpoint_stall") / 1e6 == pytest.approx(training.saved * STALL_S, rel=0.01)
+    assert account.placed_us("unknown") == 0
+
+
+def test_the_cadence_hears_of_every_save() -> None:
+    training = Training().goes_on(DAY_S)
+    heard = [e for e in training.heard if isinstance(e, ev.Saved) and not e.copied]
+    assert len(heard) == training.saved
+
+
+def test_of_a_run_that_goes_on_the_books_wait_as_long_as_the_journal_is_silent() -> None:
+    training = Training().goes_on(10 * DAY_S)
+    ledger = Ledger(initial_state(training.story.plan))
+    for event in training.story.events:
+        ledger.feed(event)
+    account = ledger.account(training.story.t + 500.0)
+    assert account.placed_us("unknown") == 0
+
+
+def old() -> Training:
+    """A run of some days that has just told what there was to tell."""
+    training = Training().goes_on(3 * DAY_S)
+    training.look(forced=True)
+    training.save()
+    training.story.t += 1.0
+    return training
+
+
+def told_next(training: Training, **changes: object) -> bool:
+    before = len(training.story.events)
+    training.done += 1
+    training.save(**changes)  # type: ignore[arg-type]
+    return len(training.story.events) > before
+
+
+def test_a_save_that_differs_is_told_at_once() -> None:
+    assert not told_next(old())
+    assert told_next(old(), ok=False)
+    assert told_next(old(), stall_s=4 * STALL_S)
+    failed = old()
+    told_next(failed, ok=False)
+    assert told_next(failed)  # the first after a failure
+    asked = old()
+    asked.feed(
+        ev.CadenceSet(
+            t=asked.story.t, attempt=1, number=1, from_step=asked.done, first_step=asked.done + 1,
+            every_steps=60, reason="asked by ada", by="ada",
+        )
+    )  # fmt: skip
+    assert told_next(asked)  # who asked waits for it
+    successor = old()
+    successor.saves = Saves(
+        successor.state, successor.feed, successor.heard.append, lambda: successor.story.t
+    )
+    assert told_next(successor)
+
+
+def test_the_first_save_after_a_restore_is_told_at_once() -> None:
+    training = old()
+    story = training.story
+    training.look(forced=True)
+    story.lost("n2")
+    story.stopped().recovered(training.done, training.done + 2)
+    assert story.state.attempt == 2
+    training.done += 2
+    assert told_next(training)
+    assert not told_next(training)
+
+
+def test_a_save_just_before_the_end_of_an_attempt_is_not_forgotten() -> None:
+    training = old()
+    training.look(forced=True)
+    assert not told_next(training, stall_s=0.3)
+    training.look(forced=True)  # no further step was done
+    assert training.state.saved_step == training.done
+    last = training.story.events[-1]
+    assert isinstance(last, ev.Progress)
+    assert (last.saves, last.saved_step, last.saved_in, last.stall_s) == (1, training.done, "memory", 0.3)
+
+
+def test_older_saves_told_late_do_not_turn_the_state_back() -> None:
+    training = old()
+    training.save()
+    training.done += 1
+    assert told_next(training, stall_s=10.0)
+    newest = training.done
+    training.look(forced=True)
+    assert training.state.saved["memory"].step == newest
+    events = [replace(e) for e in training.story.events if isinstance(e, ev.Progress)]
+    assert events[-1].saved_step < newest
