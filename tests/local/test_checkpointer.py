@@ -506,3 +506,13 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path, trained_plainly: Callabl
     got = json.loads((killed / "out.json").read_text())
     assert got == {"steps": 40, "restored": newest, "sha256": trained_plainly(*TINY)}
     assert not list((killed / "checkpoints").glob(".*"))
+
+
+def test_checkpoints_that_are_gone_are_no_reason_to_start_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JURYMAST_SAVED_STEP", "400")
+    checkpoint = jurymast.Checkpointer(Training(1, "adamw").state(), directory=tmp_path / "not mounted")
+    with pytest.raises(CheckpointError, match="step 400 of this run was saved") as raised:
+        checkpoint.restore()
+    assert "mounted" in (raised.value.hint or "")

@@ -405,7 +405,7 @@ def test_two_ranks_save_and_restore(tmp_path: Path, sharded: bool) -> None:
     assert results[0]["seen"]["4"]["counter"] != results[1]["seen"]["4"]["counter"]
 
 
-def test_ranks_that_have_different_steps_restore_neither(tmp_path: Path) -> None:
+def test_ranks_that_have_different_steps_restore_neither_and_do_not_start_over(tmp_path: Path) -> None:
     directory = str(tmp_path / "c")
     with Keeper(2) as keeper:
         run_ranks(
@@ -416,7 +416,9 @@ def test_ranks_that_have_different_steps_restore_neither(tmp_path: Path) -> None
         restored = run_ranks(
             RANKS, "restore", 2, tmp_path, environment=keeper.environment, directory=directory
         )
-        assert [rank["step"] for rank in restored] == [0, 0]
+        assert [rank["error"].partition(":")[0] for rank in restored] == [
+            "memory has no one step (and attempt) for all ranks"
+        ] * 2
 
 
 def test_memory_refused_on_one_rank_is_not_used_on_any(tmp_path: Path) -> None:

@@ -49,7 +49,10 @@ def _names(directory: str) -> list[str]:
 
 def restore(directory: str, sharded: bool = False) -> Any:
     training = Training(2, sharded)
-    step = jurymast.Checkpointer(training.state(), directory=directory).restore()
+    try:
+        step = jurymast.Checkpointer(training.state(), directory=directory).restore()
+    except CheckpointError as error:
+        return {"error": str(error)}
     return {"step": step, **facts(training)}
 
 

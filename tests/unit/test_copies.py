@@ -140,6 +140,15 @@ def test_the_newest_step_wins_however_long_it_takes_to_restore() -> None:
     assert cp.plan_restore(held, {21: 10**15}, NODES, 1).tier == SHARED
 
 
+def test_what_could_not_be_restored_is_passed_over_but_not_for_nothing() -> None:
+    held = all_of(step=20)
+    for rank, node in enumerate(NODES):
+        held.hold(copy_of(rank, node, step=10))
+    assert cp.plan_restore(held, {}, NODES, 1, {(20, 1)}).step == 10
+    assert cp.plan_restore(held, {15: 1}, NODES, 1, {(20, 1)}).step == 15
+    assert cp.plan_restore(all_of(step=20), {}, NODES, 1, {(20, 1)}).step == 20
+
+
 def test_nothing_saved_is_a_fresh_start_and_another_world_uses_the_shared_tier() -> None:
     assert cp.plan_restore(Copies(), {}, NODES, 1).tier == ""
     plan = cp.plan_restore(all_of(), {5: 100}, ("n1", "n2"), 1)

@@ -269,7 +269,7 @@ def test_the_same_step_of_two_attempts_is_not_mixed() -> None:
             one.committed(10, 2)
             one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
             await until("answer", lambda: rank.answer is not Restore.PENDING)
-            assert rank.answer is Restore.ELSEWHERE
+            assert rank.answer is Restore.FAILED
 
     run(work())
 
@@ -389,7 +389,7 @@ def test_a_flipped_bit_in_memory_is_found_at_restore() -> None:
             flip(one, (10, 1, 0), 3 * BLOCK + 5)
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
             await until("answer", lambda: rank.answer is not Restore.PENDING)
-            assert rank.answer is Restore.ELSEWHERE
+            assert rank.answer is Restore.FAILED
             assert "corrupt" in told.of(msg.Dropped)[0].why
             assert "corrupt" in told.of(msg.Unrestorable)[0].why
             assert one.inventory() == []
@@ -458,7 +458,7 @@ def test_images_on_the_local_disk(tmp_path: Path) -> None:
             one.launch(3, [1], 2, None)
             one.launch(4, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
             await until("answer", lambda: rank.answer is not Restore.PENDING)
-            assert rank.answer is Restore.ELSEWHERE
+            assert rank.answer is Restore.FAILED
             assert "corrupt" in told.of(msg.Dropped)[-1].why
             image.unlink()
             one.scan_local(tmp_path)
@@ -495,7 +495,7 @@ def test_a_restore_of_another_world_is_refused() -> None:
             await saved(one, rank, 10, world=2)
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
             await until("answer", lambda: rank.answer is not Restore.PENDING)
-            assert rank.answer is Restore.ELSEWHERE
+            assert rank.answer is Restore.FAILED
             assert "2 ranks, these are 1" in told.of(msg.Unrestorable)[0].why
             assert rank.record[Word.RESTORE_IMAGE] == 0
 

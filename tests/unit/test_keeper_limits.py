@@ -179,7 +179,7 @@ def test_a_replica_and_a_restore_that_do_not_fit_are_refused() -> None:
             b.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
             rank = FakeRank(b)
             await until("answer", lambda: rank.answer is not Restore.PENDING)
-            assert rank.answer is Restore.ELSEWHERE
+            assert rank.answer is Restore.FAILED
             assert "no memory for what rank 0 restores" in told.of(msg.Unrestorable)[0].why
             assert b.inventory() == []
 

@@ -172,7 +172,7 @@ def test_a_block_that_is_corrupt_when_it_is_needed(where: str, other: bool) -> N
                 assert word.passed_over[-1].startswith("s, parity of ranks 0, 1, 2: ")
             else:
                 (lost,) = new_told.of(msg.Unrestorable)
-                assert rank.answer is Restore.ELSEWHERE
+                assert rank.answer is Restore.FAILED
                 assert "corrupt" in lost.why
                 assert new.inventory() == []
             await until("the bad copy's end", lambda: not bad.inventory())
@@ -187,7 +187,7 @@ def test_two_lost_members_are_not_made_up() -> None:
             sources = [source(members[2], 2, "common"), through(spare, members, 0)]
             await members[0].close()
             await members[1].close()
-            assert (await restored(new, 0, sources)).answer is Restore.ELSEWHERE
+            assert (await restored(new, 0, sources)).answer is Restore.FAILED
             await settled(new)
             assert new.inventory() == []
 

@@ -170,7 +170,7 @@ def test_a_source_that_is_killed_half_way(other: bool) -> None:
                 assert word.tiers == {"peer": SIZE}
                 assert word.passed_over[0].startswith("dying: ")
             else:
-                assert rank.answer is Restore.ELSEWHERE
+                assert rank.answer is Restore.FAILED
                 assert rank.writable() == []
                 assert new.inventory() == []
                 assert told.of(msg.Unrestorable)[0].why.startswith("dying: ")
@@ -227,7 +227,7 @@ def test_who_does_not_know_the_secret_gets_nothing() -> None:
     async def work() -> None:
         async with holding("a") as (a, _), keeper("b", secret=b"x" * 32) as (stranger, told):
             rank = await restored(stranger, [source(a, 0)])
-            assert rank.answer is Restore.ELSEWHERE
+            assert rank.answer is Restore.FAILED
             assert len(told.of(msg.Unrestorable)) == 1
 
     run(work())

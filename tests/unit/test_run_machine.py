@@ -214,6 +214,40 @@ def test_storage_that_hangs_for_long_explains_what_comes_late() -> None:
     assert (story.incident.cause, story.incident.action) == ("storage_failed", "restart")
 
 
+def restore_failed(story: Story, node: str) -> None:
+    """One rank waits in vain for what it is to restore."""
+    story.told().ranks_up()
+    story.t += 1.0
+    story.feed(
+        ev.RestoreFailed(
+            t=story.t, node=node, attempt=story.state.attempt, rank=0, step=40, of=1, why="n5: refused"
+        )
+    )  # fmt: skip
+
+
+def test_an_image_that_does_not_come_is_tried_again_elsewhere_before_an_older_one_is_restored() -> None:
+    story = Story(active=2, spares=2).running(50)
+    story.failed(0, exit_code=-9)
+    story.stopped()
+    first = story.state.placement[0]
+    restore_failed(story, first)
+    story.stopped().backed_off()
+    assert (story.incident.cause, story.incident.action, story.incident.node) == (
+        "restore_failed",
+        "restart",
+        first,
+    )
+    assert story.state.failed_to_restore() == set()
+    restore_failed(story, first)
+    story.stopped().backed_off()
+    assert story.incident.action == "swap"
+    restore_failed(story, story.state.placement[1])
+    story.stopped().backed_off()
+    assert story.state.failed_to_restore() == {(40, 1)}
+    assert "could not be restored 3 times" in story.state.alerts[-1].message
+    assert phase(story) is Phase.LAUNCHING
+
+
 def test_an_attempt_that_the_journal_does_not_know_is_stopped_and_the_next_one_begins() -> None:
     """The journal's disk was full when the supervisor launched attempt 2, and then it died."""
     story = Story(active=2, spares=1).running()

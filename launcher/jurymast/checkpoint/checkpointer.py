@@ -101,12 +101,15 @@ class Checkpointer:
         """Restore the newest complete, verified step and return it; 0, touching nothing, if there is none.
 
         Damaged checkpoints are passed over, with a warning. Raises CheckpointError when there are
-        checkpoints but none can be read: starting over must be somebody's decision.
+        checkpoints but none can be read, or were some in an earlier attempt of the run and are gone: starting
+        over must be somebody's decision.
         """
         self._link.enter(link.RESTORING)
         started = time.monotonic()
         group = self._open()
         restored, tier_name, skipped = self._restore_newest()
+        if restored is None:
+            self._check_nothing_was_saved()
         step = restored.step if restored else 0
         self._saved_step = step if restored else -1
         self._link.resume_at(step)
@@ -264,6 +267,15 @@ class Checkpointer:
                 hint="to start from the beginning, move them away",
             )
         return None, "", skipped
+
+    def _check_nothing_was_saved(self) -> None:
+        """A file system that is not mounted looks like one with no checkpoints."""
+        saved = int(os.environ.get("JURYMAST_SAVED_STEP") or 0)
+        if saved:
+            raise CheckpointError(
+                f"step {saved} of this run was saved, and there is no checkpoint in {self._directory}",
+                hint="is its file system mounted? To start from the beginning, submit a new run",
+            )
 
     def _report_restored(
         self, restored: Candidate | None, tier: str, skipped: dict[int, str], seconds: float

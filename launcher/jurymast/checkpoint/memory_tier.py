@@ -112,22 +112,24 @@ class MemoryTier:
         self._held = None if self._wrote else self.wait_restore()
         key = (self._held.step, self._held.attempt) if self._held else None
         gathered = self._group.gather(key)
-        if self._held is None or set(gathered) != {key}:
-            if any(gathered) and self._group.rank == 0:
-                found = ", ".join(f"rank {rank}: {one or 'nothing'}" for rank, one in enumerate(gathered))
-                log.warning("memory has no one step (and attempt) for all ranks: %s", found[:2000])
+        if any(one != key for one in gathered):
+            found = ", ".join(f"rank {rank}: {one or 'nothing'}" for rank, one in enumerate(gathered))
+            raise CheckpointError(f"memory has no one step (and attempt) for all ranks: {found[:2000]}")
+        if self._held is None:
             return [], {}
         return [Candidate(self._held.step, self._held.image_bytes, self._group.size)], {}
 
     def wait_restore(self, limit_s: float = RESTORE_LIMIT_S) -> Held | None:
-        """Wait until the agent has what is to be restored, or knows that it has nothing."""
+        """Wait until the agent has what is to be restored, or knows that there is nothing. Where it cannot
+        be brought the supervisor ends the attempt. Raises CheckpointError after `limit_s`."""
         started = time.monotonic()
         said = False
-        while (answer := self._record[Word.RESTORE]) == Restore.PENDING:
+        while (answer := self._record[Word.RESTORE]) in (Restore.PENDING, Restore.FAILED):
             waited_s = time.monotonic() - started
             if waited_s > limit_s:
-                log.warning("the agent did not say within %.0f s what is in memory", limit_s)
-                return None
+                raise CheckpointError(
+                    f"rank {self._group.rank} waited {limit_s:.0f} s for what its agent was to bring"
+                )
             if waited_s > SAY_SO_S and not said:
                 said = True
                 log.warning("still waiting for the agent to fetch what is to be restored")

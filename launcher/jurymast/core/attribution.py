@@ -35,6 +35,8 @@ from jurymast.core.texts import NODES_TOLD, some
 
 # A finding so long before an end of ranks, or after it, has to do with it (seconds).
 NEAR_S = 180.0
+# The error of a rank that waits for what it is to restore.
+RESTORE_FAILED = "RestoreFailed"
 # Reports of one failure arrive within this time; what comes later is its consequence (seconds).
 FIRST_S = 2.0
 MANY_LOST, MANY_LOST_FRACTION = 2, 0.1
@@ -194,6 +196,8 @@ def _class_of(failure: WorkerFailed, around: Surroundings) -> str:
 
 
 def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
+    if failure.error == RESTORE_FAILED:
+        return "restore_failed"
     if failure.rank < 0:
         return "out_of_memory" if failure.oom_kills else "host_died"
     if failure.exit_code < 0:

@@ -73,6 +73,8 @@ _CLASSES = (
                "ask who stopped the process, or what it waits for in the kernel"),
     CauseClass("hang", INFRASTRUCTURE, WATCHDOG, "no rank stepped any more",
                "compare what the ranks waited in: the one that differs is the lead"),
+    CauseClass("restore_failed", INFRASTRUCTURE, NETWORK, "a rank's image could not be brought to its node",
+               "look at the network between the nodes named"),
     CauseClass("collective_timeout", INFRASTRUCTURE, WATCHDOG, "the watchdog ended a collective",
                "compare what the ranks waited in: the one that differs is the lead"),
     CauseClass("communication", INFRASTRUCTURE, NETWORK, "ranks lost each other, and nothing else was seen",

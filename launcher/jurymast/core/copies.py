@@ -442,18 +442,25 @@ def missing_replicas(
 
 
 def plan_restore(
-    copies: Copies, shared: Mapping[int, int], placement: Sequence[str], ranks_per_node: int
+    copies: Copies,
+    shared: Mapping[int, int],
+    placement: Sequence[str],
+    ranks_per_node: int,
+    failed: Collection[Key] = (),
 ) -> RestorePlan:
     """The newest step that is complete: the images that hold it, or the shared checkpoint.
 
     `shared` maps steps that are complete in the shared tier to their size in bytes. An older step is never
     chosen because it would be restored sooner: that is an estimate, and the steps after it are certain.
-    Images serve the same number of ranks only.
+    Images serve the same number of ranks only. States in `failed` could not be restored again and again:
+    they are passed over, unless there is nothing else.
     """
     world = len(placement) * ranks_per_node
-    keys = (key for key in copies.newest_first() if copies.world(key) == world and copies.restorable(key))
-    key = next(keys, None)
+    keys = [key for key in copies.newest_first() if copies.world(key) == world and copies.restorable(key)]
+    key = next((key for key in keys if key not in failed), None)
     step = max(shared, default=None)
+    if key is None and step is None and keys:
+        key = keys[0]
     if key is not None and (step is None or key[0] >= step):
         return _from_images(copies, key, placement, ranks_per_node)
     if step is None:

@@ -221,6 +221,18 @@ class RestorePlanned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestoreFailed(Event):
+    """What `rank` is to restore, `step` of the attempt `of`, cannot be brought to its node; it waits."""
+
+    node: str
+    attempt: int
+    rank: int
+    step: int
+    of: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fetched(Event):
     """A node got an image from elsewhere than planned, because copies were damaged or gone: `why`."""
 
@@ -380,8 +392,8 @@ class _Registry:
         for cls in (
             RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady,
             NodeLost, WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
-            RestorePlanned, Fetched, Restored, ColdStart, Asked, Signalled, CadenceSet, HealthFound,
-            NodeTested, Straggling, StacksTaken, AttemptFound, LaunchWaits, Noted, Tick,
+            RestorePlanned, RestoreFailed, Fetched, Restored, ColdStart, Asked, Signalled, CadenceSet,
+            HealthFound, NodeTested, Straggling, StacksTaken, AttemptFound, LaunchWaits, Noted, Tick,
         )
     }  # fmt: skip
 

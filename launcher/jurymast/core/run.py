@@ -12,11 +12,12 @@ from typing import Any
 
 from jurymast.core import blame, recovery, straggler, testing
 from jurymast.core import events as ev
+from jurymast.core.attribution import RESTORE_FAILED
 from jurymast.core.copies import MEMORY, SHARED
 from jurymast.core.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.health import Verdict
 from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorkers
-from jurymast.core.state import ENDED, Findings, Node, Phase, Role, RunState, TierState
+from jurymast.core.state import ENDED, RESTORE_TRIES, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunCancelledError, RunFailedError
 
@@ -372,6 +373,26 @@ def _restore_planned(state: RunState, event: ev.RestorePlanned) -> list[Instruct
     return []
 
 
+def _restore_failed(state: RunState, event: ev.RestoreFailed) -> list[Instruction]:
+    """Another attempt, and if need be another node, may bring it; an older state is the last resort."""
+    if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
+        return []
+    key, instructions = (event.step, event.of), []
+    if not any(failure.error == RESTORE_FAILED for failure in state.findings.failures):
+        state.unrestored[key] = state.unrestored.get(key, 0) + 1
+        if state.unrestored[key] == RESTORE_TRIES:
+            message = (
+                f"step {event.step} could not be restored {RESTORE_TRIES} times: the run goes on "
+                f"from an older one, if there is one; {event.why}"
+            )
+            instructions = blame.raise_alert(state, "restore", message, [event.node])
+    failed = ev.WorkerFailed(
+        t=event.t, node=event.node, attempt=event.attempt, rank=event.rank, exit_code=0, error=RESTORE_FAILED,
+        message=event.why,
+    )  # fmt: skip
+    return instructions + _worker_failed(state, failed)
+
+
 def _fetched(state: RunState, event: ev.Fetched) -> list[Instruction]:
     if event.attempt == state.attempt:
         state.notes.append((event.t, f"rank {event.rank} on {event.node}: {'; '.join(event.why)}"))
@@ -514,6 +535,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = 
     ev.Progress: _progress,
     ev.Saved: _saved,
     ev.RestorePlanned: _restore_planned,
+    ev.RestoreFailed: _restore_failed,
     ev.Fetched: _fetched,
     ev.Restored: _restored,
     ev.ColdStart: _cold_start,

@@ -47,6 +47,8 @@ class Phase(str, Enum):
 
 
 # What a save costs is the median of so many.
+# A state whose images are there, but do not come: other nodes may have more luck.
+RESTORE_TRIES = 3
 NOTES_KEPT = 500
 STALLS_KEPT = 9
 ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
@@ -216,6 +218,7 @@ class RunState:
     stalls: deque[float] = field(default_factory=lambda: deque(maxlen=STALLS_KEPT))  # of the last saves
     saved: dict[str, TierState] = field(default_factory=dict)
     restore: RestorePlanned | None = None  # what this attempt was told to restore
+    unrestored: dict[tuple[int, int], int] = field(default_factory=dict)  # states: attempts that could not
     cold: str = ""  # why ranks load everything by themselves, once one of them had to
     cadence: CadenceSet | None = None  # what this attempt's ranks agreed on last
 
@@ -274,6 +277,15 @@ class RunState:
     def expected_times(self, node: Node) -> float:
         """How many times as often as others `node` is expected to fail."""
         return self.frail[node.name].times(self.now) if node.name in self.frail else 1.0
+
+    def saved_on(self, tier: str) -> int:
+        """The newest step that was saved there; 0 for none."""
+        known = self.saved.get(tier)
+        return known.step or 0 if known is not None else 0
+
+    def failed_to_restore(self) -> set[tuple[int, int]]:
+        """States (step, attempt) that were tried often enough."""
+        return {key for key, times in self.unrestored.items() if times >= RESTORE_TRIES}
 
     def node_of(self, rank: int) -> str:
         """The node on which the rank is placed; "" when none is."""

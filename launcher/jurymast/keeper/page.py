@@ -57,6 +57,7 @@ class Restore(IntEnum):
     PENDING = 0  # the agent is still fetching
     READY = 1  # the image is in the slot, verified
     ELSEWHERE = 2  # nothing in memory: the ranks look in the shared tier
+    FAILED = 3  # it cannot be brought: the rank waits, for the supervisor decides what its attempt does then
 
 
 _SLOT_WORDS = len(SlotWord)

@@ -113,7 +113,7 @@ class Restoring:
             self._abandon(filling)
             if job.slot.state is State.FILLING:
                 job.slot.state = State.EMPTY
-            job.mine.record[Word.RESTORE] = Restore.ELSEWHERE
+            job.mine.record[Word.RESTORE] = Restore.FAILED
             why = "; ".join(job.why) or "nobody has all of it"
             self._keeper.tell(msg.Unrestorable(step=step, attempt=attempt, rank=rank, why=why))
 

@@ -198,6 +198,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Progress": _progress,
     "Saved": _saved,
     "RestorePlanned": _restore_planned,
+    "RestoreFailed": lambda e: f"rank {e['rank']} on {e['node']} cannot restore step {e['step']}: {e['why']}",
     "Fetched": _fetched,
     "Restored": _restored,
     "ColdStart": _cold_start,

@@ -10,7 +10,7 @@ from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import launching
-from jurymast.core.copies import RestorePlan
+from jurymast.core.copies import SHARED, RestorePlan
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, RunState
 from jurymast.rundir import RunDirectory, write_atomically
@@ -107,6 +107,6 @@ class Launching:
         return msg.Launch(
             attempt=launch.attempt, rank=rank, world=len(launch.placement),
             master_address=launch.master_address, master_port=launch.master_port,
-            mtbf_s=launch.mtbf_s, cold=bool(self._state.cold),
+            mtbf_s=launch.mtbf_s, cold=bool(self._state.cold), saved=self._state.saved_on(SHARED),
             restore=self._tiers.restore_message(plan, node, ranks) if plan else None,
         )  # fmt: skip

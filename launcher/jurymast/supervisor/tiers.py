@@ -150,7 +150,12 @@ class Tiers:
             case msg.Unreplicated():
                 self._unreplicated(node, message)
             case msg.Unrestorable():
-                self._note(node, f"rank {message.rank} cannot be restored from memory: {message.why}")
+                self.feed(
+                    ev.RestoreFailed(
+                        t=self.now(), node=node, attempt=self.state.attempt, rank=message.rank,
+                        step=message.step, of=message.attempt, why=message.why,
+                    )
+                )  # fmt: skip
             case msg.Drained():
                 self._hear_drained(node, message)
             case _:
@@ -512,7 +517,8 @@ class Tiers:
     def plan(self, launch: Launch) -> RestorePlan:
         """What this attempt restores; journals it."""
         on_shared = {one: self.shared[one, attempt] for one, attempt in sorted(self.shared, key=cp.age)}
-        plan = cp.plan_restore(self.copies, on_shared, launch.placement, self.state.ranks_per_node)
+        failed, count = self.state.failed_to_restore(), self.state.ranks_per_node
+        plan = cp.plan_restore(self.copies, on_shared, launch.placement, count, failed)
         self.feed(
             ev.RestorePlanned(
                 t=self.now(), attempt=launch.attempt, step=plan.step, tier=plan.tier,

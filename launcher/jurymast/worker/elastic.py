@@ -66,6 +66,8 @@ class RankLogs(LogsSpecs):
             environment[stack_signal.PATH_VARIABLE] = str(self._temporary / stacks)
             environment[rank_start.LOG_VARIABLE] = str(logs[local_rank])
             environment["JURYMAST_ATTEMPT"] = str(attempt)
+            if self._rendezvous.saved:
+                environment["JURYMAST_SAVED_STEP"] = str(self._rendezvous.saved)
             if self._rendezvous.mtbf_s:
                 environment["JURYMAST_MTBF_S"] = str(self._rendezvous.mtbf_s)
             environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt - 1)

@@ -32,6 +32,7 @@ class AgentRendezvous(RendezvousHandler):
         self.pipe = pipe
         self.attempt = 0
         self.mtbf_s = 0.0
+        self.saved = 0
         self.environment: dict[str, str] = {}
         self.cold = False
         self._run_id = run_id
@@ -56,7 +57,7 @@ class AgentRendezvous(RendezvousHandler):
         )
         self.pipe.tell("waiting", attempt=self.attempt, store_port=store.port)
         order = self.pipe.next_launch()
-        self.attempt, self.mtbf_s = order["attempt"], order["mtbf_s"]
+        self.attempt, self.mtbf_s, self.saved = order["attempt"], order["mtbf_s"], order["saved"]
         self.environment, self.cold = order["environment"], order["cold"]
         address, port = order["master_address"], order["master_port"]
         if order["rank"] == 0:
