@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jurymast.errors import ProtocolError
-
 KIND_CHARACTERS, WHY_CHARACTERS = 40, 200
 
 
@@ -60,6 +58,7 @@ class _Kind(msgspec.Struct):
     do: str = ""
     answer: str = ""
     event: str = ""
+    host: str = ""
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -102,21 +101,4 @@ def _kind(payload: bytes) -> str:
         named = _KIND.decode(payload)
     except (ValueError, RecursionError):
         return ""
-    return (named.say or named.do or named.answer or named.event)[:KIND_CHARACTERS]
-
-
-# Keepers' words to each other are objects still.
-Message = dict[str, Any]
-_OBJECT = msgspec.json.Decoder(Message)
-
-
-def encode_object(message: Message) -> bytes:
-    return _ENCODER.encode(message)
-
-
-def decode_object(payload: bytes, sender: str) -> Message:
-    """Raises ProtocolError, which names the sender."""
-    try:
-        return _OBJECT.decode(payload)
-    except ValueError as error:
-        raise ProtocolError(f"a message from {sender} is none: {error}") from error
+    return (named.say or named.do or named.answer or named.event or named.host)[:KIND_CHARACTERS]
