@@ -98,7 +98,7 @@ ORDERS: list[msg.ToAgent] = [
     msg.TestAlone(limit_s=5.0),
     msg.TestPair(name="x", host="h", port=1, rank=0, limit_s=5.0),
     msg.TestOver(),
-    msg.Replicate(step=1, attempt=1, rank=0, part="all", sources=(PLAIN,), group=(0, 1), members=(MEMBER,)),
+    msg.Replicate(step=1, attempt=1, rank=0, part="all", sources=(PLAIN,), group=(1,), members=(MEMBER,)),
     msg.Committed(step=1, attempt=1),
     msg.Void(step=1, attempt=1),
     msg.Forget(step=1, attempt=1, ranks=(0, 1)),
@@ -175,6 +175,13 @@ def test_what_is_no_message_is_named_as_well_as_can_be(payload: bytes, kind: str
     found = msg.read_said(payload)
     assert isinstance(found, msg.Strange)
     assert (found.kind, bool(found.why)) == (kind, True)
+
+
+def test_a_group_without_a_source_for_each_rank_is_no_order() -> None:
+    whole = msg.encode(msg.Replicate(step=1, attempt=1, rank=1, part="all", group=(1,), members=(MEMBER,)))
+    found = msg.read_order(whole.replace(b'"group":[1]', b'"group":[1,2]'))
+    assert isinstance(found, msg.Strange)
+    assert found.kind == "replicate"
 
 
 def test_fields_that_are_not_known_are_left_out() -> None:

@@ -1,8 +1,8 @@
 """What all messages have in common: they never change, have named fields only, and are called as their class
 is.
 
-A message is a JSON object with its kind under "say" (to the supervisor), "do" (to an agent) or "answer" (to
-who asked). Its reader checks the types of all fields and ignores fields that it does not know.
+A message is a JSON object with its kind under "say" (to the supervisor), "do" (to an agent), "answer" (to who
+asked) and the like. Its reader checks the types of all fields and ignores fields that it does not know.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -59,13 +59,12 @@ class _Kind(msgspec.Struct):
     answer: str = ""
     event: str = ""
     host: str = ""
+    get: str = ""
 
 
 _ENCODER = msgspec.json.Encoder()
 _KIND = msgspec.json.Decoder(_Kind)
 _newest: tuple[msgspec.Struct | None, bytes] = (None, b"")
-
-Heard = TypeVar("Heard")
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -101,4 +100,5 @@ def _kind(payload: bytes) -> str:
         named = _KIND.decode(payload)
     except (ValueError, RecursionError):
         return ""
-    return (named.say or named.do or named.answer or named.event or named.host)[:KIND_CHARACTERS]
+    kind = named.say or named.do or named.answer or named.event or named.host or named.get
+    return kind[:KIND_CHARACTERS]

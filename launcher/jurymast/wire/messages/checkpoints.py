@@ -165,6 +165,10 @@ class Replicate(ToAgent, frozen=True, kw_only=True):
     group: tuple[int, ...] = ()
     members: tuple[Member, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not {member.rank for member in self.members} >= set(self.group):
+            raise ValueError("a group of which some rank's image is nowhere")
+
 
 class Committed(ToAgent, frozen=True, kw_only=True):
     """This state is safe: older ones may go."""

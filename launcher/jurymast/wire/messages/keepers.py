@@ -20,6 +20,8 @@ class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToKeeper(msgspec.Struct, frozen=True, kw_only=True, tag_field="get", tag=kind_of):
+    """What a keeper asks for, of one image."""
+
     image: ImageName
 
 
@@ -51,6 +53,8 @@ class ManifestFollows(FromKeeper, frozen=True, kw_only=True):
 
 
 class BytesFollow(FromKeeper, frozen=True, kw_only=True):
+    """So many."""
+
     length: int
 
 
