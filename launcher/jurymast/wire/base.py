@@ -62,6 +62,8 @@ class _Kind(msgspec.Struct):
     get: str = ""
 
 
+# RecursionError: brackets without end; ValueError: what is no UTF-8.
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _ENCODER = msgspec.json.Encoder()
 _KIND = msgspec.json.Decoder(_Kind)
 _newest: tuple[msgspec.Struct | None, bytes] = (None, b"")
@@ -89,7 +91,7 @@ def reader(kinds: Any) -> Callable[[bytes], Any]:
     def read(payload: bytes) -> Any:
         try:
             return decode(payload)
-        except (ValueError, RecursionError) as error:  # ValueError: msgspec's own, and for what is no UTF-8
+        except _UNREADABLE as error:
             return Strange(_kind(payload), str(error)[:WHY_CHARACTERS])
 
     return read
@@ -98,7 +100,7 @@ def reader(kinds: Any) -> Callable[[bytes], Any]:
 def _kind(payload: bytes) -> str:
     try:
         named = _KIND.decode(payload)
-    except (ValueError, RecursionError):
+    except _UNREADABLE:
         return ""
     kind = named.say or named.do or named.answer or named.event or named.host or named.get
     return kind[:KIND_CHARACTERS]
