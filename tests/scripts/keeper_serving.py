@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ sent = 0
 send_file = Stream.send_file
 
 
-def send_until_stopped(self: Stream, descriptor: int, at: int, length: int) -> None:
+def send_until_stopped(self: Stream[Any], descriptor: int, at: int, length: int) -> None:
     global sent
     if stop_after and sent >= stop_after:
         send_file(self, descriptor, at, length // 2)

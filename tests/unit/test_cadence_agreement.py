@@ -21,7 +21,8 @@ from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.supervisor.cadence import Cadence
 from jurymast.wire import messages as msg
-from jurymast.wire.messages import Beat, CadenceReport, ranks
+from jurymast.wire import within
+from jurymast.wire.messages import Beat, CadenceReport
 from jurymast.worker.link import Link, open_page
 from jurymast.worker.schedule import Follower
 from support.reports import reported
@@ -58,7 +59,7 @@ class Rank:
 class Agent:
     def __init__(self, count: int, wait: Callable[[Callable[[], bool]], None]) -> None:
         self.memory = RankMemory(count)
-        self.memory.heard(ranks.Cadence(seconds=10.0))
+        self.memory.heard(within.Cadence(seconds=10.0))
         self.ranks = [Rank(self.memory, number, wait) for number in range(count)]
         self.up: deque[Beat] = deque()
         self.down: deque[msg.Cadence] = deque()
@@ -244,7 +245,7 @@ def test_a_script_with_its_own_cadence_saves_once_when_told() -> None:
 
 def test_a_new_attempt_starts_with_a_blank_page() -> None:
     memory = RankMemory(1)
-    memory.heard(ranks.Cadence(steps=5))
+    memory.heard(within.Cadence(steps=5))
     order(memory, Schedule(7, 3, 4, 2), decided=7)
     assert memory.cadence() == CadenceReport(7, 7, steps=5)
     memory.clear()

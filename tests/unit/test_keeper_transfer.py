@@ -26,6 +26,15 @@ from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import Restore, Word
 from jurymast.wire import messages as msg
 from jurymast.wire import stream
+from jurymast.wire.messages.keepers import (
+    GetBytes,
+    GetManifest,
+    ImageName,
+    NotServed,
+    Served,
+    read_request,
+    read_served,
+)
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,
@@ -247,7 +256,7 @@ def test_a_handshake_has_one_deadline_however_it_drips(monkeypatch: pytest.Monke
         stranger.start()
         try:
             with pytest.raises(TimeoutError):
-                stream.accept(ours, SECRET)
+                stream.accept(ours, SECRET, read_request)
         finally:
             over.set()
             stranger.join()
@@ -275,19 +284,19 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
         for stranger in strangers()[:6]:
             while stranger.recv(4096):
                 pass  # until the server hangs up
-        peer = stream.connect("127.0.0.1", server.port, SECRET, LIMIT_S)
+        peer = stream.connect("127.0.0.1", server.port, SECRET, read_served, LIMIT_S)
         closed.callback(peer.close)
         for _ in range(2):  # its first answer says that it has proven itself there, too
-            peer.send({"get": "manifest", "step": 1, "attempt": 1, "rank": 0})
-            assert "error" in peer.receive()
+            peer.send(GetManifest(image=ImageName(step=1, attempt=1, rank=0)))
+            assert isinstance(peer.receive(), NotServed)
             for stranger in strangers()[:6]:
                 while stranger.recv(4096):
                     pass
-        peer.send({"get": "manifest", "step": 1, "attempt": 1, "rank": 0})
-        assert "error" in peer.receive()
+        peer.send(GetManifest(image=ImageName(step=1, attempt=1, rank=0)))
+        assert isinstance(peer.receive(), NotServed)
 
 
-def test_what_is_no_request_ends_the_connection() -> None:
+def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:
     async def work() -> None:
         async with holding("a") as (a, _):
             await asyncio.to_thread(ask_nonsense, a.port)
@@ -296,34 +305,36 @@ def test_what_is_no_request_ends_the_connection() -> None:
 
 
 def ask_nonsense(port: int) -> None:
-    for request in ({}, {"get": "bytes", "step": "x"}):
-        connection = stream.connect("127.0.0.1", port, SECRET)
-        connection.send(request)
-        with pytest.raises(OSError, match="closed"):
-            connection.receive()
-        connection.close()
-    connection = stream.connect("127.0.0.1", port, SECRET)
+    connection = stream.connect("127.0.0.1", port, SECRET, read_served)
+    connection.send(msg.Dismiss())
+    assert refusal(connection).startswith("a request that is none: dismiss: ")
     for at, length in ((0, SIZE + 1), (SIZE, 1), (-1, 5), (3, -1)):
-        connection.send({"get": "bytes", "step": 10, "attempt": 1, "rank": 0, "at": at, "length": length})
-        assert "error" in connection.receive()
-    connection.send({"get": "manifest", "step": 10, "attempt": 2, "rank": 0})
-    assert "error" in connection.receive()
+        connection.send(GetBytes(image=ImageName(step=10, attempt=1, rank=0), at=at, length=length))
+        assert refusal(connection) == "not held (any more)"
+    connection.send(GetManifest(image=ImageName(step=10, attempt=2, rank=0)))
+    assert refusal(connection) == "not held (any more)"
     connection.close()
+
+
+def refusal(connection: stream.Stream[Served]) -> str:
+    answer = connection.receive()
+    assert isinstance(answer, NotServed)
+    return answer.why
 
 
 def test_a_frame_that_was_touched_is_refused() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sender = stream.Stream(ours, b"a", b"b")
-        sender.send({"get": "manifest"})
+        sender = stream.Stream(ours, b"a", b"b", read_served)
+        sender.send(NotServed(why="not here"))
         data = bytearray(theirs.recv(1000))
         data[-3] ^= 1
         ours.sendall(data)
         with pytest.raises(AuthenticationError):
-            stream.Stream(theirs, b"b", b"a").receive()
+            stream.Stream(theirs, b"b", b"a", read_served).receive()
         ours.sendall(b"\xff" * 20)
         with pytest.raises(ProtocolError):
-            stream.Stream(theirs, b"b", b"a").receive()
+            stream.Stream(theirs, b"b", b"a", read_served).receive()
 
 
 @pytest.mark.parametrize("size", [1, 5, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE - 1, 2 * PIECE, 3 * PIECE + 7])
@@ -337,7 +348,7 @@ def test_the_last_bytes_do_not_wait_for_more_to_come(size: int, first: int) -> N
     pieces: list[int] = []
 
     def receive() -> None:
-        receiver = stream.Stream(theirs, b"", b"")
+        receiver = stream.Stream(theirs, b"", b"", read_served)
         pieces.extend(map(len, receiver.receive_pieces(memoryview(got), PIECE)))
 
     with ours, theirs:
@@ -485,7 +496,7 @@ def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPat
     gate, begun = threading.Event(), threading.Event()
     send_file = stream.Stream.send_file
 
-    def wait_and_send(self: stream.Stream, descriptor: int, at: int, length: int) -> None:
+    def wait_and_send(self: stream.Stream[Any], descriptor: int, at: int, length: int) -> None:
         begun.set()
         assert gate.wait(20.0)
         send_file(self, descriptor, at, length)

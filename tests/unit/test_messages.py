@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -31,11 +33,10 @@ from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import Door
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
-from jurymast.wire import channel, endpoint
+from jurymast.wire import channel, endpoint, within
 from jurymast.wire import messages as msg
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection
-from jurymast.wire.messages import ranks
 from jurymast.wire.strangers import Strangers
 from support.reports import hello
 from support.stories import Story
@@ -60,10 +61,10 @@ SAID: list[msg.ToSupervisor] = [
     msg.Failed(attempt=1, rank=2, exit_code=-9, error="E", oom_kills=None, shm_used=0.5),
     msg.Stopped(attempt=1, store_port=0),
     msg.Finished(attempt=1),
-    msg.RankEvent(attempt=1, event=ranks.Saved(step=5, tier="shared", ok=True, stall_s=0.5)),
-    msg.RankEvent(attempt=1, event=ranks.Restored(step=5, tier="memory", seconds=1.0, skipped=("a",))),
-    msg.RankEvent(attempt=1, event=ranks.ColdStart(local_rank=3, why="it sets them", seconds=2.0)),
-    msg.RankEvent(attempt=1, event=ranks.Skipped(step=5, why="busy")),
+    msg.RankEvent(attempt=1, event=within.Saved(step=5, tier="shared", ok=True, stall_s=0.5)),
+    msg.RankEvent(attempt=1, event=within.Restored(step=5, tier="memory", seconds=1.0, skipped=("a",))),
+    msg.RankEvent(attempt=1, event=within.ColdStart(local_rank=3, why="it sets them", seconds=2.0)),
+    msg.RankEvent(attempt=1, event=within.Skipped(step=5, why="busy")),
     msg.Terminated(),
     msg.HangsUp(),
     msg.Leaving(why="x"),
@@ -98,7 +99,7 @@ ORDERS: list[msg.ToAgent] = [
     msg.TestAlone(limit_s=5.0),
     msg.TestPair(name="x", host="h", port=1, rank=0, limit_s=5.0),
     msg.TestOver(),
-    msg.Replicate(step=1, attempt=1, rank=0, part="all", sources=(PLAIN,), group=(0, 1), members=(MEMBER,)),
+    msg.Replicate(step=1, attempt=1, rank=0, part="all", sources=(PLAIN,), group=(1,), members=(MEMBER,)),
     msg.Committed(step=1, attempt=1),
     msg.Void(step=1, attempt=1),
     msg.Forget(step=1, attempt=1, ranks=(0, 1)),
@@ -175,6 +176,13 @@ def test_what_is_no_message_is_named_as_well_as_can_be(payload: bytes, kind: str
     found = msg.read_said(payload)
     assert isinstance(found, msg.Strange)
     assert (found.kind, bool(found.why)) == (kind, True)
+
+
+def test_a_group_without_a_source_for_each_rank_is_no_order() -> None:
+    whole = msg.encode(msg.Replicate(step=1, attempt=1, rank=1, part="all", group=(1,), members=(MEMBER,)))
+    found = msg.read_order(whole.replace(b'"group":[1]', b'"group":[1,2]'))
+    assert isinstance(found, msg.Strange)
+    assert found.kind == "replicate"
 
 
 def test_fields_that_are_not_known_are_left_out() -> None:
@@ -281,7 +289,7 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
         run(work())
         greeting, unsaid = came
         assert isinstance(greeting, msg.Hello)
-        assert unsaid == msg.RankEvent(attempt=0, event=ranks.Skipped(step=7))
+        assert unsaid == msg.RankEvent(attempt=0, event=within.Skipped(step=7))
         assert agent._over.is_set()
         of_rank, first, count = capsys.readouterr().out.splitlines()
         assert of_rank.startswith("a rank: a message that is none here is left out: Sung: ")
@@ -290,3 +298,43 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
     finally:
         shutil.rmtree(agent._temporary)
         os.close(agent._lock)
+
+
+def test_nonsense_between_the_agent_and_its_host_ends_neither() -> None:
+    """The host's side in a process of its own: it ends with its agent."""
+    code = (
+        "import sys\n"
+        "from jurymast.worker.agent_pipe import AgentPipe\n"
+        "pipe = AgentPipe(int(sys.argv[1]))\n"
+        "print(pipe.next_launch().attempt, flush=True)\n"
+    )
+    ours, theirs = socket.socketpair()
+    launch = within.Launch(
+        attempt=3,
+        rank=0,
+        world=1,
+        master_address="a",
+        master_port=1,
+        mtbf_s=0.0,
+        cold=False,
+        saved=0,
+        environment={},
+    )
+    nonsense = [b'{"do":"dance"}', b'{"do":"launch"}', b"\xff", b""]
+    with ours:
+        ours.sendall(b"".join(line + b"\n" for line in [*nonsense, msg.encode(launch)]))
+        with theirs:
+            done = subprocess.run(
+                [sys.executable, "-c", code, str(theirs.fileno())], pass_fds=[theirs.fileno()], text=True,
+                capture_output=True, timeout=LIMIT_S, check=True,
+            )  # fmt: skip
+    assert done.stdout == "3\n"
+    assert done.stderr.startswith("the agent: a message that is none here is left out: dance: ")
+    for said in (
+        within.Waiting(store_port=1), within.Started(attempt=1, pids=(2,)), within.Finished(attempt=1),
+        within.Failed(attempt=1, rank=0, exit_code=1, error="E"),
+    ):  # fmt: skip
+        assert within.read_host(msg.encode(said)) == said
+    strange = within.read_host(b'{"host":"dance"}')
+    assert isinstance(strange, msg.Strange)
+    assert strange.kind == "dance"

@@ -22,7 +22,7 @@ from jurymast.supervisor.retries import RETRY_MAX_S, RETRY_S
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.supervisor.tiers import DRAIN_LIMIT_S, Tiers
 from jurymast.wire import messages as msg
-from jurymast.wire.messages import ranks
+from jurymast.wire import within
 from support.reports import hello
 from support.stories import Story
 
@@ -566,6 +566,6 @@ def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have(tmp_path: P
         directory, story.state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
     )
     supervisor._tiers.found_on_storage({(10, 1): 9, (20, 1): 9}, [])
-    said = ranks.Restored(step=10, tier="shared", seconds=1.0, skipped=("step 20",))
+    said = within.Restored(step=10, tier="shared", seconds=1.0, skipped=("step 20",))
     supervisor._rank_events.hear("n1", msg.RankEvent(attempt=2, event=said))
     assert set(supervisor._tiers.shared) == {(10, 1)}

@@ -35,10 +35,10 @@ from jurymast.core.heartbeat import patience_s
 from jurymast.core.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.rundir import RunDirectory
-from jurymast.wire import channel, endpoint
+from jurymast.wire import channel, endpoint, within
 from jurymast.wire import messages as msg
 from jurymast.wire.channel import Channel
-from jurymast.wire.messages import RankReport, beat_of, ranks
+from jurymast.wire.messages import RankReport, beat_of
 from jurymast.wire.strangers import Strangers
 
 RECONNECT_S = 0.1
@@ -307,19 +307,22 @@ class Agent:
         self._evidence.attempt_begins()
         self._keeping.launch(order)
         environment = {**self._around.environment(self.attempt), **self._stacks.launch(order)}
-        here = {"restore": None, "environment": environment, "cold": self._cold}
-        plan = {"do": "launch", **asdict(order), **here}
+        launch = within.Launch(
+            attempt=order.attempt, rank=order.rank, world=order.world, master_address=order.master_address,
+            master_port=order.master_port, mtbf_s=order.mtbf_s, cold=self._cold, saved=order.saved,
+            environment=environment,
+        )  # fmt: skip
         if self._testing.idle:
-            self._host.tell(plan)
+            self._host.tell(launch)
         else:
-            self._starting = asyncio.ensure_future(self._launch_after_tests(self._host, plan))
+            self._starting = asyncio.ensure_future(self._launch_after_tests(self._host, launch))
 
-    async def _launch_after_tests(self, host: HostProcess, plan: dict[str, Any]) -> None:
+    async def _launch_after_tests(self, host: HostProcess, launch: within.Launch) -> None:
         """What the test processes hold of the devices is the ranks' now."""
         await self._testing.end()
-        host.tell(plan)
-        if self._stopping >= plan["attempt"]:
-            host.tell({"do": "stop", "attempt": self._stopping})
+        host.tell(launch)
+        if self._stopping >= launch.attempt:
+            host.tell(within.Stop(attempt=self._stopping))
 
     def _stop(self, attempt: int, *, stacks: bool = False) -> None:
         """Stop the ranks of `attempt`, if wanted after a look at their `stacks`; answers when they are gone,
@@ -345,7 +348,7 @@ class Agent:
         self._stop_host(attempt, host)
 
     def _stop_host(self, attempt: int, host: HostProcess) -> None:
-        host.tell({"do": "stop", "attempt": attempt})
+        host.tell(within.Stop(attempt=attempt))
         limit_s = self._plan.settings.stop_grace_s + STOP_MARGIN_S
         asyncio.get_running_loop().call_later(limit_s, self._stop_by_force, attempt, host)
 
@@ -392,36 +395,42 @@ class Agent:
             values["GLOO_SOCKET_IFNAME"] = interface
         return values
 
-    def _host_said(self, message: dict[str, Any]) -> None:
-        said = message["host"]
-        if said == "waiting":
-            self._store_port = message["store_port"]
-            self._probing.start()  # the host is warm: nothing that takes time is left to do here
-            if self.ranks_state == "finished":
-                return
-            if self._pids:  # how far they came, exactly
+    def _host_said(self, message: within.FromHosts) -> None:
+        match message:
+            case within.Waiting():
+                self._host_waits(message.store_port)
+            case within.Started():
+                self.ranks_state, self._pids = "running", list(message.pids)
+                self._host_starts = 1
+                self._tell(msg.Started(attempt=message.attempt, pids=message.pids))
+                self._urgent.set()
+            case within.Failed():
                 self._beat_now()
-            before = self.ranks_state
-            self.ranks_state, self._pids = "waiting", []
-            if before == "warming":
-                self._tell(msg.Ready(store_port=self._store_port))
-            else:
-                self._tell(msg.Stopped(attempt=self.attempt, store_port=self._store_port))
-        elif said == "started":
-            self.ranks_state, self._pids = "running", message["pids"]
-            self._host_starts = 1
-            self._tell(msg.Started(attempt=message["attempt"], pids=tuple(self._pids)))
-            self._urgent.set()
-        elif said == "failed":
+                log = self._directory.rank_log(message.attempt, message.rank)
+                look_at = None if message.error else log  # an exception has its own words
+                self._tell(msg.Failed(**asdict(message), **self._evidence.look(message.exit_code, look_at)))
+            case within.Finished():
+                self._beat_now()
+                self.ranks_state, self._pids, self._store_port = "finished", [], 0
+                self._tell(msg.Finished(attempt=message.attempt))
+            case msg.Strange():
+                self._strangers.heard("the torchrun host", message)
+            case _:
+                never(message)
+
+    def _host_waits(self, store_port: int) -> None:
+        self._store_port = store_port
+        self._probing.start()  # the host is warm: nothing that takes time is left to do here
+        if self.ranks_state == "finished":
+            return
+        if self._pids:  # how far they came, exactly
             self._beat_now()
-            log = self._directory.rank_log(message["attempt"], message["rank"])
-            told = {key: value for key, value in message.items() if key != "host"}
-            look_at = None if message.get("error") else log  # an exception has its own words
-            self._tell(msg.Failed(**told, **self._evidence.look(message["exit_code"], look_at)))
-        elif said == "finished":
-            self._beat_now()
-            self.ranks_state, self._pids, self._store_port = "finished", [], 0
-            self._tell(msg.Finished(attempt=message["attempt"]))
+        before = self.ranks_state
+        self.ranks_state, self._pids = "waiting", []
+        if before == "warming":
+            self._tell(msg.Ready(store_port=store_port))
+        else:
+            self._tell(msg.Stopped(attempt=self.attempt, store_port=store_port))
 
     def _host_ended(self, code: int) -> None:
         """The host died under its ranks, or while it waited: its ranks die with it; start another."""
@@ -456,12 +465,12 @@ class Agent:
     def _pass_events_on(self) -> None:
         for event in self._memory.read_events():
             match event:
-                case ranks.Saved() | ranks.Restored() | ranks.ColdStart() | ranks.Skipped():
-                    self._cold = self._cold or isinstance(event, ranks.ColdStart)
+                case within.Saved() | within.Restored() | within.ColdStart() | within.Skipped():
+                    self._cold = self._cold or isinstance(event, within.ColdStart)
                     self._tell(msg.RankEvent(attempt=self.attempt, event=event))
-                case ranks.Checkpoints() | ranks.Foreseen() | ranks.Image():
+                case within.Checkpoints() | within.Foreseen() | within.Image():
                     self._keeping.heard(event)
-                case ranks.Cadence():
+                case within.Cadence():
                     self._memory.heard(event)
                 case msg.Strange():
                     self._strangers.heard("a rank", event)

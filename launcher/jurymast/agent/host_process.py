@@ -4,7 +4,6 @@ when it does not listen."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -13,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jurymast.wire import within
+from jurymast.wire.base import encode
 from jurymast.worker import startup
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
-Message = dict[str, Any]
 LINE_BYTES_MAX = 4 * 1024 * 1024
 
 
@@ -27,7 +27,7 @@ class HostProcess:
         self,
         process: asyncio.subprocess.Process,
         writer: asyncio.StreamWriter,
-        on_message: Callable[[Message], None],
+        on_message: Callable[[within.FromHosts], None],
         on_end: Callable[[int], None],
         reader: asyncio.StreamReader,
     ) -> None:
@@ -41,9 +41,9 @@ class HostProcess:
     @classmethod
     async def start(
         cls,
-        plan: Message,
+        plan: dict[str, Any],
         environment: dict[str, str],
-        on_message: Callable[[Message], None],
+        on_message: Callable[[within.FromHosts], None],
         on_end: Callable[[int], None],
     ) -> HostProcess:
         """`plan` goes by the environment: it holds no secret. Output joins the agent's own.
@@ -65,15 +65,17 @@ class HostProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def tell(self, message: Message) -> None:
+    def tell(self, order: within.ToHost) -> None:
         if not self._writer.is_closing():
-            self._writer.write(json.dumps(message).encode() + b"\n")
+            self._writer.write(encode(order) + b"\n")
 
-    async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[Message], None]) -> None:
+    async def _read(
+        self, reader: asyncio.StreamReader, on_message: Callable[[within.FromHosts], None]
+    ) -> None:
         try:
             while line := await reader.readline():
-                on_message(json.loads(line))
-        except (ConnectionError, ValueError):
+                on_message(within.read_host(line))
+        except (ConnectionError, ValueError):  # ValueError: a line without an end
             pass
 
     async def _wait(self, on_end: Callable[[int], None]) -> None:

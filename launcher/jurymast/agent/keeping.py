@@ -19,7 +19,7 @@ from jurymast.rundir import RunDirectory
 from jurymast.storage import local
 from jurymast.storage.drainer import Drainer
 from jurymast.wire import messages as msg
-from jurymast.wire.messages import ranks
+from jurymast.wire import within
 
 
 class Keeping:
@@ -64,21 +64,21 @@ class Keeping:
         """What ranks have published or asked for since; at every heartbeat."""
         self._keeper.look()
 
-    def heard(self, event: ranks.ForKeeper) -> None:
+    def heard(self, event: within.ForKeeper) -> None:
         match event:
-            case ranks.Checkpoints():
+            case within.Checkpoints():
                 self._shared, self._keep = Path(event.directory), event.keep
                 if self._leads and self._warming is None:
                     order = {"do": "warm", "tier": cp.SHARED}
                     self._warming = asyncio.ensure_future(self._drainer.drain(order))
-            case ranks.Foreseen():
+            case within.Foreseen():
                 self._foresee(event)
-            case ranks.Image():
+            case within.Image():
                 self._keeper.image_published(event.local_rank, event.slot, event.stall_s)
             case _:
                 never(event)
 
-    def _foresee(self, event: ranks.Foreseen) -> None:
+    def _foresee(self, event: within.Foreseen) -> None:
         self._foreseen[event.local_rank] = event.image_bytes, event.own_bytes
         if len(self._foreseen) == self._plan.ranks_per_node:
             image, own = (sum(sizes) for sizes in zip(*self._foreseen.values(), strict=True))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from jurymast.core.hang import IDLE_SHARE
 from jurymast.wire import messages as msg
+from jurymast.wire import within
 from jurymast.wire.messages import CadenceReport, RankReport, Times
-from jurymast.wire.messages import ranks as words
 from jurymast.worker.link import SLOT_BYTES, Beat, read_slot
 from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
 
@@ -36,7 +36,7 @@ class RankMemory:
         os.ftruncate(self._page_fd, size)
         self.page = mmap.mmap(self._page_fd, size)
         self._schedule = ScheduleRecord(self.page)
-        self._asked: words.Cadence | None = None
+        self._asked: within.Cadence | None = None
         self.events_fd, self._events_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._rest = b""
         self.ranks = ranks
@@ -54,7 +54,7 @@ class RankMemory:
         self.page[:] = bytes(len(self.page))
         self._asked = None
 
-    def heard(self, event: words.Cadence) -> None:
+    def heard(self, event: within.Cadence) -> None:
         self._asked = event
 
     def order(self, order: msg.Cadence) -> None:
@@ -75,14 +75,14 @@ class RankMemory:
     def beats(self) -> list[Beat]:
         return [read_slot(self.page, local_rank) for local_rank in range(self.ranks)]
 
-    def read_events(self) -> list[words.Event]:
+    def read_events(self) -> list[within.FromRanks]:
         """Events sent since the last call."""
         try:
             data = os.read(self.events_fd, 65536)
         except BlockingIOError:
             return []
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [words.read_event(line) for line in lines]
+        return [within.read_rank(line) for line in lines]
 
 
 @dataclass

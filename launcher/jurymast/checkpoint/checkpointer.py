@@ -27,6 +27,7 @@ from jurymast.core.cadence import (
 from jurymast.core.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError
 from jurymast.rundir import RunDirectory
+from jurymast.wire import within
 from jurymast.worker import link
 from jurymast.worker.schedule import Follower
 
@@ -236,13 +237,14 @@ class Checkpointer:
             if not saved.ok:
                 log.warning("step %d was not saved (%s tier): %s", step, name, saved.error)
             self._link.emit(
-                "Saved",
-                step=step,
-                tier=name,
-                ok=saved.ok,
-                stall_s=round(stall_s, 6),
-                size_bytes=saved.size_bytes,
-                error=_short(saved.error),
+                within.Saved(
+                    step=step,
+                    tier=name,
+                    ok=saved.ok,
+                    stall_s=round(stall_s, 6),
+                    size_bytes=saved.size_bytes,
+                    error=_short(saved.error),
+                )
             )
 
     # ---- restoring
@@ -284,12 +286,13 @@ class Checkpointer:
         if restored and passed_over:
             log.warning("restored step %d, passing over %s", restored.step, "; ".join(passed_over))
         self._link.emit(
-            "Restored",
-            step=restored.step if restored else 0,
-            tier=tier,
-            seconds=round(seconds, 6),
-            size_bytes=restored.size_bytes if restored else 0,
-            skipped=passed_over[-4:],
+            within.Restored(
+                step=restored.step if restored else 0,
+                tier=tier,
+                seconds=round(seconds, 6),
+                size_bytes=restored.size_bytes if restored else 0,
+                skipped=tuple(passed_over[-4:]),
+            )
         )
 
     # ---- memory
@@ -303,7 +306,7 @@ class Checkpointer:
             self._request(memory)
         else:
             image_bytes, own_bytes = foreseen_bytes(self._state.objects)
-            self._link.emit("Foreseen", image_bytes=image_bytes, own_bytes=own_bytes)
+            self._link.emit(within.Foreseen(image_bytes=image_bytes, own_bytes=own_bytes))
             self._meet_at = min(self._meet_at, step + 1)
 
     def _request(self, memory: MemoryTier) -> None:
@@ -320,7 +323,7 @@ class Checkpointer:
         self._open()
         self._schedule(step)
         if self._follower is not None:
-            self._link.emit("Cadence", steps=self._cadence.steps, seconds=self._cadence.seconds)
+            self._link.emit(within.Cadence(steps=self._cadence.steps, seconds=self._cadence.seconds))
 
     def _schedule(self, step: int) -> None:
         """At the start, and after a save (also a failed one): set the next step to meet at."""
@@ -405,7 +408,7 @@ class Checkpointer:
             self._follower = self._follow(self._group)
             self._memory = MemoryTier.open(self._state, self._group, self._attempt)
             if self._memory is not None:  # the agent copies to storage what is in memory
-                self._link.emit("Checkpoints", directory=str(self._directory), keep=self._keep)
+                self._link.emit(within.Checkpoints(directory=str(self._directory), keep=self._keep))
         return self._group
 
     def _follow(self, group: Group) -> Follower | None:

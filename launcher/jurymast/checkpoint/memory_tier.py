@@ -32,6 +32,7 @@ from jurymast.keeper.page import (
     SlotWord,
     Word,
 )
+from jurymast.wire import within
 from jurymast.worker import link
 
 log = logging.getLogger("jurymast.checkpoint")
@@ -313,7 +314,7 @@ class MemoryTier:
             self._request(draft)
             self._record[Word.SKIPPED] += 1
             self._record[Word.SKIPPED_STEP] = step
-            self._link.emit("Skipped", step=step, why=why)
+            self._link.emit(within.Skipped(step=step, why=why))
             return Saved(ok=False, error=why)
         self._write(number, step, draft, manifest, started)
         return Saved(ok=True, size_bytes=draft.size_bytes)
@@ -353,7 +354,8 @@ class MemoryTier:
             slot[SlotWord.IMAGE] = draft.size_bytes
             slot[SlotWord.MANIFEST] = len(manifest)
             slot[SlotWord.SEQ] = writing + 1
-            self._link.emit("Image", slot=number, step=step, stall_s=stall_s or _seconds_since(started))
+            stood_s = stall_s or _seconds_since(started)
+            self._link.emit(within.Image(slot=number, step=step, stall_s=stood_s))
 
         try:
             if self._copies is not None:

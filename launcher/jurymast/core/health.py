@@ -60,4 +60,7 @@ class Finding:
         """Raises ValueError for anything else than `to_json` wrote."""
         import msgspec  # not for probes, which only find
 
-        return msgspec.convert(values, cls)
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error

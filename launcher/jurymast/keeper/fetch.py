@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -23,7 +24,20 @@ from jurymast.keeper.copies import Block, Group, Key, blocks_of, parts_of, trust
 from jurymast.keeper.manifest import BadImage, Manifest, hash_block
 from jurymast.keeper.private import open_own
 from jurymast.wire import stream
-from jurymast.wire.messages import Message
+from jurymast.wire.base import Strange
+from jurymast.wire.messages.keepers import (
+    BytesFollow,
+    Check,
+    Doubted,
+    FromKeeper,
+    GetBytes,
+    GetManifest,
+    ImageName,
+    ManifestFollows,
+    NotServed,
+    Served,
+    read_served,
+)
 from jurymast.wire.stream import Stream
 
 STREAMS = 2
@@ -31,6 +45,7 @@ STREAMS = 2
 AHEAD = 2
 PIECE_BYTES = 512 << 10
 MANIFEST_BYTES_MAX = 1 << 30
+Answer = TypeVar("Answer", bound=FromKeeper)
 _BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
 
 
@@ -42,32 +57,31 @@ class Peer:
     hosts: tuple[str, ...]
     port: int
 
-    def connect(self, secret: bytes) -> Stream:
+    def connect(self, secret: bytes) -> Stream[Served]:
         """Raises OSError, AuthenticationError, ProtocolError."""
         for host in self.hosts[:-1]:
             try:
-                return stream.connect(host, self.port, secret)
+                return stream.connect(host, self.port, secret, read_served)
             except (OSError, AuthenticationError, ProtocolError):
                 continue
         if not self.hosts:
             raise ConnectionError("it has no address")
-        return stream.connect(self.hosts[-1], self.port, secret)
+        return stream.connect(self.hosts[-1], self.port, secret, read_served)
 
     def manifest(self, secret: bytes, key: Key, group: Group = ()) -> tuple[Manifest, int]:
         """(the image's manifest, capacity of the buffer it lies in there or 0); with a `group`, that of the
         group's XOR. Raises what `connect` does, and BadImage."""
         connection = self.connect(secret)
         try:
-            connection.send({"get": "manifest", **_named(key, group)})
-            answer = _answer(connection)
-            length, digest = answer.get("length"), answer.get("sha256")
-            if not isinstance(length, int) or not 0 < length <= MANIFEST_BYTES_MAX:
-                raise ProtocolError(f"a manifest of {length} bytes")
-            data = bytearray(length)
+            connection.send(GetManifest(image=_named(key, group)))
+            answer = _answer(connection, ManifestFollows)
+            if not 0 < answer.length <= MANIFEST_BYTES_MAX:
+                raise ProtocolError(f"a manifest of {answer.length} bytes")
+            data = bytearray(answer.length)
             connection.receive_into(memoryview(data))
-            if hashlib.sha256(data).hexdigest() != digest:
+            if hashlib.sha256(data).hexdigest() != answer.sha256:
                 raise BadImage("its manifest was damaged on the way")
-            return trusted(bytes(data), key), int(answer.get("capacity", 0))
+            return trusted(bytes(data), key), answer.capacity
         finally:
             connection.close()
 
@@ -162,14 +176,13 @@ class Filling:
 def pull(
     peer: Peer,
     secret: bytes,
-    name: Message,
+    image: ImageName,
     wanted: Sequence[Block],
     target: Callable[[Block], memoryview],
     stop: threading.Event,
     streams: int = STREAMS,
 ) -> tuple[list[Block], str]:
-    """(blocks that lie in their `target` now, verified; why not the others). Blocks until done or broken.
-    `name`: what requests call the image."""
+    """(blocks that lie in their `target` now, verified; why not the others). Blocks until done or broken."""
     queue = deque(wanted)
     good: list[Block] = []
     reasons: list[str] = []
@@ -178,7 +191,7 @@ def pull(
         try:
             connection = peer.connect(secret)
             try:
-                reasons.extend(_pull(connection, name, queue, target, good, stop))
+                reasons.extend(_pull(connection, image, queue, target, good, stop))
             finally:
                 connection.close()
         except _BROKEN as error:
@@ -197,8 +210,8 @@ def pull(
 
 
 def _pull(
-    connection: Stream,
-    name: Message,
+    connection: Stream[Served],
+    image: ImageName,
     queue: deque[Block],
     target: Callable[[Block], memoryview],
     good: list[Block],
@@ -213,24 +226,24 @@ def _pull(
                 block = queue.popleft()
             except IndexError:
                 break  # the other stream was faster
-            connection.send({"get": "bytes", **name, "at": block.at, "length": block.length})
+            connection.send(GetBytes(image=image, at=block.at, length=block.length))
             asked.append(block)
         if not asked:
             break
         block = asked.popleft()
-        if _answer(connection).get("length") != block.length:
+        if _answer(connection, BytesFollow).length != block.length:
             raise ProtocolError("an answer of another length than asked for")
         if _receive(connection, target(block)) == block.hash:
             good.append(block)
         else:
             reasons.append(f"the block at {block.at} of the {block.part} part is corrupt")
     if reasons and not asked:
-        connection.send({"get": "check", **name})  # there, or only on its way?
-        _answer(connection)
+        connection.send(Check(image=image))  # there, or only on its way?
+        _answer(connection, Doubted)
     return reasons
 
 
-def _receive(connection: Stream, target: memoryview) -> str:
+def _receive(connection: Stream[Served], target: memoryview) -> str:
     """Fill `target`; its hash, made piece by piece while the processor's cache has the bytes."""
     hasher = xxhash.xxh3_64()
     for piece in connection.receive_pieces(target, PIECE_BYTES):
@@ -238,17 +251,20 @@ def _receive(connection: Stream, target: memoryview) -> str:
     return str(hasher.hexdigest())
 
 
-def _answer(connection: Stream) -> Message:
+def _answer(connection: Stream[Served], kind: type[Answer]) -> Answer:
+    """Raises ProtocolError for any other."""
     answer = connection.receive()
-    if "error" in answer:
-        raise ProtocolError(str(answer["error"]))
-    return answer
+    if isinstance(answer, kind):
+        return answer
+    if isinstance(answer, NotServed):
+        raise ProtocolError(answer.why)
+    what = answer if isinstance(answer, Strange) else type(answer).__name__
+    raise ProtocolError(f"an answer to something else: {what}")
 
 
-def _named(key: Key, group: Group) -> Message:
+def _named(key: Key, group: Group) -> ImageName:
     step, attempt, rank = key
-    name: Message = {"step": step, "attempt": attempt, "rank": rank}
-    return {**name, "group": group} if group else name
+    return ImageName(step=step, attempt=attempt, rank=rank, group=group)
 
 
 def _read(descriptor: int, at: int, view: memoryview) -> None:

@@ -7,20 +7,35 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
 
-from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Copies, Copy, Group, Key
+from jurymast.keeper.copies import Copies, Copy, Key
 from jurymast.keeper.private import open_own
 from jurymast.wire import stream
+from jurymast.wire.base import Strange
+from jurymast.wire.messages.keepers import (
+    BytesFollow,
+    Check,
+    Doubted,
+    GetBytes,
+    GetManifest,
+    ImageName,
+    ManifestFollows,
+    NotServed,
+    Request,
+    read_request,
+)
 from jurymast.wire.stream import Stream
+
+Peer = Stream[Request]
 
 BACKLOG = 128
 # Connections that have not proved yet that they know the run's secret; each holds a thread.
 UNPROVEN_MAX = 128
 # After a connection could not be accepted.
 REST_S = 0.05
+NOT_HELD = NotServed(why="not held (any more)")
 
 
 class Server:
@@ -72,7 +87,7 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            peer = stream.accept(connection, self._secret)
+            peer = stream.accept(connection, self._secret, read_request)
             with self._lock:
                 self._unproven.pop(connection, None)
             while True:
@@ -85,55 +100,62 @@ class Server:
                 self._unproven.pop(connection, None)
             connection.close()
 
-    def _answer(self, peer: Stream, request: dict[str, Any]) -> None:
-        try:
-            key: Key = (int(request["step"]), int(request["attempt"]), int(request["rank"]))
-            group: Group = tuple(int(rank) for rank in request.get("group", ()))
-            what, at, length = str(request["get"]), int(request.get("at", 0)), int(request.get("length", 0))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError("a request that is none") from error
-        if what == "manifest":
-            self._send_manifest(peer, key, group)
-            return
-        if what == "check":
-            for copy in self._copies.find(key, group=group):
-                self._doubt(copy)
-            peer.send({})
-            return
-        held = self._copies.acquire(key, at, length, group)
+    def _answer(self, peer: Peer, request: Request) -> None:
+        match request:
+            case GetManifest():
+                self._send_manifest(peer, request.image)
+            case GetBytes():
+                self._send_bytes(peer, request)
+            case Check():
+                for copy in self._copies.find(_key(request.image), group=request.image.group):
+                    self._doubt(copy)
+                peer.send(Doubted())
+            case Strange():
+                peer.send(NotServed(why=f"a request that is none: {request}"))
+            case _:
+                never(request)
+
+    def _send_bytes(self, peer: Peer, request: GetBytes) -> None:
+        image, at, length = request.image, request.at, request.length
+        held = self._copies.acquire(_key(image), at, length, image.group)
         if held is None:
-            peer.send({"error": "not held (any more)"})
+            peer.send(NOT_HELD)
             return
         try:
-            _send_bytes(peer, held, at, length)
+            _send_from(peer, held, at, length)
         finally:
             self._copies.release(held)
 
-    def _send_manifest(self, peer: Stream, key: Key, group: Group) -> None:
+    def _send_manifest(self, peer: Peer, image: ImageName) -> None:
+        key, group = _key(image), image.group
         known, held = self._copies.manifest(key, group), self._copies.find(key, group=group)
         if known is None:
-            peer.send({"error": "not held (any more)"})
+            peer.send(NOT_HELD)
             return
         manifest, capacity = known
         data = held[0].manifest_bytes if held else manifest.to_bytes()
         # It may be larger than a message; its hash in the message vouches for it.
         digest = hashlib.sha256(data).hexdigest()
-        peer.send({"length": len(data), "sha256": digest, "capacity": capacity})
+        peer.send(ManifestFollows(length=len(data), sha256=digest, capacity=capacity))
         peer.send_bytes(data)
 
 
-def _send_bytes(peer: Stream, copy: Copy, at: int, length: int) -> None:
+def _key(image: ImageName) -> Key:
+    return image.step, image.attempt, image.rank
+
+
+def _send_from(peer: Peer, copy: Copy, at: int, length: int) -> None:
     if isinstance(copy.place, Buffer):
-        peer.send({"length": length})
+        peer.send(BytesFollow(length=length))
         peer.send_file(copy.place.descriptor, at, length)
         return
     try:
         descriptor = open_own(copy.place)
     except OSError as error:
-        peer.send({"error": f"{copy.place}: {error.strerror or error}"})
+        peer.send(NotServed(why=f"{copy.place}: {error.strerror or error}"))
         return
     try:
-        peer.send({"length": length})
+        peer.send(BytesFollow(length=length))
         peer.send_file(descriptor, at, length)
     finally:
         os.close(descriptor)

@@ -10,7 +10,7 @@ from jurymast.core.state import RunState
 from jurymast.errors import never
 from jurymast.supervisor.tiers import Tiers
 from jurymast.wire import messages as msg
-from jurymast.wire.messages import ranks
+from jurymast.wire import within
 
 
 @dataclass
@@ -25,14 +25,14 @@ class RankEvents:
     def hear(self, node: str, message: msg.RankEvent) -> None:
         said, attempt = message.event, message.attempt
         match said:
-            case ranks.Saved():
+            case within.Saved():
                 self.feed(
                     ev.Saved(
                         t=self.now(), attempt=attempt, step=said.step, tier=said.tier, ok=said.ok,
                         stall_s=said.stall_s, size_bytes=said.size_bytes, error=said.error,
                     )
                 )  # fmt: skip
-            case ranks.Restored():
+            case within.Restored():
                 self.feed(
                     ev.Restored(
                         t=self.now(), attempt=attempt, step=said.step, tier=said.tier, seconds=said.seconds,
@@ -40,7 +40,7 @@ class RankEvents:
                     )
                 )  # fmt: skip
                 self.tiers.restored(attempt, said.step, said.tier)
-            case ranks.ColdStart():
+            case within.ColdStart():
                 if not self.state.cold:
                     rank = self._rank(node, said.local_rank)
                     self.feed(
@@ -49,7 +49,7 @@ class RankEvents:
                             seconds=said.seconds,
                         )
                     )  # fmt: skip
-            case ranks.Skipped():
+            case within.Skipped():
                 self.tiers.skipped(said.step, self._rank(node, said.local_rank), said.why)
             case _:
                 never(said)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from jurymast.wire.messages import Strange
+from jurymast.wire.base import Strange
 
 KINDS_TOLD = 5
 
@@ -17,7 +17,7 @@ KINDS_TOLD = 5
 class Strangers:
     """`note` tells people, of a sender."""
 
-    def __init__(self, note: Callable[[str, str], None]) -> None:
+    def __init__(self, note: Callable[[str, str], object]) -> None:
         self._note = note
         self._said: dict[str, Counter[str]] = {}
         self._told: dict[str, int] = {}

@@ -15,9 +15,13 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import msgspec
 
 from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.wire.base import encode
 from jurymast.wire.channel import (
     FRAME_BYTES_MAX,
     HANDSHAKE_LIMIT_S,
@@ -25,27 +29,36 @@ from jurymast.wire.channel import (
     NONCE_BYTES,
     digest,
 )
-from jurymast.wire.messages import Message, decode_object, encode_object
 from jurymast.wire.seal import TAG_BYTES, Seal
 
 SILENT_LIMIT_S = 10.0
 CONNECT_LIMIT_S = 3.0
 
+Hears = TypeVar("Hears")
 
-class Stream:
-    """One authenticated connection. Every call raises OSError at its end, TimeoutError when the other side
-    neither sends nor takes a byte for `SILENT_LIMIT_S`."""
 
-    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+class Stream(Generic[Hears]):
+    """One authenticated connection; `read` makes a message of what the other side has sealed. Every call
+    raises OSError at its end, TimeoutError when the other side neither sends nor takes a byte for
+    `SILENT_LIMIT_S`."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        send_key: bytes,
+        receive_key: bytes,
+        read: Callable[[bytes], Hears],
+    ) -> None:
         self._connection = connection
+        self._read = read
         self._sealing = Seal(send_key)
         self._opening = Seal(receive_key)
 
-    def send(self, message: Message) -> None:
-        payload = encode_object(message)
+    def send(self, message: msgspec.Struct) -> None:
+        payload = encode(message)
         _send(self._connection, struct.pack(">I", len(payload)) + self._sealing.tag(payload) + payload)
 
-    def receive(self) -> Message:
+    def receive(self) -> Hears:
         """Raises AuthenticationError, ProtocolError."""
         head = _receive(self._connection, 4 + TAG_BYTES)
         (length,) = struct.unpack(">I", head[:4])
@@ -54,7 +67,7 @@ class Stream:
         payload = _receive(self._connection, length)
         if not self._opening.fits(payload, head[4:]):
             raise AuthenticationError("a frame is not sealed with this run's key")
-        return decode_object(payload, self._connection.getpeername()[0])
+        return self._read(payload)
 
     def send_bytes(self, data: bytes) -> None:
         _send(self._connection, data)
@@ -96,7 +109,7 @@ class Stream:
         self._connection.close()
 
 
-def accept(connection: socket.socket, secret: bytes) -> Stream:
+def accept(connection: socket.socket, secret: bytes, read: Callable[[bytes], Hears]) -> Stream[Hears]:
     """Server side of the handshake. Raises AuthenticationError or OSError; `connection` stays the caller's
     then."""
     end = time.monotonic() + HANDSHAKE_LIMIT_S
@@ -110,10 +123,12 @@ def accept(connection: socket.socket, secret: bytes) -> Stream:
     _send(connection, digest(secret, b"server", ours, theirs))
     to_server, to_client = (digest(secret, way, ours, theirs) for way in (b"to-server", b"to-client"))
     _tune(connection, SILENT_LIMIT_S)
-    return Stream(connection, to_client, to_server)
+    return Stream(connection, to_client, to_server, read)
 
 
-def connect(host: str, port: int, secret: bytes, limit_s: float = CONNECT_LIMIT_S) -> Stream:
+def connect(
+    host: str, port: int, secret: bytes, read: Callable[[bytes], Hears], limit_s: float = CONNECT_LIMIT_S
+) -> Stream[Hears]:
     """Connect and authenticate. Raises OSError, AuthenticationError or ProtocolError."""
     connection = socket.create_connection((host, port), limit_s)
     end = time.monotonic() + limit_s
@@ -132,7 +147,7 @@ def connect(host: str, port: int, secret: bytes, limit_s: float = CONNECT_LIMIT_
         connection.close()
         raise
     to_server, to_client = (digest(secret, way, theirs, ours) for way in (b"to-server", b"to-client"))
-    return Stream(connection, to_server, to_client)
+    return Stream(connection, to_server, to_client, read)
 
 
 def _tune(connection: socket.socket, silent_s: float) -> None:

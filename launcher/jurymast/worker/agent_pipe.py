@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import socket
+import sys
 import threading
-from typing import Any
+
+from jurymast.errors import never
+from jurymast.wire import within
+from jurymast.wire.base import Strange, encode
+from jurymast.wire.strangers import Strangers
 
 FD_VARIABLE = "JURYMAST_HOST_FD"
 
@@ -15,7 +19,6 @@ FD_VARIABLE = "JURYMAST_HOST_FD"
 class AgentPipe:
     """Reads on a thread of its own, so that the torchrun host can ask at any moment whether to stop.
 
-    The agent sends {"do": "launch", ...} and {"do": "stop", "attempt": n}.
     When the agent is gone the host has nothing left to do and ends at once.
     """
 
@@ -23,7 +26,7 @@ class AgentPipe:
         self._socket = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
         self._lock = threading.Lock()
-        self._launches: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._launches: queue.SimpleQueue[within.Launch] = queue.SimpleQueue()
         self._stop_up_to = 0
         self.stop_signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once a stop was asked
         threading.Thread(target=self._read, name="agent-pipe", daemon=True).start()
@@ -37,19 +40,24 @@ class AgentPipe:
         return cls(int(text))
 
     def _read(self) -> None:
+        strangers = Strangers(lambda sender, text: sys.stderr.write(f"{sender}: {text}\n"))
         with self._socket.makefile("rb") as lines:
             for line in lines:
-                message = json.loads(line)
-                if message["do"] == "stop":
-                    self._stop_up_to = max(self._stop_up_to, message["attempt"])
-                    os.eventfd_write(self.stop_signal, 1)
-                else:
-                    self._launches.put(message)
+                order = within.read_host_order(line)
+                match order:
+                    case within.Launch():
+                        self._launches.put(order)
+                    case within.Stop():
+                        self._stop_up_to = max(self._stop_up_to, order.attempt)
+                        os.eventfd_write(self.stop_signal, 1)
+                    case Strange():
+                        strangers.heard("the agent", order)
+                    case _:
+                        never(order)
         os._exit(0)
 
-    def tell(self, what: str, **fields: Any) -> None:
-        """Send {"host": what, ...} to the agent."""
-        line = json.dumps({"host": what, **fields}).encode() + b"\n"
+    def tell(self, message: within.FromHost) -> None:
+        line = encode(message) + b"\n"
         with self._lock:
             self._socket.sendall(line)
 
@@ -61,9 +69,9 @@ class AgentPipe:
             pass
         return self._stop_up_to >= attempt
 
-    def next_launch(self) -> dict[str, Any]:
+    def next_launch(self) -> within.Launch:
         """Block until the agent says launch."""
         while True:
-            message = self._launches.get()
-            if message["attempt"] > self._stop_up_to:
-                return message
+            launch = self._launches.get()
+            if launch.attempt > self._stop_up_to:
+                return launch

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from jurymast.rundir import RunDirectory, make_folder
+from jurymast.wire import within
 from jurymast.worker import error_file, stack_signal
 from jurymast.worker import rank as rank_start
 from jurymast.worker.rendezvous import AgentRendezvous
@@ -207,7 +208,8 @@ class ImpatientAgent(LocalElasticAgent):
         local_elastic_agent.start_processes = self._start_ranks
         started: dict[int, Any] = super()._start_workers(worker_group)
         pids = [started[local_rank] for local_rank in sorted(started)]
-        self._rendezvous_handler.pipe.tell("started", attempt=self._rendezvous_handler.attempt, pids=pids)
+        rendezvous = self._rendezvous_handler
+        rendezvous.pipe.tell(within.Started(attempt=rendezvous.attempt, pids=tuple(pids)))
         return started
 
     def _start_ranks(
@@ -224,17 +226,18 @@ class ImpatientAgent(LocalElasticAgent):
     def _report_failures(self) -> list[int]:
         """Tell the agent about ranks that ended badly and were not reported yet; returns all local ranks
         that failed."""
-        failed = [i for i, process in enumerate(self._processes()) if process.exit_code not in (None, 0)]
-        for local_rank in failed:
+        codes = {i: process.exit_code for i, process in enumerate(self._processes()) if process.exit_code}
+        for local_rank, code in codes.items():
             if local_rank not in self._reported:
                 self._reported.add(local_rank)
                 worker = self._worker_group.workers[local_rank]
                 self._rendezvous_handler.pipe.tell(
-                    "failed", attempt=self._rendezvous_handler.attempt, rank=worker.global_rank,
-                    exit_code=self._processes()[local_rank].exit_code,
-                    **error_file.read(self._rank_logs.error_files.get(local_rank, "")),
+                    within.Failed(
+                        attempt=self._rendezvous_handler.attempt, rank=worker.global_rank, exit_code=code,
+                        **error_file.read(self._rank_logs.error_files.get(local_rank, "")),
+                    )
                 )  # fmt: skip
-        return failed
+        return list(codes)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         state = self._ranks_state()
@@ -282,4 +285,4 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
         agent = ImpatientAgent(spec, logs, rendezvous, server, plan["grace_s"])
         agent.run()
         # All ranks of this node are done. Another node's failure may still need them once more.
-        rendezvous.pipe.tell("finished", attempt=rendezvous.attempt)
+        rendezvous.pipe.tell(within.Finished(attempt=rendezvous.attempt))

@@ -8,14 +8,17 @@ or fail the training: without an agent (plain torchrun) every call does nothing.
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import struct
 import time
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from msgspec.structs import replace
+
+from jurymast.wire import within
+from jurymast.wire.base import encode
 from jurymast.worker.schedule import ScheduleRecord
 
 SLOT_BYTES = 128
@@ -181,13 +184,11 @@ class Link:
         self._beat_at = self._phase_at = time.monotonic()
         self._write()
 
-    def emit(self, event: str, **fields: Any) -> None:
-        """Send an event to the journal, best effort: a full pipe or a lost agent drops it."""
+    def emit(self, event: within.FromRank) -> None:
+        """Send an event to the agent, best effort: a full pipe or a lost agent drops it."""
         if not self._events:
             return
-        line = (
-            json.dumps({"event": event, "local_rank": self._offset // SLOT_BYTES, **fields}).encode() + b"\n"
-        )
+        line = encode(replace(event, local_rank=self._offset // SLOT_BYTES)) + b"\n"
         if len(line) > EVENT_BYTES_MAX:
             return
         try:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 from jurymast.processes import die_with_parent, name_process
+from jurymast.wire import within
 from jurymast.worker import error_file, link, preload, stack_signal, startup
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
@@ -185,7 +186,8 @@ class _Rank:
         # From the end of the script on it may take long, for uploads say; nobody waits for steps then.
         threading._register_atexit(self._script_ends)  # type: ignore[attr-defined]
         if self.cold:
-            self._link.emit("ColdStart", why=self.cold, seconds=round(time.monotonic() - self.cold_since, 3))
+            seconds = round(time.monotonic() - self.cold_since, 3)
+            self._link.emit(within.ColdStart(why=self.cold, seconds=seconds))
 
     def _stale(self, names: list[str]) -> None:
         """The script has set these before it imports torch, or a part of torch that is loaded late."""
@@ -195,7 +197,7 @@ class _Rank:
             self.start_cold(f"the script sets {', '.join(names)} before it imports torch")
         late = f"the script sets {', '.join(names)} after it imports torch"
         sys.stderr.write(f"jurymast: {late}, which has no effect; with `start: cold` in the policy it has\n")
-        self._link.emit("ColdStart", why=late, seconds=0.0)
+        self._link.emit(within.ColdStart(why=late, seconds=0.0))
 
     def start_cold(self, why: str) -> NoReturn:
         """Become a new interpreter, with nothing loaded ahead. What was printed will be printed again."""

@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from jurymast.wire import within
 from jurymast.worker.agent_pipe import AgentPipe
 
 # Rank 0's store is listening before the plan is made, so a slow connection means a lost node.
@@ -55,12 +56,12 @@ class AgentRendezvous(RendezvousHandler):
         store = TCPStore(
             "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_CONNECT_S)
         )
-        self.pipe.tell("waiting", attempt=self.attempt, store_port=store.port)
+        self.pipe.tell(within.Waiting(store_port=store.port))
         order = self.pipe.next_launch()
-        self.attempt, self.mtbf_s, self.saved = order["attempt"], order["mtbf_s"], order["saved"]
-        self.environment, self.cold = order["environment"], order["cold"]
-        address, port = order["master_address"], order["master_port"]
-        if order["rank"] == 0:
+        self.attempt, self.mtbf_s, self.saved = order.attempt, order.mtbf_s, order.saved
+        self.environment, self.cold = order.environment, order.cold
+        address, port = order.master_address, order.master_port
+        if order.rank == 0:
             self._store = store
         else:
             del store
@@ -71,7 +72,7 @@ class AgentRendezvous(RendezvousHandler):
                 wait_for_workers=False,
                 timeout=timedelta(seconds=STORE_CONNECT_S),
             )
-        return RendezvousInfo(self._store, order["rank"], order["world"], RendezvousStoreInfo(address, port))
+        return RendezvousInfo(self._store, order.rank, order.world, RendezvousStoreInfo(address, port))
 
     def is_closed(self) -> bool:
         return self._closed

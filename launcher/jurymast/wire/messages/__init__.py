@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jurymast.wire.messages.asks import Accepted, Ask, Condition, Declined
-from jurymast.wire.messages.base import (
-    Message,
+from jurymast.wire.base import (
     Strange,
     ToAgent,
     ToSupervisor,
-    decode_object,
     encode,
-    encode_object,
     out_of_place,
     reader,
 )
+from jurymast.wire.messages.asks import Accepted, Ask, Condition, Declined
 from jurymast.wire.messages.beats import Beat, CadenceReport, RankReport, Times, beat_of
 from jurymast.wire.messages.checkpoints import (
     AboutCheckpoints,
@@ -85,11 +82,11 @@ __all__ = [
     "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss", "Drain", "Drained",
     "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper", "GoOn", "HangsUp",
     "Health", "Held", "Hello", "Launch", "Leave", "LeaveVerdict", "Leaving", "Look", "Looked", "Member",
-    "MemberReport", "Message", "Order", "Prefetched", "RankEvent", "RankReport", "RanksState", "Ready",
+    "MemberReport", "Order", "Prefetched", "RankEvent", "RankReport", "RanksState", "Ready",
     "Refused", "Replicate", "Restore", "Said", "Source", "Stacks", "Started", "Stop", "Stopped", "Strange",
     "Terminated", "TestAlone", "TestOver", "TestPair", "TestedAlone", "TestedPair", "Times", "ToAgent",
-    "ToSupervisor", "Unreplicated", "Unrestorable", "VerdictLeft", "Void", "beat_of", "decode_object",
-    "encode", "encode_object", "out_of_place", "read_answer", "read_order", "read_said",
+    "ToSupervisor", "Unreplicated", "Unrestorable", "VerdictLeft", "Void", "beat_of",
+    "encode", "out_of_place", "read_answer", "read_order", "read_said",
 ]  # fmt: skip
 
 _Said = (

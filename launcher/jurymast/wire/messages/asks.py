@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jurymast.core.state import Alert
-from jurymast.wire.messages.base import ToAsker, ToSupervisor
+from jurymast.wire.base import ToAsker, ToSupervisor
 
 
 class Ask(ToSupervisor, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from jurymast.core import copies as cp
 from jurymast.core.foresight import Room
-from jurymast.wire.messages.base import ToAgent, ToSupervisor
+from jurymast.wire.base import ToAgent, ToSupervisor
 
 Part = Annotated[str, msgspec.Meta(pattern=f"^({cp.ALL}|{cp.COMMON}|{cp.OWN})$")]
 HeldTier = Annotated[str, msgspec.Meta(pattern=f"^({cp.MEMORY}|{cp.PEER}|{cp.LOCAL})$")]
@@ -164,6 +164,10 @@ class Replicate(ToAgent, frozen=True, kw_only=True):
     sources: tuple[Source, ...] = ()
     group: tuple[int, ...] = ()
     members: tuple[Member, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not {member.rank for member in self.members} >= set(self.group):
+            raise ValueError("a group of which some rank's image is nowhere")
 
 
 class Committed(ToAgent, frozen=True, kw_only=True):

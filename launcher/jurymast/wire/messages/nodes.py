@@ -6,7 +6,7 @@ from jurymast.core.flight import Entered
 from jurymast.core.health import Finding
 from jurymast.core.preflight import Alone
 from jurymast.core.stacks import Stand
-from jurymast.wire.messages.base import ToAgent, ToSupervisor
+from jurymast.wire.base import ToAgent, ToSupervisor
 
 
 class Look(ToAgent, frozen=True, kw_only=True):

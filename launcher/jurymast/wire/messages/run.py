@@ -7,8 +7,8 @@ from typing import Literal
 from jurymast.core.cadence import Schedule
 from jurymast.core.foresight import Room
 from jurymast.core.health import Finding
-from jurymast.wire.messages import ranks
-from jurymast.wire.messages.base import ToAgent, ToSupervisor
+from jurymast.wire import within
+from jurymast.wire.base import ToAgent, ToSupervisor
 from jurymast.wire.messages.checkpoints import CopyReport, Restore
 
 RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
@@ -81,7 +81,7 @@ class RankEvent(ToSupervisor, frozen=True, kw_only=True):
     """What a rank of the node has said."""
 
     attempt: int
-    event: ranks.ForSupervisor
+    event: within.ForSupervisor
 
 
 class Terminated(ToSupervisor, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """What all messages have in common: they never change, have named fields only, and are called as their class
 is.
 
-A message is a JSON object with its kind under "say" (to the supervisor), "do" (to an agent) or "answer" (to
-who asked). Its reader checks the types of all fields and ignores fields that it does not know.
+A message is a JSON object with its kind under "say" (to the supervisor), "do" (to an agent), "answer" (to who
+asked) and the like. Its reader checks the types of all fields and ignores fields that it does not know.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-
-from jurymast.errors import ProtocolError
 
 KIND_CHARACTERS, WHY_CHARACTERS = 40, 200
 
@@ -60,13 +58,15 @@ class _Kind(msgspec.Struct):
     do: str = ""
     answer: str = ""
     event: str = ""
+    host: str = ""
+    get: str = ""
 
 
+# RecursionError: brackets without end; ValueError: what is no UTF-8.
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _ENCODER = msgspec.json.Encoder()
 _KIND = msgspec.json.Decoder(_Kind)
 _newest: tuple[msgspec.Struct | None, bytes] = (None, b"")
-
-Heard = TypeVar("Heard")
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -91,7 +91,7 @@ def reader(kinds: Any) -> Callable[[bytes], Any]:
     def read(payload: bytes) -> Any:
         try:
             return decode(payload)
-        except (ValueError, RecursionError) as error:  # ValueError: msgspec's own, and for what is no UTF-8
+        except _UNREADABLE as error:
             return Strange(_kind(payload), str(error)[:WHY_CHARACTERS])
 
     return read
@@ -100,23 +100,7 @@ def reader(kinds: Any) -> Callable[[bytes], Any]:
 def _kind(payload: bytes) -> str:
     try:
         named = _KIND.decode(payload)
-    except (ValueError, RecursionError):
+    except _UNREADABLE:
         return ""
-    return (named.say or named.do or named.answer or named.event)[:KIND_CHARACTERS]
-
-
-# Keepers' words to each other are objects still.
-Message = dict[str, Any]
-_OBJECT = msgspec.json.Decoder(Message)
-
-
-def encode_object(message: Message) -> bytes:
-    return _ENCODER.encode(message)
-
-
-def decode_object(payload: bytes, sender: str) -> Message:
-    """Raises ProtocolError, which names the sender."""
-    try:
-        return _OBJECT.decode(payload)
-    except ValueError as error:
-        raise ProtocolError(f"a message from {sender} is none: {error}") from error
+    kind = named.say or named.do or named.answer or named.event or named.host or named.get
+    return kind[:KIND_CHARACTERS]

@@ -1,0 +1,75 @@
+"""What agents' keepers ask each other for, and answer: see `wire.stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from jurymast.wire.base import Strange, kind_of, reader
+
+
+class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rank's image of a state; with a `group` the XOR of these ranks' images, of which `rank` is the
+    lowest."""
+
+    step: int
+    attempt: int
+    rank: int
+    group: tuple[int, ...] = ()
+
+
+class ToKeeper(msgspec.Struct, frozen=True, kw_only=True, tag_field="get", tag=kind_of):
+    """What a keeper asks for, of one image."""
+
+    image: ImageName
+
+
+class GetManifest(ToKeeper, frozen=True, kw_only=True):
+    """The image's manifest; answered by ManifestFollows, and the manifest."""
+
+
+class GetBytes(ToKeeper, frozen=True, kw_only=True):
+    """`length` bytes of the image from `at` on; answered by BytesFollow, and these bytes."""
+
+    at: int
+    length: int
+
+
+class Check(ToKeeper, frozen=True, kw_only=True):
+    """Wrong bytes came of the image: read it again there. Answered by Doubted."""
+
+
+class FromKeeper(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer", tag=kind_of):
+    """What a keeper answers."""
+
+
+class ManifestFollows(FromKeeper, frozen=True, kw_only=True):
+    """So many bytes, with this hash. `capacity`: bytes of the buffer that the image lies in, or 0."""
+
+    length: int
+    sha256: str
+    capacity: int
+
+
+class BytesFollow(FromKeeper, frozen=True, kw_only=True):
+    """So many."""
+
+    length: int
+
+
+class Doubted(FromKeeper, frozen=True, kw_only=True):
+    """It will be read again."""
+
+
+class NotServed(FromKeeper, frozen=True, kw_only=True):
+    """Nothing follows."""
+
+    why: str
+
+
+Request = GetManifest | GetBytes | Check | Strange
+Served = ManifestFollows | BytesFollow | Doubted | NotServed | Strange
+
+read_request: Callable[[bytes], Request] = reader(GetManifest | GetBytes | Check)
+read_served: Callable[[bytes], Served] = reader(ManifestFollows | BytesFollow | Doubted | NotServed)

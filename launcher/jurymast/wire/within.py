@@ -1,0 +1,158 @@
+"""What the processes of one node say to each other: ranks and the torchrun host to their agent, JSON lines.
+
+Ranks say {"event": kind, "local_rank": ..., ...} through a pipe that all of them have, the host and its agent
+{"host": kind, ...} and {"do": kind, ...} over a socket pair. Light to import: ranks do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from jurymast.wire.base import Strange, kind_of, reader
+
+
+class FromRank(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
+    """Whose word it is. The link to the agent fills it in."""
+
+    local_rank: int = 0
+
+
+class Saved(FromRank, frozen=True, kw_only=True):
+    """All ranks have saved `step` to a tier, or (not `ok`) could not; training stood still for `stall_s`
+    seconds."""
+
+    step: int
+    tier: str
+    ok: bool
+    stall_s: float
+    size_bytes: int = 0
+    error: str = ""
+
+
+class Restored(FromRank, frozen=True, kw_only=True):
+    """All ranks go on from `step` (0: a fresh start), read from `tier` in so many seconds; `skipped`: what
+    was newer, and why it did not serve."""
+
+    step: int
+    tier: str
+    seconds: float
+    size_bytes: int = 0
+    skipped: tuple[str, ...] = ()
+
+
+class ColdStart(FromRank, frozen=True, kw_only=True):
+    """What was loaded ahead is of no use to the script; loading it again took so many seconds."""
+
+    why: str
+    seconds: float
+
+
+class Skipped(FromRank, frozen=True, kw_only=True):
+    """This rank could not save `step` into its memory."""
+
+    step: int
+    why: str = ""
+
+
+class Cadence(FromRank, frozen=True, kw_only=True):
+    """How often the script wants to save: steps or seconds between two, or neither."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+class Checkpoints(FromRank, frozen=True, kw_only=True):
+    """Where the script has its checkpoints, and how many of them it keeps."""
+
+    directory: str
+    keep: int
+
+
+class Foreseen(FromRank, frozen=True, kw_only=True):
+    """How large this rank's image will be, and what of it no other node has."""
+
+    image_bytes: int
+    own_bytes: int
+
+
+class Image(FromRank, frozen=True, kw_only=True):
+    """The image of `step` lies in this slot; training stood still for `stall_s` seconds for it."""
+
+    slot: int
+    step: int
+    stall_s: float = 0.0
+
+
+ForSupervisor = Saved | Restored | ColdStart | Skipped
+ForKeeper = Checkpoints | Foreseen | Image
+FromRanks = ForSupervisor | ForKeeper | Cadence | Strange
+
+read_rank: Callable[[bytes], FromRanks] = reader(ForSupervisor | ForKeeper | Cadence)
+
+
+class FromHost(msgspec.Struct, frozen=True, kw_only=True, tag_field="host", tag=kind_of):
+    """What the torchrun host says."""
+
+
+class Waiting(FromHost, frozen=True, kw_only=True):
+    """Warm, without ranks; its next store listens on `store_port`."""
+
+    store_port: int
+
+
+class Started(FromHost, frozen=True, kw_only=True):
+    """The ranks are these processes, by local rank."""
+
+    attempt: int
+    pids: tuple[int, ...]
+
+
+class Failed(FromHost, frozen=True, kw_only=True):
+    """A rank has ended with `exit_code` (negative for a signal), of the exception that it wrote down, if it
+    did."""
+
+    attempt: int
+    rank: int
+    exit_code: int
+    error: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+class Finished(FromHost, frozen=True, kw_only=True):
+    """All ranks have ended with exit code 0."""
+
+    attempt: int
+
+
+class ToHost(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of):
+    """What the agent orders."""
+
+
+class Launch(ToHost, frozen=True, kw_only=True):
+    """Start the ranks of `attempt`, as `messages.Launch` says, with `environment` beside the host's own."""
+
+    attempt: int
+    rank: int
+    world: int
+    master_address: str
+    master_port: int
+    mtbf_s: float
+    cold: bool
+    saved: int
+    environment: dict[str, str]
+
+
+class Stop(ToHost, frozen=True, kw_only=True):
+    """Stop the ranks of `attempt` and of those before it."""
+
+    attempt: int
+
+
+FromHosts = Waiting | Started | Failed | Finished | Strange
+HostOrder = Launch | Stop | Strange
+
+read_host: Callable[[bytes], FromHosts] = reader(Waiting | Started | Failed | Finished)
+read_host_order: Callable[[bytes], HostOrder] = reader(Launch | Stop)
