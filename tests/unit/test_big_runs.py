@@ -10,6 +10,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core.run import step
 from jurymast.journal import JournalWriter, events, initial_state, nodes_in, read, replay, single, together
+from jurymast.report.sentences import sentence
 from jurymast.report.tail import JournalTail
 from jurymast.rundir import RANKS_A_FOLDER, RunDirectory
 from support.big_runs import INCIDENTS, RANKS, BigRun
@@ -95,6 +96,7 @@ def test_what_differs_is_never_written_together() -> None:
     entries = list(together(told))
     assert [nodes_in(entry) for entry in entries] == [20, 1, 19]
     assert [ev.from_json(one) for entry in entries for one in single(entry)] == told
+    assert sentence(entries[0]) == "rank 0 on n0 failed: RuntimeError: m0 (and 19 more nodes)"
     assert [nodes_in(entry) for entry in together(told[:5])] == [1] * 5, "a few nodes keep their lines"
 
 
