@@ -22,6 +22,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
+from jurymast.journal import GATHER_S
 from jurymast.rundir import RunDirectory
 from support.big_runs import BigRun
 
@@ -39,6 +40,7 @@ COMMANDS = (
 REPLAY = """
 import sys
 from jurymast.journal import replay
+from jurymast.journal import GATHER_S
 from jurymast.rundir import RunDirectory
 replay(RunDirectory(sys.argv[1]))
 """
@@ -135,7 +137,7 @@ def write(nodes: int, root: Path) -> tuple[float, int]:
     began = time.monotonic()
     run = BigRun(nodes).train(HOURS)
     took_s = time.monotonic() - began
-    run.write(root)
+    run.write(root, gather_s=GATHER_S)
     return took_s, len(run.events)
 
 

@@ -4,6 +4,7 @@ some hours with a dozen incidents, and the ranks' logs. Nothing runs; the state 
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from jurymast.cluster.allocation import Allocation
 from jurymast.core import events as ev
 from jurymast.core.instructions import StopWorkers, Test
 from jurymast.core.state import Phase
-from jurymast.journal import GATHER_S
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import endpoint
 from support.stories import START, Story
@@ -218,11 +218,11 @@ class BigRun(Story):
 
     # The directory.
 
-    def write(  # type: ignore[override]
-        self, root: Path, *, log_attempts: int = 1, log_lines: int = 20
+    def write(
+        self, root: Path, *, gather_s: float = math.inf, log_attempts: int = 1, log_lines: int = 20
     ) -> RunDirectory:
         """With logs of all ranks of the newest attempts, so many lines each."""
-        directory = super().write(root, gather_s=GATHER_S)
+        directory = super().write(root, gather_s=gather_s)
         Allocation("17", 0, self.names, self.names[-1], START).save(directory)
         place = endpoint.Endpoint(1, ("10.0.0.1",), 41_000, self.names[-1], "17.0", 1234)
         endpoint.announce(directory.epochs, place)
