@@ -65,8 +65,9 @@ def make_folder(path: Path) -> None:
 
 
 def ranks_folder(parent: Path, rank: int) -> Path:
-    """The directory in `parent` with the files of this rank and its neighbours."""
-    return parent / f"ranks-{rank - rank % RANKS_A_FOLDER:05d}"
+    """Where the files of this rank and its neighbours are: the first in `parent`, others in one below it."""
+    first = rank - rank % RANKS_A_FOLDER
+    return parent / f"ranks-{first:05d}" if first else parent
 
 
 def check_readable(run: Path) -> None:
@@ -163,7 +164,9 @@ class RunDirectory:
 
     def rank_logs(self, attempt: int) -> list[Path]:
         """The logs of all ranks of an attempt that have one, in the order of ranks."""
-        return sorted(self.attempt_logs(attempt).glob("ranks-*/rank-*.log"))
+        folder = self.attempt_logs(attempt)
+        found = [*folder.glob("rank-*.log"), *folder.glob("ranks-*/rank-*.log")]
+        return sorted(found, key=lambda path: int(path.stem.removeprefix("rank-")))
 
     def create(self) -> None:
         """Make the directory and its parts, and the run's secret. Raises RunDirectoryError."""

@@ -41,7 +41,7 @@ def test_the_rank_that_never_came_to_the_collective_is_named(tmp_path: Path) -> 
     parts = incident.seconds()
     assert parts["diagnose"] < 6, "the look is short"
     folder = run.directory.evidence(1)
-    files = sorted(folder.glob("ranks-00000/stacks-*.txt"))
+    files = sorted(folder.glob("stacks-*.txt"))
     assert [file.name for file in files] == [f"stacks-{r:05d}-{r:05d}.txt" for r in range(2)], run.story()
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700

@@ -4,12 +4,13 @@ some hours with a dozen incidents, and the ranks' logs. Nothing runs; the state 
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import events as ev
-from jurymast.core.instructions import Test
+from jurymast.core.instructions import StopWorkers, Test
 from jurymast.core.state import Phase
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import endpoint
@@ -181,6 +182,7 @@ class BigRun(Story):
         folder = f"evidence/attempt-{attempt:04d}"
         for place, name in enumerate(self.state.placement):
             late = place == self._victim
+            self.t += 0.5 / len(self.state.placement)
             ranks = tuple(range(RANKS * place, RANKS * (place + 1)))
             self.feed(
                 ev.StacksTaken(
@@ -202,11 +204,25 @@ class BigRun(Story):
     def _asked(self) -> None:
         self.asked("restart")
 
+    def stopped(self) -> Story:
+        """Over half a second; nodes that were lost do not answer."""
+        self.t += 0.3
+        nodes = self.last(StopWorkers).nodes
+        for name in nodes:
+            self.t += 0.5 / len(nodes)
+            if self.state.phase is Phase.STOPPING:
+                self.feed(
+                    ev.WorkersStopped(t=self.t, node=name, attempt=self.state.attempt, store_port=29_001)
+                )
+        return self
+
     # The directory.
 
-    def write(self, root: Path, *, log_attempts: int = 1, log_lines: int = 20) -> RunDirectory:
+    def write(
+        self, root: Path, *, gather_s: float = math.inf, log_attempts: int = 1, log_lines: int = 20
+    ) -> RunDirectory:
         """With logs of all ranks of the newest attempts, so many lines each."""
-        directory = super().write(root)
+        directory = super().write(root, gather_s=gather_s)
         Allocation("17", 0, self.names, self.names[-1], START).save(directory)
         place = endpoint.Endpoint(1, ("10.0.0.1",), 41_000, self.names[-1], "17.0", 1234)
         endpoint.announce(directory.epochs, place)

@@ -99,7 +99,7 @@ class RunUnderTest:
     def story(self) -> str:
         """The journal and the logs, for a failed test."""
         lines = [json.dumps(entry)[:400] for entry in read(self.directory)]
-        for log in [*self.directory.submission.glob("*.log"), *self.directory.logs.glob("*/*/*.log")]:
+        for log in [*self.directory.submission.glob("*.log"), *self.directory.logs.glob("*/*.log")]:
             lines += [f"== {log}", log.read_text(errors="replace")[-2000:]]
         return "\n".join(lines)
 

@@ -6,6 +6,7 @@ and can write the journal that a real supervisor would have written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -225,8 +226,9 @@ class Story:
 
     # The journal.
 
-    def write(self, root: Path) -> RunDirectory:
-        """A run directory with this story's journal, one file an epoch."""
+    def write(self, root: Path, *, gather_s: float = math.inf) -> RunDirectory:
+        """A run directory with this story's journal, one file an epoch. `gather_s`: what may be written
+        together happens within so long by the story's clock."""
         directory = RunDirectory(root)
         directory.create()
         values = {**self.plan.to_json(), "directory": str(root)}
@@ -236,6 +238,7 @@ class Story:
             (directory.submission / "jobs" / job).touch()
         writer: JournalWriter | None = None
         early: list[ev.Event] = []
+        since = START
         for entry in self.entries:
             if isinstance(entry, ev.SupervisorStarted):
                 if writer is not None:
@@ -249,6 +252,9 @@ class Story:
                 assert isinstance(entry, ev.Event)
                 early.append(entry)
             elif isinstance(entry, ev.Event):
+                if entry.t > since + gather_s:
+                    since = entry.t
+                    assert writer.flush(10.0)
                 writer.event(entry)
             else:
                 writer.decision(*entry)

@@ -10,6 +10,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core.run import step
 from jurymast.journal import JournalWriter, events, initial_state, nodes_in, read, replay, single, together
+from jurymast.report.sentences import sentence
 from jurymast.report.tail import JournalTail
 from jurymast.rundir import RANKS_A_FOLDER, RunDirectory
 from support.big_runs import INCIDENTS, RANKS, BigRun
@@ -95,6 +96,7 @@ def test_what_differs_is_never_written_together() -> None:
     entries = list(together(told))
     assert [nodes_in(entry) for entry in entries] == [20, 1, 19]
     assert [ev.from_json(one) for entry in entries for one in single(entry)] == told
+    assert sentence(entries[0]) == "rank 0 on n0 failed: RuntimeError: m0 (and 19 more nodes)"
     assert [nodes_in(entry) for entry in together(told[:5])] == [1] * 5, "a few nodes keep their lines"
 
 
@@ -128,7 +130,9 @@ def test_logs_of_many_ranks_are_spread_and_a_few_are_shown(place: Place, directo
     attempt = directory.newest_attempt()
     logs = directory.rank_logs(attempt)
     assert [int(path.stem[-5:]) for path in logs] == list(range(NODES * RANKS))
-    assert {path.parent.name for path in logs} == {"ranks-00000", f"ranks-{RANKS_A_FOLDER:05d}"}
+    folders = {path.parent for path in logs}
+    assert folders == {directory.attempt_logs(attempt), directory.attempt_logs(attempt) / "ranks-01000"}
+    assert max(len(list(folder.iterdir())) for folder in folders) <= RANKS_A_FOLDER + 1
     done = place.run("logs", RUN)
     assert {line.split()[0] for line in done.stdout.splitlines()} == {"[r0]"}
     assert f"rank 0 of {NODES * RANKS} (--rank R, or --all)" in done.stderr

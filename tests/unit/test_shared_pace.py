@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -18,10 +19,12 @@ import pytest
 from jurymast.agent.succession import LOOK_S, Succession
 from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.core.settings import RunPlan
+from jurymast.health.probe import Context
 from jurymast.rundir import RunDirectory
 from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.shared import drain
 from jurymast.wire import endpoint
+from jurymast_storage import WRITE_EVERY, StorageProbe
 
 NAMES = tuple(f"n{number}" for number in range(200))
 LIMIT_S = 20.0
@@ -58,6 +61,25 @@ def test_who_would_take_over_late_looks_seldom(tmp_path: Path, monkeypatch: pyte
     asyncio.run(watched(first, late))
     assert looks[first.epochs] >= 4
     assert looks[late.epochs] == 1
+
+
+def test_the_storage_probe_writes_at_first_and_then_in_turn_with_other_nodes(tmp_path: Path) -> None:
+    written: dict[str, list[int]] = {}
+    for node in NAMES[:8]:
+        place = tmp_path / node
+        place.mkdir()
+        looks = StorageProbe(Context(node=node, paths=(str(place),)))
+        written[node] = []
+        for number in range(1 + 2 * WRITE_EVERY):
+            os.utime(place, ns=(0, 0))
+            assert looks.look(0.0) == []
+            if place.stat().st_mtime_ns:
+                written[node].append(number)
+    assert all(numbers[0] == 0 for numbers in written.values())
+    turns = {number % WRITE_EVERY for numbers in written.values() for number in numbers[1:]}
+    assert len(turns) >= 3, "not all at the same time"
+    later = [[number for number in numbers if number > WRITE_EVERY] for numbers in written.values()]
+    assert [len(numbers) for numbers in later] == [1] * 8, "one in each ten minutes"
 
 
 class WaitingJob(Job):

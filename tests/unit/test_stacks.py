@@ -375,7 +375,7 @@ def test_ranks_tell_where_they_stand_even_with_the_interpreters_lock_held(
         assert all(at.startswith("in stand_here at <string>:") for at in message.places)
         assert (message.recorded, message.records) == (False, ())
         folder = directory.root / message.folder
-        file = folder / "ranks-00000" / "stacks-00002-00003.txt"
+        file = folder / "stacks-00002-00003.txt"
         wait_until("the file", file.exists)
     _, *parts = re.split(r"^rank \d+, ", file.read_text(), flags=re.M)
     for part, pid in zip(parts, (first, second), strict=True):

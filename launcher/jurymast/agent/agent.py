@@ -45,7 +45,7 @@ RECONNECT_S = 0.1
 CONNECT_LIMIT_S = 1.5
 FIND_LIMIT_S = 2.0
 # All nodes of a run that lose their supervisor look for the next in the run directory, so often together.
-FINDS_A_SECOND = 5000.0
+FINDS_A_SECOND = 10_000.0
 # A host that has not stopped its ranks by then is stuck itself.
 STOP_MARGIN_S = 2.5
 HOST_RESTARTS_MAX = 5

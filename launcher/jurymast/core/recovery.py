@@ -85,6 +85,15 @@ def _all_stopped(state: RunState) -> bool:
     return not not_stopped(state)
 
 
+def others_run(state: RunState, names: Collection[str]) -> bool:
+    """Whether a node besides these is known not to have stopped."""
+    unstopped = (name for name in reversed(state.unstopped) if name not in names)
+    return any(
+        name in state.places and name not in state.stopped and state.nodes[name].role is not Role.FAILED
+        for name in unstopped
+    )
+
+
 def settle(state: RunState, cause: str, evidence: str, action: str, charged: str = INFRASTRUCTURE) -> None:
     incident = state.incidents[-1]
     incident.cause, incident.evidence, incident.action, incident.reason = cause, evidence, action, evidence

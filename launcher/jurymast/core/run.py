@@ -51,10 +51,10 @@ def step_quietly(
     if attempt != state.attempt:
         return False
     if kind is ev.WorkersStarted and state.phase is Phase.LAUNCHING:
-        started = state.started | (names & state.places.keys())
-        if len(started) == len(state.placement):
+        new = {name for name in names if name in state.places and name not in state.started}
+        if len(state.started) + len(new) == len(state.placement):
             return False
-        state.started = started
+        state.started |= new
         return True
     if (
         kind is ev.WorkersStopped
@@ -62,7 +62,7 @@ def step_quietly(
         and len(ports) == len(nodes)
         and all(ports)
     ):
-        if names.issuperset(recovery.not_stopped(state)) or not names <= state.nodes.keys():
+        if not recovery.others_run(state, names) or not all(name in state.nodes for name in nodes):
             return False
         for name, port in zip(nodes, ports, strict=True):
             state.nodes[name].ready, state.nodes[name].store_port = True, port

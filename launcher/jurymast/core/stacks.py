@@ -188,12 +188,15 @@ def describe(places: Mapping[int, Place]) -> str:
 
 
 def places(taken: Sequence[StacksTaken]) -> dict[int, Place]:
-    """Of all ranks of all nodes."""
-    return {
-        rank: Place(kind, text)
-        for event in taken
-        for rank, kind, text in zip(event.ranks, event.kinds, event.places, strict=False)
-    }
+    """Of all ranks of all nodes. Most of them stand at the same few."""
+    known: dict[tuple[str, str], Place] = {}
+    found = {}
+    for event in taken:
+        for rank, kind, text in zip(event.ranks, event.kinds, event.places, strict=False):
+            if (kind, text) not in known:
+                known[kind, text] = Place(kind, text)
+            found[rank] = known[kind, text]
+    return found
 
 
 def in_flight(taken: Sequence[StacksTaken]) -> Missing | None:
