@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jurymast.cli.options import run_argument, runs_option, the_run
-from jurymast.errors import RunNotFoundError, UsageError
+from jurymast.errors import RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _print(
     tails: dict[Path, FileTail] = {}
     began = attempt
     for over in _rounds(directory, follow):
-        newest = attempt if fixed else max(attempt, directory.newest_attempt())
+        newest = attempt if fixed else _newest(directory, attempt)
         for number in range(attempt, newest + 1):
             files = _job_files(directory) if job else _rank_files(directory, number, ranks)
             if not job and number > began and files.keys() and not tails.keys() & set(files.values()):
@@ -97,6 +97,14 @@ def _print(
                 source = tails.setdefault(path, FileTail(path))
                 _copy(source, prefix, tail, whole=over)
         attempt, tail = newest, None
+
+
+def _newest(directory: RunDirectory, attempt: int) -> int:
+    """`attempt` while no later one is known: storage that fails for a moment does not end the following."""
+    try:
+        return max(attempt, directory.newest_attempt())
+    except RunDirectoryError:
+        return attempt
 
 
 def _rounds(directory: RunDirectory, follow: bool) -> Iterator[bool]:
