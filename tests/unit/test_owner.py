@@ -11,8 +11,10 @@ import pytest
 
 from jurymast.checkpoint.owner import OWNER, Owner, claim, is_foreign, owner
 from jurymast.errors import CheckpointError
+from jurymast.report.closing import record_cancel
 from jurymast.storage import shared
 from jurymast.storage.job import Job, StorageFailure
+from support.stories import Story
 
 
 def a_run(folder: Path, name: str) -> Owner:
@@ -56,6 +58,17 @@ def test_a_run_that_has_ended_gives_way(tmp_path: Path, root: Path, state: str) 
     claim(root, second)
     assert owner(root) == second
     assert os.listdir(root) == [OWNER]
+
+
+def test_a_run_without_a_supervisor_gives_way_once_it_is_cancelled(tmp_path: Path, root: Path) -> None:
+    directory = Story().running().write(tmp_path / "runs" / "first")
+    first, second = Owner("first", str(directory.root)), a_run(tmp_path, "second")
+    claim(root, first)
+    with pytest.raises(CheckpointError):
+        claim(root, second)
+    record_cancel(directory, by="ada")
+    claim(root, second)
+    assert owner(root) == second
 
 
 def test_a_run_that_was_removed_gives_way_but_not_one_whose_storage_is_away(
