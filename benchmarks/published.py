@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,9 +24,9 @@ from jurymast.core.optimum import goodput, linear_ettr, young_s
 from jurymast.core.settings import Settings
 from jurymast.core.spares import auto_spares
 from jurymast.report.plan import plan_view
-from jurymast.sim.cadences import FixedCadence, cadence_factory, goodput_of
+from jurymast.sim.cadences import cadence_factory
 from jurymast.sim.durations import Durations
-from jurymast.sim.faults import BUNDLED_TRACE, FaultModel, read_trace
+from jurymast.sim.faults import FaultModel
 from jurymast.sim.measured import TRAINING_START_S, read_measured
 from jurymast.sim.results import GOODPUT, simulate
 from jurymast.sim.simulation import Setup
@@ -38,12 +37,10 @@ LLAMA = "Llama 3, arXiv 2407.21783"
 FT_HSDP = "FT-HSDP"
 MICRON = "Micron/Lightbits"
 BYTEROBUST = "ByteRobust"
-CLOCKWORK = "Clockwork"
-DDN = "DDN"
 HLAT = "AWS HLAT"
 MLPERF = "MLPerf Storage"
 RSC1, RSC2, LLAMA_RATE, MICRON_RATE = 6.50, 2.34, 3.79, 3.87
-MINUTE_S, HOUR_S, GIB = 60.0, 3600.0, 2.0**30
+MINUTE_S, HOUR_S = 60.0, 3600.0
 
 
 @dataclass(frozen=True)
@@ -88,14 +85,8 @@ def micron(restart_s: float = 0.0) -> dict[str, float]:
     return plan_view(forecast(asked))
 
 
-def blocked_share(shorter: float, speedup: float) -> float:
-    """The part b of the time that saves block, if writes `speedup` times as fast make runs `shorter`
-    shorter: 1 - b + b / speedup = 1 - shorter."""
-    return shorter / (1.0 - 1.0 / speedup)
-
-
 def cases() -> list[Case]:
-    return [*_meta(), *_llama(), *_recovery(), *_micron(), *_others(), *_sizes(), *_replays()]
+    return [*_meta(), *_llama(), *_recovery(), *_micron(), *_sizes()]
 
 
 def _meta() -> Iterator[Case]:
@@ -173,66 +164,14 @@ def _micron() -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _others() -> Iterator[Case]:
-    yield Case(
-        6, "1,200 nodes at r = 3.8, 97 % ETTR", BYTEROBUST, "lost per failure", "min", 9.5,
-        0.03 * mtbf_s(1200, 3.8) / MINUTE_S, 0.005,
-    )  # fmt: skip
-    for faster, published in ((1.2, 0.83), (1.5, 0.67)):
-        yield Case(
-            7, f"{faster} times faster", CLOCKWORK, "goodput before", "ratio", published,
-            1.0 / faster, 0.006, "at most so much: if nothing is lost afterwards",
-        )  # fmt: skip
-    yield Case(
-        8, "writes 15 times as fast, runs 12 % shorter", DDN, "blocked before", "ratio", 0.129,
-        blocked_share(0.12, 15.0), 0.005,
-    )  # fmt: skip
-    yield Case(
-        8, "the same", DDN, "blocked before, of each hour trained", "min", 8.9,
-        60.0 * blocked_share(0.12, 15.0) / (1.0 - blocked_share(0.12, 15.0)), 0.006,
-    )  # fmt: skip
-    yield Case(
-        8, "the same, cadence optimal before and after", DDN, "lost before", "ratio", 0.162,
-        blocked_share(0.12, math.sqrt(15.0)), 0.005,
-        "at the optimum what is lost goes with the square root of a save's cost",
-    )  # fmt: skip
-
-
 def _sizes() -> Iterator[Case]:
-    for name, source, parameters, each, published, unit, scale, tolerance in (
-        ("70B, weights in bfloat16", LLAMA, 70e9, 2.0, 130.4, "GiB", GIB, 0.001),
-        ("70B, 8 bytes a parameter", LLAMA, 70e9, 8.0, 521.5, "GiB", GIB, 0.001),
-        ("70B", MLPERF, 70e9, 13.0, 912.0, "GB", 1e9, 0.01),
-        ("405B", MLPERF, 405e9, 13.0, 5.29, "TB", 1e12, 0.01),
-        ("1T", MLPERF, 1e12, 18.0, 18.0, "TB", 1e12, 0.01),
+    for name, parameters, published, unit, scale in (
+        ("70B", 70e9, 912.0, "GB", 1e9),
+        ("405B", 405e9, 5.29, "TB", 1e12),
     ):
         yield Case(
-            9, name, source, "checkpoint", unit, published,
-            state_bytes(parameters, each) / scale, tolerance,
-            f"{each:g} bytes a parameter",
-        )  # fmt: skip
-
-
-def _replays() -> Iterator[Case]:
-    """Failures as recorded, time running so quickly that the rate per node stays; restarts take 10 min."""
-    trace = read_trace(BUNDLED_TRACE)
-    for nodes, save_s, fixed_s, published, tolerance in (
-        (400, 30.0, None, 0.963, 0.005),
-        (4000, 30.0, None, 0.834, 0.005),
-        (12_000, 30.0, None, 0.661, 0.005),
-        (12_000, 120.0, None, 0.560, 0.02),
-        (400, 30.0, HOUR_S, 0.956, 0.005),
-        (4000, 30.0, HOUR_S, 0.700, 0.005),
-        (12_000, 30.0, HOUR_S, 0.379, 0.025),
-    ):
-        seconds = trace.days * DAY_S * trace.nodes / nodes
-        times = [fault.t for fault in trace.draw(nodes, seconds, random.Random(0), shift=False)]
-        tau_s = young_s(save_s, mtbf_s(nodes, trace.rate)) if fixed_s is None else fixed_s
-        how = "Young at the true mean" if fixed_s is None else "every 60 min"
-        yield Case(
-            10, f"InfiniteHBD, {nodes} nodes, saves of {save_s:g} s, {how}", "replay", "goodput", "ratio",
-            published, goodput_of(FixedCadence(tau_s), times, seconds, save_s, 10 * MINUTE_S), tolerance,
-            "failures and cadence alone; tests/sim replays them through the whole state machine",
+            6, name, MLPERF, "checkpoint", unit, published, state_bytes(parameters) / scale, 0.01,
+            "as `plan` takes it where only a number of parameters is given",
         )  # fmt: skip
 
 

@@ -220,11 +220,22 @@ class RunDirectory:
         yield from (self.journal / name for name in sorted(names) if name.endswith(".jsonl"))
 
     def newest_attempt(self) -> int:
-        """Number in the attempt file; 0 when there is none."""
+        """Number in the attempt file; 0 when the run directory has none. Raises RunDirectoryError when it
+        cannot be known: then nobody may take his own attempt for the newest."""
         try:
-            return int(self.attempt_file.read_text())
-        except (OSError, ValueError):
-            return 0
+            return int(self.attempt_file.read_bytes())
+        except FileNotFoundError as error:
+            if self.plan_file.exists():
+                return 0
+            why = f"{error.strerror}, nor is {self.plan_file.name}"
+            raise RunDirectoryError(f"{self.attempt_file} cannot be read: {why}") from error
+        except OSError as error:
+            raise RunDirectoryError(f"{self.attempt_file} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise RunDirectoryError(
+                f"{self.attempt_file} is damaged: no number",
+                hint=f"jurymast restart {self.root} writes it anew",
+            ) from error
 
 
 def _damage(error: Exception) -> str:

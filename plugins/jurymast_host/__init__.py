@@ -7,6 +7,7 @@ and no more.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ NETWORK_TYPES = (
     "pvfs", "orangefs", "afs", "daos",
 )  # fmt: skip
 NAME = "host"
+_NOT_THE_DISK = (errno.ENOENT, errno.ENOTDIR, errno.EACCES)
 
 
 def probe(context: Context) -> Probe | None:
@@ -72,6 +74,8 @@ class HostProbe:
         self._log.close()
 
     def _judged(self, shortage: Finding) -> Finding:
+        if shortage.verdict is not Verdict.UNKNOWN:
+            return shortage
         at_start = (shortage.code, shortage.device) in (self._short_at_start or ())
         return replace(shortage, verdict=Verdict.SUSPECT if at_start else Verdict.UNKNOWN)
 
@@ -95,7 +99,10 @@ class HostProbe:
         try:
             found = os.statvfs(path)
         except OSError as error:
-            yield _finding("disk-error", HOST, f"{path}: {error.strerror}", device=path)
+            # That a directory is gone may be the run's doing; that its disk fails is not.
+            verdict = Verdict.UNKNOWN if error.errno in _NOT_THE_DISK else Verdict.SUSPECT
+            said = f"{path}: {error.strerror}"
+            yield _finding("disk-error", HOST, said, verdict=verdict, device=path)
             return
         used = 1 - found.f_bavail / found.f_blocks if found.f_blocks else 0.0
         if used >= (limit := self._limit(limit_name)):

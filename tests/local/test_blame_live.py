@@ -12,6 +12,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core.state import Role
 from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
+from support.saves import check_restores
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
@@ -82,6 +83,7 @@ def test_a_node_with_a_finding_is_swapped_out_and_no_bit_is_lost(
     assert (victim in state.excluded) is (verdict == "bad")
     assert [blame.node for blame in state.blames] == [victim]
     assert (state.exit_code, result(out)["sha256"]) == (0, undisturbed)
+    check_restores(run, least=20)
     told = jurymast("events", str(run.directory.root)).stdout
     assert "gpu-broken on gpu0: its smoke is out (hardware, gauge probe)" in told
 

@@ -166,6 +166,23 @@ def test_a_stale_attempt_publishes_nothing(
     assert CheckpointDirectory(run.checkpoints).manifest(1).attempt == 2
 
 
+def test_an_attempt_that_cannot_tell_whether_it_is_the_newest_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    monkeypatch.setenv("JURYMAST_RUN_DIR", str(run.root))
+    monkeypatch.setenv("JURYMAST_ATTEMPT", "2")
+    run.attempt_file.mkdir()  # reading it fails
+    checkpoint = jurymast.Checkpointer(weights(1.0))
+    assert not checkpoint.save(1)
+    assert CheckpointDirectory(run.checkpoints).steps() == []
+    assert "whether a newer attempt has started is not known" in caplog.text
+    run.attempt_file.rmdir()
+    run.attempt_file.write_text("2\n")
+    assert checkpoint.save(2)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
@@ -332,3 +349,47 @@ def test_several_ranks_without_a_process_group_are_an_error(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(CheckpointError, match="no process group"):
         jurymast.Checkpointer(weights(1.0), directory=tmp_path).restore()
+
+
+def of_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, attempt: int = 1) -> RunDirectory:
+    """From now on this process is a rank of that run."""
+    run = RunDirectory(folder / name)
+    if not run.root.exists():
+        run.create()
+    run.attempt_file.write_text(str(attempt))
+    monkeypatch.setenv("JURYMAST_RUN", name)
+    monkeypatch.setenv("JURYMAST_RUN_DIR", str(run.root))
+    monkeypatch.setenv("JURYMAST_ATTEMPT", str(attempt))
+    return run
+
+
+def test_two_runs_do_not_save_to_one_directory_but_one_may_start_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = tmp_path / "common"
+    first = of_run("first", tmp_path, monkeypatch)
+    assert jurymast.Checkpointer(weights(1.0), directory=common).save(1)
+    being_saved = CheckpointDirectory(common).begin(2, 1)
+
+    of_run("second", tmp_path, monkeypatch, attempt=7)
+    tuned = weights(0.0)
+    theirs = jurymast.Checkpointer(tuned, directory=common)
+    assert theirs.restore() == 1
+    assert tuned["weight"][0] == 1.0
+    assert being_saved.is_dir()  # it is the other's, whatever its attempt
+    with pytest.raises(CheckpointError, match=r"where run first .* saves, which has not ended: run second"):
+        theirs.save(3)
+    assert jurymast.Checkpointer(tuned, directory=tmp_path / "own").save(3)
+
+    of_run("first", tmp_path, monkeypatch, attempt=2)  # after a requeue, say
+    again = jurymast.Checkpointer(weights(0.0), directory=common)
+    assert again.restore() == 1
+    assert not being_saved.exists()
+    assert again.save(4)
+
+    first.outcome_file.write_text('{"state": "failed", "exit_code": 1}')
+    of_run("second", tmp_path, monkeypatch, attempt=8)
+    assert jurymast.Checkpointer(weights(2.0), directory=common).save(5)
+    of_run("first", tmp_path, monkeypatch, attempt=3)
+    with pytest.raises(CheckpointError, match="where run second"):
+        jurymast.Checkpointer(weights(0.0), directory=common).save(6)

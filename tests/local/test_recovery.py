@@ -18,6 +18,7 @@ import pytest
 from jurymast.cluster.local import local_process
 from jurymast.core.state import RunState
 from support.runs import RunUnderTest, hosts, jurymast, local_run, result, wait_gone
+from support.saves import check_restores
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
@@ -85,6 +86,7 @@ def test_fault_after_fault_costs_no_bit(tmp_path: Path, trained_plainly: Callabl
     assert state.exit_code == 0, run.story()
     first = state.incidents[0]
     assert (first.cause, first.rank, first.action) == ("worker_exception", 0, "restart")
+    check_restores(run, least=20 * len(FAULTS))
     assert result(out)["sha256"] == trained_plainly(*train)
 
 
@@ -112,13 +114,14 @@ def test_no_spare_left_requeues_without_the_bad_node(tmp_path: Path, undisturbed
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
                    arguments=(*TRAIN, "--out", str(out))) as run:  # fmt: skip
-        lost = run.wait_saved(20).placement[1]
+        lost = run.wait_safe(20).placement[1]
         crash_node(run, lost)
         state = run.wait_end()
         wait_gone(run.directory.root)
     assert state.incidents[0].action == "requeue"
     assert lost in state.excluded
     assert lost not in state.placement
+    check_restores(run, least=20)
     assert result(out)["sha256"] == undisturbed
 
 
@@ -157,6 +160,7 @@ def test_a_hang_inside_a_collective_is_found_and_resolved(tmp_path: Path, undist
         wait_gone(run.directory.root)
     assert [(i.cause, i.action) for i in state.incidents] == [("hang", "restart")]
     assert state.incidents[0].seconds()["detect"] < 20
+    check_restores(run, least=20)
     assert result(out)["sha256"] == undisturbed
 
 
@@ -211,10 +215,11 @@ def test_an_unmodified_script_is_watched_and_restarted(
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_plain.py",
                    arguments=(*train, "--step-time", "0.02", "--checkpoints", str(tmp_path / "own"),
                               "--out", str(out))) as run:  # fmt: skip
-        kill_rank(run, run.wait_step(1).placement[1])
+        kill_rank(run, run.wait_step(20).placement[1])
         state = run.wait_end()
         wait_gone(run.directory.root)
     assert (state.exit_code, len(state.incidents)) == (0, 1), run.story()
+    assert result(out)["restored"] >= 10  # by the script itself
     checkpoints = ("--checkpoints", str(tmp_path / "plain"))
     assert result(out)["sha256"] == trained_plainly(*train, *checkpoints, script="train_plain.py")
 

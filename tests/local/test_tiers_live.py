@@ -14,6 +14,7 @@ import pytest
 
 from jurymast.core import events as ev
 from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
+from support.saves import check_restores
 
 pytestmark = pytest.mark.torch
 
@@ -65,6 +66,7 @@ def test_flipped_bits_in_memory_are_found_and_the_next_copy_is_used(tmp_path: Pa
         wait_gone(run.directory.root)
     assert state.exit_code == 0, run.story()
     assert result(out)["sha256"] == undisturbed, run.story()
+    check_restores(run, least=30)
     fetched = [e for e in run.events() if isinstance(e, ev.Fetched)]
     assert [e.node for e in fetched] == [victim], run.story()
     assert "corrupt" in " ".join(fetched[0].why)

@@ -12,6 +12,7 @@ import pytest
 from jurymast.cli.find import find_run
 from jurymast.core.state import RunState
 from support.runs import SCRIPTS
+from support.saves import check_restores
 from support.slurm_runs import (
     TRAIN,
     SlurmRun,
@@ -73,6 +74,7 @@ def test_fault_after_fault_costs_no_bit(
     assert [(i.cause, i.action) for i in state.incidents] == expected, run.story()
     assert state.exit_code == 0
     assert set(state.placement) & set(hurt[2:]) == set()
+    check_restores(run, least=20 * len(FAULTS))
     assert weights(cluster, tmp_path) == trained_plainly(*train, nodes=3)
     print(json.dumps([(i.cause, i.seconds()) for i in state.incidents]))
 
@@ -85,11 +87,12 @@ def recovered(number: int, state: RunState) -> bool:
 def test_the_batch_host_dies(cluster: Cluster, tmp_path: Path, undisturbed: str, spares: int) -> None:
     """Another node's agent takes the supervision over; the ranks go on, or are placed anew."""
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", str(spares))
-    host = run.wait_saved(30).host
+    host = run.wait_safe(30).host
     power_loss(run, host)
     state = run.wait_end(150)
     assert (state.phase.value, state.epoch >= 2) == ("succeeded", True), run.story()
     assert [i.action for i in state.incidents] == ([] if spares else ["requeue"]), run.story()
+    check_restores(run, least=0 if spares else 30)
     assert weights(cluster, tmp_path) == undisturbed
     cluster.wait_job(run.job, "COMPLETED", "CANCELLED", "NODE_FAIL", "FAILED")
 
@@ -172,7 +175,7 @@ def test_a_node_cut_off_is_replaced_and_its_return_harms_nothing(
     cluster: Cluster, tmp_path: Path, undisturbed: str
 ) -> None:
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", "1")
-    victim = run.wait_saved(30).placement[1]
+    victim = run.wait_safe(30).placement[1]
     cluster.fault("partition", victim)
     run.wait("the swap", lambda s: bool(s.incidents) and s.incident is None)
     cluster.fault("heal", victim)
@@ -180,4 +183,5 @@ def test_a_node_cut_off_is_replaced_and_its_return_harms_nothing(
     state = run.wait_end()
     assert [(i.cause, i.action) for i in state.incidents] == [("node_lost", "swap")], run.story()
     assert victim not in state.placement
+    check_restores(run, least=30)
     assert weights(cluster, tmp_path) == undisturbed

@@ -54,9 +54,11 @@ def all_alike(run: RunUnderTest, attempt: int, tier: str = "memory") -> list[int
     return steps[0]
 
 
-def check_restores(run: RunUnderTest) -> None:
-    """Every attempt restored what it was told to, and never less than what was safe on two nodes."""
-    safe = 0
+def check_restores(run: RunUnderTest, least: int = 0) -> None:
+    """Every attempt restored what it was told to, and never less than what was safe on two nodes; the last
+    that restored anything had at least the step `least`. Weights alone do not tell: a training that is done
+    again from its beginning has the same."""
+    safe, restored = 0, dict[int, int]()
     planned: ev.RestorePlanned | None = None
     for event in run.events():
         if isinstance(event, ev.Saved) and event.ok and event.tier in ("peer", "shared"):
@@ -67,3 +69,8 @@ def check_restores(run: RunUnderTest) -> None:
         elif isinstance(event, ev.Restored):
             assert planned is not None
             assert event.step == planned.step, run.story()
+            restored[event.attempt] = event.step
+        elif isinstance(event, ev.Progress):
+            assert event.attempt in restored, f"attempt {event.attempt} restored nothing\n{run.story()}"
+    newest = restored[max(restored)]
+    assert newest >= least, f"step {newest} was restored, not {least} or later\n{run.story()}"

@@ -3,7 +3,7 @@
 A script is a sequence of steps, separated by ";" or by lines. Each names nodes (n3, n4-n9, "active": all that
 have ranks, "others": those but the ones named before) and what happens to them:
 
-    n3 CODE [DEVICE] [TEXT]   a probe's finding, of the table FINDINGS (CODE ok: it is over)
+    n3 CODE [DEVICE] [TEXT]   a probe's finding, of support.findings (CODE ok: it is over)
     n3 raises CLASS: TEXT     its rank ends with that exception
     n3 exits 3                its rank ends with that exit code
     n3 signal 9 [oom=1] [shm=0.99] [log=TEXT]   its rank ends by that signal (oom=?: nobody counts)
@@ -28,42 +28,9 @@ from jurymast.core.incident import Incident
 from jurymast.core.instructions import RaiseAlert
 from jurymast.core.settings import Settings
 from jurymast.core.state import Phase, Role
+from support.findings import FINDINGS
 from support.stories import Story
 
-# code: (probe, verdict, kind), as the probes report it.
-FINDINGS = {
-    "xid-13": ("nvidia", "unknown", "application"),
-    "xid-31": ("nvidia", "unknown", "application"),
-    "xid-43": ("nvidia", "unknown", "sympathetic"),
-    "xid-45": ("nvidia", "unknown", "sympathetic"),
-    "xid-48": ("nvidia", "bad", "hardware"),
-    "xid-63": ("nvidia", "unknown", "sympathetic"),
-    "xid-64": ("nvidia", "bad", "hardware"),
-    "xid-74": ("nvidia", "bad", "hardware"),
-    "xid-79": ("nvidia", "bad", "hardware"),
-    "xid-94": ("nvidia", "unknown", "application"),
-    "xid-119": ("nvidia", "bad", "hardware"),
-    "gpu-lost": ("nvidia", "bad", "hardware"),
-    "gpu-sram-uncorrectable": ("nvidia", "bad", "hardware"),
-    "gpu-row-remap-pending": ("nvidia", "suspect", "hardware"),
-    "gpu-throttled": ("nvidia", "suspect", "hardware"),
-    "gpu-hot": ("nvidia", "suspect", "hardware"),
-    "gpu-pcie-width": ("nvidia", "suspect", "hardware"),
-    "gpu-fabric": ("nvidia", "suspect", "hardware"),
-    "gpus-unseen": ("nvidia", "unknown", "host"),
-    "ib-link-down": ("infiniband", "suspect", "network"),  # another port is up
-    "ib-device-gone": ("infiniband", "bad", "network"),  # no other is
-    "net-link-down": ("infiniband", "bad", "network"),
-    "memory-uncorrectable": ("host", "bad", "hardware"),
-    "disk-error": ("host", "bad", "host"),
-    "clock-offset": ("host", "suspect", "host"),
-    "driver-wedged": ("nvidia", "bad", "host"),
-    "memory-low": ("host", "unknown", "host"),
-    "shm-full": ("host", "unknown", "host"),
-    "oom-kill": ("host", "unknown", "application"),
-    "storage-hangs": ("storage", "suspect", "storage"),
-    "storage-full": ("storage", "suspect", "storage"),
-}
 GLOO_RESET = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 NCCL_REMOTE = "DistBackendError: NCCL error, unhandled system error: ncclRemoteError: remote process exited"
 WATCHDOG = "[rank3]:[E] Watchdog caught collective operation timeout: ALLREDUCE ran for 600000 ms"
@@ -234,7 +201,7 @@ def _finding(story: Story, node: str, code: str, rest: list[str]) -> ev.HealthFo
     probe, verdict, kind = FINDINGS[code]
     if rest[-1:] == ["ok"]:
         verdict, rest = "ok", rest[:-1]
-    device = rest[0] if rest else ("gpu0" if probe == "nvidia" else "")
+    device = rest[0] if rest else ("gpu0" if code.startswith(("gpu-", "xid-")) else "")
     return ev.HealthFound(
         t=story.t, node=node, probe=probe, code=code, verdict=verdict, kind=kind, device=device, at=at,
         message=" ".join(rest[1:]) or code,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
-from jurymast.core.accounting import CATEGORIES, PLACED, Account, Interval, to_us
+from jurymast.core.accounting import CATEGORIES, PLACED, Account, to_us
 from jurymast.core.ledger import Ledger
 from jurymast.core.reliability import gamma_quantile, mtbf, poisson_below
 from jurymast.core.state import Phase, Role, RunState
@@ -277,8 +279,12 @@ def test_stories_with_random_times_sum_exactly_and_lose_no_step_time(data: st.Da
     assert found.totals["unknown"] == 0
     in_steps = sum(found.placed_us(name) for name in ("step", "rework", "warm_up"))
     assert in_steps > 0
-    assert all(node.role is not Role.FAILED or PLACED for node in story.state.nodes.values())
-    assert all(isinstance(interval, Interval) for interval in found.timeline)
+    for node in story.state.nodes.values():
+        *before, last = found.stays[node.name]
+        assert (last.what == "failed_node") == (node.role is Role.FAILED), node
+        assert (last.what == PLACED) == (node.name in story.state.placement), node
+        assert all(stay.end is not None and stay.start <= stay.end for stay in before)
+    assert all(before.end <= after.start for before, after in pairwise(found.timeline))
 
 
 def test_quantiles_are_the_tables_in_the_books() -> None:

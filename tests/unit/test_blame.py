@@ -27,8 +27,8 @@ from jurymast.report.liveness import Liveness
 from jurymast.report.sentences import is_routine, sentence
 from jurymast.report.text import status_blocks
 from jurymast.report.view import read_status
+from support.findings import FINDINGS
 from support.scenario_table import SCENARIOS
-from support.scenarios import FINDINGS
 from support.stories import Story
 
 DAY_S = 86_400.0

@@ -86,6 +86,15 @@ def test_who_cannot_see_the_epochs_does_not_take_itself_for_the_newest(
     asyncio.run(work())
 
 
+def test_storage_that_does_not_come_back_ends_the_supervisor_and_nothing_else(
+    epochs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "ANSWER_LIMIT_S", 0.0)
+    away(epochs)
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(Hold(epochs, 1).is_superseded())
+
+
 async def _until_said(capsys: pytest.CaptureFixture[str], text: str) -> None:
     async def heard() -> None:
         while text not in capsys.readouterr().out:

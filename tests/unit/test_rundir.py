@@ -148,8 +148,20 @@ def test_a_reader_never_sees_a_part(directory: RunDirectory) -> None:
 
 
 def test_the_newest_attempt_is_zero_until_there_is_one(directory: RunDirectory) -> None:
-    assert directory.newest_attempt() == 0
-    directory.attempt_file.write_text("damaged")
+    directory.plan_file.touch()
     assert directory.newest_attempt() == 0
     write_atomically(directory.attempt_file, b"12")
     assert directory.newest_attempt() == 12
+
+
+def test_a_newest_attempt_that_cannot_be_read_is_not_none(directory: RunDirectory) -> None:
+    with pytest.raises(RunDirectoryError, match=r"attempt cannot be read: No such file"):
+        directory.newest_attempt()  # not even a plan is there: it is no run directory, or not mounted
+    directory.attempt_file.write_bytes(b"\xff12")
+    with pytest.raises(RunDirectoryError, match="attempt is damaged: no number") as raised:
+        directory.newest_attempt()
+    assert str(directory.root) in raised.value.hint
+    directory.attempt_file.unlink()
+    directory.attempt_file.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"attempt cannot be read: Is a directory"):
+        directory.newest_attempt()

@@ -29,6 +29,7 @@ class Keeping:
         self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[msg.AboutCheckpoints], None]
     ) -> None:
         self._plan = plan
+        self._run_directory = directory.root
         self._tell = tell
         settings = plan.settings
         self._local = local_root(settings.local_path, plan.run) if settings.local_path else None
@@ -160,9 +161,10 @@ class Keeping:
         if drain.tier == cp.LOCAL:
             return {**order, "root": str(self._local)}
         order = {**order, "root": str(self._shared), "lead": drain.lead, "nonce": drain.id}
+        order["run"] = self._plan.run
         if drain.tier == cp.OBJECT:
-            return {**order, "url": self._plan.settings.object_url, "run": self._plan.run}
-        return {**order, "keep": self._keep}
+            return {**order, "url": self._plan.settings.object_url}
+        return {**order, "keep": self._keep, "run_directory": str(self._run_directory)}
 
     async def close(self) -> None:
         running: list[asyncio.Future[Any]] = [task for task, _ in self._drains.values()]

@@ -25,7 +25,7 @@ from jurymast.core.cadence import (
     young_interval_s,
 )
 from jurymast.core.failure_rate import default_mtbf_s
-from jurymast.errors import CheckpointError
+from jurymast.errors import CheckpointError, RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import within
 from jurymast.worker import link
@@ -422,9 +422,13 @@ class Checkpointer:
         return Follower(schedule, self._link.settled, repeat=self._cadence.steps is None)
 
     def _stale(self) -> str:
-        """Why this attempt may not publish checkpoints any more, or ""."""
+        """Why this attempt may not publish checkpoints any more, or "". While that is unknown it may not
+        either: the next save asks again."""
         root = os.environ.get("JURYMAST_RUN_DIR")
-        newest = RunDirectory(root).newest_attempt() if root else 0
+        try:
+            newest = RunDirectory(root).newest_attempt() if root else 0
+        except RunDirectoryError as error:
+            return f"whether a newer attempt has started is not known: {error}"
         if newest > self._attempt:
             return f"attempt {self._attempt} is stale: attempt {newest} has started"
         return ""

@@ -1,5 +1,6 @@
 """The shared directory of checkpoints: names, manifests, what is complete, what may go. No torch here.
 
+    checkpoints/owner.json                the run that writes here, see `checkpoint.owner`
     checkpoints/step-00000100/            complete: a stock torch.distributed.checkpoint directory ...
     checkpoints/step-00000100/jurymast.json   ... with our manifest, written last
     checkpoints/.saving-00000200.a0003.<nonce>/   being written by attempt 3

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord, Manifest, one_line
 from jurymast.checkpoint.group import Group
+from jurymast.checkpoint.owner import Owner, claim, is_foreign
 from jurymast.checkpoint.state import Captured, State
 from jurymast.checkpoint.tier import Candidate, Saved
 from jurymast.errors import CheckpointError
@@ -139,25 +140,37 @@ class SharedTier:
         self._keep = keep
         self._attempt = attempt
         self._stale = stale
+        self._us = Owner.of_environment()
+        self._claimed = False
         # Seen to be damaged by this process; only rank 0's matters.
         self._damaged: set[int] = set()
         self._cleared = False
+
+    def _claim(self) -> None:
+        """Once. Raises CheckpointError on all ranks when the directory is another run's, OSError."""
+        if not self._claimed:
+            self._group.on_first(lambda: claim(self._directory.root, self._us))
+            self._claimed = True
 
     def _clear_away(self) -> None:
         """What earlier attempts left half-done; once."""
         if self._cleared:
             return
         self._cleared = True
-        swept = self._group.on_first(lambda: self._directory.sweep(self._attempt))
+        swept = self._group.on_first(self._sweep)
         if swept and self._group.rank == 0:
             log.info("removed what earlier attempts left half-done: %s", ", ".join(swept))
+
+    def _sweep(self) -> list[str]:
+        return [] if is_foreign(self._directory.root, self._us) else self._directory.sweep(self._attempt)
 
     # ---- saving
 
     def save(self, step: int, captured: Captured) -> Saved:
         group = self._group
-        self._clear_away()
         try:
+            self._claim()
+            self._clear_away()
             present = group.on_first(lambda: self._present(step))
             if isinstance(present, Manifest):
                 problems = self._verify(present)

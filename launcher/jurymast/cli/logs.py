@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jurymast.cli.options import run_argument, runs_option, the_run
-from jurymast.errors import RunNotFoundError, UsageError
+from jurymast.errors import RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed
     tails: dict[Path, FileTail] = {}
     began = attempt
     for over in _rounds(directory, follow, tails):
-        newest = attempt if fixed else max(attempt, directory.newest_attempt())
+        newest = attempt if fixed else _newest(directory, attempt)
         for number in range(attempt, newest + 1):
             files = find(number)
             if not find.job and number > began and files and not tails.keys() & set(files.values()):
@@ -132,6 +132,14 @@ def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed
                 source = tails.setdefault(path, FileTail(path))
                 _copy(source, prefix, tail, whole=over)
         attempt, tail = newest, None
+
+
+def _newest(directory: RunDirectory, attempt: int) -> int:
+    """`attempt` while no later one is known: storage that fails for a moment does not end the following."""
+    try:
+        return max(attempt, directory.newest_attempt())
+    except RunDirectoryError:
+        return attempt
 
 
 def _rounds(directory: RunDirectory, follow: bool, files: Sized) -> Iterator[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 
@@ -10,12 +11,13 @@ from jurymast.core import events as ev
 from jurymast.core.run import step
 from jurymast.core.state import RunState
 from jurymast.journal import JournalWriter, first_events, replay
-from jurymast.rundir import RunDirectory
+from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.wire.endpoint import claim_epoch
 
 
 def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
-    """Write into the journal, as an epoch of its own, that `by` cancelled the run. Its job must be gone.
+    """Write into the journal, as an epoch of its own, that `by` cancelled the run, and that as its outcome,
+    which others wait for who want its directory of checkpoints. Its job must be gone.
 
     Claiming the epoch fences a supervisor that could not be reached. Raises RunDirectoryError, OSError.
     """
@@ -36,4 +38,6 @@ def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
         for instruction in instructions:
             journal.decision(state.now, instruction)
     journal.close()
+    outcome = {"state": state.public_state, "exit_code": state.exit_code, "exclude": [], "lost": []}
+    write_atomically(directory.outcome_file, json.dumps(outcome).encode())
     return state

@@ -31,6 +31,8 @@ from jurymast.checkpoint.directory import (
     one_line,
     remove_trees,
 )
+from jurymast.checkpoint.owner import Owner, claim
+from jurymast.errors import CheckpointError
 from jurymast.keeper import manifest as keeper
 from jurymast.rundir import write_atomically
 from jurymast.storage import seal
@@ -67,6 +69,8 @@ def drain(order: Message, job: Job) -> Message:
             return meeting.lead() if order.get("lead") else meeting.follow()
     except BadCheckpoint as error:
         raise StorageFailure(f"shared storage: {error}") from error
+    except CheckpointError as error:
+        raise StorageFailure(f"shared storage: {error}; {error.hint}") from error
     except OSError as error:
         raise StorageFailure(f"shared storage: {explain(error, directory.root)}") from error
 
@@ -81,12 +85,19 @@ def prune(order: Message, job: Job) -> Message:
     """Remove what drainers that are no more left half-done, and all but the newest `keep` checkpoints."""
     directory = CheckpointDirectory(order["root"])
     try:
+        claim(directory.root, _owner(order))
         swept = directory.sweep_drains()
         doomed = directory.retire(int(order["keep"])) if order.get("keep") else []
         remove_trees(doomed)
+    except CheckpointError as error:
+        raise StorageFailure(f"shared storage: {error}; {error.hint}") from error
     except OSError as error:
         raise StorageFailure(f"shared storage: {explain(error, directory.root)}") from error
     return {"swept": swept, "retired": len(doomed)}
+
+
+def _owner(order: Message) -> Owner | None:
+    return Owner(order["run"], order["run_directory"]) if order.get("run") else None
 
 
 def _existing(directory: CheckpointDirectory, step: int) -> Message | None:
@@ -129,6 +140,7 @@ class _Meeting:
     def lead(self) -> Message:
         """Bring all nodes' parts together, and publish."""
         self._directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        claim(self._directory.root, _owner(self._order))
         self._directory.sweep_drains()
         if os.path.lexists(self._directory.path(self._step)):
             # No complete checkpoint, or `drain` would not be here; but maybe all that is left of something.

@@ -60,7 +60,7 @@ async def supervise(
                 nodes=allocation.nodes, host=allocation.host, eligible_at=allocation.eligible_at,
             )
         )  # fmt: skip
-    if (newest := directory.newest_attempt()) > state.attempt:
+    if (newest := await asyncio.to_thread(directory.newest_attempt)) > state.attempt:
         supervisor.feed(ev.AttemptFound(t=supervisor.now(), node="", attempt=newest))
     assert state.phase is not Phase.QUEUED
     hosts = ["127.0.0.1"] if plan.cluster == "local" else announced_hosts()

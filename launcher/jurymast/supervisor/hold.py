@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from pathlib import Path
 
 from jurymast.wire import endpoint
 
 RETRY_S = 0.5
+ANSWER_LIMIT_S = 600.0
 
 
 class Hold:
@@ -45,13 +47,17 @@ class Hold:
 
     async def is_superseded(self) -> bool:
         """Before the job's end, which is for the newest supervisor alone to bring about: one that was stopped
-        for a while may have a successor. Waits for an answer as long as the file system gives none: what
-        comes next is written there too, and nothing is lost but time, which Slurm limits."""
+        for a while may have a successor. Waits for the file system: what comes next is written there, too.
+        Raises OSError when it does not come back: then this one ends without having ended anything, and who
+        started it sees to the rest."""
+        end = time.monotonic() + ANSWER_LIMIT_S
         while True:
             try:
                 return await self._newest() > self.epoch
             except OSError as error:
                 print(f"epoch {self.epoch}: whether it is the newest is not known: {error}", flush=True)
+                if time.monotonic() > end:
+                    raise
             await asyncio.sleep(RETRY_S)
 
     async def _newest(self) -> int:

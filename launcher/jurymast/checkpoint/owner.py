@@ -1,0 +1,129 @@
+"""Whose a directory of checkpoints is: one run writes there, or one's sweeps would remove the other's files.
+
+    checkpoints/owner.json      {"run": its id, "directory": its run directory}
+
+The first that writes owns it, for all its attempts and allocations, until its run has ended: then the next
+that writes does. Everybody may read. A training that is no run of jurymast owns nothing, but keeps off what
+is owned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jurymast.errors import CheckpointError
+from jurymast.rundir import RunDirectory, sync_directory
+
+OWNER = "owner.json"
+ENDED = frozenset({"succeeded", "failed", "cancelled"})
+# Between a look and a claim another may claim it.
+TRIES = 10
+_NO_NAME = re.compile(r"[^\w.-]")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A run and its run directory."""
+
+    run: str
+    directory: str
+
+    @classmethod
+    def of_environment(cls) -> Owner | None:
+        """The run that this process is of; None: of no run."""
+        run, directory = os.environ.get("JURYMAST_RUN"), os.environ.get("JURYMAST_RUN_DIR")
+        return cls(run, directory) if run and directory else None
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    def over(self) -> bool:
+        """Whether the run has ended, or somebody has removed it; False also when that is not known."""
+        run = RunDirectory(self.directory)
+        try:
+            outcome = json.loads(run.outcome_file.read_bytes())
+            return bool(outcome["state"] in ENDED)
+        except FileNotFoundError:
+            return run.root.parent.is_dir() and not run.root.exists()
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+
+def owner(root: Path) -> Owner | None:
+    """Whose `root` is; None: nobody's. Raises OSError, CheckpointError when the file is damaged."""
+    return _read(root / OWNER)
+
+
+def _read(path: Path) -> Owner | None:
+    try:
+        values = json.loads(path.read_bytes())
+        return Owner(run=str(values["run"]), directory=str(values["directory"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: which run saves there is not known, so nothing is saved",
+            hint=f"see that no other run saves there, then: rm {path}",
+        ) from error
+
+
+def is_foreign(root: Path, us: Owner | None) -> bool:
+    """Whether `root` is another run's, or may be: then what lies there is not ours to remove."""
+    try:
+        found = owner(root)
+    except (OSError, CheckpointError):
+        return True
+    return found is not None and (us is None or found.run != us.run)
+
+
+def claim(root: Path, us: Owner | None) -> None:
+    """Before the first write to `root`. Raises CheckpointError when another run that has not ended owns it,
+    OSError."""
+    for _ in range(TRIES):
+        found = owner(root)
+        if found is not None and us is not None and found.run == us.run:
+            return
+        if found is not None and not found.over():
+            ours = f"run {us.run}" if us is not None else "this training"
+            raise CheckpointError(
+                f"{root} is where run {found.run} ({found.directory}) saves, which has not ended: "
+                f"{ours} cannot save there, too",
+                hint=f"choose another directory=, or, if that run is over: rm {root / OWNER}",
+            )
+        if us is None:
+            return
+        _take(root, found, us)
+    raise CheckpointError(
+        f"another run claims {root} at this moment, or was killed when it did",
+        hint=f"choose another directory=, or, if none does: rm {root}/.{OWNER}.after-*",
+    )
+
+
+def _take(root: Path, found: Owner | None, us: Owner) -> None:
+    """Become the owner after `found`, unless another is first: who has made the file of that name, and nobody
+    else, may put it into the place of that owner."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mine = root / f".{OWNER}.after-{_NO_NAME.sub('_', found.run) if found is not None else ''}"
+    try:
+        descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        other = _read(mine)
+        if other is None or other.run != us.run:
+            return
+    else:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(us.to_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+    if owner(root) != found:
+        mine.unlink(missing_ok=True)
+        return
+    try:
+        os.rename(mine, root / OWNER)
+    except FileNotFoundError:  # another process of this run was first
+        return
+    sync_directory(root)

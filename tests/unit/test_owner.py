@@ -1,0 +1,164 @@
+"""Whose a directory of checkpoints is, as runs claim it, end, and find it damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from jurymast.checkpoint.owner import OWNER, Owner, claim, is_foreign, owner
+from jurymast.errors import CheckpointError
+from jurymast.report.closing import record_cancel
+from jurymast.storage import shared
+from jurymast.storage.job import Job, StorageFailure
+from support.stories import Story
+
+
+def a_run(folder: Path, name: str) -> Owner:
+    (folder / "runs" / name).mkdir(parents=True)
+    return Owner(name, str(folder / "runs" / name))
+
+
+def ends(run: Owner, state: str = "succeeded") -> None:
+    (Path(run.directory) / "outcome.json").write_text(json.dumps({"state": state, "exit_code": 0}))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "shared" / "checkpoints"
+
+
+def test_the_first_run_that_writes_owns_the_directory(tmp_path: Path, root: Path) -> None:
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    assert owner(root) is None
+    claim(root, first)
+    claim(root, first)  # its next attempt, or after a requeue
+    assert owner(root) == first
+    assert os.listdir(root) == [OWNER]
+    assert (root / OWNER).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(CheckpointError) as raised:
+        claim(root, second)
+    assert f"run first ({first.directory}) saves" in str(raised.value)
+    assert "run second cannot save there" in str(raised.value)
+    assert str(root / OWNER) in raised.value.hint
+    assert (is_foreign(root, first), is_foreign(root, second)) == (False, True)
+
+
+@pytest.mark.parametrize("state", ["succeeded", "failed", "cancelled"])
+def test_a_run_that_has_ended_gives_way(tmp_path: Path, root: Path, state: str) -> None:
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    claim(root, first)
+    ends(first, "requeued")
+    with pytest.raises(CheckpointError):
+        claim(root, second)
+    ends(first, state)
+    claim(root, second)
+    assert owner(root) == second
+    assert os.listdir(root) == [OWNER]
+
+
+def test_a_run_without_a_supervisor_gives_way_once_it_is_cancelled(tmp_path: Path, root: Path) -> None:
+    directory = Story().running().write(tmp_path / "runs" / "first")
+    first, second = Owner("first", str(directory.root)), a_run(tmp_path, "second")
+    claim(root, first)
+    with pytest.raises(CheckpointError):
+        claim(root, second)
+    record_cancel(directory, by="ada")
+    claim(root, second)
+    assert owner(root) == second
+
+
+def test_a_run_that_was_removed_gives_way_but_not_one_whose_storage_is_away(
+    tmp_path: Path, root: Path
+) -> None:
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    claim(root, first)
+    runs = tmp_path / "runs"
+    runs.rename(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError):
+        claim(root, second)
+    (tmp_path / "unmounted").rename(runs)
+    (runs / "first").rmdir()
+    claim(root, second)
+    assert owner(root) == second
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"run": "x"}', "\udcff"])
+def test_a_damaged_owner_is_named_and_nobody_writes(tmp_path: Path, root: Path, text: str) -> None:
+    us = a_run(tmp_path, "us")
+    claim(root, us)
+    (root / OWNER).write_text(text, errors="surrogateescape")
+    with pytest.raises(CheckpointError, match="is damaged") as raised:
+        claim(root, us)
+    assert str(root / OWNER) in str(raised.value)
+    assert raised.value.hint.endswith(f"rm {root / OWNER}")
+    assert is_foreign(root, us)
+    (root / OWNER).unlink()
+    claim(root, us)
+
+
+def test_a_training_that_is_no_run_keeps_off_and_owns_nothing(tmp_path: Path, root: Path) -> None:
+    claim(root, None)
+    assert owner(root) is None
+    first = a_run(tmp_path, "first")
+    claim(root, first)
+    with pytest.raises(CheckpointError, match="this training cannot save there"):
+        claim(root, None)
+    ends(first)
+    claim(root, None)
+    assert owner(root) == first
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_of_many_that_claim_at_once_one_owns_it(tmp_path: Path, root: Path, owned: bool) -> None:
+    if owned:
+        before = a_run(tmp_path, "before")
+        claim(root, before)
+        ends(before)
+    runs = [a_run(tmp_path, f"run-{number}") for number in range(8)]
+    start, refused = threading.Barrier(len(runs)), []
+
+    def try_it(run: Owner) -> None:
+        start.wait()
+        try:
+            claim(root, run)
+        except CheckpointError:
+            refused.append(run)
+
+    threads = [threading.Thread(target=try_it, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    won = [run for run in runs if run not in refused]
+    assert [owner(root)] == won
+
+
+def test_a_claim_that_was_cut_short_is_named(tmp_path: Path, root: Path) -> None:
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    root.mkdir(parents=True)
+    half = root / f".{OWNER}.after-"
+    half.write_bytes(first.to_bytes())
+    with pytest.raises(CheckpointError, match="another run claims") as raised:
+        claim(root, second)
+    assert raised.value.hint.endswith(f"rm {half}*")
+    claim(root, first)
+    assert os.listdir(root) == [OWNER]
+
+
+def test_what_agents_write_is_for_the_owner_too(tmp_path: Path, root: Path) -> None:
+    first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
+    claim(root, first)
+    theirs = root / ".draining-00000001.a0001.00"
+    theirs.mkdir()
+    order = {
+        "root": str(root), "step": 2, "attempt": 1, "world": 1, "images": [], "lead": True, "nonce": "01",
+        "keep": 1, "run": second.run, "run_directory": second.directory,
+    }  # fmt: skip
+    for work in (shared.drain, shared.prune):
+        with pytest.raises(StorageFailure, match="run first .* which has not ended"):
+            work(order, Job(order, lambda _: None))
+    assert theirs.is_dir()
