@@ -54,7 +54,7 @@ def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path 
 def _entries(watcher: Watcher, follow: bool) -> Iterator[Entry]:
     from jurymast.report.liveness import look
 
-    yield from watcher.poll()
+    yield from watcher.new()
     look_at = time.monotonic()
     while follow and not watcher.state.ended:
         if time.monotonic() >= look_at:
@@ -62,7 +62,7 @@ def _entries(watcher: Watcher, follow: bool) -> Iterator[Entry]:
             if look(watcher.directory, watcher.state).kind == "gone":
                 follow = False
         time.sleep(FOLLOW_EVERY_S)
-        yield from watcher.poll()
+        yield from watcher.new()
 
 
 def _wanted(entries: Iterable[Entry], progress_every_s: float) -> Iterator[Entry]:

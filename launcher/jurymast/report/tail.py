@@ -103,15 +103,17 @@ class JournalTail:
     def poll(self) -> list[Entry]:
         """The entries since the last call, oldest first, those of several nodes together (see
         `journal.single`); `state` has taken them in."""
-        entries: list[Entry] = []
+        return list(self.new())
+
+    def new(self) -> Iterator[Entry]:
+        """As `poll`, one by one: `state` has taken in those that were given."""
         files = list(self.directory.journal_files())
         for path in files:
             epoch = self._epochs.setdefault(path.name, _EpochTail(path))
             for entry in epoch.entries(over=path != files[-1]):
                 if entry["epoch"] >= self.state.epoch:
                     take(self.state, entry, self._feed)
-                    entries.append(entry)
-        return entries
+                    yield entry
 
     def _feed(self, event: Event) -> None:
         self.last_t = max(event.t, self.last_t or 0.0)

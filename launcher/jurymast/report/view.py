@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +68,13 @@ class Watcher:
         return self.tail.state
 
     def poll(self) -> list[Entry]:
-        entries = self.tail.poll()
-        for entry in entries:
+        return list(self.new())
+
+    def new(self) -> Iterator[Entry]:
+        """As `poll`, one by one: of thousands of nodes all would take much memory."""
+        for entry in self.tail.new():
             self.facts.take(entry)
-        return entries
+            yield entry
 
     def view(self, life: Liveness | None = None, now: float | None = None) -> dict[str, Any]:
         """The status object; unless `life` is given it is looked up, and the supervisor asked if need be.
@@ -85,7 +89,8 @@ class Watcher:
 def read_status(directory: RunDirectory) -> Watcher:
     """A watcher that has read the whole journal. Raises RunDirectoryError: the plan cannot be read."""
     watcher = Watcher(directory)
-    watcher.poll()
+    for _ in watcher.new():
+        pass
     return watcher
 
 
