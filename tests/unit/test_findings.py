@@ -14,6 +14,7 @@ from jurymast.agent.probing import OFFSETS, Probing
 from jurymast.core.health import Finding
 from jurymast.health.probe import Context
 from jurymast.health.watcher import WEDGED
+from jurymast.wire import messages as msg
 from jurymast_host import HostProbe
 from jurymast_infiniband import InfinibandProbe
 from jurymast_nvidia import NAME as NVIDIA
@@ -170,14 +171,13 @@ def test_of_a_driver_that_hangs() -> None:
 
 def test_of_a_clock(tmp_path: Path) -> None:
     directory = Story().running().write(tmp_path / "run")
-    told: list[dict[str, object]] = []
+    told: list[msg.Health] = []
     probing = Probing(directory, directory.plan(), "n1", told.append)
     for _ in range(OFFSETS):
         probing.clock(time.time() - 3600.0)
     (word,) = told
-    found = word["finding"]
-    assert isinstance(found, dict)
-    assert (found["probe"], found["verdict"], found["kind"]) == SEEN["clock-offset"]
+    found = word.finding
+    assert (found.probe, found.verdict.value, found.kind) == SEEN["clock-offset"]
 
 
 def test_every_code_has_a_look() -> None:

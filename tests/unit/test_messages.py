@@ -229,7 +229,7 @@ def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path
             for payload, _ in NONSENSE:
                 say(agent, payload)
             agent.send(hello("n1", allocation=""))  # it has said so
-            agent.send(msg.Unrestorable(step=1, attempt=1, rank=0, why="that is the end"))
+            agent.send(msg.Refused(why="that is the end"))
             while not any("the end" in note for note in noted(directory, supervisor)):
                 await asyncio.sleep(0.01)
             assert "n1" in supervisor._channels

@@ -1,0 +1,99 @@
+"""Attempts that do not come about at once: storage that hangs, images that do not come, an attempt unknown."""
+
+from __future__ import annotations
+
+from jurymast.core import events as ev
+from jurymast.core.instructions import Launch, StopWorkers
+from jurymast.core.state import Phase
+from support.stories import Story
+
+
+def test_a_launch_that_waits_for_storage_is_no_hang_and_people_are_told() -> None:
+    """A rank is killed while the run directory hangs: the launch waits, as long as that takes."""
+    story = Story(active=4, spares=1).running(50)
+    story.failed(1, exit_code=-9)
+    story.stopped()
+    for _ in range(40):
+        story.wait(15.0)
+        story.feed(ev.LaunchWaits(t=story.t, attempt=2, what="the run directory /runs", seconds=15.0))
+    assert (story.state.phase, len(story.state.incidents)) == (Phase.LAUNCHING, 1)
+    assert [alert.subject for alert in story.state.alerts] == ["launch waits"]
+    assert "for the run directory /runs" in story.state.alerts[0].message
+    story.told().ranks_up().restored(40).stepped(60)
+    assert (story.state.phase, story.state.incident) == (Phase.RUNNING, None)
+
+
+def test_storage_that_hangs_for_long_explains_what_comes_late() -> None:
+    """It was found once, at its begin; ranks that stand still ten minutes later wait for it all the same."""
+    story = Story(active=4, spares=1).running(50)
+    for name in story.state.nodes:
+        story.t += 0.01
+        story.feed(
+            ev.HealthFound(
+                t=story.t, node=name, probe="storage", code="storage-hangs", verdict="suspect",
+                kind="storage", device="/lustre", at=story.t, message="no answer for 30 s",
+            )
+        )  # fmt: skip
+    story.t += 600.0
+    story.hung()
+    story.stopped()
+    assert (story.incident.cause, story.incident.action) == ("storage_failed", "restart")
+
+
+def restore_failed(story: Story, node: str) -> None:
+    """One rank waits in vain for what it is to restore."""
+    story.told().ranks_up()
+    story.t += 1.0
+    story.feed(
+        ev.RestoreFailed(
+            t=story.t, node=node, attempt=story.state.attempt, rank=0, step=40, of=1, why="n5: refused"
+        )
+    )  # fmt: skip
+
+
+def test_an_image_that_does_not_come_is_tried_again_elsewhere_before_an_older_one_is_restored() -> None:
+    story = Story(active=2, spares=2).running(50)
+    story.failed(0, exit_code=-9)
+    story.stopped()
+    first = story.state.placement[0]
+    restore_failed(story, first)
+    story.stopped().backed_off()
+    assert (story.incident.cause, story.incident.action, story.incident.node) == (
+        "restore_failed",
+        "restart",
+        first,
+    )
+    assert story.state.failed_to_restore() == set()
+    restore_failed(story, first)
+    story.stopped().backed_off()
+    assert story.incident.action == "swap"
+    restore_failed(story, story.state.placement[1])
+    story.stopped().backed_off()
+    assert story.state.failed_to_restore() == {(40, 1)}
+    assert "could not be restored 3 times" in story.state.alerts[-1].message
+    assert story.state.phase is Phase.LAUNCHING
+
+
+def test_an_attempt_that_the_journal_does_not_know_is_stopped_and_the_next_one_begins() -> None:
+    """The journal's disk was full when the supervisor launched attempt 2, and then it died."""
+    story = Story(active=2, spares=1).running()
+    found = ev.AttemptFound(t=story.t, node=story.state.placement[0], attempt=2)
+    story.feed(found)
+    assert (story.last(StopWorkers).attempt, story.last(StopWorkers).nodes) == (2, story.state.placement)
+    assert story.feed(found) == []
+    story.stopped()
+    assert (story.incident.cause, story.incident.charged) == ("restart_asked", "nobody")
+    assert "the journal ends in attempt 1" in story.incident.evidence
+    assert story.last(Launch).attempt == 3
+
+
+def test_an_attempt_found_while_the_one_before_stops_is_stopped_as_well() -> None:
+    story = Story(active=2, spares=1).running()
+    story.lost(story.state.placement[0])
+    other = story.state.placement[1]
+    story.feed(ev.AttemptFound(t=story.t, node=other, attempt=2))
+    assert (story.last(StopWorkers).attempt, story.last(StopWorkers).nodes) == (2, (other,))
+    story.feed(ev.WorkersStopped(t=story.t, node=other, attempt=1, store_port=1))
+    assert story.state.phase is Phase.STOPPING
+    story.stopped()
+    assert story.last(Launch).attempt == 3
