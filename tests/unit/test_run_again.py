@@ -1,4 +1,4 @@
-"""Attempts that do not come about at once: storage that hangs, images that do not come, an attempt unknown."""
+"""Attempts that do not come about at once: storage hangs, images do not come, the journal lacks an attempt."""
 
 from __future__ import annotations
 
