@@ -1,4 +1,4 @@
-"""Attempts that do not come about at once: storage hangs, images do not come, the journal lacks an attempt."""
+"""Attempts that do not come about at once: storage hangs, images do not come, an attempt is unknown."""
 
 from __future__ import annotations
 
