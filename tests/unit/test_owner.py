@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -147,6 +148,32 @@ def test_a_claim_that_was_cut_short_is_named(tmp_path: Path, root: Path) -> None
     assert raised.value.hint.endswith(f"rm {half}*")
     claim(root, first)
     assert os.listdir(root) == [OWNER]
+
+
+def test_a_claim_that_found_no_room_or_was_cut_short_keeps_nobody_out(tmp_path: Path, root: Path) -> None:
+    run = a_run(tmp_path, "first")
+    root.mkdir(parents=True)
+    half = root / f".{OWNER}.after-"
+    half.touch()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        claim(root, run)
+    os.utime(half, (0, 0))
+    claim(root, run)
+    assert (owner(root), os.listdir(root)) == (run, [OWNER])
+
+
+def test_a_claim_on_a_full_disk_leaves_nothing(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            claim(root, a_run(tmp_path, "first"))
+    assert os.listdir(root) == []
+    claim(root, a_run(tmp_path, "second"))
 
 
 def test_what_agents_write_is_for_the_owner_too(tmp_path: Path, root: Path) -> None:

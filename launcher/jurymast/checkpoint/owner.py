@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ OWNER = "owner.json"
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
 # Between a look and a claim another may claim it.
 TRIES = 10
+GIVEN_UP_S = 60.0
 _NO_NAME = re.compile(r"[^\w.-]")
 
 
@@ -71,6 +74,19 @@ def _read(path: Path) -> Owner | None:
         ) from error
 
 
+def _half_made(path: Path) -> Owner | None:
+    """Whose claim this is; None: nobody's any more. One that was begun and not written is given up after a
+    while: its process was killed. Raises as `_read`."""
+    try:
+        return _read(path)
+    except CheckpointError:
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime < GIVEN_UP_S:
+                raise
+            path.unlink()
+        return None
+
+
 def is_foreign(root: Path, us: Owner | None) -> bool:
     """Whether `root` is another run's, or may be: then what lies there is not ours to remove."""
     try:
@@ -111,14 +127,18 @@ def _take(root: Path, found: Owner | None, us: Owner) -> None:
     try:
         descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        other = _read(mine)
+        other = _half_made(mine)
         if other is None or other.run != us.run:
             return
     else:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(us.to_bytes())
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(us.to_bytes())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:  # a full disk
+            mine.unlink(missing_ok=True)
+            raise
     if owner(root) != found:
         mine.unlink(missing_ok=True)
         return
