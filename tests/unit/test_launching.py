@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.core import launching
+from jurymast.core.copies import ALL, MEMORY, Copies, Copy
 from jurymast.core.instructions import Launch
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory
@@ -21,10 +22,22 @@ from support.stories import Story
 
 def test_what_a_launch_waits_for_is_said_in_words() -> None:
     nodes = [f"n{i}" for i in range(9)]
-    assert launching.waits_for(nodes, nodes, [], "") == ""
-    assert launching.waits_for(nodes, nodes, ["s1"], "") == "the agents of s1"
-    assert launching.waits_for(nodes, ["n0", "n1"], [], "") == "the agents of n2, n3, n4, n5, n6 and 2 more"
-    assert "/runs/a" in launching.waits_for(nodes, [], [], "/runs/a")
+    none = Copies()
+    assert launching.waits_for(nodes, nodes, [], none, "") == ""
+    assert launching.waits_for(nodes, nodes, ["s1"], none, "") == "the agents of s1"
+    more = launching.waits_for(nodes, ["n0", "n1"], [], none, "")
+    assert more == "the agents of n2, n3, n4, n5, n6 and 2 more"
+    assert "/runs/a" in launching.waits_for(nodes, [], [], none, "/runs/a")
+
+
+def test_who_is_not_needed_is_not_waited_for() -> None:
+    """A spare that hung up a moment ago holds up no recovery, unless it may have what others lack."""
+    held = Copies()
+    for rank in range(2):
+        held.hold(Copy(f"n{rank}", MEMORY, 8, 1, rank, 2, ALL, 9))
+    assert launching.waits_for(["n0", "n1"], ["n0", "n1"], ["s1"], held, "") == ""
+    held.hold(Copy("n0", MEMORY, 9, 1, 0, 2, ALL, 9))
+    assert launching.waits_for(["n0", "n1"], ["n0", "n1"], ["s1"], held, "") == "the agents of s1"
 
 
 class Line:

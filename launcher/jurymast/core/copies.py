@@ -272,6 +272,11 @@ class Copies:
             return frozenset() if alike is None else alike.nodes.keys()
         return {copy.node for copy in copies if copy.has(part)}
 
+    def newest_is_whole(self) -> bool:
+        """Whether nobody else is needed to restore the newest state that anybody has told of."""
+        key = next(iter(self.newest_first()), None)
+        return key is not None and self.restorable(key)
+
     def restorable(self, key: Key, without: str = "") -> bool:
         """True while every part of every rank's image has a copy (on a node other than `without`)."""
         world, whole = self.world(key), self._whole.get(key, set()) if not without else ()

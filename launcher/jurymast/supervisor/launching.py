@@ -18,6 +18,8 @@ from jurymast.supervisor.tiers import Tiers
 from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
 from jurymast.wire import messages as msg
 
+# Of so many nodes one may look in a second whether all of them are there.
+LOOKS_A_SECOND = 10_000.0
 # So many nodes are told of a launch before others have their turn.
 AT_ONCE = 64
 
@@ -59,7 +61,9 @@ class Launching:
         since = told_at = time.monotonic()
         while self._is_due(launch):
             unfenced = "" if fenced.done() else str(self._directory.root)
-            what = launching.waits_for(launch.placement, self._here, self._watch.away(), unfenced)
+            what = launching.waits_for(
+                launch.placement, self._here, self._watch.away(), self._tiers.copies, unfenced
+            )
             if not what:
                 break
             if time.monotonic() > told_at + launching.WAIT_TOLD_S:
@@ -69,7 +73,7 @@ class Launching:
             if unfenced:
                 await asyncio.wait([fenced], timeout=WATCH_INTERVAL_S)
             else:
-                await asyncio.sleep(WATCH_INTERVAL_S)
+                await asyncio.sleep(max(WATCH_INTERVAL_S, len(self._state.nodes) / LOOKS_A_SECOND))
         if fenced.done() and (
             error := fenced.result()
         ):  # no checkpoint can be saved now, but training can go on
