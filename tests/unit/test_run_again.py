@@ -87,6 +87,16 @@ def test_an_attempt_that_the_journal_does_not_know_is_stopped_and_the_next_one_b
     assert story.last(Launch).attempt == 3
 
 
+def test_the_node_that_a_supervisor_left_behind_is_known() -> None:
+    story = Story(active=2, spares=1).running()
+    first = story.state.supervised_on
+    assert story.state.abandoned == ""
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node=first))
+    assert story.state.abandoned == "", "its process was started again"
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=3, node="n3"))
+    assert story.state.abandoned == first
+
+
 def test_an_attempt_found_while_the_one_before_stops_is_stopped_as_well() -> None:
     story = Story(active=2, spares=1).running()
     story.lost(story.state.placement[0])

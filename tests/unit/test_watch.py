@@ -87,6 +87,15 @@ def test_after_a_takeover_nodes_have_time_to_come_back() -> None:
     assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n3"]
 
 
+def test_the_node_of_a_supervisor_that_was_replaced_has_less_time() -> None:
+    """It most likely ended with its node; one that lives is back at once."""
+    ears = Ears()
+    for name in ("n2", "n3"):
+        ears.watch.expect(name, 3, abandoned=name == "n3")
+    ears.passes(5.0, beating=("n1",))
+    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n3"]
+
+
 def test_who_hears_nobody_is_cut_off_itself() -> None:
     ears = Ears()
     ears.passes(1.2, beating=("n1", "n2"))

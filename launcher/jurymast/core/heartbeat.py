@@ -26,6 +26,7 @@ LATE_TIMES = 4.0
 # Agents look for a supervisor that has just taken over for so long; so many come in each second.
 REJOIN_LIMIT_S = 6.5
 REJOINS_A_SECOND = 400.0
+ABANDONED_LIMIT_S = 1.0
 MEMORY = 240  # gaps remembered: two minutes at the default heartbeat
 
 
@@ -61,10 +62,11 @@ def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
     return arrivals.limit_s(fixed_s)
 
 
-def rejoin_limit_s(nodes: int) -> float:
+def rejoin_limit_s(nodes: int, *, abandoned: bool = False) -> float:
     """Seconds that the agents of so many nodes have to find a supervisor that has just taken over; on top
-    comes the limit of a node of which nothing is known."""
-    return REJOIN_LIMIT_S + nodes / REJOINS_A_SECOND
+    comes the limit of a node of which nothing is known. `abandoned`: of the node of the supervisor before,
+    which most likely ended because the node did."""
+    return (ABANDONED_LIMIT_S if abandoned else REJOIN_LIMIT_S) + nodes / REJOINS_A_SECOND
 
 
 def answer_every_s(heartbeat_s: float, nodes: int) -> float:

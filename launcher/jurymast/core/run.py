@@ -133,6 +133,8 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
 
 def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[Instruction]:
     state.epoch = event.epoch
+    state.abandoned = state.supervised_on if event.node != state.supervised_on else ""
+    state.supervised_on = event.node
     return []
 
 

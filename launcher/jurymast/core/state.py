@@ -183,6 +183,8 @@ class RunState:
     phase: Phase = Phase.QUEUED
     now: float = 0.0
     epoch: int = 0
+    supervised_on: str = ""  # the newest supervisor's node
+    abandoned: str = ""  # the node of the one before it, if that was another
     allocation: str = ""  # job.restarts: a requeued job keeps its id
     slurm_jobs: list[str] = field(default_factory=list)
     restarts: int = 0  # requeues so far

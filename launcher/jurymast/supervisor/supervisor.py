@@ -189,7 +189,8 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the batch process had them wait
         for name, known in self.state.nodes.items():
             if known.incarnation and known.role is not Role.FAILED:
-                self._watch.expect(name, len(self.state.nodes))
+                abandoned = name == self.state.abandoned
+                self._watch.expect(name, len(self.state.nodes), abandoned=abandoned)
         for instruction in resume(self.state):
             self._carry_out(instruction)
         self._spawn(self._watch_all())

@@ -66,9 +66,11 @@ class Watch:
         self.nodes: dict[str, NodeWatch] = {}
         self.longest_before_s = 0.0
 
-    def expect(self, node: str, nodes: int) -> None:
-        """A node that is known, and is to connect; so many may be on their way."""
-        arrivals = Arrivals(self._settings.heartbeat_s, self.clock.now + rejoin_limit_s(nodes))
+    def expect(self, node: str, nodes: int, *, abandoned: bool = False) -> None:
+        """A node that is known, and is to connect; so many may be on their way. `abandoned`: it most likely
+        does not."""
+        due_at = self.clock.now + rejoin_limit_s(nodes, abandoned=abandoned)
+        arrivals = Arrivals(self._settings.heartbeat_s, due_at)
         self.nodes[node] = NodeWatch(arrivals, connected=False)
 
     def joined(self, node: str) -> None:
