@@ -151,6 +151,9 @@ WORKS, READS, NOTHING = (
 )
 
 
+HELD_UP = Place(BLOCKED, "waits at a.py:5 for its DataLoader worker 0")
+
+
 @pytest.mark.parametrize(
     ("places", "missing"),
     [
@@ -163,6 +166,11 @@ WORKS, READS, NOTHING = (
         ([WORKS, WORKS, READS, WORKS], (2,)),  # on GPUs: the others wait at a line of their own
         ([WORKS, READS], ()),
         ([NOTHING, NOTHING], ()),
+        ([HELD_UP, WAITS], (0,)),
+        ([HELD_UP], (0,)),  # nobody else answered in time
+        ([NOTHING, HELD_UP], (1,)),
+        ([HELD_UP, WORKS, HELD_UP, WAITS, READS], (0, 2)),
+        ([HELD_UP, HELD_UP], ()),  # by the storage that all read from, say
         ([], ()),
     ],
 )

@@ -160,7 +160,11 @@ def _collective(stack: Sequence[Frame], innermost: Frame) -> str:
 
 
 def absent(places: Mapping[int, Place]) -> tuple[int, ...]:
-    """The ranks that never came to where the others wait; () when all do, or it cannot be told."""
+    """The ranks that never came to where the others wait; () when all do, or it cannot be told. A few that a
+    process of their own holds up are those, whoever else was seen."""
+    blocked = tuple(sorted(rank for rank, at in places.items() if at.kind == BLOCKED))
+    if len(blocked) == 1 or 0 < 2 * len(blocked) < len(places):
+        return blocked
     waiting = {rank for rank, at in places.items() if at.kind in WAITING}
     if not waiting:
         texts = Counter(at.text for at in places.values() if at.kind != UNKNOWN)
