@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 from pathlib import Path
@@ -74,5 +75,7 @@ def test_a_loader_worker_that_stops_before_the_first_step_is_named(tmp_path: Pat
     assert state.exit_code == 0, run.story()
     (incident,) = state.incidents
     assert (incident.cause, incident.action, incident.rank) == ("hang", "restart", 1), incident.evidence
-    assert "for its DataLoader worker 0, which is stopped (state T)" in incident.evidence
-    assert "rank 1 waits at loader_stops.py:" in incident.evidence
+    # On a machine that is too busy for the rank to answer in time, at least this can be seen from outside.
+    where = r"waits at loader_stops\.py:\d+|without a stack .*, may wait"
+    why = r"for its DataLoader worker 0, which is stopped \(state T\)"
+    assert re.search(rf"rank 1 ({where}) {why}", incident.evidence), incident.evidence

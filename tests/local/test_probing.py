@@ -56,7 +56,7 @@ class Watched:
         self.watcher = Watcher(context, names, self.told.append, once=once)
 
     async def until(self, what: str, condition: Callable[..., Any], *arguments: Any) -> None:
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + 120.0  # children have the lowest priority
         while not condition(*arguments):
             assert time.monotonic() < end, f"no {what}; told of {self.told}"
             await asyncio.sleep(0.02)

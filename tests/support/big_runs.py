@@ -28,7 +28,7 @@ INCIDENTS = (
     "power", "script", "crash", "power", "hang", "gpu", "storm", "power", "asked", "gpu", "crash", "power",
 )  # fmt: skip
 TRACEBACK = "Traceback (most recent call last):\n" + "".join(
-    f'  File "/work/train/model_{depth}.py", line {70 + depth}, in forward\n    x = self.layer_{depth}(x)\n'
+    f'  File "/home/ada/model_{depth}.py", line {70 + depth}, in forward\n    x = self.layer_{depth}(x)\n'
     for depth in range(12)
 )
 RESET = "[..] Connection closed by peer [10.0.0.1]:41931. This may indicate that a remote process died."

@@ -102,3 +102,11 @@ def test_a_last_address_that_is_silent_keeps_no_agent_from_the_newest_supervisor
         got, port = connected_to(agent, tmp_path)
     assert got
     assert agent._last == at(port, 2)
+
+
+def test_what_no_hello_tells_waits_for_the_next_supervisor(agent: Agent) -> None:
+    """A rank that waits for an image must not wait for its limit because of whom its agent could not reach."""
+    waits = msg.Unrestorable(attempt=2, rank=0, step=40, of=1, why="n5: refused")
+    agent._say(waits)
+    agent._say(msg.Prefetched(step=40, attempt=1, rank=1, tiers={}, seconds=1.0))
+    assert agent._unsaid == [waits]

@@ -140,6 +140,13 @@ def test_the_newest_step_wins_however_long_it_takes_to_restore() -> None:
     assert cp.plan_restore(held, {21: 10**15}, NODES, 1).tier == SHARED
 
 
+def test_more_steps_win_also_when_an_earlier_attempt_did_them() -> None:
+    held = all_of(step=20)
+    for rank, node in enumerate(NODES):
+        held.hold(copy_of(rank, node, step=15, attempt=2))
+    assert cp.plan_restore(held, {}, NODES, 1).step == 20
+
+
 def test_what_could_not_be_restored_is_passed_over_but_not_for_nothing() -> None:
     held = all_of(step=20)
     for rank, node in enumerate(NODES):

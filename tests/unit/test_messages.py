@@ -79,7 +79,7 @@ SAID: list[msg.ToSupervisor] = [
     msg.Refused(why="full", group=(0, 1)),
     msg.Foreseen(image_bytes=9, own_bytes=8, room=Room(5, "/x")),
     msg.Prefetched(step=1, attempt=1, rank=0, tiers={"peer": 9}, seconds=0.1, passed_over=("a",)),
-    msg.Unrestorable(step=1, attempt=1, rank=0, why="gone"),
+    msg.Unrestorable(attempt=2, rank=0, step=1, of=1, why="gone"),
     msg.Unreplicated(step=1, attempt=1, rank=0, part="all", why="gone", group=(0, 1)),
     msg.Drained(id="7", tier="shared", ok=False, why="full"),
     msg.Ask(what="rollback", by="ada", step=7),

@@ -72,6 +72,11 @@ def test_an_image_that_does_not_come_is_tried_again_elsewhere_before_an_older_on
     assert story.state.failed_to_restore() == {(40, 1)}
     assert "could not be restored 3 times" in story.state.alerts[-1].message
     assert story.state.phase is Phase.LAUNCHING
+    story.told().ranks_up()
+    story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=30, tier="memory", seconds=1.0))
+    assert story.state.failed_to_restore() == {(40, 1)}
+    story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=40, tier="memory", seconds=1.0))
+    assert story.state.failed_to_restore() == set(), "it can be had after all"
 
 
 def test_an_attempt_that_the_journal_does_not_know_is_stopped_and_the_next_one_begins() -> None:

@@ -313,6 +313,13 @@ def test_the_loader_worker_that_holds_a_rank_up_is_named(
     assert behind(IN_LOADER, workers) == Place(kind, text)
 
 
+def test_a_rank_without_a_stack_may_wait_for_a_loader_worker_that_is_stopped() -> None:
+    silent = Place(UNKNOWN, "without a stack (state S)")
+    told = "without a stack (state S), may wait for its DataLoader worker 0, which is stopped (state T)"
+    assert behind(silent, (LoaderWorker(0, "T"), LoaderWorker(1, "S", STUCK))) == Place(UNKNOWN, told)
+    assert behind(silent, (LoaderWorker(0, "S", STUCK),)) == silent
+
+
 def test_only_a_rank_that_waits_for_its_loader_looks_at_its_workers() -> None:
     elsewhere = Place(CODE, "in main at train.py:3")
     assert behind(elsewhere, (LoaderWorker(0, "T"),)) == elsewhere

@@ -58,6 +58,7 @@ TERMINATED_LIMIT_S = 25.0
 # Probes wait for the torchrun host; one that does not get warm may have its reason in what they would find.
 PROBE_ANYWAY_S = 60.0
 UNSAID_MAX = 1000
+KEPT = (msg.Failed, msg.RankEvent, msg.Unrestorable)
 TEMPORARY_PREFIX = "jurymast-agent-"
 
 
@@ -252,19 +253,18 @@ class Agent:
         return min(0.1, self._plan.settings.heartbeat_s) if young else self._plan.settings.heartbeat_s
 
     def _tell(self, message: msg.ToSupervisor) -> None:
-        """Say it now; what must not be lost waits for the next supervisor if none is there."""
+        """Say it now, but for what the end of the job explains."""
         unasked = isinstance(message, msg.Stopped) and self._stopping < self.attempt
         if self._terminating and (isinstance(message, msg.Failed) or unasked):
             return  # Slurm ends the ranks, and that is no failure
-        if self._channel is not None:
-            self._channel.send(message)
-        elif isinstance(message, msg.Failed | msg.RankEvent) and len(self._unsaid) < UNSAID_MAX:
-            self._unsaid.append(message)
+        self._say(message)
 
     def _say(self, message: msg.ToSupervisor) -> None:
-        """About checkpoints: a supervisor that is not there hears all of it in the next hello."""
+        """To the next supervisor if none is there, unless the hello tells it as well."""
         if self._channel is not None:
             self._channel.send(message)
+        elif isinstance(message, KEPT) and len(self._unsaid) < UNSAID_MAX:
+            self._unsaid.append(message)
 
     def _obey(self, order: msg.Order, sender: str) -> None:
         match order:

@@ -66,16 +66,18 @@ class _Rank:
 
     def answered(self) -> bool:
         """Its file has the main thread's stack, and grows no more."""
-        try:
-            size = self.dump.stat().st_size
-        except OSError:
-            return False
+        size = _size(self.dump)
         self.still = self.still + 1 if size and size == self.size else 0
         self.size = size
         if self.still < STILL_LOOKS:
             return False
-        self.text = self.dump.read_text(errors="replace")[:STACK_BYTES_MAX]
+        self.take_answer()
         return stack_signal.OWN_THREAD in self.text
+
+    def take_answer(self) -> None:
+        """As far as it is there."""
+        with suppress(OSError):
+            self.text = self.dump.read_text(errors="replace")[:STACK_BYTES_MAX]
 
     def process(self) -> str:
         """What /proc says of it, in a few words: "state D, in nfs_wait_on_request"."""
@@ -231,9 +233,10 @@ def _ask(ranks: list[_Rank], end: float) -> None:
     while waiting and time.monotonic() < end:
         time.sleep(POLL_S)
         waiting = [rank for rank in waiting if _can_answer(rank) and not rank.answered()]
-
+    for rank in waiting:  # where this process hardly ran meanwhile, the answer may be there all the same
+        rank.take_answer()
     for rank in ranks:
-        if rank.place().kind == stacks.LOADER:
+        if rank.place().kind in stacks.MAY_BLOCK:
             _ask_workers(rank, end)
 
 

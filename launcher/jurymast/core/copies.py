@@ -462,10 +462,10 @@ def plan_restore(
     """
     world = len(placement) * ranks_per_node
     keys = [key for key in copies.newest_first() if copies.world(key) == world and copies.restorable(key)]
-    key = next((key for key in keys if key not in failed), None)
+    key = max((key for key in keys if key not in failed), default=None)
     step = max(shared, default=None)
-    if key is None and step is None and keys:
-        key = keys[0]
+    if key is None and step is None:
+        key = max(keys, default=None)
     if key is not None and (step is None or key[0] >= step):
         return _from_images(copies, key, placement, ranks_per_node)
     if step is None:

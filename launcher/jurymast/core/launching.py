@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from jurymast.core.copies import Copies
+from jurymast.core.texts import some
 
 # A launch that waits for so long is told of, and again each time as much has passed.
 WAIT_TOLD_S = 15.0
@@ -28,5 +29,4 @@ def waits_for(
         missing = sorted(away)
     if not missing:
         return ""
-    more = f" and {len(missing) - NAMED_MAX} more" if len(missing) > NAMED_MAX else ""
-    return f"the agents of {', '.join(missing[:NAMED_MAX])}{more}"
+    return f"the agents of {some(missing, NAMED_MAX)}"

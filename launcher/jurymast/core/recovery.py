@@ -53,7 +53,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
     if state.phase is Phase.STOPPING:
         return []
     open_incident(state, detected_at, fault_at)
-    state.phase, state.deadline, state.stopped = Phase.STOPPING, None, set()
+    state.phase, state.stopped = Phase.STOPPING, set()
     state.deadline = detected_at + state.settings.stop_grace_s + STOP_LIMIT_S
     asked = state.findings.asked
     reason = f"{asked.what} asked by {asked.by}" if asked else "a failure ends the attempt for every rank"
@@ -231,11 +231,11 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     if testing.going_on(state):
         return []
     in_grace = state.enough_since is None or state.now < state.enough_since + SPARE_GRACE_S
-    if one_came and state.missing > 1 and in_grace:
-        state.missing -= 1  # it makes no more than itself ready: nobody need look at thousands of nodes
+    if one_came and state.awaited > 1 and in_grace:
+        state.awaited -= 1  # it makes no more than itself ready: nobody need look at thousands of nodes
         return []
     usable = sum(node.usable for node in state.nodes.values())
-    state.missing = (len(state.nodes) if usable >= state.active else state.active) - usable
+    state.awaited = (len(state.nodes) if usable >= state.active else state.active) - usable
     if usable >= state.active:
         state.enough_since = state.now if state.enough_since is None else state.enough_since
         all_here = usable == len(state.nodes)

@@ -122,7 +122,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
         )  # fmt: skip
     state.placement, state.started, state.finished, state.stopped = (), set(), set(), set()
     state.findings = Findings()
-    state.pretested, state.testing, state.missing = False, set(), 0
+    state.pretested, state.testing, state.awaited = False, set(), 0
     state.phase, state.deadline, state.enough_since = (
         Phase.STARTING,
         event.t + state.settings.join_limit_s,
@@ -299,9 +299,7 @@ def _attempt_found(state: RunState, event: ev.AttemptFound) -> list[Instruction]
 def _launch_waits(state: RunState, event: ev.LaunchWaits) -> list[Instruction]:
     if event.attempt != state.attempt or state.phase is not Phase.LAUNCHING:
         return []
-    message = (
-        f"attempt {event.attempt} has waited for {event.what} for {event.seconds:.0f} s, and goes on waiting"
-    )
+    message = f"the launch of attempt {event.attempt} waits for {event.what}"
     return blame.raise_alert(state, "launch waits", message, ())
 
 
@@ -368,9 +366,7 @@ def _saved(state: RunState, event: ev.Saved) -> list[Instruction]:
 def _restore_planned(state: RunState, event: ev.RestorePlanned) -> list[Instruction]:
     if event.attempt == state.attempt:
         state.restore = event
-        if (
-            state.phase is Phase.LAUNCHING
-        ):  # its agents are told now: until here it waited for storage, or for them
+        if state.phase is Phase.LAUNCHING:  # agents are told now: the wait for them, or for storage, is over
             state.deadline = event.t + recovery.LAUNCH_LIMIT_S
     return []
 
@@ -402,8 +398,12 @@ def _fetched(state: RunState, event: ev.Fetched) -> list[Instruction]:
 
 
 def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
+    if event.attempt != state.attempt:
+        return []
+    for key in [key for key in state.unrestored if key[0] == event.step]:
+        del state.unrestored[key]  # it can be had after all
     incident = state.incident
-    if incident is None or event.attempt != state.attempt:
+    if incident is None:
         return []
     incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
     plan = state.restore

@@ -19,6 +19,7 @@ from jurymast.core.flight import Entered, Missing, missing
 COLLECTIVE, BACKWARD, LOADER, CODE, UNKNOWN = "collective", "backward", "loader", "code", "unknown"
 BLOCKED = "blocked"  # by a process of its own that is stopped, or gone
 WAITING = (COLLECTIVE, BACKWARD)
+MAY_BLOCK = (LOADER, UNKNOWN)  # its loader's processes are worth a look
 PLACES_TOLD = 4
 RANKS_TOLD = 6
 # faulthandler: File "train.py", line 57 in main; py-spy: main (train.py:57)
@@ -96,12 +97,15 @@ class LoaderWorker:
 
 
 def behind(at: Place, workers: Sequence[LoaderWorker]) -> Place:
-    """Where a rank stands that waits for its data loader, with what holds that up."""
+    """Where a rank stands that waits for its data loader, or may as it gave no stack, with what holds that
+    up."""
     dead = [worker for worker in workers if worker.state in ("", "Z", "X", "T")]
-    holding = dead or [worker for worker in workers if worker.trouble()]
-    if at.kind != LOADER or not holding:
+    holding = dead or [worker for worker in workers if worker.trouble() and at.kind == LOADER]
+    if at.kind not in MAY_BLOCK or not holding:
         return at
     told = ", ".join(f"worker {worker.number}, which {worker.trouble()}" for worker in holding[:PLACES_TOLD])
+    if at.kind == UNKNOWN:
+        return Place(UNKNOWN, f"{at.text}, may wait for its DataLoader {told}")
     where = at.text.rpartition(" at ")[2]
     return Place(BLOCKED if dead else LOADER, f"waits at {where} for its DataLoader {told}")
 

@@ -46,10 +46,10 @@ class Phase(str, Enum):
     CANCELLED = "cancelled"
 
 
-# What a save costs is the median of so many.
 # A state whose images are there, but do not come: other nodes may have more luck.
 RESTORE_TRIES = 3
 NOTES_KEPT = 500
+# What a save costs is the median of so many.
 STALLS_KEPT = 9
 ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
 
@@ -237,7 +237,7 @@ class RunState:
     _places: tuple[tuple[str, ...], dict[str, int]] = field(
         default=((), {}), init=False, repr=False, compare=False
     )
-    missing: int = field(default=0, init=False, repr=False, compare=False)  # ready nodes, to go on
+    awaited: int = field(default=0, init=False, repr=False, compare=False)  # nodes not ready yet, to start
     unstopped: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property

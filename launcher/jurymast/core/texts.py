@@ -1,4 +1,4 @@
-"""Words of people that several decisions need."""
+"""Words for people that several decisions need."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Keeper:
                 if slot.copy is not None and slot.copy.manifest.rank != mine.rank:
                     slot.detach()  # another rank's now; it is held all the same, for whoever has that rank
                 self._settle(slot)
-        self._restoring = Restoring(self, plan, world)
+        self._restoring = Restoring(self, attempt, plan, world)
         for mine in self.ranks:
             if mine.rank >= 0 and plan is not None and mine.rank in plan.sources:
                 self._restoring.begin(mine)

@@ -56,8 +56,9 @@ class _Job:
 class Restoring:
     """The restore of one attempt. `stop`: a newer attempt has begun, whose slots these are now."""
 
-    def __init__(self, keeper: Keeper, plan: Plan | None, world: int) -> None:
+    def __init__(self, keeper: Keeper, attempt: int, plan: Plan | None, world: int) -> None:
         self._keeper = keeper
+        self._attempt = attempt
         self._plan = plan
         self._world = world
         self.stop = threading.Event()
@@ -84,7 +85,7 @@ class Restoring:
         return slot
 
     async def _bring(self, job: _Job) -> None:
-        started, (step, attempt, rank) = time.monotonic(), job.key
+        started, (step, of, rank) = time.monotonic(), job.key
         try:
             if job.base is None or not await self._start_from_base(job, job.base):
                 await self._start_afresh(job)
@@ -105,7 +106,7 @@ class Restoring:
             self._ready(job, filling, job.copy)
             self._keeper.tell(
                 msg.Prefetched(
-                    step=step, attempt=attempt, rank=rank, tiers=filling.got,
+                    step=step, attempt=of, rank=rank, tiers=filling.got,
                     seconds=round(time.monotonic() - started, 6), passed_over=tuple(job.why),
                 )
             )  # fmt: skip
@@ -115,7 +116,7 @@ class Restoring:
                 job.slot.state = State.EMPTY
             job.mine.record[Word.RESTORE] = Restore.FAILED
             why = "; ".join(job.why) or "nobody has all of it"
-            self._keeper.tell(msg.Unrestorable(step=step, attempt=attempt, rank=rank, why=why))
+            self._keeper.tell(msg.Unrestorable(attempt=self._attempt, rank=rank, step=step, of=of, why=why))
 
     async def _start_from_base(self, job: _Job, base: Copy) -> bool:
         """No copying: the buffer itself becomes the slot, and only what it lacks is fetched. False when it

@@ -185,6 +185,7 @@ class Simulation:
             self._generation += 1
             for out, into in self._names.placed(instruction.placement):
                 self._tiers.swapped(out, into)
+            self._plan_restore(instruction.attempt)
             self._at(self.now + d.parts(self._kind).launch_s, self._started, self._generation)
         elif isinstance(instruction, Requeue):
             self._at(self.now + self._tiers.given_back() + d.requeue_s, self._allocate_again)
@@ -192,6 +193,14 @@ class Simulation:
         elif isinstance(instruction, Finish):
             self._halt()
             self._allocation_ended(instruction.state)
+
+    def _plan_restore(self, attempt: int) -> None:
+        step, tier, seconds = self._tiers.survivor()
+        self._feed(
+            ev.RestorePlanned(
+                t=self.now, attempt=attempt, step=step, tier=tier, expected_s=seconds, tiers={}, reason=""
+            )
+        )
 
     # Allocations and nodes.
 

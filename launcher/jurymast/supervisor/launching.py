@@ -74,12 +74,10 @@ class Launching:
                 await asyncio.wait([fenced], timeout=WATCH_INTERVAL_S)
             else:
                 await asyncio.sleep(max(WATCH_INTERVAL_S, len(self._state.nodes) / LOOKS_A_SECOND))
-        if fenced.done() and (
-            error := fenced.result()
-        ):  # no checkpoint can be saved now, but training can go on
-            self._feed(
-                ev.Noted(t=self._now(), message=f"cannot write {self._directory.attempt_file}: {error}")
-            )
+        error = fenced.result() if fenced.done() else None
+        if error is not None:  # no checkpoint can be saved now, but training can go on
+            why = f"cannot write {self._directory.attempt_file}: {error}"
+            self._feed(ev.Noted(t=self._now(), message=why))
         return self._is_due(launch)
 
     def _fence(self, launch: Launch) -> OSError | None:

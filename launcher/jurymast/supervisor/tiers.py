@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from msgspec.structs import asdict
+
 from jurymast.checkpoint.directory import Rollback
 from jurymast.core import copies as cp
 from jurymast.core import events as ev
@@ -150,12 +152,7 @@ class Tiers:
             case msg.Unreplicated():
                 self._unreplicated(node, message)
             case msg.Unrestorable():
-                self.feed(
-                    ev.RestoreFailed(
-                        t=self.now(), node=node, attempt=self.state.attempt, rank=message.rank,
-                        step=message.step, of=message.attempt, why=message.why,
-                    )
-                )  # fmt: skip
+                self.feed(ev.RestoreFailed(t=self.now(), node=node, **asdict(message)))
             case msg.Drained():
                 self._hear_drained(node, message)
             case _:

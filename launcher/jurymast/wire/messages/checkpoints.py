@@ -124,11 +124,13 @@ class Prefetched(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Unrestorable(ToSupervisor, frozen=True, kw_only=True):
-    """The rank has to look in the shared tier itself."""
+    """What `rank` is to restore in `attempt`, the image of `step` that the attempt `of` saved, cannot be
+    brought here."""
 
-    step: int
     attempt: int
     rank: int
+    step: int
+    of: int
     why: str
 
 
