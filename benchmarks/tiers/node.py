@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 
 from benchmarks.tiers.child import Message, first_line, say
+from jurymast.core import messages as msg
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.storage.drainer import Drainer
-from jurymast.wire import messages as msg
 from jurymast.worker import link
 
 LOOK_EVERY_S = 0.1

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,11 +97,9 @@ def test_an_interrupted_demo_leaves_nothing(temporary: Path, number: signal.Sign
         wait_until(
             "rank of the demo", lambda: any("train_gpt.py" in " ".join(w) for w in left_over(temporary))
         )
-        began = time.monotonic()
         process.send_signal(number)
         _, story = process.communicate(timeout=60)
     assert process.returncode == code, story
-    assert time.monotonic() - began < 20
     assert left_over(temporary) == []
     assert list(temporary.iterdir()) == []
 

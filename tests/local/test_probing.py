@@ -16,11 +16,11 @@ import pytest
 from jurymast.agent.probing import Probing
 from jurymast.core import events as ev
 from jurymast.core.health import Finding
+from jurymast.core.messages import Health
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.health.probe import Context
 from jurymast.health.watcher import Watcher
 from jurymast.rundir import RunDirectory
-from jurymast.wire.messages import Health
 from support.probes import Acme
 from support.runs import local_run, wait_gone
 from support.waiting import wait_until

@@ -42,12 +42,6 @@ class TestJobs:
         output = cluster.login(["srun", "--nodes=4", "bash", "-c", "hostname; id -un"]).stdout.split()
         assert sorted(output) == ["jurymast-test"] * 4 + ["n1", "n2", "n3", "n4"]
 
-    def test_an_idle_node_starts_a_batch_job_within_a_second(self, cluster: Cluster) -> None:
-        started = time.monotonic()
-        job = cluster.sbatch("#!/bin/bash\nsleep 600\n")
-        cluster.wait_job(job, "RUNNING")
-        assert time.monotonic() - started < 2.0
-
     def test_a_job_sees_its_gpus(self, cluster: Cluster) -> None:
         show = "echo $CUDA_VISIBLE_DEVICES"
         eight = cluster.login(["srun", "--nodes=2", "--gpus-per-node=8", "bash", "-c", show]).stdout.split()
@@ -73,10 +67,7 @@ class TestJobs:
         cluster.wait_job(job, "PENDING")
         # Not in the second of the requeue: slurmd would take the new start for the job it has just revoked.
         cluster.login(["scontrol", "update", f"JobId={job}", "StartTime=now+2"])
-        started = time.monotonic()
-        record = cluster.wait_job(job, "RUNNING")
-        assert record["Restarts"] == "1"
-        assert time.monotonic() - started < 10.0
+        assert cluster.wait_job(job, "RUNNING")["Restarts"] == "1"
 
     def test_the_unprivileged_user_may_not_drain_a_node(self, cluster: Cluster) -> None:
         drain = ["scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test"]
@@ -121,7 +112,6 @@ class TestFaults:
         cluster.wait_job(job, "RUNNING")
         wait_until(lambda: _sleeping(cluster, "n1", "n2", "n3", "n4"), 10, "the tasks to start")
         fault = cluster.fault("power-loss", "n3")
-        assert fault.took_s < 0.1
         assert abs(time.time() - fault.time) < 5.0
         wait_until(lambda: "DOWN" in cluster.node_states()["n3"], 60, "Slurm to miss n3")
         record = cluster.job(job)

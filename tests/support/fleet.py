@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jurymast.cluster.allocation import Allocation
+from jurymast.core import messages as msg
 from jurymast.core.foresight import Room
 from jurymast.core.heartbeat import patience_s
+from jurymast.core.messages import CadenceReport, RankReport, beat_of, encode
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
-from jurymast.wire import messages as msg
 from jurymast.wire.channel import HEAD_BYTES, MAGIC, NONCE_BYTES, digest
-from jurymast.wire.messages import CadenceReport, RankReport, beat_of, encode
 from jurymast.wire.seal import Seal
 
 RANKS = 8

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
+from jurymast.core import messages as msg
 from jurymast.core.foresight import Room
 from jurymast.keeper import copies, manifest
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.page import SLOTS, RankRecord, Restore, SlotWord, Word
-from jurymast.wire import messages as msg
 from jurymast.worker import link
 
 SECRET = b"k" * 32

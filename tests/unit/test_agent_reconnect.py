@@ -17,10 +17,10 @@ import pytest
 from jurymast.agent import agent as agents
 from jurymast.agent.agent import Agent
 from jurymast.cluster.allocation import Allocation
+from jurymast.core import messages as msg
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
-from jurymast.wire import messages as msg
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection
 from jurymast.wire.endpoint import Endpoint
@@ -105,7 +105,7 @@ def test_a_last_address_that_is_silent_keeps_no_agent_from_the_newest_supervisor
 
 
 def test_what_no_hello_tells_waits_for_the_next_supervisor(agent: Agent) -> None:
-    """A rank that waits for an image must not wait for its limit because of whom its agent could not reach."""
+    """A rank that waits for an image must not wait long because its agent reached nobody."""
     waits = msg.Unrestorable(attempt=2, rank=0, step=40, of=1, why="n5: refused")
     agent._say(waits)
     agent._say(msg.Prefetched(step=40, attempt=1, rank=1, tiers={}, seconds=1.0))

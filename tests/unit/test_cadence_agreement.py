@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from jurymast.agent.ranks import RankMemory
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core import within
 from jurymast.core.cadence import NEVER, Schedule
+from jurymast.core.messages import Beat, CadenceReport
 from jurymast.core.run import step as take
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.supervisor.cadence import Cadence
-from jurymast.wire import messages as msg
-from jurymast.wire import within
-from jurymast.wire.messages import Beat, CadenceReport
 from jurymast.worker.link import Link, open_page
 from jurymast.worker.schedule import Follower
 from support.reports import reported

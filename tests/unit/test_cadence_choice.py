@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.cadence import (
     DURABLE_SHARE_ALONE,
     HYSTERESIS,
@@ -27,7 +28,6 @@ from jurymast.core.optimum import Saving, async_goodput
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, RunState
 from jurymast.supervisor.tiers import Tiers
-from jurymast.wire import messages as msg
 from support.reports import hello
 
 HOUR_S = 3600.0

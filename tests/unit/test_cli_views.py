@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
+from jurymast.core.messages import Accepted, Ask, Declined, Said, read_said
 from jurymast.errors import AuthenticationError
 from jurymast.journal import replay
 from jurymast.report.closing import record_cancel
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import channel, endpoint
 from jurymast.wire.connection import Connection
-from jurymast.wire.messages import Accepted, Ask, Declined, Said, read_said
 from support.commands import RUN, Place, crash_loop, swapped
 from support.stories import Story
 from support.wire import served

@@ -9,7 +9,7 @@ import pytest
 from jurymast.agent.around import Around, interfaces, rdma_ports
 from jurymast.core.devices import leave_out, lets_through, names, work_around
 from jurymast.core.health import HARDWARE, NETWORK, Finding, Verdict
-from jurymast.wire.messages import Health
+from jurymast.core.messages import Health
 from support.sysfs_trees import Sysfs
 
 PORTS = [f"mlx5_{number}:1" for number in (*range(4), 10)]

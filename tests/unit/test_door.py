@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from jurymast.core.messages import Ask, Said, read_said
 from jurymast.errors import AuthenticationError
 from jurymast.supervisor import door
 from jurymast.supervisor.door import Door
 from jurymast.wire import channel
 from jurymast.wire.connection import Connection
-from jurymast.wire.messages import Ask, Said, read_said
 from support.wire import served
 
 SECRET = secrets.token_bytes(32)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from jurymast.agent.probing import OFFSETS, Probing
+from jurymast.core import messages as msg
 from jurymast.core.health import Finding
 from jurymast.health.probe import Context
 from jurymast.health.watcher import WEDGED
-from jurymast.wire import messages as msg
 from jurymast_host import HostProbe
 from jurymast_infiniband import InfinibandProbe
 from jurymast_nvidia import NAME as NVIDIA

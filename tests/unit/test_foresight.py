@@ -10,10 +10,10 @@ import torch
 from jurymast.checkpoint.foreseen import foreseen_bytes
 from jurymast.checkpoint.image import Drafter
 from jurymast.checkpoint.state import State
+from jurymast.core import messages as msg
 from jurymast.core.foresight import Foreseen, Need, Room, needs
 from jurymast.core.parity import Keeping, keeping
 from jurymast.supervisor.foresight import Foresight
-from jurymast.wire import messages as msg
 
 GIB = 1 << 30
 NODES = ("n1", "n2")

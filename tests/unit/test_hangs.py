@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.hang import LOOK_AGAIN_S, UNMOVED_S
+from jurymast.core.messages import beat_of
 from jurymast.core.stacks import CODE, COLLECTIVE, Stand
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.saves import Saves
 from jurymast.supervisor.watch import Watch
-from jurymast.wire import messages as msg
-from jurymast.wire.messages import beat_of
 from support.reports import reported
 from support.stories import Story
 

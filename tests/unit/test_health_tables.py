@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.health import KINDS, Finding, Verdict
 from jurymast.errors import PolicyError
 from jurymast.health.probe import Context
@@ -17,7 +18,6 @@ from jurymast.policy.load import file_layers
 from jurymast.policy.resolve import resolve
 from jurymast.reference import recovery_actions, thresholds, xids
 from jurymast.supervisor.health import Health
-from jurymast.wire import messages as msg
 
 # The classes of the public catalogue, written down apart from the data file.
 CLASSES = {

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.core import messages as msg
 from jurymast.core.foresight import Room
 from jurymast.keeper import loans, scrub
 from jurymast.keeper.buffers import ROUND_BYTES, Buffer
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import SLOTS, Restore, SlotWord, Word
-from jurymast.wire import messages as msg
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,

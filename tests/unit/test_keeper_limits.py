@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.core import messages as msg
 from jurymast.core.foresight import Room
 from jurymast.keeper import limits
 from jurymast.keeper.buffers import ROUND_BYTES, Buffer
 from jurymast.keeper.limits import Refused
 from jurymast.keeper.memory import Memory
 from jurymast.keeper.page import SLOTS, Restore, Word
-from jurymast.wire import messages as msg
 from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
 
 GIB = 1 << 30

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.core import messages as msg
 from jurymast.core.copies import ALL
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copy
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import Restore
-from jurymast.wire import messages as msg
 from support.keepers import (
     COMMON_BYTES,
     SIZE,

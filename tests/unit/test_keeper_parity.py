@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from jurymast.core import messages as msg
 from jurymast.core.foresight import Room
 from jurymast.keeper import parity
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import Restore
-from jurymast.wire import messages as msg
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,

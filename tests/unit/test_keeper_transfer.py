@@ -18,15 +18,8 @@ from typing import Any
 
 import pytest
 
-from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.keeper import serve
-from jurymast.keeper.copies import Copies
-from jurymast.keeper.fetch import Filling, Peer
-from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.page import Restore, Word
-from jurymast.wire import messages as msg
-from jurymast.wire import stream
-from jurymast.wire.messages.keepers import (
+from jurymast.core import messages as msg
+from jurymast.core.messages.keepers import (
     GetBytes,
     GetManifest,
     ImageName,
@@ -35,6 +28,13 @@ from jurymast.wire.messages.keepers import (
     read_request,
     read_served,
 )
+from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.keeper import serve
+from jurymast.keeper.copies import Copies
+from jurymast.keeper.fetch import Filling, Peer
+from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.page import Restore, Word
+from jurymast.wire import stream
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.core import launching
+from jurymast.core import messages as msg
 from jurymast.core.copies import ALL, MEMORY, Copies, Copy
 from jurymast.core.instructions import Launch
 from jurymast.journal import JournalWriter
@@ -15,7 +16,6 @@ from jurymast.rundir import RunDirectory
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.supervisor.watch import WATCH_INTERVAL_S
-from jurymast.wire import messages as msg
 from support.reports import hello
 from support.stories import Story
 

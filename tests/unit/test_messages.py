@@ -20,6 +20,8 @@ import pytest
 from jurymast.agent.agent import Agent
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core import within
 from jurymast.core.cadence import Schedule
 from jurymast.core.flight import Entered
 from jurymast.core.foresight import Room
@@ -33,8 +35,7 @@ from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import Door
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
-from jurymast.wire import channel, endpoint, within
-from jurymast.wire import messages as msg
+from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection
 from jurymast.wire.strangers import Strangers

@@ -232,8 +232,8 @@ def test_forgiven_nodes_are_remembered(tmp_path: Path) -> None:
     assert forgiven_nodes(tmp_path) == {"n1": 5.0, "n2": 7.5}
 
 
-def test_two_hundred_runs_are_read_within_seconds(tmp_path: Path) -> None:
-    """On 64 nodes each. What is unread takes about 20 us an event, what was read once next to nothing."""
+def test_what_was_read_once_of_two_hundred_runs_takes_next_to_no_time(tmp_path: Path) -> None:
+    """On 64 nodes each."""
     story = Story(active=62, spares=2).running(40)
     for step in range(50, 350):
         story.stepped(step)
@@ -252,9 +252,7 @@ def test_two_hundred_runs_are_read_within_seconds(tmp_path: Path) -> None:
     runs = past_runs(tmp_path)
     history(runs, START + DAY_S, EXPIRE_S)
     warm_s = time.monotonic() - began
-    print(json.dumps({"cold_s": round(cold_s, 2), "warm_s": round(warm_s, 3)}))
-    assert warm_s < 2.0
-    assert cold_s < 60.0
+    assert warm_s < cold_s / 3
 
 
 def test_the_burst_rule_is_what_its_words_say() -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from jurymast.agent import ranks
 from jurymast.agent.ranks import RankMemory, RankWatch, process_state
-from jurymast.wire import within
-from jurymast.wire.messages import CadenceReport, RankReport, Strange, beat_of, encode, read_said
+from jurymast.core import within
+from jurymast.core.messages import CadenceReport, RankReport, Strange, beat_of, encode, read_said
 from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
 from support.waiting import wait_until
@@ -48,7 +48,7 @@ def child(*words: str) -> Iterator[subprocess.Popen[str]]:
 
 def rank(memory: RankMemory, local_rank: int, code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` as a rank would run it: `link` is its link to the agent."""
-    imports = "from jurymast.wire import within; from jurymast.worker import link as m"
+    imports = "from jurymast.core import within; from jurymast.worker import link as m"
     environment = {PAGE_VARIABLE: memory.page_path, EVENTS_VARIABLE: memory.events_path}
     return subprocess.run(
         [sys.executable, "-c", f"{imports}; link = m.current()\n{code}"],
@@ -169,7 +169,7 @@ def test_both_are_gone_with_the_agent_and_the_rank_goes_on() -> None:
     assert not Path(page).exists()
     environment = {**os.environ, PAGE_VARIABLE: page, EVENTS_VARIABLE: events}
     told = (
-        "from jurymast.wire import within; from jurymast.worker import link; l = link.current(); l.beat(1);"
+        "from jurymast.core import within; from jurymast.worker import link; l = link.current(); l.beat(1);"
         "l.emit(within.Skipped(step=1)); print(l.attached)"
     )
     done = subprocess.run(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
+from jurymast.core.messages import Condition
 from jurymast.core.settings import Settings
 from jurymast.core.state import Alert
 from jurymast.report import follow, gantt
@@ -27,7 +28,6 @@ from jurymast.report.tail import FileTail
 from jurymast.report.text import status_blocks
 from jurymast.report.view import Watcher, read_status, status_view
 from jurymast.report.words import duration, node_time, size, some, squeue_time
-from jurymast.wire.messages import Condition
 from support.stories import START, Story
 
 ALIVE, ENDED = Liveness("alive", "RUNNING", "17"), Liveness("ended")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.settings import Settings
 from jurymast.supervisor.sick_nodes import SickNodes
-from jurymast.wire import messages as msg
 from support.stories import Story
 
 SCONTROL = """

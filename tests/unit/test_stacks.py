@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +18,9 @@ import pytest
 from msgspec.structs import asdict
 
 from jurymast.agent.ranks import process_state
-from jurymast.agent.stacks import LIMIT_S, Stacks
+from jurymast.agent.stacks import Stacks
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core import stacks
 from jurymast.core.settings import RunPlan
 from jurymast.core.stacks import (
@@ -42,7 +42,6 @@ from jurymast.core.stacks import (
     stand,
 )
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder
-from jurymast.wire import messages as msg
 from jurymast.worker import stack_signal
 from support.stories import Story
 from support.waiting import wait_until
@@ -401,10 +400,11 @@ def test_ranks_tell_where_they_stand_even_with_the_interpreters_lock_held(
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
-def test_what_cannot_answer_costs_no_time_and_is_not_killed_by_the_question(
-    taken: Taken, tmp_path: Path
+def test_what_cannot_answer_is_not_waited_for_and_not_killed_by_the_question(
+    taken: Taken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking, said, _ = taken
+    monkeypatch.setattr("jurymast.agent.stacks.LIMIT_S", 1e6)
     with (
         rank_process(tmp_path, 0, SLEEPS, listens=False) as deaf,
         rank_process(tmp_path, 1, SLEEPS) as stopped,
@@ -413,9 +413,7 @@ def test_what_cannot_answer_costs_no_time_and_is_not_killed_by_the_question(
         assert stack_signal.listens(stopped)
         os.kill(stopped, signal.SIGSTOP)
         wait_until("the stop", lambda: process_state(stopped)[0] == "T")
-        began = time.monotonic()
         asyncio.run(looking.take([deaf, stopped]))
-        assert time.monotonic() - began < LIMIT_S
         (message,) = said
         assert message.kinds == (UNKNOWN, UNKNOWN)
         assert "state S" in message.places[0]
@@ -470,9 +468,7 @@ def test_a_flight_recorder_is_asked_and_a_missing_record_is_seen(taken: Taken) -
         pipes.append(os.open(f"{prefix}{rank}.pipe", os.O_RDONLY | os.O_NONBLOCK))
     make_folder(ranks_folder(directory.evidence(1), 2))
     Path(f"{environment['TORCH_FR_DUMP_TEMP_FILE']}2").write_bytes(b"record")
-    began = time.monotonic()
     asyncio.run(looking.take([os.getpid(), os.getpid()]))
-    assert time.monotonic() - began < LIMIT_S + 1.0
     assert [os.read(pipe, 100) for pipe in pipes] == [b"1\n", b"1\n"]
     for pipe in pipes:
         os.close(pipe)

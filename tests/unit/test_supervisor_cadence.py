@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.failure_rate import FailureRate, prior
+from jurymast.core.messages import Beat, CadenceReport
 from jurymast.core.run import step as take
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.report.cadence import cadence_json, cadence_lines
 from jurymast.supervisor.cadence import HOLD_S, MARGIN_BEATS, SAMPLE_S, Cadence
-from jurymast.wire import messages as msg
-from jurymast.wire.messages import Beat, CadenceReport
 from support.reports import reported
 
 STEP_S = 0.5

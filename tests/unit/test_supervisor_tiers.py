@@ -9,6 +9,8 @@ import pytest
 
 from jurymast.agent.keeping import failure_domain
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core import within
 from jurymast.core.instructions import Launch
 from jurymast.core.run import step
 from jurymast.core.settings import Settings
@@ -21,8 +23,6 @@ from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.retries import RETRY_MAX_S, RETRY_S
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.supervisor.tiers import DRAIN_LIMIT_S, Tiers
-from jurymast.wire import messages as msg
-from jurymast.wire import within
 from support.reports import hello
 from support.stories import Story
 

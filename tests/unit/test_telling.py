@@ -10,12 +10,12 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.ledger import Ledger
+from jurymast.core.messages import beat_of
 from jurymast.core.telling import PAUSE_MAX_S, YOUNG_S
 from jurymast.journal import initial_state, replay
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.saves import Saves
 from jurymast.supervisor.watch import Watch
-from jurymast.wire.messages import beat_of
 from support.reports import reported
 from support.stories import Story
 

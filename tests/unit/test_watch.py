@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jurymast.core.heartbeat import KNOWN_AFTER, LIMIT_MAX_S, rejoin_limit_s
+from jurymast.core.messages import beat_of
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
-from jurymast.wire.messages import beat_of
 from support.reports import reported
 
 

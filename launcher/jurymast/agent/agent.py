@@ -31,14 +31,15 @@ from jurymast.agent.succession import Succession
 from jurymast.agent.testing import Testing
 from jurymast.agent.verdict import leave_verdict
 from jurymast.cluster.allocation import Allocation
+from jurymast.core import messages as msg
+from jurymast.core import within
 from jurymast.core.heartbeat import patience_s
+from jurymast.core.messages import RankReport, beat_of
 from jurymast.core.settings import RunPlan
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.rundir import RunDirectory
-from jurymast.wire import channel, endpoint, within
-from jurymast.wire import messages as msg
+from jurymast.wire import channel, endpoint
 from jurymast.wire.channel import Channel
-from jurymast.wire.messages import RankReport, beat_of
 from jurymast.wire.strangers import Strangers
 
 RECONNECT_S = 0.1

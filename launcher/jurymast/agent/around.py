@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jurymast.core import devices
+from jurymast.core import messages as msg
 from jurymast.core.devices import WorkAround, work_around
 from jurymast.core.health import NETWORK, Finding, Verdict
-from jurymast.wire import messages as msg
 
 WORKED_AROUND = "worked-around"
 

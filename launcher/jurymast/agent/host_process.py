@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jurymast.wire import within
-from jurymast.wire.base import encode
+from jurymast.core import within
+from jurymast.core.message import encode
 from jurymast.worker import startup
 from jurymast.worker.agent_pipe import FD_VARIABLE
 

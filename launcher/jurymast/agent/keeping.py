@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.core import copies as cp
+from jurymast.core import messages as msg
+from jurymast.core import within
 from jurymast.core.foresight import Room
 from jurymast.core.settings import RunPlan
 from jurymast.errors import never
@@ -18,8 +20,6 @@ from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.storage import local
 from jurymast.storage.drainer import Drainer
-from jurymast.wire import messages as msg
-from jurymast.wire import within
 
 
 class Keeping:

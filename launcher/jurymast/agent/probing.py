@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from jurymast.core import messages as msg
 from jurymast.core.health import HOST, NOT_OBSERVABLE, Finding, Verdict
 from jurymast.core.settings import RunPlan
 from jurymast.health.probe import Context, granted_gpus
 from jurymast.health.watcher import Watcher, names_to_ask
 from jurymast.rundir import RunDirectory
-from jurymast.wire import messages as msg
 
 # Offsets of the clock are worth looking a limit up from here on, seconds.
 OFFSET_WORTH_S = 0.1

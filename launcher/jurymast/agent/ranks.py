@@ -7,10 +7,10 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 
+from jurymast.core import messages as msg
+from jurymast.core import within
 from jurymast.core.hang import IDLE_SHARE
-from jurymast.wire import messages as msg
-from jurymast.wire import within
-from jurymast.wire.messages import CadenceReport, RankReport, Times
+from jurymast.core.messages import CadenceReport, RankReport, Times
 from jurymast.worker.link import SLOT_BYTES, Beat, read_slot
 from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
 

@@ -26,12 +26,12 @@ import psutil
 
 from jurymast.agent import flight_record
 from jurymast.agent.ranks import process_state
+from jurymast.core import messages as msg
 from jurymast.core import stacks
 from jurymast.core.flight import Entered
 from jurymast.core.hang import works
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder, write_atomically
-from jurymast.wire import messages as msg
 from jurymast.worker import stack_signal
 
 LIMIT_S = 2.0

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jurymast.core import messages as msg
 from jurymast.core.preflight import LOCAL, Alone, limit_s
 from jurymast.core.settings import RunPlan
-from jurymast.wire import messages as msg
 
 # Slurm may grant devices that no driver stands behind.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")

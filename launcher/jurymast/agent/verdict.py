@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jurymast.cluster.verdicts import boot_id, leave, verdict
+from jurymast.core import messages as msg
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
-from jurymast.wire import messages as msg
 
 
 async def leave_verdict(

@@ -15,6 +15,7 @@ from jurymast.checkpoint.memory_tier import MemoryTier
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import State
 from jurymast.checkpoint.tier import Candidate, Saved, Source, Tier
+from jurymast.core import within
 from jurymast.core.cadence import (
     NEVER,
     Cadence,
@@ -27,7 +28,6 @@ from jurymast.core.cadence import (
 from jurymast.core.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError, RunDirectoryError
 from jurymast.rundir import RunDirectory
-from jurymast.wire import within
 from jurymast.worker import link
 from jurymast.worker.schedule import Follower
 

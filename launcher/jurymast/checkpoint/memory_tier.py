@@ -21,6 +21,7 @@ from jurymast.checkpoint.directory import one_line
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.state import State
 from jurymast.checkpoint.tier import Candidate, Saved
+from jurymast.core import within
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.page import (
@@ -32,7 +33,6 @@ from jurymast.keeper.page import (
     SlotWord,
     Word,
 )
-from jurymast.wire import within
 from jurymast.worker import link
 
 log = logging.getLogger("jurymast.checkpoint")

@@ -21,8 +21,8 @@ def refuse_ended(directory: RunDirectory, what: str) -> None:
 
 def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
     """Raises NotNowError when the supervisor refuses, or none answers."""
+    from jurymast.core.messages import Declined
     from jurymast.wire.ask import ask
-    from jurymast.wire.messages import Declined
 
     refuse_ended(directory, what)
     answer = ask(directory, what, by=user(), node=node, step=step)

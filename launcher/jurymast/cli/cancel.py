@@ -33,8 +33,8 @@ def command(run: str, runs: Path | None) -> None:
     directory = the_run(run, runs)
     name = directory.root.name
     watcher = read_status(directory)
+    from jurymast.core.messages import Accepted
     from jurymast.wire.ask import ask
-    from jurymast.wire.messages import Accepted
 
     # Until there is an outcome its supervisor may be there, waiting for room for the last checkpoint.
     over = watcher.state.ended and directory.outcome_file.exists()

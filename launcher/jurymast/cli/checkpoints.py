@@ -317,8 +317,8 @@ class _Asked:
 
     def _go_back(self, step: int) -> bool:
         """Have a run that is running do so at once: nodes hold newer steps in memory. False: it is not."""
+        from jurymast.core.messages import Accepted
         from jurymast.wire.ask import ask
-        from jurymast.wire.messages import Accepted
 
         return isinstance(ask(self._run, "rollback", by=user(), step=step), Accepted)
 

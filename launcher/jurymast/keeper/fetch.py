@@ -18,14 +18,8 @@ from typing import TypeVar
 import xxhash
 
 from jurymast.core.copies import ALL, LOCAL
-from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Block, Group, Key, blocks_of, parts_of, trusted
-from jurymast.keeper.manifest import BadImage, Manifest, hash_block
-from jurymast.keeper.private import open_own
-from jurymast.wire import stream
-from jurymast.wire.base import Strange
-from jurymast.wire.messages.keepers import (
+from jurymast.core.message import Strange
+from jurymast.core.messages.keepers import (
     BytesFollow,
     Check,
     Doubted,
@@ -38,6 +32,12 @@ from jurymast.wire.messages.keepers import (
     Served,
     read_served,
 )
+from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.keeper.buffers import Buffer
+from jurymast.keeper.copies import Block, Group, Key, blocks_of, parts_of, trusted
+from jurymast.keeper.manifest import BadImage, Manifest, hash_block
+from jurymast.keeper.private import open_own
+from jurymast.wire import stream
 from jurymast.wire.stream import Stream
 
 STREAMS = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from jurymast.core import messages as msg
 from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import parity
@@ -12,7 +13,6 @@ from jurymast.keeper.copies import Copies, Copy, Group, Key
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.threads import in_thread
-from jurymast.wire import messages as msg
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jurymast.core import messages as msg
 from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.core.foresight import Room
 from jurymast.keeper import limits, scrub
@@ -32,7 +33,6 @@ from jurymast.keeper.restoring import Plan, Restoring
 from jurymast.keeper.serve import Server
 from jurymast.keeper.slots import RankSlots, Slot, State
 from jurymast.keeper.threads import in_thread
-from jurymast.wire import messages as msg
 
 SCAN_LIMIT_S = 5.0
 

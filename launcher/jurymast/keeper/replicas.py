@@ -7,6 +7,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jurymast.core import messages as msg
 from jurymast.core.copies import ALL, MEMORY, PEER
 from jurymast.keeper import limits, parity
 from jurymast.keeper.copies import Copy, Group, Key
@@ -15,7 +16,6 @@ from jurymast.keeper.gathering import Source, members_of
 from jurymast.keeper.limits import Refused
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.threads import in_thread
-from jurymast.wire import messages as msg
 
 if TYPE_CHECKING:
     from jurymast.keeper.keeper import Keeper

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from jurymast.core import messages as msg
 from jurymast.core.copies import ALL, MEMORY, PEER
 from jurymast.keeper import limits
 from jurymast.keeper.buffers import Buffer
@@ -18,7 +19,6 @@ from jurymast.keeper.page import Restore, Word
 from jurymast.keeper.replicas import slot_bytes
 from jurymast.keeper.slots import RankSlots, Slot, State
 from jurymast.keeper.threads import in_thread
-from jurymast.wire import messages as msg
 
 if TYPE_CHECKING:
     from jurymast.keeper.keeper import Keeper

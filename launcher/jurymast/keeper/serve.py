@@ -8,13 +8,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from jurymast.errors import AuthenticationError, ProtocolError, never
-from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Copies, Copy, Key
-from jurymast.keeper.private import open_own
-from jurymast.wire import stream
-from jurymast.wire.base import Strange
-from jurymast.wire.messages.keepers import (
+from jurymast.core.message import Strange
+from jurymast.core.messages.keepers import (
     BytesFollow,
     Check,
     Doubted,
@@ -26,6 +21,11 @@ from jurymast.wire.messages.keepers import (
     Request,
     read_request,
 )
+from jurymast.errors import AuthenticationError, ProtocolError, never
+from jurymast.keeper.buffers import Buffer
+from jurymast.keeper.copies import Copies, Copy, Key
+from jurymast.keeper.private import open_own
+from jurymast.wire import stream
 from jurymast.wire.stream import Stream
 
 Peer = Stream[Request]

@@ -10,7 +10,7 @@ from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
 
 if TYPE_CHECKING:
-    from jurymast.wire.messages import Condition
+    from jurymast.core.messages import Condition
 
 # While steps are done a supervisor writes every two seconds, of a run that is no longer young less often.
 SILENT_S = 10.0
@@ -23,8 +23,8 @@ def hear(directory: RunDirectory, state: RunState, silent_s: float) -> Condition
         return None
     if find(directory.epochs) is None:
         return None
+    from jurymast.core.messages import Condition
     from jurymast.wire.ask import ask  # with asyncio, which is seldom needed
-    from jurymast.wire.messages import Condition
 
     try:
         answer = ask(directory, "how", by="")

@@ -24,7 +24,7 @@ from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find
 
 if TYPE_CHECKING:
-    from jurymast.wire.messages import Condition
+    from jurymast.core.messages import Condition
 
 # While steps are done a supervisor writes every two seconds, of a run that is no longer young less often, but
 # then it is asked. Steps that nobody has heard of for much longer are worth a word.

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jurymast.core import events as ev
+from jurymast.core.messages import Accepted, Ask, Condition, Declined, Said
 from jurymast.core.state import Phase, RunState
 from jurymast.supervisor.cadence import Cadence
 from jurymast.supervisor.tiers import Tiers
 from jurymast.wire.channel import Channel
-from jurymast.wire.messages import Accepted, Ask, Condition, Declined, Said
 
 KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
 HOW = "how"  # nothing is to be done: how is it?

@@ -12,11 +12,11 @@ import resource
 import time
 from contextlib import suppress
 
+from jurymast.core.messages import Ask, Hello, Said, Strange, out_of_place, read_said
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import channel
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection
-from jurymast.wire.messages import Ask, Hello, Said, Strange, out_of_place, read_said
 
 # That may wait beside all nodes at once: those come together when a supervisor takes over.
 STRANGERS_MAX = 256

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jurymast.core import foresight
+from jurymast.core import messages as msg
 from jurymast.core.foresight import Foreseen, Need, Room
 from jurymast.core.parity import Keeping
 from jurymast.keeper.limits import size
-from jurymast.wire import messages as msg
 
 
 class Foresight:

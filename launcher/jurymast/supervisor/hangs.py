@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.hang import HangVerdict, Looks
 from jurymast.core.stacks import UNKNOWN, Stand
 from jurymast.core.state import RunState
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.watch import Watch
-from jurymast.wire import messages as msg
 
 
 class Hangs:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from jurymast.core import messages as msg
 from jurymast.core.copies import Member, Source
-from jurymast.wire import messages as msg
 
 
 @dataclass

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.instructions import Test
 from jurymast.core.preflight import ROUNDS_MAX, Alone, Pairing, judge, next_round
 from jurymast.core.state import Role, RunState
-from jurymast.wire import messages as msg
 
 # Shares of the time allowed: for tests alone, and for all of it, so that the verdicts come before its end.
 ALONE_SHARE = 0.5

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core import within
 from jurymast.core.state import RunState
 from jurymast.errors import never
 from jurymast.supervisor.tiers import Tiers
-from jurymast.wire import messages as msg
-from jurymast.wire import within
 
 
 @dataclass

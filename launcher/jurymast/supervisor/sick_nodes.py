@@ -8,10 +8,10 @@ from typing import Any
 
 from jurymast.cluster.control import give_back
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.health import Finding, Verdict
 from jurymast.core.state import Phase, RunState
 from jurymast.errors import ClusterUnavailableError
-from jurymast.wire import messages as msg
 
 # munge on a busy node; the health check looks every few minutes anyway.
 ANSWER_LIMIT_S = 30.0

@@ -8,9 +8,9 @@ from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import straggler
+from jurymast.core.messages import Beat
 from jurymast.core.state import Phase, RunState
 from jurymast.core.straggler import Slow, Timed, Windows
-from jurymast.wire.messages import Beat
 
 # A rank that is only slow can wait for a save as long as a drain by hand does.
 SAVE_LIMIT_S = 60.0

@@ -19,6 +19,7 @@ from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
 from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.copies import SHARED
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
 from jurymast.core.run import resume, step
@@ -44,7 +45,6 @@ from jurymast.supervisor.stragglers import Stragglers
 from jurymast.supervisor.tiers import Tiers
 from jurymast.supervisor.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
 from jurymast.wire import endpoint
-from jurymast.wire import messages as msg
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection, listen
 from jurymast.wire.strangers import Strangers

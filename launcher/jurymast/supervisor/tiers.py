@@ -16,6 +16,7 @@ from msgspec.structs import asdict
 from jurymast.checkpoint.directory import Rollback
 from jurymast.core import copies as cp
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core import parity
 from jurymast.core.copies import Copies, Key, RestorePlan
 from jurymast.core.durable import IDLE_SHARE, durable_every_s, late_after_s
@@ -27,7 +28,6 @@ from jurymast.keeper.page import REFUSED
 from jurymast.supervisor.foresight import Foresight
 from jurymast.supervisor.holders import Holder, spelled, spelled_members
 from jurymast.supervisor.retries import RETRY_S, Retries
-from jurymast.wire import messages as msg
 
 SHARED_PAUSE_MIN_S = 1.0
 # Looking at the copies of a hundred thousand ranks takes a while: at most a tenth of the time goes into it,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from jurymast.core.hang import IDLE_FLOOR_S, HangLimits, HangVerdict, RankView, judge
 from jurymast.core.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock, rejoin_limit_s
+from jurymast.core.messages import Beat, RankReport
 from jurymast.core.settings import Settings
 from jurymast.core.state import Phase, Role, RunState
-from jurymast.wire.messages import Beat, RankReport
 
 WATCH_INTERVAL_S = 0.05
 # While a run just runs: nobody waits for a closer look, and the ranks want the processors.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from jurymast.core.messages import Accepted, Answer, Ask, Condition, Declined, Strange, read_answer
 from jurymast.errors import JurymastError
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel
 from jurymast.wire.channel import Channel
 from jurymast.wire.endpoint import Endpoint, find
-from jurymast.wire.messages import Accepted, Answer, Ask, Condition, Declined, Strange, read_answer
 
 ASK_LIMIT_S = 5.0
 Answered = Accepted | Declined | Condition

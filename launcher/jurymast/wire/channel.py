@@ -21,10 +21,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from jurymast.core.messages import encode
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import connection
 from jurymast.wire.connection import Connection
-from jurymast.wire.messages import encode
 from jurymast.wire.seal import TAG_BYTES, Seal
 
 MAGIC = b"jurymast/3\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from jurymast.wire.base import Strange
+from jurymast.core.message import Strange
 
 KINDS_TOLD = 5
 

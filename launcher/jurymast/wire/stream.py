@@ -20,8 +20,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from jurymast.core.message import encode
 from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.wire.base import encode
 from jurymast.wire.channel import (
     FRAME_BYTES_MAX,
     HANDSHAKE_LIMIT_S,

@@ -8,9 +8,9 @@ import socket
 import sys
 import threading
 
+from jurymast.core import within
+from jurymast.core.message import Strange, encode
 from jurymast.errors import never
-from jurymast.wire import within
-from jurymast.wire.base import Strange, encode
 from jurymast.wire.strangers import Strangers
 
 FD_VARIABLE = "JURYMAST_HOST_FD"

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
+from jurymast.core import within
 from jurymast.rundir import RunDirectory, make_folder
-from jurymast.wire import within
 from jurymast.worker import error_file, stack_signal
 from jurymast.worker import rank as rank_start
 from jurymast.worker.rendezvous import AgentRendezvous

@@ -17,8 +17,8 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from jurymast.wire import within
-from jurymast.wire.base import encode
+from jurymast.core import within
+from jurymast.core.message import encode
 from jurymast.worker.schedule import ScheduleRecord
 
 SLOT_BYTES = 128

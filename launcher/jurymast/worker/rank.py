@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
+from jurymast.core import within
 from jurymast.processes import die_with_parent, name_process
-from jurymast.wire import within
 from jurymast.worker import error_file, link, preload, stack_signal, startup
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"

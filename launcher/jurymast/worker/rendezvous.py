@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from jurymast.wire import within
+from jurymast.core import within
 from jurymast.worker.agent_pipe import AgentPipe
 
 # Rank 0's store is listening before the plan is made, so a slow connection means a lost node.

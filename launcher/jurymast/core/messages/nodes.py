@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jurymast.core.flight import Entered
 from jurymast.core.health import Finding
+from jurymast.core.message import ToAgent, ToSupervisor
 from jurymast.core.preflight import Alone
 from jurymast.core.stacks import Stand
-from jurymast.wire.base import ToAgent, ToSupervisor
 
 
 class Look(ToAgent, frozen=True, kw_only=True):

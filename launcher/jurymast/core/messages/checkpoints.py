@@ -11,7 +11,7 @@ import msgspec
 
 from jurymast.core import copies as cp
 from jurymast.core.foresight import Room
-from jurymast.wire.base import ToAgent, ToSupervisor
+from jurymast.core.message import ToAgent, ToSupervisor
 
 Part = Annotated[str, msgspec.Meta(pattern=f"^({cp.ALL}|{cp.COMMON}|{cp.OWN})$")]
 HeldTier = Annotated[str, msgspec.Meta(pattern=f"^({cp.MEMORY}|{cp.PEER}|{cp.LOCAL})$")]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jurymast.core.message import ToAsker, ToSupervisor
 from jurymast.core.state import Alert
-from jurymast.wire.base import ToAsker, ToSupervisor
 
 
 class Ask(ToSupervisor, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jurymast.wire.base import (
+from jurymast.core.message import (
     Strange,
     ToAgent,
     ToSupervisor,
@@ -17,9 +17,9 @@ from jurymast.wire.base import (
     out_of_place,
     reader,
 )
-from jurymast.wire.messages.asks import Accepted, Ask, Condition, Declined
-from jurymast.wire.messages.beats import Beat, CadenceReport, RankReport, Times, beat_of
-from jurymast.wire.messages.checkpoints import (
+from jurymast.core.messages.asks import Accepted, Ask, Condition, Declined
+from jurymast.core.messages.beats import Beat, CadenceReport, RankReport, Times, beat_of
+from jurymast.core.messages.checkpoints import (
     AboutCheckpoints,
     CancelDrain,
     CheckpointOrder,
@@ -44,7 +44,7 @@ from jurymast.wire.messages.checkpoints import (
     Unrestorable,
     Void,
 )
-from jurymast.wire.messages.nodes import (
+from jurymast.core.messages.nodes import (
     Health,
     LeaveVerdict,
     Look,
@@ -57,7 +57,7 @@ from jurymast.wire.messages.nodes import (
     TestPair,
     VerdictLeft,
 )
-from jurymast.wire.messages.run import (
+from jurymast.core.messages.run import (
     Cadence,
     Dismiss,
     Failed,

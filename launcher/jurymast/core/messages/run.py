@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+from jurymast.core import within
 from jurymast.core.cadence import Schedule
 from jurymast.core.foresight import Room
 from jurymast.core.health import Finding
-from jurymast.wire import within
-from jurymast.wire.base import ToAgent, ToSupervisor
-from jurymast.wire.messages.checkpoints import CopyReport, Restore
+from jurymast.core.message import ToAgent, ToSupervisor
+from jurymast.core.messages.checkpoints import CopyReport, Restore
 
 RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jurymast.wire.base import Strange, kind_of, reader
+from jurymast.core.message import Strange, kind_of, reader
 
 
 class FromRank(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jurymast.wire.base import Strange, kind_of, reader
+from jurymast.core.message import Strange, kind_of, reader
 
 
 class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,26 @@
+"""What machines want done. Whoever drives one carries its effects out, in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jurymast.core.events import Event
+from jurymast.core.message import ToAgent
+
+
+@dataclass(frozen=True)
+class Send:
+    """To the agent of `node`, if it is connected: one that is not hears what matters when it joins."""
+
+    node: str
+    message: ToAgent
+
+
+@dataclass(frozen=True)
+class Record:
+    """The event goes into the journal, and `core.run` decides what follows from it."""
+
+    event: Event
+
+
+Effect = Send | Record
