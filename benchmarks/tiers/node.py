@@ -24,6 +24,7 @@ from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.storage.drainer import Drainer
+from jurymast.storage.orders import Failed, Image, WriteLocal
 from jurymast.worker import link
 
 LOOK_EVERY_S = 0.1
@@ -125,22 +126,18 @@ class Node:
         """As `agent.keeping` does it."""
         began = time.monotonic()
         loans = await self._lend(order)
-        images = [
-            {"rank": loan.manifest.rank, "path": loan.path, "manifest": loan.manifest.to_bytes().decode()}
+        images = tuple(
+            Image(rank=loan.manifest.rank, path=loan.path, manifest=loan.manifest.to_bytes().decode())
             for loan in loans
-        ]
-        answer = await self._drainer.drain(
-            {
-                "do": "drain", "tier": "local", "step": order["step"], "attempt": order["attempt"],
-                "world": len(images), "images": images, "root": order["root"],
-            }
-        )  # fmt: skip
+        )
+        write = WriteLocal(root=order["root"], step=order["step"], attempt=order["attempt"], images=images)
+        answer = await self._drainer.drain(write)
         seconds = time.monotonic() - began
         for loan in loans:
             loan.give_back()
-        if answer["said"] != "done":
-            raise OSError(first_line(str(answer.get("why"))))
-        return {"seconds": seconds, "bytes": answer["bytes"]}
+        if isinstance(answer, Failed):
+            raise OSError(first_line(answer.why))
+        return {"seconds": seconds, "bytes": answer.bytes}
 
     async def _plain_write(self, order: Message) -> Message:
         loans = await self._lend(order)

@@ -150,7 +150,7 @@ def test_an_object_store(run: RunDirectory, shell: Shell, tmp_path: Path) -> Non
     url = f"file://{tmp_path}/store"
     store = ObjectStore(url, run.root.name)
     directory = CheckpointDirectory(run.checkpoints)
-    store.upload(directory, 2, Job({}, lambda message: None))
+    store.upload(directory, 2, Job(60.0))
     assert [row["where"] for row in shell.json("--object", url)["checkpoints"]] == [
         ["shared"],
         ["shared", "object"],

@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory, remove_trees
@@ -23,8 +24,9 @@ from jurymast.storage import shared
 from jurymast.storage.drainer import Drainer
 from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.local import LocalDirectory, remove
+from jurymast.storage.orders import Answer, Cancel, Done, Failed, Image, Warm, WriteShared
 from support.checkpoints import flip
-from support.images import StorageProcess, drain_order, make_image, put_image, simple_images
+from support.images import StorageProcess, make_image, put_image, simple_images, to_local, to_shared
 from support.ranks import run_ranks, stop_server
 from support.waiting import wait_until
 
@@ -45,23 +47,37 @@ def processes() -> Iterator[list[StorageProcess]]:
     """Two nodes' storage processes; the first leads, and has torch: on a busy machine that takes a minute."""
     with ExitStack() as stack:
         both = [stack.enter_context(StorageProcess()) for _ in range(2)]
-        assert both[0].carry_out({"do": "warm", "tier": "shared"})["said"] == "done"
+        both[0].done(Warm())
         yield both
 
 
-def shared_orders(root: Path, images: list[Order], nonce: str = "00ab", **more: Any) -> list[Order]:
+def shared_orders(root: Path, images: Sequence[Image], **more: Any) -> list[WriteShared]:
     """One order for each of two nodes, with half of the images each."""
     half = (len(images) + 1) // 2
-    step = json.loads(images[0]["manifest"].partition("\n")[2])["step"]
-    common = {"step": step, "nonce": nonce, **more}
-    orders = [drain_order("shared", root, part, **common) for part in (images[:half], images[half:])]
-    return [{**order, "world": len(images), "lead": number == 0} for number, order in enumerate(orders)]
+    step = json.loads(images[0].manifest.partition("\n")[2])["step"]
+    common: dict[str, Any] = {"step": step, "world": len(images), **more}
+    parts = ((images[:half], True), (images[half:], False))
+    return [to_shared(root, part, lead=lead, **common) for part, lead in parts]
 
 
-def together(processes: list[StorageProcess], orders: list[Order]) -> list[Order]:
+def together(processes: list[StorageProcess], orders: Sequence[WriteShared]) -> list[Answer]:
     for process, order in zip(processes, orders, strict=True):
         process.give(order)
     return [process.answer() for process in processes]
+
+
+def done_together(processes: list[StorageProcess], orders: Sequence[WriteShared]) -> list[Done]:
+    answers = together(processes, orders)
+    done = [answer for answer in answers if isinstance(answer, Done)]
+    assert len(done) == len(orders), answers
+    return done
+
+
+def failed_together(processes: list[StorageProcess], orders: Sequence[WriteShared]) -> list[str]:
+    answers = together(processes, orders)
+    whys = [answer.why for answer in answers if isinstance(answer, Failed)]
+    assert len(whys) == len(orders), answers
+    return whys
 
 
 def names(root: Path) -> set[str]:
@@ -87,15 +103,8 @@ def test_stock_torch_reads_what_two_nodes_stored(
     tmp_path: Path, processes: list[StorageProcess], size: int
 ) -> None:
     root = tmp_path / "checkpoints"
-    follower, lead = reversed(
-        together(processes, shared_orders(root, simple_images(tmp_path / "i", world=2)))
-    )
-    assert (lead["said"], lead["published"], follower["said"], follower["published"]) == (
-        "done",
-        True,
-        "done",
-        False,
-    ), (lead, follower)
+    orders = shared_orders(root, simple_images(tmp_path / "i", world=2))
+    assert [done.published for done in done_together(processes, orders)] == [True, False]
     assert names(root) == {"step-00000010"}
     assert names(root / "step-00000010") == {".metadata", "jurymast.json", "__0_0.distcp", "__1_0.distcp"}
     modes = {oct(path.stat().st_mode & 0o777) for path in (root / "step-00000010").iterdir()}
@@ -127,8 +136,7 @@ def test_a_checkpointer_restores_what_was_drained(
         sharded=sharded,
     )
     root = tmp_path / "checkpoints"
-    answers = together(processes, shared_orders(root, [one["image"] for one in saved]))
-    assert [answer["said"] for answer in answers] == ["done", "done"], answers
+    done_together(processes, shared_orders(root, [Image(**one["image"]) for one in saved]))
     for size in (2, 1, 3):
         restored = run_ranks(
             SCRIPTS / "checkpoint_ranks.py", "restore", size, tmp_path, directory=str(root), sharded=sharded
@@ -154,15 +162,12 @@ def test_a_step_that_is_there_stays_as_it_is(tmp_path: Path, processes: list[Sto
     images = simple_images(tmp_path / "i", world=2)
     together(processes, shared_orders(root, images))
     inode = (root / "step-00000010").stat().st_ino
-    answers = together(processes, shared_orders(root, images, nonce="00ac"))
-    assert [(answer["said"], answer["existing"], answer["attempt"]) for answer in answers] == [
-        ("done", True, 1)
-    ] * 2
+    answers = done_together(processes, shared_orders(root, images, nonce="00ac"))
+    assert [answer.existing for answer in answers] == [True, True]
     assert (root / "step-00000010").stat().st_ino == inode
     # a damaged one is set aside, and replaced
     (root / "step-00000010" / "__1_0.distcp").unlink()
-    answers = together(processes, shared_orders(root, images, nonce="00ad"))
-    assert [answer["said"] for answer in answers] == ["done"] * 2
+    done_together(processes, shared_orders(root, images, nonce="00ad"))
     assert CheckpointDirectory(root).complete() == [10]
     assert len(list(root.glob("step-00000010.damaged-*"))) == 1
 
@@ -179,8 +184,8 @@ def test_what_a_restore_found_damaged_is_replaced_and_does_not_count(
     # the run goes on from 10
     for step in (15, 20):
         images = simple_images(tmp_path / "i", step=step, attempt=2, world=2)
-        answers = together(processes, shared_orders(directory.root, images, attempt=2, keep=2))
-        assert [answer.get("existing", False) for answer in answers] == [False, False], answers
+        answers = done_together(processes, shared_orders(directory.root, images, attempt=2, keep=2))
+        assert [answer.existing for answer in answers] == [False, False]
         assert directory.complete()[:2] == [step, 10 if step == 15 else 15]
     assert directory.check_files(20, directory.manifest(20).files) == []
     assert directory.steps() == [30, 20, 15]
@@ -192,14 +197,10 @@ def test_old_steps_go_and_pinned_ones_stay(tmp_path: Path, processes: list[Stora
     directory = CheckpointDirectory(root)
     for step in (10, 20, 30, 40):
         images = simple_images(tmp_path / "i", step=step, world=2)
-        answers = together(processes, shared_orders(root, images, keep=2))
-        assert [answer["said"] for answer in answers] == ["done"] * 2
+        done_together(processes, shared_orders(root, images, keep=2))
         if step == 10:
             directory.pin(10)
     assert directory.steps() == [40, 30, 10]
-    directory.unpin(10)
-    answer = processes[0].carry_out({"do": "prune", "tier": "shared", "root": str(root), "keep": 1})
-    assert (answer["said"], answer["retired"], directory.steps()) == ("done", 2, [40])
 
 
 # ---- refused
@@ -207,26 +208,24 @@ def test_old_steps_go_and_pinned_ones_stay(tmp_path: Path, processes: list[Stora
 
 def test_corrupt_memory_is_never_stored(tmp_path: Path, processes: list[StorageProcess]) -> None:
     images = simple_images(tmp_path / "i", world=2)
-    flip(Path(images[1]["path"]))
+    flip(Path(images[1].path))
     root = tmp_path / "checkpoints"
-    for answer in together(processes, shared_orders(root, images)):
-        assert answer["said"] == "failed"
-        assert "image of rank 1 in " in answer["why"]
-        assert "is corrupt: block 0 of its " in answer["why"]
+    for why in failed_together(processes, shared_orders(root, images)):
+        assert "image of rank 1 in " in why
+        assert "is corrupt: block 0 of its " in why
     assert names(root) == set()
-    answer = processes[0].carry_out(drain_order("local", tmp_path / "local", images))
-    assert "is corrupt" in answer["why"]
+    assert "is corrupt" in processes[0].failure(to_local(tmp_path / "local", images))
     assert names(tmp_path / "local") == set()
 
 
 def test_states_are_never_mixed(tmp_path: Path, processes: list[StorageProcess]) -> None:
     first = simple_images(tmp_path / "i", world=2)
     other = simple_images(tmp_path / "i", world=2, attempt=2)
-    orders = shared_orders(tmp_path / "checkpoints", [first[0], other[1]])
-    orders[0]["limit_s"] = 1.0
-    lead, follower = together(processes, orders)
-    assert "attempt 2, rank 1, not of step 10, attempt 1" in follower["why"]
-    assert lead["why"] == "the image of some rank did not come within 1 s"
+    lead, follower = failed_together(
+        processes, shared_orders(tmp_path / "checkpoints", [first[0], other[1]], limit_s=1.0)
+    )
+    assert "attempt 2, rank 1, not of step 10, attempt 1" in follower
+    assert lead == "the image of some rank did not come within 1 s"
     assert names(tmp_path / "checkpoints") == set()
 
 
@@ -236,17 +235,17 @@ def test_ranks_that_do_not_fit_together(tmp_path: Path, processes: list[StorageP
 
     data, manifest = make_image({("model", "weight"): torch.zeros(5)}, {}, {"model": {}}, rank=1, world=2)
     images[1] = put_image(tmp_path / "i", data, manifest)
-    lead, follower = together(processes, shared_orders(tmp_path / "checkpoints", images))
-    assert "ranks 0 and 1 do not agree on model.weight: it is float32[1000] and float32[5]" in lead["why"]
-    assert follower["said"] == "failed"
+    lead, _ = failed_together(processes, shared_orders(tmp_path / "checkpoints", images))
+    assert "ranks 0 and 1 do not agree on model.weight: it is float32[1000] and float32[5]" in lead
 
 
 def test_a_rolled_back_state_is_not_stored_again(tmp_path: Path, processes: list[StorageProcess]) -> None:
     root = tmp_path / "checkpoints"
     together(processes, shared_orders(root, simple_images(tmp_path / "i", step=10, world=2)))
     CheckpointDirectory(root).rollback(10, 1)
-    for answer in together(processes, shared_orders(root, simple_images(tmp_path / "i", step=20, world=2))):
-        assert answer["why"] == "step 20 of attempt 1 was rolled back: it is not stored any more"
+    orders = shared_orders(root, simple_images(tmp_path / "i", step=20, world=2))
+    for why in failed_together(processes, orders):
+        assert why == "step 20 of attempt 1 was rolled back: it is not stored any more"
 
 
 # ---- local disk
@@ -255,16 +254,16 @@ def test_a_rolled_back_state_is_not_stored_again(tmp_path: Path, processes: list
 def test_local_images_are_the_images(tmp_path: Path, processes: list[StorageProcess]) -> None:
     root = tmp_path / "run"
     images = simple_images(tmp_path / "i", world=2)
-    assert processes[0].carry_out(drain_order("local", root, images))["said"] == "done"
+    processes[0].done(to_local(root, images))
     held = local_copies(root)  # as agents find them
     assert [copy.key for copy in held] == [(10, 1, 0), (10, 1, 1)]
     for copy, given in zip(held, images, strict=True):
         assert isinstance(copy.place, Path)
-        assert copy.manifest == Manifest.from_bytes(given["manifest"].encode())
+        assert copy.manifest == Manifest.from_bytes(given.manifest.encode())
         copy.manifest.check(memoryview(copy.place.read_bytes()))
         assert oct(copy.place.stat().st_mode & 0o777) == "0o600"
     # once more: nothing to do
-    assert processes[0].carry_out(drain_order("local", root, images))["bytes"] == 0
+    assert processes[0].done(to_local(root, images)).bytes == 0
 
 
 @pytest.mark.parametrize("theirs", ["mode", "owner", "link"])
@@ -273,8 +272,7 @@ def test_a_directory_that_others_were_first_to_make_is_not_used(
 ) -> None:
     place, elsewhere = tmp_path / "scratch" / "jurymast-0", tmp_path / "elsewhere"
     images = simple_images(tmp_path / "i")
-    order = drain_order("local", place / "run", images)
-    assert processes[0].carry_out(order)["said"] == "done"
+    processes[0].done(to_local(place / "run", images))
     assert oct(place.stat().st_mode & 0o777) == "0o700"
     assert len(local_copies(place / "run")) == 1
     if theirs == "mode":
@@ -285,12 +283,8 @@ def test_a_directory_that_others_were_first_to_make_is_not_used(
         place.rename(elsewhere)
         place.symlink_to(elsewhere)
     assert local_copies(place / "run") == []
-    for answer in (
-        processes[0].carry_out({**order, "step": 20, "images": simple_images(tmp_path / "j", step=20)}),
-        processes[0].carry_out({"do": "prune", "tier": "local", "root": str(place / "run"), "keep": 0}),
-    ):
-        assert answer["said"] == "failed"
-        assert f"{place} is not this user's own" in answer["why"]
+    again = to_local(place / "run", simple_images(tmp_path / "j", step=20), step=20)
+    assert f"{place} is not this user's own" in processes[0].failure(again)
     remove(place / "run")
     assert LocalDirectory(place / "run").states() == [(10, 1)]
 
@@ -300,7 +294,7 @@ def test_files_of_another_user_are_no_images(
     tmp_path: Path, processes: list[StorageProcess], name: str
 ) -> None:
     root = tmp_path / "run"
-    processes[0].carry_out(drain_order("local", root, simple_images(tmp_path / "i")))
+    processes[0].done(to_local(root, simple_images(tmp_path / "i")))
     assert len(local_copies(root)) == 1
     _give_away(LocalDirectory(root).path(10, 1) / name)
     assert local_copies(root) == []
@@ -318,17 +312,14 @@ def test_local_disk_keeps_the_newest_attempts_steps(tmp_path: Path, processes: l
     directory = LocalDirectory(root)
     for step, attempt in ((40, 1), (50, 1), (20, 2), (30, 2)):
         images = simple_images(tmp_path / "i", step=step, attempt=attempt)
-        processes[0].carry_out(
-            drain_order("local", root, images, step=step, attempt=attempt, protect=[[40, 1]])
-        )
-    assert directory.states() == [(30, 2), (20, 2), (40, 1)]
+        processes[0].done(to_local(root, images, step=step, attempt=attempt))
+    assert directory.states() == [(30, 2), (20, 2)]
     # what a process that was killed leaves is swept
     (directory.path(30, 2) / "rank-00001.image").write_bytes(b"x")
     (directory.path(30, 2) / "rank-00002.writing").write_bytes(b"x")
     directory.path(99, 2).mkdir()
-    answer = processes[0].carry_out({"do": "prune", "tier": "local", "root": str(root), "keep": 1})
-    assert answer["pruned"] == [[20, 2], [40, 1]]
-    assert names(root) == {"step-00000030.a0002"}
+    processes[0].done(to_local(root, simple_images(tmp_path / "i", step=40, attempt=2), step=40, attempt=2))
+    assert names(root) == {"step-00000030.a0002", "step-00000040.a0002"}
     assert names(directory.path(30, 2)) == {"rank-00000.image", "rank-00000.manifest"}
 
 
@@ -350,16 +341,14 @@ def test_a_full_disk(tmp_path: Path, small_disk: Path, processes: list[StoragePr
     root = small_disk / "checkpoints"
     filler = small_disk / "filler"
     filler.write_bytes(bytes(900_000))
-    lead, follower = together(processes, shared_orders(root, images))
-    assert any(f"no space left at {root}" in answer["why"] for answer in (lead, follower))
-    assert {lead["said"], follower["said"]} == {"failed"}
+    whys = failed_together(processes, shared_orders(root, images))
+    assert any(f"no space left at {root}" in why for why in whys)
     assert names(root) == set()
-    answer = processes[0].carry_out(drain_order("local", small_disk / "local", images))
-    assert f"no space left at {small_disk / 'local'}: " in answer["why"]
+    why = processes[0].failure(to_local(small_disk / "local", images))
+    assert f"no space left at {small_disk / 'local'}: " in why
     assert names(small_disk / "local") == set()
     filler.unlink()
-    answers = together(processes, shared_orders(root, images, nonce="00ac"))
-    assert [answer["said"] for answer in answers] == ["done", "done"]
+    done_together(processes, shared_orders(root, images, nonce="00ac"))
 
 
 def test_old_local_images_make_room_for_new_ones(
@@ -367,8 +356,7 @@ def test_old_local_images_make_room_for_new_ones(
 ) -> None:
     for step in (10, 20, 30):
         images = simple_images(tmp_path / "i", step=step, size=100_000)
-        answer = processes[0].carry_out(drain_order("local", small_disk / "run", images, step=step))
-        assert answer["said"] == "done", answer
+        processes[0].done(to_local(small_disk / "run", images, step=step))
     assert LocalDirectory(small_disk / "run").states() == [(30, 1), (20, 1)]
 
 
@@ -376,9 +364,9 @@ def test_a_read_only_disk(tmp_path: Path, small_disk: Path, processes: list[Stor
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     images = simple_images(tmp_path / "i")
     order = shared_orders(small_disk / "checkpoints", images)[0]
-    assert "read-only file system: remount it" in processes[0].carry_out(order)["why"]
-    answer = processes[0].carry_out(drain_order("local", small_disk / "run", images))
-    assert f"{small_disk / 'run'} is on a read-only file system" in answer["why"]
+    assert "read-only file system: remount it" in processes[0].failure(order)
+    why = processes[0].failure(to_local(small_disk / "run", images))
+    assert f"{small_disk / 'run'} is on a read-only file system" in why
 
 
 # ---- killed
@@ -399,7 +387,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
         "sealing": {"done-r00000.json", "done-r00001.json"},  # and the lead goes on to import torch
     }
     if point == "layout":
-        orders = [{**order, "world": 3} for order in orders]  # a third one is waited for
+        orders = [msgspec.structs.replace(order, world=3) for order in orders]  # a third one is waited for
 
     def reached() -> bool:
         return seen[point] <= names(place)
@@ -417,10 +405,9 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
         return
     assert not any(name.startswith("step-") for name in names(root))
     if victim == 1:
-        assert survivor["said"] == "failed"
+        assert isinstance(survivor, Failed)
         assert names(root) == set()
-    answers = together(processes, shared_orders(root, images, nonce="00ac"))
-    assert [answer["said"] for answer in answers] == ["done", "done"], answers
+    done_together(processes, shared_orders(root, images, nonce="00ac"))
     assert names(root) == {"step-00000010"}
 
 
@@ -429,8 +416,8 @@ def test_a_cancelled_drain_leaves_nothing(tmp_path: Path, processes: list[Storag
     order = shared_orders(root, simple_images(tmp_path / "i", world=2))[0]
     number = processes[0].give(order)
     wait_until("directory", lambda: any(names(path) for path in root.glob(".draining-*")))
-    processes[0].tell({"do": "cancel", "id": number})
-    assert processes[0].answer()["why"] == "it was cancelled"
+    processes[0].tell(Cancel(id=number))
+    assert processes[0].answer() == Failed(id=number, why="it was cancelled")
     assert names(root) == set()
 
 
@@ -443,7 +430,7 @@ def test_who_only_sees_that_another_failed_lets_it_say_why_first(
     order = shared_orders(root, simple_images(tmp_path / "i", world=2))[1]
     place = root / ".draining-00000010.a0001.00ab"
     place.mkdir(parents=True)
-    job = Job(order, lambda message: None)
+    job = Job(order.limit_s)
     waits = threading.Event()
 
     def wait(timeout: float) -> bool:
@@ -454,7 +441,7 @@ def test_who_only_sees_that_another_failed_lets_it_say_why_first(
 
     monkeypatch.setattr(job.cancelled, "wait", wait)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(shared.drain, order, job)
+        answer = pool.submit(shared.write, order, job)
         wait_until("its layout", (place / "layout-r00001.json").exists)
         remove_trees([place])
         assert waits.wait(30.0)
@@ -482,19 +469,17 @@ def test_the_agents_side(tmp_path: Path) -> None:
     async def work() -> None:
         drainer = Drainer(grace_s=0.5)
         try:
-            done = await drainer.drain(drain_order("local", tmp_path / "run", images))
-            assert (done["said"], done["bytes"] > 0) == ("done", True)
+            done = await drainer.drain(to_local(tmp_path / "run", images))
+            assert isinstance(done, Done)
+            assert done.bytes > 0
             # storage that hangs: reading this manifest never ends
-            stuck = drain_order(
-                "local", tmp_path / "run", [{**images[0], "manifest": str(hang)}], limit_s=0.5
-            )
-            failed = await drainer.drain(stuck)
-            assert failed["said"] == "failed"
-            assert f"local storage hangs at {tmp_path / 'run'}" in failed["why"]
-            done = await drainer.drain(drain_order("local", tmp_path / "again", images))
-            assert done["said"] == "done"
+            unread = msgspec.structs.replace(images[0], manifest=str(hang))
+            failed = await drainer.drain(to_local(tmp_path / "run", [unread], limit_s=0.5))
+            assert isinstance(failed, Failed)
+            assert f"local storage hangs at {tmp_path / 'run'}" in failed.why
+            assert isinstance(await drainer.drain(to_local(tmp_path / "again", images)), Done)
             # cancelled, and the process is there for the next order
-            waiting = drain_order("shared", tmp_path / "c", images, nonce="ab", world=2, lead=True)
+            waiting = to_shared(tmp_path / "c", images, world=2, lead=True)
             task = asyncio.ensure_future(drainer.drain(waiting))
             while not list((tmp_path / "c").glob(".draining-*")):
                 await asyncio.wait([task], timeout=0.05)
@@ -509,9 +494,9 @@ def test_the_agents_side(tmp_path: Path) -> None:
             process = drainer._tiers["shared"]._process
             assert process is not None
             process.kill()
-            assert (await task)["why"] == "the storage process was killed by SIGKILL"
-            done = await drainer.drain({**waiting, "world": 1, "images": simple_images(tmp_path / "i")})
-            assert done["said"] == "done", done
+            assert await task == Failed(why="the storage process was killed by SIGKILL")
+            done = await drainer.drain(to_shared(tmp_path / "c", images, world=1, lead=True))
+            assert isinstance(done, Done), done
         finally:
             await drainer.close()
 

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord, Manif
 from jurymast.storage import object_store
 from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.object_store import ObjectStore
+from jurymast.storage.orders import Done, Upload
 from support import s3_server
 from support.checkpoints import flip
 from support.images import StorageProcess
@@ -42,8 +42,8 @@ def make_checkpoint(
     directory.publish(place, step)
 
 
-def job(**order: Any) -> Job:
-    return Job({"limit_s": 60.0, **order}, lambda message: None)
+def job() -> Job:
+    return Job(60.0)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def test_there_and_back(tmp_path: Path, store: ObjectStore) -> None:
     for step in (10, 20):
         make_checkpoint(root, step)
         done = store.upload(CheckpointDirectory(root), step, job())
-        assert (done["existing"], done["bytes"]) == (False, 300_057)
-    assert store.upload(CheckpointDirectory(root), 10, job())["existing"]
+        assert (done.existing, done.bytes) == (False, 300_057)
+    assert store.upload(CheckpointDirectory(root), 10, job()).existing
     assert store.steps() == [20, 10]
     back = CheckpointDirectory(tmp_path / "back")
     store.fetch(20, back, job())
@@ -102,7 +102,7 @@ def test_what_is_incomplete_or_damaged_does_not_count(tmp_path: Path, store: Obj
     store._files.rm_file(store._path(1, "__1_0.distcp"))
     with pytest.raises(StorageFailure, match="there is no such object or bucket"):
         store.fetch(1, CheckpointDirectory(tmp_path / "back"), job())
-    assert not store.upload(CheckpointDirectory(root), 1, job())["existing"]
+    assert not store.upload(CheckpointDirectory(root), 1, job()).existing
     store._files.pipe_file(store._path(1, "__0_0.distcp"), b"x" * 300_000)
     with pytest.raises(StorageFailure, match="__0_0.distcp is corrupt: its hash does not match; restore"):
         store.fetch(1, CheckpointDirectory(tmp_path / "back"), job())
@@ -128,31 +128,22 @@ def test_a_store_that_is_down_and_back_again(
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    order = {
-        "do": "drain",
-        "tier": "object",
-        "url": BUCKET,
-        "run": "down",
-        "root": str(root),
-        "limit_s": 100.0,
-    }
+
+    def upload(step: int) -> Upload:
+        return Upload(root=str(root), step=step, url=BUCKET, run="down", limit_s=100.0)
+
     with StorageProcess() as process:
-        for step in (1, 2, 3):
+        for step in (1, 2):
             make_checkpoint(root, step)
-        assert process.carry_out({**order, "step": 1})["said"] == "done"
+        process.done(upload(1))
         server.stop()
-        down = process.carry_out({**order, "step": 2})
-        assert down["said"] == "failed"
-        assert f"{BUCKET.removeprefix('s3://')}/down" in down["why"]
-        assert "is it up?" in down["why"]
+        why = process.failure(upload(2))
+        assert f"{BUCKET.removeprefix('s3://')}/down" in why
+        assert "is it up?" in why
         # back before it gives up: that only takes longer
-        process.give({**order, "step": 2})
+        process.give(upload(2))
         server.start()
-        assert process.answer()["said"] == "done"
-        done = process.carry_out({**order, "step": 3, "keep": 2})
-        assert (done["said"], done["pruned"]) == ("done", [1])
-        pruned = process.carry_out({**order, "do": "prune", "keep": 1})
-        assert pruned["pruned"] == [2]
+        assert isinstance(process.answer(), Done)
 
 
 def test_no_bucket_and_no_credentials(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
 
+from jurymast.core.message import Strange
 from jurymast.keeper.manifest import Item, Manifest
+from jurymast.storage.orders import (
+    Answer,
+    AnyOrder,
+    Done,
+    Failed,
+    Image,
+    Told,
+    WriteLocal,
+    WriteShared,
+    read_answer,
+)
 
 Key = tuple[str | int, ...]
 
@@ -69,12 +81,12 @@ def _add(data: bytearray, path: Key, value: Any) -> Item:
     return item
 
 
-def put_image(folder: Path, data: bytes, manifest: Manifest) -> dict[str, Any]:
+def put_image(folder: Path, data: bytes, manifest: Manifest) -> Image:
     """What an order says of an image in a file."""
     folder.mkdir(exist_ok=True)
     path = folder / f"image-{manifest.step}-{manifest.attempt}-{manifest.rank}"
     path.write_bytes(data)
-    return {"rank": manifest.rank, "path": str(path), "manifest": manifest.to_bytes().decode()}
+    return Image(rank=manifest.rank, path=str(path), manifest=manifest.to_bytes().decode())
 
 
 def simple_images(
@@ -85,7 +97,7 @@ def simple_images(
     world: int = 1,
     size: int = 1000,
     fill: float | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Image]:
     """Data-parallel ranks: a replicated weight, a sharded one, and a value of each rank's own."""
     images = []
     value = float(step) if fill is None else fill
@@ -111,11 +123,20 @@ def simple_images(
     return images
 
 
-def drain_order(
-    tier: str, root: Path, images: Sequence[dict[str, Any]], *, step: int = 10, attempt: int = 1, **more: Any
-) -> dict[str, Any]:
-    order = {"do": "drain", "tier": tier, "root": str(root), "images": list(images), "limit_s": 100.0}
-    return {**order, "step": step, "attempt": attempt, "world": len(images), **more}
+def to_local(
+    root: Path, images: Sequence[Image], *, step: int = 10, attempt: int = 1, limit_s: float = 100.0
+) -> WriteLocal:
+    return WriteLocal(root=str(root), step=step, attempt=attempt, images=tuple(images), limit_s=limit_s)
+
+
+def to_shared(
+    root: Path, images: Sequence[Image], *, world: int, lead: bool, nonce: str = "00ab", step: int = 10,
+    attempt: int = 1, keep: int = 0, limit_s: float = 100.0,
+) -> WriteShared:  # fmt: skip
+    return WriteShared(
+        root=str(root), step=step, attempt=attempt, world=world, images=tuple(images), nonce=nonce, lead=lead,
+        keep=keep, limit_s=limit_s,
+    )  # fmt: skip
 
 
 class StorageProcess:
@@ -135,28 +156,37 @@ class StorageProcess:
     ) -> None:
         self.kill()
 
-    def give(self, order: dict[str, Any]) -> int:
+    def give(self, order: AnyOrder) -> int:
         self._next_id += 1
-        self.tell({"id": self._next_id, **order})
+        self.tell(msgspec.structs.replace(order, id=self._next_id))
         return self._next_id
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, told: Told) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.write(msgspec.json.encode(told) + b"\n")
         self.process.stdin.flush()
 
-    def answer(self) -> dict[str, Any]:
-        """The next answer that ends an order; empty when the process has ended."""
+    def answer(self) -> Answer:
+        """The next one; what it has not done or said before its end has failed."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            found: dict[str, Any] = json.loads(line)
-            if found["said"] != "progress":
-                return found
-        return {}
+        line = self.process.stdout.readline()
+        found = read_answer(line) if line else Failed(why="the process has ended")
+        assert not isinstance(found, Strange), found
+        return found
 
-    def carry_out(self, order: dict[str, Any]) -> dict[str, Any]:
+    def carry_out(self, order: AnyOrder) -> Answer:
         self.give(order)
         return self.answer()
+
+    def done(self, order: AnyOrder) -> Done:
+        answer = self.carry_out(order)
+        assert isinstance(answer, Done), answer
+        return answer
+
+    def failure(self, order: AnyOrder) -> str:
+        answer = self.carry_out(order)
+        assert isinstance(answer, Failed), answer
+        return answer.why
 
     def kill(self) -> None:
         self.process.kill()

@@ -15,6 +15,7 @@ from jurymast.errors import CheckpointError
 from jurymast.report.closing import record_cancel
 from jurymast.storage import shared
 from jurymast.storage.job import Job, StorageFailure
+from jurymast.storage.orders import WriteShared
 from support.stories import Story
 
 
@@ -181,11 +182,10 @@ def test_what_agents_write_is_for_the_owner_too(tmp_path: Path, root: Path) -> N
     claim(root, first)
     theirs = root / ".draining-00000001.a0001.00"
     theirs.mkdir()
-    order = {
-        "root": str(root), "step": 2, "attempt": 1, "world": 1, "images": [], "lead": True, "nonce": "01",
-        "keep": 1, "run": second.run, "run_directory": second.directory,
-    }  # fmt: skip
-    for work in (shared.drain, shared.prune):
-        with pytest.raises(StorageFailure, match="run first .* which has not ended"):
-            work(order, Job(order, lambda _: None))
+    order = WriteShared(
+        root=str(root), step=2, attempt=1, world=1, images=(), lead=True, nonce="01", keep=1, run=second.run,
+        run_directory=second.directory,
+    )  # fmt: skip
+    with pytest.raises(StorageFailure, match="run first .* which has not ended"):
+        shared.write(order, Job(order.limit_s))
     assert theirs.is_dir()

@@ -22,7 +22,8 @@ from jurymast.core.settings import RunPlan
 from jurymast.health.probe import Context
 from jurymast.rundir import RunDirectory
 from jurymast.storage.job import Job, StorageFailure
-from jurymast.storage.shared import drain
+from jurymast.storage.orders import Done, WriteShared
+from jurymast.storage.shared import write
 from jurymast.wire import endpoint
 from jurymast_storage import WRITE_EVERY, StorageProbe
 
@@ -97,22 +98,19 @@ class WaitingJob(Job):
         return super().wait(what, told, renew, ranks=ranks)
 
 
-def follower(root: Path, looked: threading.Event) -> Job:
-    order = {
-        "do": "drain", "tier": "shared", "id": 1, "root": str(root), "step": 10, "attempt": 1, "world": 2,
-        "nonce": "abc", "lead": False, "images": [], "limit_s": LIMIT_S,
-    }  # fmt: skip
-    job = WaitingJob(order, lambda _: None)
+def follower(looked: threading.Event) -> Job:
+    job = WaitingJob(LIMIT_S)
     job.looked = looked
     return job
 
 
-def followed(job: Job) -> tuple[threading.Thread, list[object]]:
+def followed(root: Path, job: Job) -> tuple[threading.Thread, list[object]]:
     results: list[object] = []
+    order = WriteShared(root=str(root), step=10, attempt=1, world=2, nonce="abc", images=())
 
     def work() -> None:
         try:
-            results.append(drain(job.order, job))
+            results.append(write(order, job))
         except StorageFailure as failure:
             results.append(str(failure))
 
@@ -125,7 +123,7 @@ def left(place: Path, how: str) -> object:
     """What the others leave in the directory of a drain; the answer that this is to lead to."""
     if how == "plan":
         (place / "writes.json").write_text(json.dumps({}))
-        return {"bytes": 0, "published": False}
+        return Done()
     if how == "failure":
         (place / "failed-r00001.txt").write_text("no space left")
         (place / "failed").touch()
@@ -139,7 +137,7 @@ def test_a_node_that_waits_for_the_plan_finds_by_name_what_came(tmp_path: Path, 
     place = CheckpointDirectory(tmp_path).draining(10, 1, "abc")
     place.mkdir(mode=0o700)
     looked = threading.Event()
-    thread, results = followed(follower(tmp_path, looked))
+    thread, results = followed(tmp_path, follower(looked))
     assert looked.wait(LIMIT_S), "it waits for the plan"
     expected = left(place, how)
     thread.join(LIMIT_S)
@@ -150,9 +148,7 @@ def test_the_more_ranks_wait_the_less_often_each_node_looks() -> None:
     def looks(ranks: int) -> int:
         count = itertools.count()
         with pytest.raises(StorageFailure, match="did not come within"):
-            Job({"id": 1, "limit_s": 3.0}, lambda _: None).wait(
-                "it", lambda: (next(count), None)[1], ranks=ranks
-            )
+            Job(3.0).wait("it", lambda: (next(count), None)[1], ranks=ranks)
         return next(count)
 
     assert looks(100_000) < 0.6 * looks(8)

@@ -20,6 +20,7 @@ from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.storage import local
 from jurymast.storage.drainer import Drainer
+from jurymast.storage.orders import Answer, Done, Failed, Image, Upload, Warm, WriteLocal, WriteShared
 
 
 class Keeping:
@@ -40,7 +41,7 @@ class Keeping:
         self._drains: dict[str, tuple[asyncio.Task[None], str]] = {}
         self._foreseen: dict[int, tuple[int, int]] = {}  # by local rank
         self._leads = False  # rank 0 is here: this node brings shared checkpoints together
-        self._warming: asyncio.Future[dict[str, Any]] | None = None
+        self._warming: asyncio.Future[Answer] | None = None
         self.run_is_over = False  # nobody will restore from this node's disk any more
 
     async def start(self) -> None:
@@ -70,8 +71,7 @@ class Keeping:
             case within.Checkpoints():
                 self._shared, self._keep = Path(event.directory), event.keep
                 if self._leads and self._warming is None:
-                    order = {"do": "warm", "tier": cp.SHARED}
-                    self._warming = asyncio.ensure_future(self._drainer.drain(order))
+                    self._warming = asyncio.ensure_future(self._drainer.drain(Warm()))
             case within.Foreseen():
                 self._foresee(event)
             case within.Image():
@@ -131,7 +131,7 @@ class Keeping:
             for rank in order.ranks:
                 loan = await self._keeper.lend(order.step, order.attempt, rank)
                 if loan is None:
-                    answer = {"said": "failed", "why": f"the image of rank {rank} is not here any more"}
+                    answer: Answer = Failed(why=f"the image of rank {rank} is not here any more")
                     break
                 loans.append(loan)
             else:
@@ -139,32 +139,27 @@ class Keeping:
         finally:
             for loan in loans:
                 loan.give_back()
-        ok = answer["said"] == "done"
-        self._tell(
-            msg.Drained(
-                id=order.id, tier=order.tier, ok=ok, size_bytes=int(answer.get("bytes") or 0),
-                why=str(answer.get("why") or ""),
-            )
-        )  # fmt: skip
+        ok = isinstance(answer, Done)
+        size_bytes, why = (answer.bytes, "") if isinstance(answer, Done) else (0, answer.why)
+        self._tell(msg.Drained(id=order.id, tier=order.tier, ok=ok, size_bytes=size_bytes, why=why))
         if ok and order.tier == cp.LOCAL and self._local is not None:
             self._keeper.scan_local(self._local)
 
-    def _order(self, drain: msg.Drain, loans: list[Loan]) -> dict[str, Any]:
-        images = [
-            {"rank": loan.manifest.rank, "path": loan.path, "manifest": loan.manifest.to_bytes().decode()}
-            for loan in loans
-        ]
-        order: dict[str, Any] = {
-            "do": "drain", "tier": drain.tier, "step": drain.step, "attempt": drain.attempt,
-            "world": drain.world, "images": images,
-        }  # fmt: skip
-        if drain.tier == cp.LOCAL:
-            return {**order, "root": str(self._local)}
-        order = {**order, "root": str(self._shared), "lead": drain.lead, "nonce": drain.id}
-        order["run"] = self._plan.run
+    def _order(self, drain: msg.Drain, loans: list[Loan]) -> WriteLocal | WriteShared | Upload:
+        step, attempt, run = drain.step, drain.attempt, self._plan.run
         if drain.tier == cp.OBJECT:
-            return {**order, "url": self._plan.settings.object_url}
-        return {**order, "keep": self._keep, "run_directory": str(self._run_directory)}
+            url = self._plan.settings.object_url or ""
+            return Upload(root=str(self._shared), step=step, url=url, run=run)
+        images = tuple(
+            Image(rank=loan.manifest.rank, path=loan.path, manifest=loan.manifest.to_bytes().decode())
+            for loan in loans
+        )
+        if drain.tier == cp.LOCAL:
+            return WriteLocal(root=str(self._local), step=step, attempt=attempt, images=images)
+        return WriteShared(
+            root=str(self._shared), step=step, attempt=attempt, world=drain.world, images=images,
+            nonce=drain.id, lead=drain.lead, run=run, run_directory=str(self._run_directory), keep=self._keep,
+        )  # fmt: skip
 
     async def close(self) -> None:
         running: list[asyncio.Future[Any]] = [task for task, _ in self._drains.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -358,12 +359,12 @@ class _Asked:
         with _progress(f"step {step}", size) as advance:
             told = 0
 
-            def say(message: dict[str, Any]) -> None:
+            def wrote(count: int) -> None:
                 nonlocal told
-                advance(message["bytes"] - told)
-                told = message["bytes"]
+                advance(count - told)
+                told = count
 
-            store.fetch(step, self._directory, Job({"limit_s": float("inf")}, say))
+            store.fetch(step, self._directory, Job(math.inf, wrote))
         return self._say(
             f"{self._directory.path(step)}", step=step, directory=str(self._directory.path(step))
         )

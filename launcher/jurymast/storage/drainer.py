@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
-from collections.abc import Callable
-from typing import Any
 
-from jurymast.storage.job import LIMIT_S, Message
+import msgspec
+
+from jurymast.core.message import Strange
+from jurymast.storage.orders import Answer, AnyOrder, Cancel, Failed, Told, read_answer
 
 # Beyond its limit an order gets this long to give up by itself, and a killed process to be gone.
 GRACE_S = 10.0
@@ -22,25 +22,21 @@ class Drainer:
     storage that hangs keeps nothing else waiting. All methods are called in the event loop.
     """
 
-    def __init__(
-        self, on_progress: Callable[[Message], None] | None = None, *, grace_s: float = GRACE_S
-    ) -> None:
-        self._on_progress = on_progress
+    def __init__(self, *, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
         self._tiers: dict[str, _Tier] = {}
         self._next_id = 0
 
-    async def drain(self, order: Message) -> Message:
-        """Carry out `order` ("tier", "do" unless it is "drain", and what the tier needs; no "id").
+    async def drain(self, order: AnyOrder) -> Answer:
+        """Have `order` carried out; its number is given here. Never raises for the storage's sake.
 
-        Returns the answer: "said" is "done", or "failed" with "why". Never raises for the storage's sake.
         Cancelling the task that awaits this cancels the order, and waits until nothing is written any more.
         """
-        tier = self._tiers.setdefault(order["tier"], _Tier(order["tier"]))
+        tier = self._tiers.setdefault(order.tier, _Tier(order.tier))
         self._next_id += 1
-        whole = {"do": "drain", "limit_s": LIMIT_S, **order, "id": self._next_id}
         async with tier.lock:
-            return await tier.carry_out(whole, self._on_progress, self._grace_s)
+            numbered = msgspec.structs.replace(order, id=self._next_id)
+            return await tier.carry_out(numbered, self._grace_s)
 
     async def close(self) -> None:
         """End all processes."""
@@ -54,29 +50,27 @@ class _Tier:
         self._name = name
         self._process: asyncio.subprocess.Process | None = None
 
-    async def carry_out(
-        self, order: Message, on_progress: Callable[[Message], None] | None, grace_s: float
-    ) -> Message:
+    async def carry_out(self, order: AnyOrder, grace_s: float) -> Answer:
         """Under the lock. Leaves a process only if it is idle."""
         try:
             process = await self._ready()
         except OSError as error:
-            return _failed(order, f"the storage process cannot be started: {error}")
+            return Failed(why=f"the storage process cannot be started: {error}")
         if process is None:
-            return _failed(order, f"{self._name} storage still hangs: a killed process waits for it")
-        work = asyncio.ensure_future(self._talk(process, order, on_progress))
+            return Failed(why=f"{self._name} storage still hangs: a killed process waits for it")
+        work = asyncio.ensure_future(self._talk(process, order))
         try:
-            done, _ = await asyncio.wait([work], timeout=order["limit_s"] + grace_s)
+            done, _ = await asyncio.wait([work], timeout=order.limit_s + grace_s)
             if not done:
                 await self.kill()
-                return _failed(
-                    order,
-                    f"{self._name} storage hangs at {order.get('root') or order.get('url')}: no end of it "
-                    f"within {order['limit_s']:.0f} s; its process was killed",
+                place = getattr(order, "root", "")
+                return Failed(
+                    why=f"{self._name} storage hangs at {place}: no end of it within {order.limit_s:.0f} s; "
+                    "its process was killed"
                 )
-            return work.result() or _failed(order, await self._why_ended())
+            return work.result() or Failed(why=await self._why_ended())
         except asyncio.CancelledError:
-            self._tell(process, {"do": "cancel", "id": order["id"]})
+            self._tell(process, Cancel(id=order.id))
             done, _ = await asyncio.wait([work], timeout=grace_s)
             if not done:
                 await self.kill()
@@ -97,9 +91,8 @@ class _Tier:
     async def _talk(
         self,
         process: asyncio.subprocess.Process,
-        order: Message,
-        on_progress: Callable[[Message], None] | None,
-    ) -> Message | None:
+        order: AnyOrder,
+    ) -> Answer | None:
         """The order's answer; None when the process ended before."""
         assert process.stdin is not None
         assert process.stdout is not None
@@ -107,21 +100,17 @@ class _Tier:
             self._tell(process, order)
             await process.stdin.drain()
             while line := await process.stdout.readline():
-                answer: dict[str, Any] = json.loads(line)
-                if answer["id"] != order["id"]:
-                    continue
-                if answer["said"] != "progress":
+                answer = read_answer(line)
+                if not isinstance(answer, Strange) and answer.id == order.id:
                     return answer
-                if on_progress is not None:
-                    on_progress(answer)
         except (ConnectionError, ValueError):
             pass
         return None
 
     @staticmethod
-    def _tell(process: asyncio.subprocess.Process, message: Message) -> None:
+    def _tell(process: asyncio.subprocess.Process, told: Told) -> None:
         if process.stdin is not None and not process.stdin.is_closing():
-            process.stdin.write(json.dumps(message).encode() + b"\n")
+            process.stdin.write(msgspec.json.encode(told) + b"\n")
 
     async def _why_ended(self) -> str:
         await self._gone()  # not killed at once: asyncio would lose how it ended
@@ -152,7 +141,3 @@ class _Tier:
                 await asyncio.wait_for(self._process.wait(), GONE_S)
             except asyncio.TimeoutError:
                 pass
-
-
-def _failed(order: Message, why: str) -> Message:
-    return {"id": order["id"], "said": "failed", "why": why}

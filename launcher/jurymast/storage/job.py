@@ -8,13 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-Message = dict[str, Any]
 Result = TypeVar("Result")
 
 PROGRESS_EVERY_S = 1.0
-LIMIT_S = 1800.0
 POLL_S = 0.05
 POLL_S_MAX = 0.5
 # Of the ranks of a run so many are looked for in a second, by the nodes together.
@@ -28,16 +26,15 @@ class StorageFailure(Exception):
 
 
 class Job:
-    """An order, being carried out by one thread (and helpers that it waits for)."""
+    """An order, being carried out by one thread (and helpers that it waits for), in at most `limit_s`.
+    `wrote` hears of all bytes so far, now and then."""
 
-    def __init__(self, order: Message, say: Callable[[Message], None]) -> None:
-        self.order = order
+    def __init__(self, limit_s: float, wrote: Callable[[int], None] = lambda count: None) -> None:
         self.cancelled = threading.Event()
         self.bytes = 0
-        self.notes: list[str] = []
         self._stopped = False
-        self._say = say
-        self._limit_s = float(order.get("limit_s", LIMIT_S))
+        self._wrote = wrote
+        self._limit_s = limit_s
         self._started = time.monotonic()
         self._told_at = self._started
         self._lock = threading.Lock()
@@ -63,10 +60,6 @@ class Job:
         """Have helper threads give up."""
         self._stopped = True
 
-    def note(self, text: str) -> None:
-        """Something to be said with the answer that does not make it a failure."""
-        self.notes.append(text)
-
     def wrote(self, count: int) -> None:
         """Count bytes, and say so now and then. Raises as `check` does."""
         self.check()
@@ -76,7 +69,7 @@ class Job:
             if now - self._told_at < PROGRESS_EVERY_S:
                 return
             self._told_at = now
-        self._say({"id": self.order.get("id"), "said": "progress", "bytes": self.bytes})
+        self._wrote(self.bytes)
 
     def wait(
         self, what: str, look: Callable[[], Result | None], renew: Path | None = None, *, ranks: int = 1

@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
 from jurymast.keeper.private import NotOurs, check_private, make_private
 from jurymast.rundir import sync_directory, write_atomically
-from jurymast.storage.job import Job, Message, StorageFailure, explain, free_bytes, size_text
+from jurymast.storage.job import Job, StorageFailure, explain, free_bytes, size_text
+from jurymast.storage.orders import Done, WriteLocal
 from jurymast.storage.source import NewFile, Source
 
 KEEP = 2
@@ -79,28 +80,14 @@ class LocalDirectory:
         shutil.rmtree(place)
 
 
-def drain(order: Message, job: Job) -> Message:
+def write(order: WriteLocal, job: Job) -> Done:
     """Write an order's images to local disk. Raises StorageFailure."""
-    directory = LocalDirectory(order["root"])
-    step, attempt = int(order["step"]), int(order["attempt"])
+    directory = LocalDirectory(order.root)
     try:
-        return _drain(directory, order, job, (step, attempt))
+        return _write_all(directory, order, job)
     except OSError as error:
-        raise _failure(error, directory) from error
-
-
-def prune(order: Message, job: Job) -> Message:
-    """Remove all but the newest `keep` states, those in `protect`, and leftovers."""
-    directory = LocalDirectory(order["root"])
-    try:
-        check_private(directory.root.parent)
-        directory.sweep()
-        pruned = directory.prune(int(order.get("keep", KEEP)), _states(order.get("protect", ())))
-    except FileNotFoundError:
-        return {"pruned": []}
-    except OSError as error:
-        raise _failure(error, directory) from error
-    return {"pruned": pruned}
+        why = str(error) if isinstance(error, NotOurs) else explain(error, directory.root)
+        raise StorageFailure(f"local disk: {why}") from error
 
 
 def remove(root: Path) -> None:
@@ -112,27 +99,17 @@ def remove(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
 
 
-def _failure(error: OSError, directory: LocalDirectory) -> StorageFailure:
-    why = str(error) if isinstance(error, NotOurs) else explain(error, directory.root)
-    return StorageFailure(f"local disk: {why}")
-
-
-def _states(pairs: Iterable[Sequence[int]]) -> set[State]:
-    return {(int(step), int(attempt)) for step, attempt in pairs}
-
-
-def _drain(directory: LocalDirectory, order: Message, job: Job, state: State) -> Message:
-    keep = int(order.get("keep", KEEP))
-    protect = _states(order.get("protect", ()))
+def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
+    state = order.step, order.attempt
     place = directory.path(*state)
     with ExitStack() as stack:
-        sources = [stack.enter_context(Source.of_order(image, *state)) for image in order["images"]]
+        sources = [stack.enter_context(Source.of_order(image, *state)) for image in order.images]
         make_private(directory.root.parent)
         directory.root.mkdir(mode=0o700, exist_ok=True)
         directory.sweep()
         held = directory.ranks(*state)
         missing = [source for source in sources if source.manifest.rank not in held]
-        _make_room(directory, sum(source.manifest.size_bytes for source in missing), keep, {*protect, state})
+        _make_room(directory, sum(source.manifest.size_bytes for source in missing), state)
         place.mkdir(mode=0o700, exist_ok=True)
         written: list[Path] = []
         try:
@@ -145,17 +122,17 @@ def _drain(directory: LocalDirectory, order: Message, job: Job, state: State) ->
             if not os.listdir(place):
                 place.rmdir()
             raise
-    pruned = directory.prune(keep, {*protect, state})
-    return {"bytes": job.bytes, "pruned": pruned}
+    directory.prune(KEEP, {state})
+    return Done(bytes=job.bytes)
 
 
-def _make_room(directory: LocalDirectory, needed: int, keep: int, protect: set[State]) -> None:
+def _make_room(directory: LocalDirectory, needed: int, state: State) -> None:
     """When the new images do not fit beside the old ones, the oldest must go first; the newest stays."""
-    for fewer in range(max(1, keep) - 1, 0, -1):
+    for fewer in range(KEEP - 1, 0, -1):
         free = free_bytes(directory.root)
         if free is None or free > needed:
             return
-        directory.prune(fewer, protect)
+        directory.prune(fewer, {state})
     free = free_bytes(directory.root)
     if free is not None and free < needed:
         raise StorageFailure(

@@ -28,7 +28,8 @@ from jurymast.checkpoint.directory import (
     remove_trees,
     step_of,
 )
-from jurymast.storage.job import Job, Message, StorageFailure, explain
+from jurymast.storage.job import Job, StorageFailure, explain
+from jurymast.storage.orders import Done, Upload
 from jurymast.storage.source import NewFile
 
 log = logging.getLogger("jurymast.storage")
@@ -89,7 +90,7 @@ class ObjectStore:
 
     # ---- to the store
 
-    def upload(self, directory: CheckpointDirectory, step: int, job: Job) -> Message:
+    def upload(self, directory: CheckpointDirectory, step: int, job: Job) -> Done:
         """Upload a complete checkpoint, each file checked against its hash on the way."""
         try:
             manifest = directory.manifest(step)
@@ -98,7 +99,7 @@ class ObjectStore:
             raise StorageFailure(f"step {step} in {directory.root} cannot be uploaded: {error}") from error
         if self._is_complete(step):
             if self.manifest(step) == manifest and self._is_whole(step, manifest):
-                return {"bytes": 0, "existing": True}
+                return Done(existing=True, published=True)
             self.remove(step)  # damaged, or of another attempt: never a mixture of the two
         place = directory.path(step)
         # `.metadata` last but for the manifest: stock readers take a directory without it for none
@@ -111,7 +112,7 @@ class ObjectStore:
         self._tried(path, lambda: self._files.pipe_file(path, data), job)
         if self._size(path) != len(data):
             raise StorageFailure(f"{path} is not what was uploaded: upload the step again")
-        return {"bytes": job.bytes, "existing": False}
+        return Done(bytes=job.bytes, published=True)
 
     def _upload(self, source: Path, step: int, record: FileRecord, job: Job) -> None:
         path = self._path(step, record.name)
@@ -150,7 +151,7 @@ class ObjectStore:
 
     # ---- from the store
 
-    def fetch(self, step: int, directory: CheckpointDirectory, job: Job) -> Message:
+    def fetch(self, step: int, directory: CheckpointDirectory, job: Job) -> None:
         """Download a checkpoint, verify it, and publish it in `directory`."""
         manifest = self.manifest(step)
         if manifest.step != step:
@@ -168,7 +169,6 @@ class ObjectStore:
                 raise
         except OSError as error:
             raise StorageFailure(explain(error, place)) from error
-        return {"bytes": job.bytes, "size_bytes": manifest.size_bytes}
 
     def _download(self, target: Path, step: int, record: FileRecord, job: Job) -> None:
         path = self._path(step, record.name)
@@ -250,30 +250,6 @@ def _discard(target: Any) -> None:
         target.close()
 
 
-# ---- orders
-
-
-def drain(order: Message, job: Job) -> Message:
-    """Upload one complete step of the directory `root` to `url`/`run`; then keep `keep` there, if given."""
-    store = _store(order)
-    done = store.upload(CheckpointDirectory(order["root"]), int(order["step"]), job)
-    return {**done, **_pruned(store, order)}
-
-
-def prune(order: Message, job: Job) -> Message:
-    """Remove all but the newest `keep` checkpoints in the store."""
-    return _pruned(_store(order), order)
-
-
-def _store(order: Message) -> ObjectStore:
-    return ObjectStore(order["url"], order["run"], order.get("options"))
-
-
-def _pruned(store: ObjectStore, order: Message) -> Message:
-    if not order.get("keep"):
-        return {}
-    pinned = CheckpointDirectory(order["root"]).pinned() if order.get("root") else set()
-    doomed = [step for step in store.steps()[max(1, int(order["keep"])) :] if step not in pinned]
-    for step in doomed:
-        store.remove(step)
-    return {"pruned": doomed}
+def upload(order: Upload, job: Job) -> Done:
+    """Raises StorageFailure."""
+    return ObjectStore(order.url, order.run).upload(CheckpointDirectory(order.root), order.step, job)

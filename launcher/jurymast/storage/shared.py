@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -36,8 +37,9 @@ from jurymast.errors import CheckpointError
 from jurymast.keeper import manifest as keeper
 from jurymast.rundir import write_atomically
 from jurymast.storage import seal
-from jurymast.storage.job import Job, Message, Result, StorageFailure, explain
+from jurymast.storage.job import Job, Result, StorageFailure, explain
 from jurymast.storage.layout import Layout, decide, file_name, ranges
+from jurymast.storage.orders import Done, WriteShared
 from jurymast.storage.source import NewFile, Source
 
 STREAMS = 4
@@ -46,14 +48,10 @@ WRITES, FAILED = "writes.json", "failed"
 CAUSE_FIRST_S = 3.0
 
 
-def drain(order: Message, job: Job) -> Message:
-    """Take part in writing one step. Raises StorageFailure.
-
-    The answer's `published` is True from the lead once the checkpoint is there under its final name; only
-    then the images may go. `existing`: the step was there already, and was left as it is.
-    """
-    directory = CheckpointDirectory(order["root"])
-    step, attempt = int(order["step"]), int(order["attempt"])
+def write(order: WriteShared, job: Job) -> Done:
+    """Take part in writing one step. Raises StorageFailure. A step that is there already is left as it is."""
+    directory = CheckpointDirectory(order.root)
+    step, attempt = order.step, order.attempt
     try:
         if directory.void(step, attempt):
             raise StorageFailure(
@@ -62,11 +60,9 @@ def drain(order: Message, job: Job) -> Message:
         if existing := _existing(directory, step):
             return existing
         with ExitStack() as stack:
-            sources = [
-                stack.enter_context(Source.of_order(image, step, attempt)) for image in order["images"]
-            ]
+            sources = [stack.enter_context(Source.of_order(image, step, attempt)) for image in order.images]
             meeting = _Meeting(directory, order, job, sources)
-            return meeting.lead() if order.get("lead") else meeting.follow()
+            return meeting.lead() if order.lead else meeting.follow()
     except BadCheckpoint as error:
         raise StorageFailure(f"shared storage: {error}") from error
     except CheckpointError as error:
@@ -75,72 +71,44 @@ def drain(order: Message, job: Job) -> Message:
         raise StorageFailure(f"shared storage: {explain(error, directory.root)}") from error
 
 
-def warm(order: Message, job: Job) -> Message:
-    """Load what a lead needs, before it has to be quick."""
-    seal.preload()
-    return {}
-
-
-def prune(order: Message, job: Job) -> Message:
-    """Remove what drainers that are no more left half-done, and all but the newest `keep` checkpoints."""
-    directory = CheckpointDirectory(order["root"])
-    try:
-        claim(directory.root, _owner(order))
-        swept = directory.sweep_drains()
-        doomed = directory.retire(int(order["keep"])) if order.get("keep") else []
-        remove_trees(doomed)
-    except CheckpointError as error:
-        raise StorageFailure(f"shared storage: {error}; {error.hint}") from error
-    except OSError as error:
-        raise StorageFailure(f"shared storage: {explain(error, directory.root)}") from error
-    return {"swept": swept, "retired": len(doomed)}
-
-
-def _owner(order: Message) -> Owner | None:
-    return Owner(order["run"], order["run_directory"]) if order.get("run") else None
-
-
-def _existing(directory: CheckpointDirectory, step: int) -> Message | None:
+def _existing(directory: CheckpointDirectory, step: int) -> Done | None:
     """The answer when a complete checkpoint of the step is there already."""
-    found = directory.whole(step)
-    if found is None:
-        return None
-    return {"bytes": 0, "existing": True, "published": True, "attempt": found.attempt}
+    return Done(existing=True, published=True) if directory.whole(step) is not None else None
 
 
 class _Meeting:
     """One node's part in a drain. `sources`: the images it has."""
 
     def __init__(
-        self, directory: CheckpointDirectory, order: Message, job: Job, sources: list[Source]
+        self, directory: CheckpointDirectory, order: WriteShared, job: Job, sources: list[Source]
     ) -> None:
         self._directory = directory
         self._order = order
         self._job = job
         self._sources = sources
-        self._step, self._attempt = int(order["step"]), int(order["attempt"])
-        self._world = int(order["world"])
-        self._place = directory.draining(self._step, self._attempt, str(order["nonce"]))
+        self._step, self._attempt, self._world = order.step, order.attempt, order.world
+        self._place = directory.draining(self._step, self._attempt, order.nonce)
 
     # ---- the two roles
 
-    def follow(self) -> Message:
+    def follow(self) -> Done:
         """Write this node's part, as the lead decides."""
-        existing = self._wait("the lead's directory", self._arrived, self._directory.root)
-        if existing:
-            return existing
+        arrived = self._wait("the lead's directory", self._arrived, self._directory.root)
+        if isinstance(arrived, Done):
+            return arrived
         try:
             self._announce()
             text = self._wait("the lead's plan", self._plan, self._place)
             self._write({int(rank): numbers for rank, numbers in json.loads(text).items()})
         except (OSError, StorageFailure) as error:
             raise self._told(error) from error
-        return {"bytes": self._job.bytes, "published": False}
+        return Done(bytes=self._job.bytes)
 
-    def lead(self) -> Message:
+    def lead(self) -> Done:
         """Bring all nodes' parts together, and publish."""
         self._directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        claim(self._directory.root, _owner(self._order))
+        order = self._order
+        claim(self._directory.root, Owner(order.run, order.run_directory) if order.run else None)
         self._directory.sweep_drains()
         if os.path.lexists(self._directory.path(self._step)):
             # No complete checkpoint, or `drain` would not be here; but maybe all that is left of something.
@@ -163,7 +131,7 @@ class _Meeting:
         manifest = self._directory.manifest(self._step)
         self._directory.check_sizes(self._step, manifest)
         self._retire()
-        return {"bytes": self._job.bytes, "published": True, "size_bytes": manifest.size_bytes}
+        return Done(bytes=self._job.bytes, published=True)
 
     def _told(self, error: BaseException) -> BaseException:
         """`error` as a StorageFailure, and the others told of it unless one of them had told us."""
@@ -188,9 +156,9 @@ class _Meeting:
 
     # ---- steps
 
-    def _arrived(self) -> Message | None:
-        """Empty when the lead's directory is there, or the answer when it is not needed any more."""
-        return {} if self._place.is_dir() else _existing(self._directory, self._step)
+    def _arrived(self) -> bool | Done | None:
+        """True once the lead's directory is there, or the answer when it is not needed any more."""
+        return True if self._place.is_dir() else _existing(self._directory, self._step)
 
     def _announce(self) -> None:
         for source in self._sources:
@@ -260,7 +228,6 @@ class _Meeting:
         return [FileRecord(**record) for text in texts for record in json.loads(text)]
 
     def _seal(self, layout: Layout, records: list[FileRecord]) -> None:
-
         records = [*records, seal.write_metadata(self._place, layout.stored())]
         self._job.check()
         kept = {record.name for record in records}
@@ -281,14 +248,15 @@ class _Meeting:
             raise StorageFailure(f"step {self._step} was rolled back meanwhile")
 
     def _retire(self) -> None:
-        if keep := self._order.get("keep"):
-            try:
-                doomed = self._directory.retire(int(keep))
-            except OSError as error:
-                self._job.note(f"old checkpoints cannot be removed: {one_line(error)}")
-                return
-            # Gone for every reader; giving their space back may take long, and nobody waits for it.
-            threading.Thread(target=remove_trees, args=(doomed,), name="retire").start()
+        if not self._order.keep:
+            return
+        try:
+            doomed = self._directory.retire(self._order.keep)
+        except OSError as error:
+            print(f"old checkpoints cannot be removed: {one_line(error)}", file=sys.stderr, flush=True)
+            return
+        # Gone for every reader; giving their space back may take long, and nobody waits for it.
+        threading.Thread(target=remove_trees, args=(doomed,), name="retire").start()
 
     # ---- messages
 

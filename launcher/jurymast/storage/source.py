@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import xxhash
 
 from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
 from jurymast.storage.job import StorageFailure, explain
+from jurymast.storage.orders import Image
 
 Range = tuple[int, int]
 
@@ -59,23 +59,23 @@ class Source:
             os.close(descriptor)
 
     @classmethod
-    def of_order(cls, image: dict[str, Any], step: int, attempt: int) -> Source:
-        """From an order's {"rank", "path", "manifest": a path, or its content}. Raises StorageFailure."""
-        text: str = image["manifest"]
+    def of_order(cls, image: Image, step: int, attempt: int) -> Source:
+        """Raises StorageFailure."""
+        text = image.manifest
         try:
             data = text.encode() if text.startswith("{") else Path(text).read_bytes()
             manifest = Manifest.from_bytes(data)
         except OSError as error:
             raise StorageFailure(explain(error, text)) from error
         except BadImage as error:
-            raise StorageFailure(f"the image of rank {image['rank']} is refused: {error}") from error
+            raise StorageFailure(f"the image of rank {image.rank} is refused: {error}") from error
         found = (manifest.step, manifest.attempt, manifest.rank)
-        if found != (step, attempt, image["rank"]):
+        if found != (step, attempt, image.rank):
             raise StorageFailure(
-                f"{image['path']} is of step {found[0]}, attempt {found[1]}, rank {found[2]}, "
-                f"not of step {step}, attempt {attempt}, rank {image['rank']}"
+                f"{image.path} is of step {found[0]}, attempt {found[1]}, rank {found[2]}, "
+                f"not of step {step}, attempt {attempt}, rank {image.rank}"
             )
-        return cls(image["path"], manifest)
+        return cls(image.path, manifest)
 
     def __enter__(self) -> Source:
         return self
