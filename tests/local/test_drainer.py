@@ -387,7 +387,8 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
         "sealing": {"done-r00000.json", "done-r00001.json"},  # and the lead goes on to import torch
     }
     if point == "layout":
-        orders = [msgspec.structs.replace(order, world=3) for order in orders]  # a third one is waited for
+        two_of_three = simple_images(tmp_path / "j", world=3)[:2]  # the third one is waited for
+        orders = shared_orders(root, two_of_three, world=3, limit_s=4.0)
 
     def reached() -> bool:
         return seen[point] <= names(place)
@@ -479,9 +480,11 @@ def test_the_agents_side(tmp_path: Path) -> None:
             assert f"local storage hangs at {tmp_path / 'run'}" in failed.why
             assert isinstance(await drainer.drain(to_local(tmp_path / "again", images)), Done)
             # cancelled, and the process is there for the next order
-            waiting = to_shared(tmp_path / "c", images, world=2, lead=True)
+            half = simple_images(tmp_path / "two", world=2)[:1]
+            waiting = to_shared(tmp_path / "c", half, world=2, lead=True)
             task = asyncio.ensure_future(drainer.drain(waiting))
             while not list((tmp_path / "c").glob(".draining-*")):
+                assert not task.done(), task.result()
                 await asyncio.wait([task], timeout=0.05)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -490,6 +493,7 @@ def test_the_agents_side(tmp_path: Path) -> None:
             # killed by somebody
             task = asyncio.ensure_future(drainer.drain(waiting))
             while not list((tmp_path / "c").glob(".draining-*")):
+                assert not task.done(), task.result()
                 await asyncio.wait([task], timeout=0.05)
             process = drainer._tiers["shared"]._process
             assert process is not None

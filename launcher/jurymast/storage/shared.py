@@ -2,11 +2,11 @@
 
 The nodes do not talk: they meet in the directory that they write, `.draining-STEP.aATTEMPT.NONCE`.
 
-    layout-r00007.json   rank 7's manifest, from the node that has its image
-    writes.json          from the lead (rank 0's node) once all layouts are there: who writes which items
-    __7_0.distcp         what rank 7 writes, byte ranges of its image, each block checked against its hash
-    done-r00007.json     ... and that it is on disk: name, size, hash
-    failed-r00007.txt    why it is not; and an empty file `failed`, to be found without a list of all
+    layout-r00008.json   the manifests of all images that a node has; 8 is the first one's rank
+    writes.json          from the lead (rank 0's node) once all ranks' are there: who writes which items
+    __8_0.distcp         what rank 8 writes, byte ranges of its image, each block checked against its hash
+    done-r00008.json     ... and that all of the node's are on disk: name, size, hash
+    failed-r00008.txt    why they are not; and an empty file `failed`, to be found without a list of all
 
 Then the lead has torch write `.metadata`, removes the messages, writes our manifest and renames all of it. A
 lead that dies leaves a name that nobody reads, and the next lead sweeps it.
@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -88,6 +88,8 @@ class _Meeting:
         self._sources = sources
         self._step, self._attempt, self._world = order.step, order.attempt, order.world
         self._place = directory.draining(self._step, self._attempt, order.nonce)
+        self._manifests: dict[int, keeper.Manifest] = {}  # by rank, as they come
+        self._heard: set[str] = set()  # files that they came in
 
     # ---- the two roles
 
@@ -118,7 +120,7 @@ class _Meeting:
             self._announce()
             layout = self._decide()
             self._write(layout.writes)
-            records = self._wait("the part of some rank", lambda: self._gathered(layout), self._place)
+            records = self._wait("the part of some rank", self._gathered, self._place)
             self._seal(layout, records)
             self._directory.publish(self._place, self._step)
         except BaseException as error:
@@ -142,8 +144,7 @@ class _Meeting:
             return StorageFailure("rank 0's node gave up: its directory is gone")
         if isinstance(error, OSError):
             error = StorageFailure(f"shared storage: {explain(error, self._place)}")
-        rank = self._sources[0].manifest.rank if self._sources else 0
-        path = self._message("failed", rank, "txt")
+        path = self._message("failed", "txt")
         try:
             for source in self._sources:  # a full disk needs room for the message
                 (self._place / file_name(source.manifest.rank)).unlink(missing_ok=True)
@@ -161,33 +162,37 @@ class _Meeting:
         return True if self._place.is_dir() else _existing(self._directory, self._step)
 
     def _announce(self) -> None:
-        for source in self._sources:
-            path = self._message("layout", source.manifest.rank)
-            write_atomically(path, source.manifest.to_bytes(), durable=False)
+        if not self._sources:
+            return
+        texts = [source.manifest.to_bytes().decode() for source in self._sources]
+        write_atomically(self._message("layout"), json.dumps(texts).encode(), durable=False)
 
     def _decide(self) -> Layout:
-        names = [self._message("layout", rank).name for rank in range(self._world)]
-        self._wait("the image of some rank", lambda: self._present(names), self._place)
-        manifests = {}
-        own = {source.manifest.rank: source.manifest for source in self._sources}
-        for rank in range(self._world):
-            try:
-                found = own.get(rank) or keeper.Manifest.from_bytes(
-                    self._message("layout", rank).read_bytes()
-                )
-            except keeper.BadImage as error:
-                raise StorageFailure(f"the layout of rank {rank} is damaged on the way: {error}") from error
-            if (found.step, found.attempt, found.rank, found.world) != (
-                self._step,
-                self._attempt,
-                rank,
-                self._world,
-            ):
-                raise StorageFailure(f"rank {rank} has an image of another state, step {found.step}")
-            manifests[rank] = found
-        layout = decide(manifests)
+        self._wait("the image of some rank", self._hear_layouts, self._place)
+        layout = decide({rank: self._manifests[rank] for rank in range(self._world)})
         write_atomically(self._place / WRITES, json.dumps(layout.writes).encode(), durable=False)
         return layout
+
+    def _hear_layouts(self) -> bool | None:
+        """True once all ranks' manifests are here."""
+        for name in self._listed().difference(self._heard):
+            if name.startswith("layout-r") and name.endswith(".json"):
+                self._heard.add(name)
+                for manifest in self._read_layout(self._place / name):
+                    self._manifests[manifest.rank] = manifest
+        return True if len(self._manifests) >= self._world else None
+
+    def _read_layout(self, path: Path) -> list[keeper.Manifest]:
+        try:
+            found = [keeper.Manifest.from_bytes(text.encode()) for text in json.loads(path.read_bytes())]
+        except (keeper.BadImage, ValueError) as error:
+            raise StorageFailure(f"{path.name} is damaged on the way: {error}") from error
+        for one in found:
+            if (one.step, one.attempt, one.world) != (self._step, self._attempt, self._world):
+                raise StorageFailure(f"rank {one.rank} has an image of another state, step {one.step}")
+            if not 0 <= one.rank < self._world:
+                raise StorageFailure(f"{path.name} is of rank {one.rank}, and there are {self._world}")
+        return found
 
     def _plan(self) -> str | None:
         """The lead's plan, once it is there. Raises FileNotFoundError when the lead gave up. By name: there
@@ -208,21 +213,23 @@ class _Meeting:
             if failures := [error for task in done if (error := task.exception())]:
                 self._job.stop()
                 raise failures[0]
+        records = [asdict(record) for task in tasks if (record := task.result())]
+        if self._sources:
+            write_atomically(self._message("done"), json.dumps(records).encode(), durable=False)
 
-    def _write_rank(self, source: Source, numbers: list[int]) -> None:
-        rank = source.manifest.rank
-        records = []
-        if numbers:
-            with NewFile(self._place / file_name(rank), hashing=True) as file:
-                for piece in source.read(ranges(source.manifest, numbers)):
-                    file.write(piece)
-                    self._job.wrote(len(piece))
-            records.append(asdict(FileRecord(file_name(rank), file.size, file.hexdigest, rank)))
-        write_atomically(self._message("done", rank), json.dumps(records).encode(), durable=False)
+    def _write_rank(self, source: Source, numbers: list[int]) -> FileRecord | None:
+        if not numbers:
+            return None
+        name = file_name(source.manifest.rank)
+        with NewFile(self._place / name, hashing=True) as file:
+            for piece in source.read(ranges(source.manifest, numbers)):
+                file.write(piece)
+                self._job.wrote(len(piece))
+        return FileRecord(name, file.size, file.hexdigest, source.manifest.rank)
 
-    def _gathered(self, layout: Layout) -> list[FileRecord] | None:
-        names = [self._message("done", rank).name for rank in layout.writes]
-        if self._present(names) is None:
+    def _gathered(self) -> list[FileRecord] | None:
+        names = [name.replace("layout", "done", 1) for name in self._heard]
+        if not self._listed().issuperset(names):
             return None
         texts = ((self._place / name).read_bytes() for name in names)
         return [FileRecord(**record) for text in texts for record in json.loads(text)]
@@ -263,7 +270,9 @@ class _Meeting:
     def _wait(self, what: str, look: Callable[[], Result | None], place: Path) -> Result:
         return self._job.wait(what, look, renew=place, ranks=self._world)
 
-    def _message(self, kind: str, rank: int, ending: str = "json") -> Path:
+    def _message(self, kind: str, ending: str = "json") -> Path:
+        """This node's."""
+        rank = self._sources[0].manifest.rank if self._sources else 0
         return self._place / f"{kind}-r{rank:05d}.{ending}"
 
     def _listed(self) -> set[str]:
@@ -277,10 +286,6 @@ class _Meeting:
                     why = (self._place / name).read_text() or "its node has failed"
                 raise _OthersFailure(f"rank {int(rank)}: {why}")
         return names
-
-    def _present(self, wanted: Iterable[str]) -> bool | None:
-        """True once all of `wanted` are there, else None."""
-        return True if self._listed().issuperset(wanted) else None
 
 
 class _OthersFailure(StorageFailure):
