@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from jurymast.agent import agent as agents
+from jurymast.agent import connecting
 from jurymast.agent.agent import Agent
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import messages as msg
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
-from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection
 from jurymast.wire.endpoint import Endpoint
 from support.wire import served
@@ -31,10 +27,10 @@ ALLOCATION = Allocation("17", 0, ("n1",), "n1", 0.0)
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
     # Who waits for a limit of these has not found another way.
-    monkeypatch.setattr(agents, "CONNECT_LIMIT_S", 10 * LIMIT_S)
-    monkeypatch.setattr(agents, "FIND_LIMIT_S", 10 * LIMIT_S)
+    monkeypatch.setattr(connecting, "CONNECT_LIMIT_S", 10 * LIMIT_S)
+    monkeypatch.setattr(connecting, "FIND_LIMIT_S", 10 * LIMIT_S)
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     ALLOCATION.save(directory)
@@ -43,70 +39,87 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
         ranks_per_node=1, script="x", python=sys.executable,
     )  # fmt: skip
     made = Agent(directory, plan, "n1", None)
-    yield made
-    shutil.rmtree(made._temporary)
-    os.close(made._lock)
+    made._machine.ranks.host_starts = 1  # nothing is to be started
+    return made
 
 
 def at(port: int, epoch: int) -> Endpoint:
     return Endpoint(epoch, ("127.0.0.1",), port, "n1", ALLOCATION.key, os.getpid())
 
 
-def connected_to(agent: Agent, tmp_path: Path) -> tuple[bool, int]:
-    """(whether the agent got a connection, port of the supervisor that listens)."""
+async def sent_home(agent: Agent, tmp_path: Path) -> int:
+    """Run the agent until a supervisor that it has found sends it home; the port of that one. Its last one is
+    there as well unless the agent knows of another."""
+    secret = RunDirectory(tmp_path / "run").secret()
 
-    async def work() -> tuple[bool, int]:
-        secret = RunDirectory(tmp_path / "run").secret()
-        accepted: list[Channel[msg.Said]] = []
+    async def serve(come: Connection) -> None:
+        supervisor = await channel.accept(come, secret, msg.read_said)
+        assert isinstance(await supervisor.receive(), msg.Hello)
+        supervisor.send(msg.Leave())
 
-        async def serve(come: Connection) -> None:
-            accepted.append(await channel.accept(come, secret, msg.read_said))
-
-        async with served(serve) as port:
-            agent._last = agent._last or at(port, 1)
-            endpoint.announce(tmp_path / "run" / "epochs", at(port, 2))
-            found = await agent._connect()
-        if found is not None:
-            found.close()
-        return found is not None, port
-
-    return asyncio.run(limited(work()))
-
-
-async def limited(work: Coroutine[Any, Any, tuple[bool, int]]) -> tuple[bool, int]:
-    return await asyncio.wait_for(work, LIMIT_S)
+    link = agent._machine.link
+    async with served(serve) as port:
+        link._last = link._last or at(port, 1)
+        endpoint.announce(tmp_path / "run" / "epochs", at(port, 2))
+        await asyncio.wait_for(agent.run(), LIMIT_S)
+    return port
 
 
 def test_a_slow_run_directory_keeps_no_agent_from_its_supervisor(
     agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered = threading.Event()
-    connect = agent._connect
+    monkeypatch.setattr(endpoint, "find", lambda epochs: answered.wait(2 * LIMIT_S) and None)
 
-    async def and_let_go() -> Channel[msg.Order] | None:
+    async def work() -> None:
         try:
-            return await connect()
+            await sent_home(agent, tmp_path)
         finally:
             answered.set()  # a thread that is still at it would hold up the loop's end
 
-    monkeypatch.setattr(agent, "_connect", and_let_go)
-    monkeypatch.setattr(endpoint, "find", lambda epochs: answered.wait(2 * LIMIT_S) and None)
-    assert connected_to(agent, tmp_path)[0]
+    asyncio.run(work())
 
 
 def test_a_last_address_that_is_silent_keeps_no_agent_from_the_newest_supervisor(
     agent: Agent, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        agent._last = at(silent.getsockname()[1], 1)
-        got, port = connected_to(agent, tmp_path)
-    assert got
-    assert agent._last == at(port, 2)
+        agent._machine.link._last = at(silent.getsockname()[1], 1)
+        port = asyncio.run(sent_home(agent, tmp_path))
+    assert agent._machine.link._last == at(port, 2)
 
 
-def test_what_no_hello_tells_waits_for_the_next_supervisor(agent: Agent) -> None:
-    """A rank that waits for an image must not wait long because its agent reached nobody."""
+def test_a_supervisor_that_crashes_and_comes_back_elsewhere_is_found_again(
+    agent: Agent, tmp_path: Path
+) -> None:
+    """What no hello tells waits for it: a rank that waits for an image must not wait for long."""
+    directory = RunDirectory(tmp_path / "run")
     waits = msg.Unrestorable(attempt=2, rank=0, step=40, of=1, why="n5: refused")
-    agent._say(waits)
-    agent._say(msg.Prefetched(step=40, attempt=1, rank=1, tiers={}, seconds=1.0))
-    assert agent._unsaid == [waits]
+    heard: list[msg.Said] = []
+
+    greeted = asyncio.Event()
+
+    async def crash(come: Connection) -> None:
+        await (await channel.accept(come, directory.secret(), msg.read_said)).receive()
+        greeted.set()
+
+    async def hear(come: Connection) -> None:
+        supervisor = await channel.accept(come, directory.secret(), msg.read_said)
+        heard.extend([await supervisor.receive(), await supervisor.receive()])
+        supervisor.send(msg.Leave())
+
+    async def work() -> None:
+        async with served(hear) as second:
+            async with served(crash) as first:
+                endpoint.announce(directory.epochs, at(first, 1))
+                running = asyncio.ensure_future(agent.run())
+                await greeted.wait()
+            while agent._machine.link.connected:
+                await asyncio.sleep(0.01)
+            agent._say(waits)
+            endpoint.announce(directory.epochs, at(second, 2))
+            await running
+
+    asyncio.run(asyncio.wait_for(work(), LIMIT_S))
+    assert isinstance(heard[0], msg.Hello)
+    assert heard[1] == waits

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -266,8 +265,7 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
         ranks_per_node=1, script="x", python=sys.executable,
     )  # fmt: skip
     agent = Agent(directory, plan, "n1", None)
-    nothing: Any = object()
-    agent._host = nothing  # nothing is to be started
+    agent._machine.ranks.host_starts = 1  # nothing is to be started
     came: list[msg.Said] = []
 
     async def supervise(come: Connection) -> None:
@@ -280,25 +278,20 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
     async def work() -> None:
         with open(agent._memory.events_path, "wb", buffering=0) as pipe:
             pipe.write(b'{"event": "Sung"}\n{"event": "Skipped", "step": 7}\n')
-        agent._pass_events_on()
+        agent._ranks_said()
         async with served(supervise) as port:
             place = endpoint.Endpoint(1, ("127.0.0.1",), port, "n1", allocation.key, os.getpid())
             endpoint.announce(directory.epochs, place)
-            await agent._serve()
+            await agent.run()
 
-    try:
-        run(work())
-        greeting, unsaid = came
-        assert isinstance(greeting, msg.Hello)
-        assert unsaid == msg.RankEvent(attempt=0, event=within.Skipped(step=7))
-        assert agent._over.is_set()
-        of_rank, first, count = capsys.readouterr().out.splitlines()
-        assert of_rank.startswith("a rank: a message that is none here is left out: Sung: ")
-        assert first.startswith("127.0.0.1: a message that is none here is left out: dance: ")
-        assert "4 messages that are none here were left out: " in count
-    finally:
-        shutil.rmtree(agent._temporary)
-        os.close(agent._lock)
+    run(work())
+    greeting, unsaid = came
+    assert isinstance(greeting, msg.Hello)
+    assert unsaid == msg.RankEvent(attempt=0, event=within.Skipped(step=7))
+    of_rank, first, count = capsys.readouterr().out.splitlines()
+    assert of_rank.startswith("a rank: a message that is none here is left out: Sung: ")
+    assert first.startswith("127.0.0.1: a message that is none here is left out: dance: ")
+    assert "4 messages that are none here were left out: " in count
 
 
 def test_nonsense_between_the_agent_and_its_host_ends_neither() -> None:
@@ -307,7 +300,7 @@ def test_nonsense_between_the_agent_and_its_host_ends_neither() -> None:
         "import sys\n"
         "from jurymast.worker.agent_pipe import AgentPipe\n"
         "pipe = AgentPipe(int(sys.argv[1]))\n"
-        "print(pipe.next_launch().attempt, flush=True)\n"
+        "print(pipe.next_launch(1).attempt, flush=True)\n"
     )
     ours, theirs = socket.socketpair()
     launch = within.Launch(

@@ -2,66 +2,48 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jurymast.agent.succession import LOOK_S, Succession
 from jurymast.checkpoint.directory import CheckpointDirectory
-from jurymast.core.settings import RunPlan
+from jurymast.core.agent.effects import ReadPulse
+from jurymast.core.agent.succession import Succession
 from jurymast.health.probe import Context
-from jurymast.rundir import RunDirectory
 from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.orders import Done, WriteShared
 from jurymast.storage.shared import write
-from jurymast.wire import endpoint
 from jurymast_storage import WRITE_EVERY, StorageProbe
 
 NAMES = tuple(f"n{number}" for number in range(200))
 LIMIT_S = 20.0
 
 
-def plan(directory: RunDirectory) -> RunPlan:
-    return RunPlan(
-        run="r", name="r", directory=str(directory.root), cluster="slurm", active=199, spares=1,
-        ranks_per_node=8, script="x",
-    )  # fmt: skip
+def looks_of(node: str, until_s: float) -> int:
+    """How often it reads the pulse of a supervisor that answers it no more, but lives, in so many seconds."""
+    succession = Succession(node, NAMES, enabled=True)
+    succession.answered(0.0)
+    effects, now = succession.unanswered(0.0), 0.0
+    for count in itertools.count():
+        assert effects == [ReadPulse()], "nobody takes over"
+        succession.check()
+        succession.pulse(f"1:{count}", now)
+        now = succession.wake_at
+        if now >= until_s:
+            return count + 1
+        effects = succession.tick(now)
+    raise AssertionError("it looks no more")
 
 
-def test_who_would_take_over_late_looks_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: Counter[Path] = Counter()
-
-    def counted(epochs: Path) -> str:
-        looks[epochs] += 1
-        return str(looks[epochs])  # it lives: nobody takes over
-
-    async def watched(first: RunDirectory, late: RunDirectory) -> None:
-        tasks = []
-        for directory, node in ((first, NAMES[0]), (late, NAMES[150])):
-            heard = iter([True])  # once, and then no more
-            watch = Succession(directory, plan(directory), node, NAMES).watch(partial(next, heard, False))
-            tasks.append(asyncio.ensure_future(watch))
-        end = time.monotonic() + LIMIT_S
-        while looks[first.epochs] < 4 and time.monotonic() < end:
-            await asyncio.sleep(LOOK_S / 5)
-        for task in tasks:
-            task.cancel()
-
-    monkeypatch.setattr(endpoint, "read_pulse", counted)
-    first, late = RunDirectory(tmp_path / "first"), RunDirectory(tmp_path / "late")
-    asyncio.run(watched(first, late))
-    assert looks[first.epochs] >= 4
-    assert looks[late.epochs] == 1
+def test_who_would_take_over_late_looks_seldom() -> None:
+    assert looks_of(NAMES[0], 1.0) == 4
+    assert looks_of(NAMES[150], 1.0) == 1
 
 
 def test_the_storage_probe_writes_at_first_and_then_in_turn_with_other_nodes(tmp_path: Path) -> None:

@@ -142,7 +142,6 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             # Processes without a terminal: what they print is their log.
             "launcher/jurymast/agent/__main__.py",
             "launcher/jurymast/agent/agent.py",
-            "launcher/jurymast/agent/succession.py",
             "launcher/jurymast/cluster/batch.py",
             "launcher/jurymast/cluster/entry.py",
             "launcher/jurymast/cluster/lift.py",

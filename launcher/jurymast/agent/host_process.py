@@ -82,6 +82,7 @@ class HostProcess:
         code = await self._process.wait()
         # Everything it said before it ended counts first.
         await asyncio.wait([self._tasks[0]], timeout=1.0)
+        self._tasks[0].cancel()  # nothing it says comes after its end
         on_end(code)
 
     def kill(self) -> None:

@@ -1,4 +1,5 @@
-"""The agent's part in checkpoints: the keeper's memory, and the drainer that copies it to storage."""
+"""The agent's part in checkpoints: the keeper's memory, and the drainer that copies it to storage. Which
+writes there are is decided in `core.agent.writes`."""
 
 from __future__ import annotations
 
@@ -24,23 +25,28 @@ from jurymast.storage.orders import Answer, Done, Failed, Image, Upload, Warm, W
 
 
 class Keeping:
-    """Carries out the supervisor's orders about checkpoints. `tell` says something to it."""
+    """Carries out the supervisor's orders about checkpoints. `tell` says something to it; `write_ended` hears
+    of the end of each write, by its id."""
 
     def __init__(
-        self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[msg.AboutCheckpoints], None]
+        self,
+        directory: RunDirectory,
+        plan: RunPlan,
+        node: str,
+        tell: Callable[[msg.AboutCheckpoints], None],
+        write_ended: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._run_directory = directory.root
         self._tell = tell
+        self._write_ended = write_ended
         settings = plan.settings
         self._local = local_root(settings.local_path, plan.run) if settings.local_path else None
         # A script may have its checkpoints elsewhere, and keep another number of them.
         self._shared, self._keep = directory.checkpoints.absolute(), settings.keep
         self._keeper = Keeper(directory.secret(), node, plan.ranks_per_node, tell, local_root=self._local)
         self._drainer = Drainer()
-        self._drains: dict[str, tuple[asyncio.Task[None], str]] = {}
-        self._foreseen: dict[int, tuple[int, int]] = {}  # by local rank
-        self._leads = False  # rank 0 is here: this node brings shared checkpoints together
+        self._writes: dict[str, asyncio.Task[None]] = {}
         self._warming: asyncio.Future[Answer] | None = None
         self.run_is_over = False  # nobody will restore from this node's disk any more
 
@@ -66,35 +72,24 @@ class Keeping:
         """What ranks have published or asked for since; at every heartbeat."""
         self._keeper.look()
 
-    def heard(self, event: within.ForKeeper) -> None:
-        match event:
-            case within.Checkpoints():
-                self._shared, self._keep = Path(event.directory), event.keep
-                if self._leads and self._warming is None:
-                    self._warming = asyncio.ensure_future(self._drainer.drain(Warm()))
-            case within.Foreseen():
-                self._foresee(event)
-            case within.Image():
-                self._keeper.image_published(event.local_rank, event.slot, event.stall_s)
-            case _:
-                never(event)
+    def checkpoints_at(self, event: within.Checkpoints) -> None:
+        self._shared, self._keep = Path(event.directory), event.keep
 
-    def _foresee(self, event: within.Foreseen) -> None:
-        self._foreseen[event.local_rank] = event.image_bytes, event.own_bytes
-        if len(self._foreseen) == self._plan.ranks_per_node:
-            image, own = (sum(sizes) for sizes in zip(*self._foreseen.values(), strict=True))
-            self._tell(msg.Foreseen(image_bytes=image, own_bytes=own, room=self.room()))
+    def image_published(self, event: within.Image) -> None:
+        self._keeper.image_published(event.local_rank, event.slot, event.stall_s)
+
+    def warm(self) -> None:
+        """Have the process ready that brings shared checkpoints together; once."""
+        self._warming = asyncio.ensure_future(self._drainer.drain(Warm()))
 
     def launch(self, order: msg.Launch) -> None:
         """The ranks of an earlier attempt are gone, those of this one are about to start."""
         count = self._plan.ranks_per_node
         first = order.rank * count
-        self._leads = first == 0
-        self._foreseen.clear()
         here = list(range(first, first + count))
         self._keeper.launch(order.attempt, here, order.world * count, order.restore)
 
-    def obey(self, order: msg.CheckpointOrder) -> None:
+    def obey(self, order: msg.KeeperOrder) -> None:
         match order:
             case msg.Committed():
                 self._keeper.committed(order.step, order.attempt)
@@ -106,25 +101,21 @@ class Keeping:
                 self._keeper.forget(order.step, order.attempt, order.ranks)
             case msg.ForgetNewer():
                 self._keeper.forget_newer(order.step)
-            case msg.Drain():
-                self._begin_drain(order)
-            case msg.CancelDrain():
-                if order.id in self._drains:
-                    self._drains[order.id][0].cancel()
             case _:
                 never(order)
 
-    def _begin_drain(self, order: msg.Drain) -> None:
-        """A supervisor orders one at a time: what an earlier one, maybe dead, ordered for the tier is void,
-        and may be waiting for a node that is gone."""
-        for task, tier in list(self._drains.values()):
-            if tier == order.tier:
-                task.cancel()
-        task = asyncio.ensure_future(self._drain(order))
-        self._drains[order.id] = task, order.tier
-        task.add_done_callback(lambda _: self._drains.pop(order.id, None))
+    def write(self, order: msg.Drain) -> None:
+        task = self._writes[order.id] = asyncio.ensure_future(self._write(order))
+        task.add_done_callback(lambda _: self._ended(order.id))
 
-    async def _drain(self, order: msg.Drain) -> None:
+    def cancel_write(self, id: str) -> None:
+        self._writes[id].cancel()
+
+    def _ended(self, id: str) -> None:
+        del self._writes[id]
+        self._write_ended(id)
+
+    async def _write(self, order: msg.Drain) -> None:
         """Copy images of this node to a tier, and say how that went."""
         loans: list[Loan] = []
         try:
@@ -162,7 +153,7 @@ class Keeping:
         )  # fmt: skip
 
     async def close(self) -> None:
-        running: list[asyncio.Future[Any]] = [task for task, _ in self._drains.values()]
+        running: list[asyncio.Future[Any]] = [*self._writes.values()]
         running += [self._warming] if self._warming is not None else []
         for task in running:
             task.cancel()

@@ -50,22 +50,15 @@ class Testing:
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    @property
-    def idle(self) -> bool:
-        """Nothing of a test is left on this node."""
-        return self._processes is None and (self._ending is None or self._ending.done())
-
     def warm_up(self) -> None:
         """Once, if the policy wants tests: nodes that have just come are about to be tested."""
         if self._wanted:
             self._wanted = False
             self._begin(self._join_limit_s)
 
-    def obey(self, order: msg.TestAlone | msg.TestPair | msg.TestOver, *, beside_ranks: bool) -> None:
-        """What was answered before is answered again. Nothing is tested beside ranks."""
-        if beside_ranks or isinstance(order, msg.TestOver):
-            self._end_soon()
-        elif isinstance(order, msg.TestPair):
+    def obey(self, order: msg.TestAlone | msg.TestPair) -> None:
+        """What was answered before is answered again."""
+        if isinstance(order, msg.TestPair):
             self._spawn(self._pair(order))
         else:
             if self._processes is None:
@@ -76,11 +69,12 @@ class Testing:
 
     async def end(self) -> None:
         """Kill what is there, and wait until it has gone, and with it what it held of the GPUs."""
-        self._end_soon()
+        self.end_soon()
         if self._ending is not None:
             await self._ending
 
-    def _end_soon(self) -> None:
+    def end_soon(self) -> None:
+        """Kill what is there."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -97,7 +91,7 @@ class Testing:
     def _until(self, life_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(life_s, self._end_soon)
+        self._timer = asyncio.get_running_loop().call_later(life_s, self.end_soon)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -11,7 +11,10 @@ blames nobody.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from jurymast.core.messages.beats import RankReport
 
 BEATS = 3.0
 UNKNOWN_BEATS = 6.0
@@ -20,6 +23,9 @@ FACTOR = 2.5
 LIMIT_MAX_S = 15.0
 # How often a heartbeat is answered, so that agents know that a supervisor is there.
 ANSWER_INTERVAL_S = 1.0
+# Ranks that have done fewer steps are looked at so often.
+YOUNG_BEATS = 3
+YOUNG_HEARTBEAT_S = 0.1
 # To hear so many nodes again, after a take-over, takes a supervisor a second.
 NODES_A_SECOND = 2000.0
 LATE_TIMES = 4.0
@@ -67,6 +73,13 @@ def rejoin_limit_s(nodes: int, *, abandoned: bool = False) -> float:
     comes the limit of a node of which nothing is known. `abandoned`: of the node of the supervisor before,
     which most likely ended because the node did."""
     return (ABANDONED_LIMIT_S if abandoned else REJOIN_LIMIT_S) + nodes / REJOINS_A_SECOND
+
+
+def beat_every_s(heartbeat_s: float, ranks: Sequence[RankReport]) -> float:
+    """Seconds from one heartbeat of an agent to its next. Until the first steps its ranks' progress is worth
+    a closer look: it ends an incident."""
+    young = bool(ranks) and min(rank.beats for rank in ranks) < YOUNG_BEATS
+    return min(YOUNG_HEARTBEAT_S, heartbeat_s) if young else heartbeat_s
 
 
 def answer_every_s(heartbeat_s: float, nodes: int) -> float:

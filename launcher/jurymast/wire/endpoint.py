@@ -8,24 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
+from jurymast.core.endpoint import Endpoint as Endpoint
 from jurymast.rundir import write_atomically
 
 PULSE_INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """`hosts`: names and addresses to try, best first; `allocation`: the Slurm job and its restart count."""
-
-    epoch: int
-    hosts: tuple[str, ...]
-    port: int
-    node: str
-    allocation: str
-    pid: int
 
 
 def claim_epoch(epochs: Path) -> int:

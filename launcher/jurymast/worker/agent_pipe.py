@@ -69,9 +69,10 @@ class AgentPipe:
             pass
         return self._stop_up_to >= attempt
 
-    def next_launch(self) -> within.Launch:
-        """Block until the agent says launch."""
+    def next_launch(self, store_port: int) -> within.Launch:
+        """Tell the agent that the next store listens on this port, and block until it says launch."""
         while True:
+            self.tell(within.Waiting(store_port=store_port))
             launch = self._launches.get()
             if launch.attempt > self._stop_up_to:
                 return launch

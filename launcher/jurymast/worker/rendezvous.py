@@ -17,7 +17,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from jurymast.core import within
 from jurymast.worker.agent_pipe import AgentPipe
 
 # Rank 0's store is listening before the plan is made, so a slow connection means a lost node.
@@ -56,8 +55,7 @@ class AgentRendezvous(RendezvousHandler):
         store = TCPStore(
             "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_CONNECT_S)
         )
-        self.pipe.tell(within.Waiting(store_port=store.port))
-        order = self.pipe.next_launch()
+        order = self.pipe.next_launch(store.port)
         self.attempt, self.mtbf_s, self.saved = order.attempt, order.mtbf_s, order.saved
         self.environment, self.cold = order.environment, order.cold
         address, port = order.master_address, order.master_port

@@ -221,4 +221,5 @@ class CancelDrain(ToAgent, frozen=True, kw_only=True):
 
 FromKeeper = Held | Dropped | Refused | Prefetched | Unrestorable | Unreplicated
 AboutCheckpoints = FromKeeper | Foreseen | Drained
-CheckpointOrder = Replicate | Committed | Void | Forget | ForgetNewer | Drain | CancelDrain
+KeeperOrder = Replicate | Committed | Void | Forget | ForgetNewer
+CheckpointOrder = KeeperOrder | Drain | CancelDrain

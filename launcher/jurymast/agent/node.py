@@ -1,0 +1,105 @@
+"""What an agent finds on its node, and what it gives its ranks to know of it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from jurymast.core.settings import RunPlan
+
+TEMPORARY_PREFIX = "jurymast-agent-"
+
+
+def own_temporary_directory() -> tuple[Path, int]:
+    """A new directory for this agent, with the descriptor of the lock that says it lives; those that agents
+    which were killed left behind are removed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
+        try:
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's, or not an agent's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            pass  # its agent lives
+        finally:
+            os.close(lock)
+    own = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
+    lock = os.open(own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return own, lock
+
+
+def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, object]:
+    """For the torchrun host: see `worker.elastic.serve`."""
+    return {
+        "run": plan.run, "nodes": plan.nodes, "ranks": plan.ranks_per_node,
+        "script": plan.script, "arguments": plan.arguments, "module": plan.module,
+        "directory": plan.working_directory, "run_directory": str(run_directory),
+        "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
+        "warm": plan.settings.warm_start,
+    }  # fmt: skip
+
+
+def rank_environment(
+    plan: RunPlan, run_directory: Path, node: str, temporary: Path, address: str
+) -> dict[str, str]:
+    """For the ranks of this node, which other nodes reach at `address`."""
+    settings = plan.settings
+    values = {
+        "JURYMAST_RUN": plan.run,
+        "JURYMAST_RUN_DIR": str(run_directory),
+        "JURYMAST_NODE": node,
+        "JURYMAST_KEEP": str(settings.keep),
+        "JURYMAST_USER_TMPDIR": os.environ.get("TMPDIR", ""),
+        "TMPDIR": str(temporary),
+    }
+    # When the Checkpointer saves, if the policy says it; else the attempt's MTBF does.
+    if settings.cadence_steps is not None:
+        values["JURYMAST_CADENCE_STEPS"] = str(settings.cadence_steps)
+    if settings.cadence_s is not None:
+        values["JURYMAST_CADENCE_S"] = str(settings.cadence_s)
+    if plan.ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+        values["OMP_NUM_THREADS"] = "1"  # as torchrun does
+    interface = interface_of(address)
+    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # gloo resolves the host's name, which need not be the address that the other nodes reach.
+        values["GLOO_SOCKET_IFNAME"] = interface
+    return values
+
+
+def local_address(host: str, port: int) -> str:
+    """This machine's address on the way to `host`; "" when there is none. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that has `address`, or ""."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return name
+    return ""
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def visible_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return len([part for part in visible.split(",") if part.strip()])

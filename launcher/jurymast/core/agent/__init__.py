@@ -1,0 +1,1 @@
+"""What an agent decides: its ranks, its connection to a supervisor, succession, and what it writes."""

@@ -1,0 +1,176 @@
+"""An agent's connection to its supervisor: whom to connect to and when, how long to wait for a word, what
+waits for the next supervisor, and when the agent leaves because none comes."""
+
+from __future__ import annotations
+
+from jurymast.core import messages as msg
+from jurymast.core.agent.effects import NEVER, Connect, Effect, Find, Greet, HangUp, Leave, Say
+from jurymast.core.agent.ranks import Ranks
+from jurymast.core.endpoint import Endpoint
+
+RECONNECT_S = 0.1
+# All nodes of a run that lose their supervisor look for the next in the run directory, so often together.
+FINDS_A_SECOND = 10_000.0
+# Ranks go on without a supervisor; once they have ended and still none is there, the agent leaves too. One
+# without ranks (a spare) may be all that a supervisor has which comes back when storage does.
+ALONE_LIMIT_S = 60.0
+IDLE_ALONE_LIMIT_S = 1800.0
+# After a SIGTERM Slurm waits 30 s (KillWait), unless the partition's GraceTime says otherwise.
+TERMINATED_LIMIT_S = 25.0
+UNSAID_MAX = 1000
+KEPT = (msg.Failed, msg.RankEvent, msg.Unrestorable)
+
+
+class Link:
+    """`now` is monotonic, in seconds.
+
+    Without a connection it tries in rounds: where the last supervisor was, and at the same time where the
+    newest is by the run directory, since storage may need longer for its answer than a supervisor that lives
+    waits for its agent. The next round begins when all tries of one have come to nothing.
+    """
+
+    def __init__(
+        self,
+        allocation: str,
+        hint: tuple[str, int] | None,
+        patience_s: float,
+        nodes: int,
+        share: float,
+        ranks: Ranks,
+    ) -> None:
+        """`hint`: (host, port) of the first supervisor. `share`: from 0 to 1, when this one of the run's
+        `nodes` looks in the run directory, after all have lost their supervisor at once. `ranks` are only
+        looked at."""
+        self._allocation = allocation
+        self._hint = hint
+        # After a power loss there is no other sign of a supervisor's end than its silence: no reset comes.
+        self._patience_s = patience_s
+        self._find_every_s = nodes / FINDS_A_SECOND
+        self._share = share
+        self._ranks = ranks
+        self.connected = False
+        self._last: Endpoint | None = None
+        self._tries = 0
+        self._round_at = NEVER
+        self._find_at = 0.0
+        self._heard_at = self._alone_since = 0.0
+        self._leave_at = NEVER
+        self._unsaid: list[msg.ToSupervisor] = []
+
+    @property
+    def wake_at(self) -> float:
+        next_at = self._heard_at + self._patience_s if self.connected else self._round_at
+        return min(next_at, self._leave_at)
+
+    def check(self) -> None:
+        """What holds between any two events. Raises AssertionError."""
+        assert not (self.connected and (self._tries or self._unsaid)), (
+            "a connection, and still waiting for one"
+        )
+        assert self._tries >= 0, "more tries ended than were begun"
+        assert len(self._unsaid) <= UNSAID_MAX, "too much is kept for the next supervisor"
+
+    # Looking for a supervisor.
+
+    def start(self, now: float) -> list[Effect]:
+        self._alone_since = now
+        return self._round(now)
+
+    def _round(self, now: float) -> list[Effect]:
+        self._round_at = NEVER
+        effects = self._connect(self._last)
+        if now >= self._find_at:
+            self._find_at = now + self._find_every_s
+            self._tries += 1
+            effects.append(Find())
+        return effects or self._over(now)
+
+    def _connect(self, place: Endpoint | None) -> list[Effect]:
+        targets: tuple[tuple[str, int], ...] = ()
+        if place is not None and place.allocation == self._allocation:
+            targets = tuple((host, place.port) for host in place.hosts)
+        elif self._hint is not None:
+            targets = (self._hint,)
+        if not targets:
+            return []
+        self._tries += 1
+        return [Connect(targets)]
+
+    def found(self, place: Endpoint | None, now: float) -> list[Effect]:
+        """None: none is there, or shared storage is in trouble, which is no reason to end the ranks."""
+        if self.connected:
+            return []
+        self._tries -= 1
+        new = place is not None and place != self._last
+        self._last = place or self._last
+        return (self._connect(place) if new else []) or self._over(now)
+
+    def unreached(self, now: float) -> list[Effect]:
+        if self.connected:
+            return []
+        self._tries -= 1
+        return self._over(now)
+
+    def _over(self, now: float) -> list[Effect]:
+        """The end of a try."""
+        if self._tries:
+            return []
+        if now > self._alone_since + self._alone_limit_s():
+            return [Leave()]  # nobody will ever say so
+        self._round_at = now + RECONNECT_S
+        return []
+
+    def _alone_limit_s(self) -> float:
+        if self._ranks.state in ("starting", "running"):
+            return NEVER
+        return ALONE_LIMIT_S if self._ranks.state == "finished" else IDLE_ALONE_LIMIT_S
+
+    # Having one.
+
+    def connected_to(self, now: float) -> list[Effect]:
+        """To the first that answered; what becomes of the other tries is no news any more."""
+        self.connected, self._heard_at, self._tries, self._round_at = True, now, 0, NEVER
+        unsaid, self._unsaid = self._unsaid, []
+        return [Greet(), *(Say(message) for message in unsaid)]
+
+    def heard(self, order: msg.Order, now: float) -> list[Effect]:
+        self._heard_at = now
+        match order:
+            case msg.GoOn():
+                self._patience_s = order.patience_s
+            case msg.Leave():
+                return [Leave(order.over)]
+        return []
+
+    def say(self, message: msg.ToSupervisor) -> list[Effect]:
+        """Now, or to the next supervisor if none is there, unless the hello tells it as well."""
+        if self.connected:
+            return [Say(message)]
+        if isinstance(message, KEPT) and len(self._unsaid) < UNSAID_MAX:
+            self._unsaid.append(message)
+        return []
+
+    def lost(self, now: float) -> list[Effect]:
+        """The connection has ended."""
+        if not self.connected:
+            return []
+        self.connected, self._alone_since = False, now
+        self._find_at = now + self._find_every_s * self._share
+        return self._round(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        if now >= self._leave_at:
+            return [Leave()]
+        if now < self.wake_at:
+            return []
+        if self.connected:  # one that was only late must not take this for an end
+            return [Say(msg.HangsUp()), HangUp(), *self.lost(now)]
+        return self._round(now)
+
+    def terminated(self, now: float) -> list[Effect]:
+        """A SIGTERM: Slurm ends the job or takes the node. The supervisor finds out which; until it says
+        "leave" this node's memory may be needed for the last checkpoint."""
+        if not self.connected:
+            return [Leave()]
+        self._leave_at = min(self._leave_at, now + TERMINATED_LIMIT_S)
+        return [Say(msg.Terminated())]

@@ -1,0 +1,267 @@
+"""The ranks of one node: when they start and stop, when by force, and what the supervisor hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import asdict
+
+from jurymast.core import messages as msg
+from jurymast.core import within
+from jurymast.core.agent.effects import (
+    NEVER,
+    Beat,
+    Effect,
+    KillHost,
+    KillRanks,
+    Leave,
+    LookAtRanks,
+    Prepare,
+    Say,
+    StartHost,
+    StartRanks,
+    StopRanks,
+    TakeStacks,
+)
+
+# A host that has not stopped its ranks by then is stuck itself.
+STOP_MARGIN_S = 2.5
+# Their stacks are taken within 2 s; the ranks are stopped also when whoever takes them does not come back.
+STACKS_LIMIT_S = 3.0
+HOST_RESTARTS_MAX = 5
+
+
+class Ranks:
+    """Launches and stops as the supervisor orders. `now` is monotonic, in seconds.
+
+    The host runs one attempt at a time. It is told of an attempt only while it waits, without ranks, so that
+    what it says next is about that attempt. What always holds:
+
+    - No attempt starts after a newer one, nor after word that it is to stop.
+    - Ranks of an attempt start once those of earlier ones are gone.
+    - Every order to stop is answered by Stopped once the ranks are gone, however long ago that was, except
+      one for an attempt that a newer one has replaced.
+    - A launch that comes to nothing is told as one whose ranks have ended.
+    """
+
+    def __init__(self, stop_grace_s: float) -> None:
+        """`stop_grace_s`: seconds that ranks have between SIGTERM and SIGKILL."""
+        self.attempt = 0  # the newest ordered here
+        self.store_port = 0  # of the host while it waits
+        self.pids: tuple[int, ...] = ()
+        self.host_starts = 0
+        self._stop_limit_s = stop_grace_s + STOP_MARGIN_S
+        self._launch: msg.Launch | None = None  # the host was not told of it yet
+        self._preparing = self._prepared = 0  # attempts
+        self._told = 0  # the newest attempt that the host was told of
+        self._alive = False  # its ranks, as far as the host has said
+        self._finished = False  # they have ended, all with exit code 0
+        self._stopping = 0  # the newest attempt that was ordered to stop
+        self._ending = False  # the ranks are being stopped
+        self._stacks_until = NEVER
+        self._force_at = NEVER
+        self._cold = False  # the script cannot use what was loaded ahead of it
+        self._terminating = False
+
+    @property
+    def state(self) -> msg.RanksState:
+        if self._launch is not None or (self._alive and not self.pids):
+            return "starting"
+        if self._alive:
+            return "running"
+        if self._finished:
+            return "finished"
+        return "waiting" if self.store_port else "warming"
+
+    @property
+    def wake_at(self) -> float:
+        return min(self._stacks_until, self._force_at)
+
+    def beat(self) -> Beat:
+        return Beat(self._told if self.pids else self.attempt, self.pids)
+
+    def check(self) -> None:
+        """What holds between any two events. Raises AssertionError."""
+        assert self._told <= self.attempt, "the host was told of an attempt that nobody ordered"
+        assert not (self._alive and self.store_port), "a host with ranks does not wait"
+        assert not (self._alive and self._finished), "ranks that have ended live"
+        assert self._alive or not self.pids, "processes without ranks"
+        assert self._alive or not self._ending, "nothing is there to be stopped"
+        assert self._launch is None or self._launch.attempt == self.attempt, (
+            "an attempt waits that was replaced"
+        )
+        assert self._launch is None or self._told < self.attempt, "the host is told twice"
+        assert self._ending or self.wake_at == NEVER, "a stop is waited for that nobody asked for"
+        assert not (self._launch and self._alive and not self._ending), "ranks are in the way of newer ones"
+
+    # Orders.
+
+    def begin(self, now: float) -> list[Effect]:
+        """The node can be reached by others: the first host can start."""
+        return [] if self.host_starts else self._start_host()
+
+    def launch(self, order: msg.Launch, now: float) -> list[Effect]:
+        if order.attempt <= max(self.attempt, self._stopping) or not self.host_starts:
+            return []
+        self.attempt, self._launch = order.attempt, order
+        self._cold = self._cold or order.cold
+        self._finished = False
+        stop = self._begin_stop(False, now) if self._alive and not self._ending else []
+        return stop + self._go_on()
+
+    def prepared(self, attempt: int, now: float) -> list[Effect]:
+        self._prepared = max(self._prepared, attempt)
+        return self._go_on()
+
+    def _go_on(self) -> list[Effect]:
+        """The next step of a launch: the ranks before are gone, room is made, the host waits."""
+        order = self._launch
+        if order is None or self._alive:
+            return []
+        if self._preparing < order.attempt:
+            self._preparing = order.attempt
+            return [Prepare(order)]
+        if self._prepared < order.attempt or not self.store_port:
+            return []
+        self._launch = None
+        if order.rank == 0 and order.master_port != self.store_port:
+            return self._cannot_lead(order)
+        self._told, self._alive, self.store_port = order.attempt, True, 0
+        return [StartRanks(order, self._cold)]
+
+    def _cannot_lead(self, order: msg.Launch) -> list[Effect]:
+        """All ranks are about to meet at a store that went with the host before."""
+        failed = msg.Failed(
+            attempt=order.attempt, rank=-1, exit_code=1, error="TorchrunHostDied", oom_kills=None,
+            message="the node's torchrun host ended before the ranks were to start, and their store with it",
+        )  # fmt: skip
+        return self._tell(failed) + self._tell_stopped()
+
+    def stop(self, attempt: int, now: float, *, stacks: bool = False) -> list[Effect]:
+        """Stop the ranks of `attempt`, if wanted after a look at their `stacks`."""
+        if (self._alive or self._launch is not None) and attempt < self.attempt:
+            return []
+        self._stopping = max(self._stopping, attempt)
+        self._launch = None
+        if self._alive:
+            return [] if self._ending else self._begin_stop(stacks and attempt == self._told, now)
+        if attempt >= self.attempt or not self.store_port:
+            self._finished = False  # without a port the host is on its way to wait: that will be news
+        return [Say(msg.Stopped(attempt=attempt, store_port=self.store_port))]
+
+    def dismiss(self, now: float) -> list[Effect]:
+        return self.stop(self.attempt, now)
+
+    def look(self, order: msg.Look, now: float) -> list[Effect]:
+        here = order.attempt == self._told and self.state == "running"
+        return [LookAtRanks(order.number, self.pids)] if here else []
+
+    def terminated(self, now: float) -> list[Effect]:
+        """Slurm ends the job or takes the node, and with it the ranks: that is no failure of theirs."""
+        self._terminating = True
+        return []
+
+    def _begin_stop(self, stacks: bool, now: float) -> list[Effect]:
+        self._ending = True
+        if stacks and self.pids:
+            self._stacks_until = now + STACKS_LIMIT_S
+            return [TakeStacks(self._told, self.pids)]
+        return self._stop_host(now)
+
+    def stacks_taken(self, attempt: int, now: float) -> list[Effect]:
+        taken = self._stacks_until < NEVER and attempt == self._told
+        return self._stop_host(now) if taken else []
+
+    def _stop_host(self, now: float) -> list[Effect]:
+        self._stacks_until, self._force_at = NEVER, now + self._stop_limit_s
+        return [StopRanks(self._told)]
+
+    def tick(self, now: float) -> list[Effect]:
+        if now >= self._stacks_until:
+            return self._stop_host(now)
+        if now >= self._force_at:
+            self._force_at = NEVER
+            return [KillRanks(self.pids), KillHost()]
+        return []
+
+    # What happens here.
+
+    def host_said(
+        self, message: within.Waiting | within.Started | within.Finished, now: float
+    ) -> list[Effect]:
+        match message:
+            case within.Waiting():
+                return self._host_waits(message.store_port)
+            case within.Started():
+                return self._started(message)
+            case within.Finished():
+                return self._ranks_finished(message)
+
+    def rank_failed(self, failed: within.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
+        """`evidence`: what the node shows of it, fields of `messages.Failed`."""
+        return [self.beat(), *self._tell(msg.Failed(**asdict(failed), **evidence))]
+
+    def rank_said(self, event: within.ForSupervisor, now: float) -> list[Effect]:
+        self._cold = self._cold or isinstance(event, within.ColdStart)
+        return [Say(msg.RankEvent(attempt=self._told, event=event))]
+
+    def _started(self, message: within.Started) -> list[Effect]:
+        self.pids, self.host_starts = message.pids, 1
+        return [Say(msg.Started(attempt=message.attempt, pids=message.pids)), self.beat()]
+
+    def _ranks_finished(self, message: within.Finished) -> list[Effect]:
+        effects: list[Effect] = [self.beat(), Say(msg.Finished(attempt=message.attempt))]
+        if not self._ending:  # else who has them stopped still waits for the host
+            self._gone()
+            self._finished = True
+        return effects
+
+    def _host_waits(self, store_port: int) -> list[Effect]:
+        lived = self._alive
+        last: list[Effect] = [self.beat()] if self.pids else []  # how far they came, exactly
+        self._gone()
+        self.store_port = store_port
+        if self._launch is not None:
+            return last + self._go_on()
+        if lived:
+            return last + self._tell_stopped()
+        return [] if self._finished else [Say(msg.Ready(store_port=store_port))]
+
+    def host_ended(self, code: int, evidence: Mapping[str, Any], now: float) -> list[Effect]:
+        """It died under its ranks, which die with it, or while it waited. `evidence` as in `rank_failed`."""
+        had_ranks, waited = self.state in ("starting", "running"), self.state == "waiting"
+        effects: list[Effect] = [KillRanks(self.pids)] if self.pids else []
+        self._gone()
+        self._launch, self.store_port = None, 0
+        if had_ranks and self._stopping < self.attempt:
+            failed = msg.Failed(
+                attempt=self.attempt, rank=-1, exit_code=code or 1, error="TorchrunHostDied",
+                message=f"the node's torchrun host ended (code {code}) and took its ranks along", **evidence,
+            )  # fmt: skip
+            effects += self._tell(failed)
+        if self.host_starts > HOST_RESTARTS_MAX:
+            why = f"the torchrun host died {self.host_starts} times"
+            return [*effects, Say(msg.Leaving(why=why)), Leave()]
+        if had_ranks or waited:  # one that waited is as little there as one with ranks
+            effects += self._tell_stopped()
+        return effects + self._start_host()
+
+    def _start_host(self) -> list[Effect]:
+        self.host_starts += 1
+        return [StartHost()]
+
+    def _gone(self) -> None:
+        self._alive = self._ending = False
+        self.pids = ()
+        self._stacks_until = self._force_at = NEVER
+
+    def _tell_stopped(self) -> list[Effect]:
+        """To whoever waits for the newest attempt to end."""
+        attempt = max(self.attempt, self._stopping)
+        return self._tell(msg.Stopped(attempt=attempt, store_port=self.store_port))
+
+    def _tell(self, message: msg.Failed | msg.Stopped) -> list[Effect]:
+        """But for what the end of the job explains."""
+        asked = isinstance(message, msg.Stopped) and self._stopping >= self.attempt
+        return [] if self._terminating and not asked else [Say(message)]

@@ -1,0 +1,61 @@
+"""What a node writes of its images: which order replaces which, and what it will need."""
+
+from __future__ import annotations
+
+from jurymast.core import messages as msg
+from jurymast.core import within
+from jurymast.core.agent.effects import CancelWrite, Effect, SayForeseen, StartWrite, WarmWriter
+
+
+class Writes:
+    """One of each tier at a time."""
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self._ranks_per_node = ranks_per_node
+        self._running: dict[str, str] = {}  # the tier by id, until the write has ended
+        self._cancelled: set[str] = set()
+        self._foreseen: dict[int, within.Foreseen] = {}  # by local rank
+        self._leads = False  # rank 0 is here: this node brings shared checkpoints together
+        self._warm = False
+
+    def check(self) -> None:
+        """What holds between any two events. Raises AssertionError."""
+        going = [tier for id, tier in self._running.items() if id not in self._cancelled]
+        assert len(going) == len(set(going)), "two writes to a tier"
+        assert self._cancelled <= self._running.keys(), "a write that is not there is remembered"
+
+    def launch(self, order: msg.Launch) -> None:
+        """The ranks of this attempt are about to start."""
+        self._leads = order.rank == 0
+        self._foreseen.clear()
+
+    def begin(self, order: msg.Drain, now: float) -> list[Effect]:
+        """A supervisor orders one at a time: what an earlier one, maybe dead, ordered for the tier is void,
+        and may be waiting for a node that is gone."""
+        if order.id in self._running:
+            return []
+        void = [id for id, tier in self._running.items() if tier == order.tier]
+        effects = [effect for id in void for effect in self.cancel(id, now)]
+        self._running[order.id] = order.tier
+        return [*effects, StartWrite(order)]
+
+    def cancel(self, id: str, now: float) -> list[Effect]:
+        if id not in self._running or id in self._cancelled:
+            return []
+        self._cancelled.add(id)
+        return [CancelWrite(id)]
+
+    def ended(self, id: str, now: float) -> list[Effect]:
+        self._running.pop(id, None)
+        self._cancelled.discard(id)
+        return []
+
+    def rank_said(self, event: within.Checkpoints | within.Foreseen, now: float) -> list[Effect]:
+        if isinstance(event, within.Checkpoints):
+            warm, self._warm = self._leads and not self._warm, self._leads or self._warm
+            return [WarmWriter()] if warm else []
+        self._foreseen[event.local_rank] = event
+        if len(self._foreseen) < self._ranks_per_node:
+            return []
+        known = self._foreseen.values()
+        return [SayForeseen(sum(one.image_bytes for one in known), sum(one.own_bytes for one in known))]
