@@ -6,11 +6,11 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.hang import LOOK_AGAIN_S, UNMOVED_S
 from jurymast.core.messages import beat_of
+from jurymast.core.nodes.watch import Watch
 from jurymast.core.stacks import CODE, COLLECTIVE, Stand
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.saves import Saves
-from jurymast.supervisor.watch import Watch
 from support.reports import reported
 from support.stories import Story
 
@@ -24,15 +24,15 @@ class Silent:
     def __init__(self) -> None:
         self.story = Story(active=2).running(30)
         self.state = self.story.state
-        self.watch = Watch(self.state.settings, 0.0)
+        self.watch = Watch(self.state, 0.0)
         self.fed: list[ev.Event] = []
         saves = Saves(self.state, self.fed.append, self.fed.append, lambda: self.story.t)
-        progress = Progress(self.state, self.watch, saves, self.fed.append, lambda: self.story.t)
+        progress = Progress(self.state, self.watch.reports, saves, self.fed.append, lambda: self.story.t)
         self.hangs = Hangs(self.state, self.watch, progress, self.tell, self.fed.append, lambda: self.story.t)
         self.answers: dict[str, tuple[str, str] | None] = dict.fromkeys(self.state.placement)
         self.asked = 0
         for node in self.state.placement:
-            self.watch.joined(node)
+            self.watch.joined(node, 1)
 
     def tell(self, node: str, message: msg.ToAgent) -> None:
         assert isinstance(message, msg.Look)
@@ -48,7 +48,7 @@ class Silent:
             self.watch.clock.now += TICK_S
             silent = reported(quiet_s=quiet_s, beat_s=quiet_s, longest_s=0.5, idle_s=quiet_s)
             for node in self.state.placement:
-                self.watch.beat(node, beat_of(self.state.attempt, [silent]))
+                self.watch.beat(node, beat_of(self.state.attempt, [silent]), 0.0)
             self.hangs.judge()
             if any(isinstance(event, ev.RanksHung) for event in self.fed):
                 return True

@@ -23,4 +23,26 @@ class Record:
     event: Event
 
 
-Effect = Send | Record
+@dataclass(frozen=True)
+class Answer:
+    """GoOn to the agent of `node`, with the time that it is by then: its heartbeats are heard."""
+
+    node: str
+    patience_s: float
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """Close the connection to the agent of `node`, if there is one."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Whether this supervisor shows that it lives. While it does not, another may take over."""
+
+    on: bool
+
+
+Effect = Send | Record | Answer | Disconnect | Pulse

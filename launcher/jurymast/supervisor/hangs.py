@@ -7,10 +7,10 @@ from collections.abc import Callable
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.hang import HangVerdict, Looks
+from jurymast.core.nodes.watch import Watch
 from jurymast.core.stacks import UNKNOWN, Stand
 from jurymast.core.state import RunState
 from jurymast.supervisor.progress import Progress
-from jurymast.supervisor.watch import Watch
 
 
 class Hangs:
@@ -35,7 +35,7 @@ class Hangs:
 
     def judge(self) -> None:
         """To be called often while the ranks run."""
-        verdict = self._watch.hang(self._state)
+        verdict = self._watch.reports.hang()
         if verdict is None:
             self._looks, self._asked = Looks(), False
             return
