@@ -45,4 +45,20 @@ class Pulse:
     on: bool
 
 
-Effect = Send | Record | Answer | Disconnect | Pulse
+@dataclass(frozen=True)
+class GiveBack:
+    """Slurm is to let `job` go on without `node`. Answered to `core.nodes.sick`, which may take long."""
+
+    job: str
+    node: str
+
+
+@dataclass(frozen=True)
+class SaveFirst:
+    """Have all ranks save, within `limit_s` seconds. Answered to `core.nodes.stragglers`, by `why`."""
+
+    why: str
+    limit_s: float
+
+
+Effect = Send | Record | Answer | Disconnect | Pulse | GiveBack | SaveFirst

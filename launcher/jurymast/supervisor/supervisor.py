@@ -16,32 +16,41 @@ from msgspec.structs import asdict
 
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
 from jurymast.cluster.batch import SIGNALS
-from jurymast.cluster.control import STILL_RUNNING
+from jurymast.cluster.control import STILL_RUNNING, give_back
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.copies import SHARED
-from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record, Send
+from jurymast.core.effects import (
+    Answer,
+    Disconnect,
+    Effect,
+    GiveBack,
+    Pulse,
+    Record,
+    SaveFirst,
+    Send,
+)
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
+from jurymast.core.nodes.hangs import Hangs
+from jurymast.core.nodes.health import Health
+from jurymast.core.nodes.preflight import Preflight
+from jurymast.core.nodes.sick import SickNodes
+from jurymast.core.nodes.stragglers import Stragglers
 from jurymast.core.nodes.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
-from jurymast.errors import SubmissionError, never
+from jurymast.errors import ClusterUnavailableError, SubmissionError, never
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.asks import Asks
 from jurymast.supervisor.cadence import Cadence
 from jurymast.supervisor.clock import Clock
 from jurymast.supervisor.door import BACKLOG, Door
-from jurymast.supervisor.hangs import Hangs
-from jurymast.supervisor.health import Health
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.launching import Launching
-from jurymast.supervisor.preflight import Preflight
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.rank_events import RankEvents
 from jurymast.supervisor.saves import Saves
-from jurymast.supervisor.sick_nodes import SickNodes
-from jurymast.supervisor.stragglers import Stragglers
 from jurymast.supervisor.tiers import Tiers
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
@@ -79,15 +88,15 @@ class Supervisor:
         self._watch = Watch(state, self.now())
         self._saves = Saves(state, self.feed, lambda save: self._cadence.heard(save), self.now)
         self._progress = Progress(state, self._watch.reports, self._saves, self.feed, self.now)
-        self._hangs = Hangs(state, self._watch, self._progress, self._tell, self.feed, self.now)
+        self._hangs = Hangs(state, self._watch.reports)
         self._tiers = Tiers(state, self._tell, self._saves.hear, self.now)
         self._cadence = Cadence(state, self._tell, self.feed, self.now, self._tiers.copying)
         self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now, self._how)
         self._rank_events = RankEvents(state, self._tiers, self._saves.hear, self.now)
-        self._health = Health(self.feed, self.now)
-        self._preflight = Preflight(state, self._tell, self.feed, self.now)
-        self._stragglers = Stragglers(state, self.feed, self.now, self._spawn, self._cadence.save_first)
-        self._sick = SickNodes(state, self._tell, self.feed, self.now, self._spawn)
+        self._health = Health()
+        self._preflight = Preflight(state)
+        self._stragglers = Stragglers(state)
+        self._sick = SickNodes(state)
         self._channels: dict[str, Channel[msg.Said]] = {}
         self._numbers = itertools.count(1)  # of connections
         self._allocation = ""
@@ -131,7 +140,9 @@ class Supervisor:
         if isinstance(event, ev.NodeLost | ev.WorkerFailed | ev.WorkersStopped):
             if self.state.phase is Phase.RUNNING or self._is_last(self.state.stopped):
                 self._progress.report(forced=True)
-        elif isinstance(event, ev.NodeFinished) and self._is_last(self.state.finished):
+        elif isinstance(event, ev.RanksHung) or (
+            isinstance(event, ev.NodeFinished) and self._is_last(self.state.finished)
+        ):
             self._progress.report(forced=True)
         if isinstance(event, ev.NodeLost):
             self._tiers.lost(event.node)
@@ -159,6 +170,10 @@ class Supervisor:
                         connection.close()
                 case Pulse():
                     self._hold.silent = not effect.on
+                case GiveBack():
+                    self._spawn(self._give_back(effect))
+                case SaveFirst():
+                    self._spawn(self._save_first(effect))
                 case _:
                     never(effect)
 
@@ -172,9 +187,9 @@ class Supervisor:
                 self._tell(node, stop)
         elif isinstance(instruction, Dismiss):
             self._tell(instruction.node, msg.Dismiss())
-            self._sick.dismissed(instruction.node)
+            self._do(self._sick.dismissed(instruction.node, self.now()))
         elif isinstance(instruction, Test):
-            self._spawn(self._preflight.carry_out(instruction))
+            self._do(self._preflight.begin(instruction, self.now()))
         elif isinstance(
             instruction, Requeue | Finish
         ):  # the batch process requeues, once its agents are gone
@@ -270,15 +285,28 @@ class Supervisor:
                 continue
             if self._watch.cut_off:
                 continue
+            self._do(self._preflight.tick(self.now()))
             if next(count) % STEADY_LOOKS and self._steady():
                 continue
             self._progress.report(forced=False)
             if self._tiers.look() and not self._replicating:
                 self._spawn(self._replicate())
             self._cadence.look()
-            if self.state.phase is Phase.RUNNING:
-                self._hangs.judge()
+            self._do(self._hangs.tick(self.now()))
+            self._do(self._sick.tick(self.now()))
             self.feed(ev.Tick(t=self.now()))
+
+    async def _give_back(self, effect: GiveBack) -> None:
+        gone, why = False, ""
+        try:
+            gone = await asyncio.to_thread(give_back, effect.job, effect.node)
+        except ClusterUnavailableError as error:
+            why = str(error)
+        self._do(self._sick.given_back(effect.node, gone, why, self.now()))
+
+    async def _save_first(self, effect: SaveFirst) -> None:
+        await self._cadence.save_first(effect.why, effect.limit_s)
+        self._do(self._stragglers.saved(effect.why, self.now()))
 
     async def _replicate(self) -> None:
         """Of thousands of nodes some at a time."""
@@ -336,7 +364,7 @@ class Supervisor:
                 pid=hello.pid, boot_id=hello.boot_id, gpus=hello.gpus,
             )
         )  # fmt: skip
-        self._health.joined(node, hello.health)
+        self._do(self._health.joined(node, hello.health, self.now()))
         self._catch_up(node, hello)
         why = await connection.listen(partial(self._hear, node, number))
         self._strangers.left(node)
@@ -378,9 +406,10 @@ class Supervisor:
         self.feed(ev.WorkersStopped(t=self.now(), node=node, attempt=attempt, store_port=store_port))
 
     def _beat(self, node: str, beat: msg.Beat) -> None:
-        self._do(self._watch.beat(node, beat, self.now()))
+        now = self.now()
+        self._do(self._watch.beat(node, beat, now))
         self._cadence.beat(node, beat)
-        self._stragglers.beat(node, beat)
+        self._do(self._stragglers.beat(node, beat, now))
 
     def _hear(self, node: str, number: int, message: msg.Said) -> None:
         """Over the connection of this number."""
@@ -397,7 +426,7 @@ class Supervisor:
             case msg.Failed():
                 self.feed(ev.WorkerFailed(t=now, node=node, **asdict(message)))
             case msg.Looked():
-                self._hangs.hear(message)
+                self._hangs.looked(message)
             case msg.Stacks():
                 flights = tuple(one.to_json() for one in message.flights)
                 self.feed(ev.StacksTaken(t=now, node=node, **{**asdict(message), "flights": flights}))
@@ -406,11 +435,11 @@ class Supervisor:
             case msg.Finished():
                 self.feed(ev.NodeFinished(t=now, node=node, attempt=message.attempt))
             case msg.Health():
-                self._health.hear(node, message.finding)
+                self._do(self._health.found(node, message.finding, now))
             case msg.RankEvent():
                 self._rank_events.hear(node, message)
             case msg.VerdictLeft():
-                self._sick.answered(node, message)
+                self._do(self._sick.answered(node, message, now))
             case msg.Terminated():
                 self._spawn(self._agent_terminated(node, number))
             case msg.HangsUp():
@@ -418,7 +447,7 @@ class Supervisor:
             case msg.Leaving():
                 self._do(self._watch.left(node, number, message.why, now))
             case msg.TestedAlone() | msg.TestedPair():
-                self._preflight.hear(node, message)
+                self._do(self._preflight.heard(node, message, now))
             case msg.Strange():
                 self._strangers.heard(node, message)
             case msg.Hello() | msg.Ask():

@@ -51,7 +51,7 @@ class Reports:
     """Of all nodes that are not lost. Ages are as of the newest tick of `clock`."""
 
     def __init__(self, state: RunState, clock: WatcherClock) -> None:
-        self._state, self._clock = state, clock
+        self._state, self.clock = state, clock
         self._nodes: dict[str, NodeReport] = {}
         self._longest_before_s = 0.0
 
@@ -69,7 +69,7 @@ class Reports:
     def beat(self, node: str, beat: Beat) -> None:
         known = self._nodes[node]
         if beat.ranks or beat.attempt != known.attempt:  # ranks that have ended stay where they were
-            known.report(beat, self._clock.now)
+            known.report(beat, self.clock.now)
 
     def reach(self) -> Reach | None:
         """How far the attempt is; None until every rank has done a step in it."""
@@ -81,7 +81,7 @@ class Reports:
             return None
         known = min(placed, key=lambda known: _how_far(known.slowest))
         slowest = known.slowest
-        return Reach(slowest.step, (slowest.beat_s or 0.0) + self._clock.now - known.at, slowest.explicit)
+        return Reach(slowest.step, (slowest.beat_s or 0.0) + self.clock.now - known.at, slowest.explicit)
 
     def hang(self) -> HangVerdict | None:
         """What the ranks' silence says, before any look at their stacks."""
@@ -111,7 +111,7 @@ class Reports:
         ranks of thousands of nodes."""
         hang_s = self._state.settings.hang_s
         floor_s = IDLE_FLOOR_S if hang_s is None else hang_s
-        placed, now = self._placed(), self._clock.now
+        placed, now = self._placed(), self.clock.now
         return not any(known.stopped for known in placed) and any(
             known.quiet_s + now - known.at < floor_s for known in placed
         )
@@ -125,7 +125,7 @@ class Reports:
                 continue
             if not self._is_whole(known):
                 return []
-            first, since_s = place * self._state.ranks_per_node, self._clock.now - known.at
+            first, since_s = place * self._state.ranks_per_node, self.clock.now - known.at
             views += [self._view(first + i, name, one, since_s) for i, one in enumerate(known.ranks)]
         return views
 
