@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.hang import LOOK_AGAIN_S, UNMOVED_S
+from jurymast.core.heartbeat import WatcherClock
 from jurymast.core.messages import beat_of
+from jurymast.core.nodes.hangs import Hangs
+from jurymast.core.nodes.reports import Reports
 from jurymast.core.stacks import CODE, COLLECTIVE, Stand
-from jurymast.supervisor.hangs import Hangs
-from jurymast.supervisor.progress import Progress
-from jurymast.supervisor.saves import Saves
-from jurymast.supervisor.watch import Watch
+from jurymast.core.state import Phase
 from support.reports import reported
 from support.stories import Story
 
@@ -24,32 +25,37 @@ class Silent:
     def __init__(self) -> None:
         self.story = Story(active=2).running(30)
         self.state = self.story.state
-        self.watch = Watch(self.state.settings, 0.0)
+        self.clock = WatcherClock(TICK_S, 0.0)
+        self.reports = Reports(self.state, self.clock)
+        self.hangs = Hangs(self.state, self.reports)
         self.fed: list[ev.Event] = []
-        saves = Saves(self.state, self.fed.append, self.fed.append, lambda: self.story.t)
-        progress = Progress(self.state, self.watch, saves, self.fed.append, lambda: self.story.t)
-        self.hangs = Hangs(self.state, self.watch, progress, self.tell, self.fed.append, lambda: self.story.t)
         self.answers: dict[str, tuple[str, str] | None] = dict.fromkeys(self.state.placement)
         self.asked = 0
         for node in self.state.placement:
-            self.watch.joined(node)
+            self.reports.expect(node)
 
-    def tell(self, node: str, message: msg.ToAgent) -> None:
-        assert isinstance(message, msg.Look)
-        self.asked += 1
-        answer = self.answers[node]
-        if answer is not None:
-            stands = {self.state.placement.index(node): Stand(*answer)}
-            self.hangs.hear(msg.Looked(attempt=message.attempt, number=message.number, stands=stands))
+    def does(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Record):
+                self.fed.append(effect.event)
+                continue
+            assert isinstance(effect, Send)
+            look = effect.message
+            assert isinstance(look, msg.Look)
+            self.asked += 1
+            answer = self.answers[effect.node]
+            if answer is not None:
+                stands = {self.state.placement.index(effect.node): Stand(*answer)}
+                self.hangs.looked(msg.Looked(attempt=look.attempt, number=look.number, stands=stands))
 
     def passes(self, seconds: float, quiet_s: float = 60.0) -> bool:
         """True when a hang was told of by then."""
         for _ in range(round(seconds / TICK_S)):
-            self.watch.clock.now += TICK_S
+            self.clock.now += TICK_S
             silent = reported(quiet_s=quiet_s, beat_s=quiet_s, longest_s=0.5, idle_s=quiet_s)
             for node in self.state.placement:
-                self.watch.beat(node, beat_of(self.state.attempt, [silent]))
-            self.hangs.judge()
+                self.reports.beat(node, beat_of(self.state.attempt, [silent]))
+            self.does(self.hangs.tick(self.story.t))
             if any(isinstance(event, ev.RanksHung) for event in self.fed):
                 return True
         return False
@@ -100,3 +106,20 @@ def test_a_node_whose_ranks_have_ended_is_not_waited_for() -> None:
     silent.answers[one] = (COLLECTIVE, "in all_reduce at a.py:1")
     silent.state.finished.add(other)
     assert silent.passes(4 * LOOK_AGAIN_S)
+
+
+def test_answers_to_an_older_question_do_not_count() -> None:
+    silent = Silent()
+    silent.passes(1.0)
+    late = {place: Stand(COLLECTIVE, "in all_reduce at a.py:1") for place in range(2)}
+    for number in (-1, 0):
+        silent.hangs.looked(msg.Looked(attempt=silent.state.attempt, number=number, stands=late))
+        silent.hangs.looked(msg.Looked(attempt=silent.state.attempt + 1, number=1, stands=late))
+    assert not silent.passes(30.0)
+
+
+def test_only_ranks_that_run_hang() -> None:
+    silent = Silent()
+    silent.state.phase = Phase.STOPPING
+    assert not silent.passes(2 * UNMOVED_S)
+    assert silent.asked == 0

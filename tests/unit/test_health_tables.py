@@ -10,14 +10,15 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.effects import Effect, Record
 from jurymast.core.health import KINDS, Finding, Verdict
+from jurymast.core.nodes.health import Health
 from jurymast.errors import PolicyError
 from jurymast.health.probe import Context
 from jurymast.health.tables import READINGS, reading, threshold, xid_finding
 from jurymast.policy.load import file_layers
 from jurymast.policy.resolve import resolve
 from jurymast.reference import recovery_actions, thresholds, xids
-from jurymast.supervisor.health import Health
 
 # The classes of the public catalogue, written down apart from the data file.
 CLASSES = {
@@ -146,7 +147,16 @@ class Heard:
 
     def __init__(self) -> None:
         self.events: list[ev.Event] = []
-        self.health = Health(self.events.append, lambda: 100.0)
+        self.health = Health()
+
+    def take(self, effects: list[Effect]) -> None:
+        self.events += [effect.event for effect in effects if isinstance(effect, Record)]
+
+    def joined(self, node: str, told: list[Finding]) -> None:
+        self.take(self.health.joined(node, told, 100.0))
+
+    def hear(self, node: str, finding: Finding) -> None:
+        self.take(self.health.found(node, finding, 100.0))
 
     def found(self) -> list[tuple[str, str, float]]:
         return [(e.node, e.verdict, e.at) for e in self.events if isinstance(e, ev.HealthFound)]
@@ -162,9 +172,9 @@ def words(verdict: str, at: float, **others: object) -> Finding:
 def test_a_finding_becomes_one_event_however_often_it_is_told() -> None:
     heard = Heard()
     for values in (words("suspect", 1.0), words("suspect", 1.0), words("bad", 1.0), words("ok", 5.0)):
-        heard.health.hear("n1", values)
-    heard.health.joined("n1", [words("ok", 5.0)])
-    heard.health.joined("n2", [words("suspect", 6.0, device="/tmp")])
+        heard.hear("n1", values)
+    heard.joined("n1", [words("ok", 5.0)])
+    heard.joined("n2", [words("suspect", 6.0, device="/tmp")])
     assert heard.found() == [
         ("n1", "suspect", 1.0),
         ("n1", "bad", 1.0),
@@ -179,8 +189,8 @@ def test_each_event_of_a_gpu_counts_and_none_twice() -> None:
     heard = Heard()
     first, second = (xid_finding(31, "gpu0", "", at, PLAIN) for at in (1.0, 50.0))
     for values in (first, second):
-        heard.health.hear("n1", values)
-    heard.health.joined("n1", [first, second])  # the agent tells of both again
+        heard.hear("n1", values)
+    heard.joined("n1", [first, second])  # the agent tells of both again
     assert heard.found() == [("n1", "unknown", 1.0), ("n1", "unknown", 50.0)]
 
 

@@ -11,11 +11,11 @@ from jurymast.core import launching
 from jurymast.core import messages as msg
 from jurymast.core.copies import ALL, MEMORY, Copies, Copy
 from jurymast.core.instructions import Launch
+from jurymast.core.nodes.watch import WATCH_INTERVAL_S
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
-from jurymast.supervisor.watch import WATCH_INTERVAL_S
 from support.reports import hello
 from support.stories import Story
 
@@ -70,7 +70,7 @@ def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_pa
         lines: dict[str, Any] = supervisor._channels
         come = (*launch.placement, spare)
         for node in come:
-            supervisor._watch.expect(node, len(come))
+            supervisor._watch.expect(node)
         launching = asyncio.ensure_future(supervisor._launching.carry_out(launch))
         for node in come:
             assert [line.launches for line in lines.values()] == [[]] * len(lines)
@@ -79,7 +79,7 @@ def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_pa
             copy = msg.CopyReport(step=8, attempt=1, rank=rank, world=2, tier=tier, part="all", size_bytes=9)
             held = () if rank == 1 and node != spare else (copy,)
             supervisor._tiers.joined(node, hello(node, copies=held))
-            supervisor._watch.joined(node)
+            supervisor._watch.joined(node, 1)
             lines[node] = Line()
             if node in launch.placement:
                 supervisor._send_again(node, 1)  # as when the agent says hello

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from jurymast.cluster.control import give_back
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.effects import Effect, GiveBack, Record, Send
+from jurymast.core.nodes.sick import ANSWER_LIMIT_S, SickNodes
 from jurymast.core.settings import Settings
-from jurymast.supervisor.sick_nodes import SickNodes
+from jurymast.errors import ClusterUnavailableError
 from support.stories import Story
 
+DOUBT_S = 60.0
 SCONTROL = """
 echo "$*" >> {log}
 case "$*" in
@@ -26,158 +27,188 @@ esac
 
 
 class Site:
-    """A run that has lost `victim` to a bad finding, and a `scontrol` of the site."""
+    """A run of two nodes and two spares that has saved. Of the effects, `gives` are the nodes that Slurm is
+    asked to take."""
 
-    def __init__(
-        self, root: Path, *, bad: str = "drain", update: str = "exit 0", doubt_s: float = 0.0
-    ) -> None:
-        self.log = root / "log"
-        (root / "scontrol").write_text("#!/bin/sh\n" + SCONTROL.format(log=self.log, update=update))
-        (root / "scontrol").chmod(0o755)
-        self.told: list[tuple[str, msg.ToAgent]] = []
-        settings = Settings(bad_nodes=bad, together_s=doubt_s)
+    def __init__(self, bad: str = "drain") -> None:
+        settings = Settings(bad_nodes=bad, together_s=DOUBT_S, excluded_fraction=1.0)
         self.story = Story(active=2, spares=2, settings=settings).running(40).saved(40)
-        self.victim = self.story.state.placement[1]
+        self.nodes = SickNodes(self.story.state)
+        self.told: list[tuple[str, msg.ToAgent]] = []
+        self.gives: list[str] = []
+        self.notes: list[str] = []
 
-    def break_gpu(self) -> None:
+    def does(self, effects: list[Effect]) -> None:
+        self.nodes.check()
+        for effect in effects:
+            match effect:
+                case Send():
+                    self.told.append((effect.node, effect.message))
+                case GiveBack():
+                    assert effect.job == "17"
+                    self.gives.append(effect.node)
+                case Record(event=ev.Noted() as event):
+                    self.notes.append(event.message)
+                case _:
+                    raise AssertionError(effect)
+
+    def break_gpu(self) -> str:
+        """Of an active node, which is out then."""
+        victim = next(name for name in self.story.state.placement if name != self.story.state.host)
+        self.find(victim)
+        self.does(self.nodes.dismissed(victim, self.story.t))
+        return victim
+
+    def find(self, victim: str) -> None:
         self.story.t += 1.0
         self.story.feed(
             ev.HealthFound(
-                t=self.story.t, node=self.victim, probe="nvidia", code="gpu-lost", verdict="bad",
+                t=self.story.t, node=victim, probe="nvidia", code="gpu-lost", verdict="bad",
                 kind="hardware", message="it fell off the bus", device="gpu3", at=self.story.t,
             )
         )  # fmt: skip
         self.story.stopped()
 
-    def nodes(self, tasks: list[asyncio.Task[None]]) -> SickNodes:
-        return SickNodes(
-            self.story.state,
-            lambda node, message: self.told.append((node, message)),
-            lambda event: self.story.events.append(event),
-            lambda: self.story.t,
-            lambda work: tasks.append(asyncio.get_running_loop().create_task(work)),
-        )
+    def answered(self, node: str, why: str = "") -> None:
+        self.does(self.nodes.answered(node, msg.VerdictLeft(why=why), self.story.t))
 
-    @property
-    def notes(self) -> list[str]:
-        return [event.message for event in self.story.events if isinstance(event, ev.Noted)]
+    def passes(self, seconds: float) -> None:
+        self.story.t += seconds
+        self.does(self.nodes.tick(self.story.t))
 
-    @property
-    def updates(self) -> list[str]:
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        return [line for line in lines if line.startswith("update")]
+    def given_back(self, node: str, gone: bool = True, why: str = "") -> None:
+        self.does(self.nodes.given_back(node, gone, why, self.story.t))
 
 
-def play(act: Callable[[list[asyncio.Task[None]]], Any]) -> None:
-    async def played() -> None:
-        tasks: list[asyncio.Task[None]] = []
-        await asyncio.wait_for(act(tasks), 20.0)
-        await asyncio.wait_for(asyncio.gather(*tasks), 20.0)
-
-    asyncio.run(played())
-
-
-def test_the_site_is_told_and_slurm_gets_the_node_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    site = Site(tmp_path)
-
-    async def act(tasks: list[asyncio.Task[None]]) -> None:
-        nodes = site.nodes(tasks)
-        site.break_gpu()
-        nodes.dismissed(site.victim)
-        await asyncio.sleep(0)
-        ((node, order),) = site.told
-        assert isinstance(order, msg.LeaveVerdict)
-        assert (node, order.job, order.finding.code) == (site.victim, "17", "gpu-lost")
-        nodes.answered(site.victim, msg.VerdictLeft())
-        while not site.notes:
-            await asyncio.sleep(0)
-        assert site.updates == [], "its memory may still be needed: the ranks are not back yet"
-        site.story.recovered(40, 60)
-
-    play(act)
-    kept = ",".join(name for name in ("n1", "n2", "n3", "n4") if name != site.victim)
-    assert site.updates == [f"update JobId=17 NodeList={kept}"]
+def test_the_site_is_told_and_slurm_gets_the_node_back() -> None:
+    site = Site()
+    victim = site.break_gpu()
+    ((node, order),) = site.told
+    assert isinstance(order, msg.LeaveVerdict)
+    assert (node, order.job, order.finding.code) == (victim, "17", "gpu-lost")
+    site.answered(victim)
+    site.passes(2 * DOUBT_S)
+    assert site.gives == [], "its memory may still be needed: the ranks are not back yet"
+    site.story.recovered(40, 60)
+    site.passes(0.1)
+    site.passes(DOUBT_S)
+    assert site.gives == [victim]
+    site.given_back(victim)
     assert site.notes == [
         "the site was told in /var/spool/jurymast: gpu-lost",
-        f"{site.victim} was given back to Slurm, the job goes on without it",
+        f"{victim} was given back to Slurm, the job goes on without it",
     ]
 
 
-def test_a_site_that_takes_no_node_back_is_asked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    site = Site(tmp_path, bad="exclude", update="echo 'slurm_update error: Invalid node' >&2; exit 1")
+def test_many_nodes_may_turn_out_to_have_the_same_first() -> None:
+    site = Site("exclude")
+    site.break_gpu()
+    site.story.recovered(40, 60)
+    waited_s = site.story.t
+    site.passes(0.1)
+    assert site.gives == []
+    site.passes(DOUBT_S - (site.story.t - waited_s))
+    assert len(site.gives) == 1
 
-    async def act(tasks: list[asyncio.Task[None]]) -> None:
-        nodes = site.nodes(tasks)
-        site.break_gpu()
-        nodes.dismissed(site.victim)
-        site.story.recovered(40, 60)
-        while len(site.updates) < 1 or not site.notes:
-            await asyncio.sleep(0.01)
-        nodes.dismissed(site.victim)
 
-    play(act)
+def test_a_site_that_takes_no_node_back_is_asked_once() -> None:
+    site = Site("exclude")
+    first = site.break_gpu()
+    site.story.recovered(40, 60)
+    second = site.break_gpu()
+    site.story.recovered(60, 80)
+    site.passes(2 * DOUBT_S)
+    assert site.gives == [first]
+    site.passes(DOUBT_S)
+    assert site.gives == [first], "one at a time: each asks what is left, then says what is to stay"
+    site.given_back(first, gone=False, why="slurm_update error: Invalid node")
+    site.does(site.nodes.dismissed(second, site.story.t))
+    site.passes(2 * DOUBT_S)
+    assert site.gives == [first]
     assert site.told == [], "nobody is told where bad nodes are only excluded"
-    assert len(site.updates) == 1
     (note,) = site.notes
-    assert note.startswith(f"Slurm does not take {site.victim} back from the running job: ")
-    assert "Invalid node" in note
+    assert note == (
+        f"Slurm does not take {first} back from the running job: slurm_update error: Invalid node"
+    )
+
+
+def test_one_node_after_another_is_given_back() -> None:
+    site = Site("exclude")
+    first = site.break_gpu()
+    site.story.recovered(40, 60)
+    second = site.break_gpu()
+    site.story.recovered(60, 80)
+    site.passes(2 * DOUBT_S)
+    site.given_back(first, gone=False)  # the job no longer has it
+    site.passes(0.1)
+    assert site.gives == [first, second]
+    assert site.notes == []
 
 
 @pytest.mark.parametrize("why", ["report", "healthy", "local"])
-def test_nothing_happens_to_a_node_that_is_not_bad(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+def test_nothing_happens_to_a_node_that_is_not_bad(why: str) -> None:
+    site = Site()
+    victim = site.story.state.placement[1]
+    if why == "local":
+        site.story.state.allocation = "local-17.0"
+    if why != "healthy":
+        site.find(victim)
+    if why == "report":
+        site.story.state.settings = Settings(bad_nodes="report")
+    site.does(site.nodes.dismissed(victim, site.story.t))
+    if why != "healthy":
+        site.story.recovered(40, 60)
+    for _ in range(3):
+        site.passes(DOUBT_S)
+    assert (site.told, site.gives, site.notes) == ([], [], [])
+
+
+def test_a_node_that_was_cleared_meanwhile_stays() -> None:
+    site = Site("exclude")
+    victim = site.break_gpu()
+    site.story.recovered(40, 60)
+    site.story.state.nodes[victim].bad = False  # many nodes had the same
+    site.passes(2 * DOUBT_S)
+    assert (site.gives, site.notes) == ([], [])
+
+
+def test_a_run_that_has_ended_gives_nothing_back() -> None:
+    site = Site("exclude")
+    site.break_gpu()
+    site.story.feed(ev.Asked(t=site.story.t, what="cancel", by="ada"))
+    assert site.story.state.ended
+    site.passes(2 * DOUBT_S)
+    assert site.gives == []
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_agent_that_cannot_leave_word_is_quoted(answers: bool) -> None:
+    site = Site()
+    victim = site.break_gpu()
+    if answers:
+        site.answered(victim, "munge is not installed here")
+    why = "munge is not installed here" if answers else "its agent gave no answer within 30 s"
+    site.passes(ANSWER_LIMIT_S)
+    site.answered(victim)  # too late to be news
+    assert site.notes == [f"the site could not be told that {victim} is bad: {why}"]
+    site.story.recovered(40, 60)
+    site.passes(DOUBT_S)
+    assert site.gives == [victim]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_slurm_is_told_what_is_to_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
 ) -> None:
+    update = "echo 'slurm_update error: Invalid node' >&2; exit 1" if refuses else "exit 0"
+    (tmp_path / "scontrol").write_text("#!/bin/sh\n" + SCONTROL.format(log=tmp_path / "log", update=update))
+    (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    site = Site(tmp_path)
-
-    async def act(tasks: list[asyncio.Task[None]]) -> None:
-        if why != "healthy":
-            site.break_gpu()
-        if why == "report":
-            site.story.state.settings = Settings(bad_nodes="report")
-        if why == "local":
-            site.story.state.allocation = "local-17.0"
-        site.nodes(tasks).dismissed(site.victim)
-        assert tasks == []
-
-    play(act)
-    assert (site.told, site.updates, site.notes) == ([], [], [])
-
-
-def test_a_node_that_was_cleared_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    site = Site(tmp_path, bad="exclude", doubt_s=0.2)
-
-    async def act(tasks: list[asyncio.Task[None]]) -> None:
-        nodes = site.nodes(tasks)
-        site.break_gpu()
-        nodes.dismissed(site.victim)
-        site.story.recovered(40, 60)
-        site.story.state.nodes[site.victim].bad = False  # many nodes had the same
-
-    play(act)
-    assert (site.updates, site.notes) == ([], [])
-
-
-def test_an_agent_that_cannot_leave_word_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    site = Site(tmp_path)
-
-    async def act(tasks: list[asyncio.Task[None]]) -> None:
-        nodes = site.nodes(tasks)
-        site.break_gpu()
-        nodes.dismissed(site.victim)
-        await asyncio.sleep(0)
-        nodes.answered(site.victim, msg.VerdictLeft(why="munge is not installed here"))
-        site.story.recovered(40, 60)
-
-    play(act)
-    assert (
-        site.notes[0] == f"the site could not be told that {site.victim} is bad: munge is not installed here"
-    )
+    assert not give_back("17", "n5"), "the job does not have it"
+    if refuses:
+        with pytest.raises(ClusterUnavailableError, match="Invalid node"):
+            give_back("17", "n3")
+    else:
+        assert give_back("17", "n3")
+    updates = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("update")]
+    assert updates == ["update JobId=17 NodeList=n1,n2,n4"]

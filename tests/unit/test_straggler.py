@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.core import events as ev
 from jurymast.core import straggler
+from jurymast.core.effects import Effect, Record, SaveFirst
 from jurymast.core.instructions import RaiseAlert
+from jurymast.core.messages import beat_of
+from jurymast.core.nodes.stragglers import Stragglers
 from jurymast.core.settings import Settings
-from jurymast.core.state import Role
+from jurymast.core.state import Phase, Role
 from jurymast.core.straggler import Mean, Slow, Timed, Windows, slowest
 from jurymast.worker.link import SLOT_BYTES, Link, read_slot
 from support.stories import Story
@@ -190,6 +193,65 @@ def test_what_keeps_a_straggler_in_is_noted(
     assert story.feed(straggling(story, **values)) == []
     assert story.state.incidents == []
     assert why in story.state.notes[-1][1]
+
+
+class Beats:
+    """Three nodes with a rank each; that of the second one needs longer for its own part of each step."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.story = Story(active=3, settings=Settings(**settings)).running(100).saved(90)
+        self.stragglers = Stragglers(self.story.state)
+        self.steps = 0
+        self.effects: list[Effect] = []
+
+    def goes_on(self, steps: int, attempt: int | None = None) -> None:
+        for _ in range(steps):
+            self.steps += 10
+            self.story.t += 10.0
+            for rank, node in enumerate(self.story.state.placement):
+                own_s = self.steps * (0.8 if rank == 1 else 0.3)
+                times = [(self.steps, own_s, self.steps - own_s, 0.0)]
+                beat = beat_of(self.story.state.attempt if attempt is None else attempt, [], None, times)
+                self.effects += self.stragglers.beat(node, beat, self.story.t)
+
+
+def test_what_is_to_be_swapped_is_saved_first() -> None:
+    beats = Beats()
+    slow = beats.story.state.placement[1]
+    beats.goes_on(2)
+    assert beats.effects == [], "it must last"
+    while not beats.effects:
+        beats.goes_on(1)
+    (save,) = beats.effects
+    assert isinstance(save, SaveFirst)
+    assert slow in save.why
+    beats.goes_on(20)
+    assert beats.effects == [save], "a save that is under way is not asked for again"
+    (told,) = beats.stragglers.saved(save.why, beats.story.t)
+    assert isinstance(told, Record)
+    assert isinstance(told.event, ev.Straggling)
+    assert (told.event.node, told.event.t) == (slow, beats.story.t)
+    assert beats.stragglers.saved(save.why, beats.story.t) == []
+
+
+def test_a_straggler_that_stays_is_told_at_once() -> None:
+    beats = Beats(bad_nodes="report")
+    while not beats.effects:
+        beats.goes_on(1)
+    (told,) = beats.effects
+    assert isinstance(told, Record)
+    assert isinstance(told.event, ev.Straggling)
+
+
+def test_times_of_another_attempt_or_phase_are_nobody_s() -> None:
+    other = Beats()
+    other.goes_on(20, attempt=other.story.state.attempt + 1)
+    off = Beats(straggler=0.0)
+    off.goes_on(20)
+    stopping = Beats()
+    stopping.story.state.phase = Phase.STOPPING
+    stopping.goes_on(20)
+    assert other.effects == off.effects == stopping.effects == []
 
 
 def test_steps_that_would_be_done_again_count_against_a_swap() -> None:

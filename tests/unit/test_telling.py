@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
+from jurymast.core.heartbeat import WatcherClock
 from jurymast.core.ledger import Ledger
 from jurymast.core.messages import beat_of
+from jurymast.core.nodes.reports import Reports
 from jurymast.core.telling import PAUSE_MAX_S, YOUNG_S
 from jurymast.journal import initial_state, replay
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.saves import Saves
-from jurymast.supervisor.watch import Watch
 from support.reports import reported
 from support.stories import Story
 
@@ -30,12 +31,12 @@ class Training:
     def __init__(self) -> None:
         self.story = Story(active=2).running(10)
         self.state = self.story.state
-        self.watch = Watch(self.state.settings, 0.0)
+        self.reports = Reports(self.state, WatcherClock(0.1, self.story.t))
         for node in self.state.placement:
-            self.watch.joined(node)
+            self.reports.expect(node)
         self.heard: list[ev.Event] = []
         self.saves = Saves(self.state, self.feed, self.heard.append, lambda: self.story.t)
-        self.progress = Progress(self.state, self.watch, self.saves, self.feed, lambda: self.story.t)
+        self.progress = Progress(self.state, self.reports, self.saves, self.feed, lambda: self.story.t)
         self.done, self.saved = self.state.step, 0
         self.at_first = len(self.story.events)
 
@@ -56,7 +57,7 @@ class Training:
     def look(self, *, forced: bool = False) -> None:
         for node in self.state.placement:
             rank = reported(step=self.done, beats=self.done, beat_s=0.0)
-            self.watch.beat(node, beat_of(self.state.attempt, [rank]))
+            self.reports.beat(node, beat_of(self.state.attempt, [rank]))
         self.progress.report(forced=forced)
 
     def goes_on(self, seconds: float) -> Training:

@@ -1,118 +1,371 @@
-"""The supervisor's ears: who is silent, who is cut off, and how far the ranks are."""
+"""The supervisor's ears: who is silent, who goes, who is cut off, and how far the ranks are."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jurymast.core.heartbeat import KNOWN_AFTER, LIMIT_MAX_S, rejoin_limit_s
+import pytest
+
+from jurymast.core import events as ev
+from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
+from jurymast.core.heartbeat import ANSWER_INTERVAL_S, KNOWN_AFTER, LIMIT_MAX_S, rejoin_limit_s
 from jurymast.core.messages import beat_of
+from jurymast.core.nodes.lateness import TOLD_S
+from jurymast.core.nodes.watch import (
+    ISOLATION_LIMIT_S,
+    LATE_S,
+    MANY,
+    RECONNECT_GRACE_S,
+    WATCH_INTERVAL_S,
+    Watch,
+)
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
-from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
 from support.reports import reported
+
+NAMES = ("n1", "n2", "n3")
+# A node of which nothing is known after a take-over: six heartbeats on top of the time to come.
+COMES_S = rejoin_limit_s(len(NAMES)) + 3.0
 
 
 class Ears:
-    """A watch over three nodes whose time passes by hand."""
+    """A watch on n1 over some nodes, each with connection 1; n2 and n3 have a rank each."""
 
-    def __init__(self) -> None:
-        self.real = 100.0
-        self.watch = Watch(Settings(), self.real)
+    def __init__(self, names: tuple[str, ...] = NAMES) -> None:
+        self.now = 100.0
         self.state = RunState(settings=Settings(), active=2, attempt=1, placement=("n2", "n3"))
-        self.state.phase = Phase.RUNNING
-        for order, node in enumerate(("n1", "n2", "n3")):
-            self.state.nodes[node] = Node(node, order, Role.SPARE)
-            self.watch.joined(node)
+        self.state.phase, self.state.supervised_on = Phase.RUNNING, "n1"
+        self.watch = Watch(self.state, self.now)
+        self.effects: list[Effect] = []
+        for order, node in enumerate(names):
+            self.state.nodes[node] = Node(node, order, Role.SPARE, incarnation="i")
+            self.watch.joined(node, 1)
             for _ in range(KNOWN_AFTER):
-                self.watch.beat(node, beat_of(1, []))
+                self.beats(node)
+
+    def beats(self, node: str) -> None:
+        self.does(self.watch.beat(node, beat_of(1, []), self.now))
+
+    def does(self, effects: list[Effect]) -> None:
+        self.watch.check()
+        self.effects += effects
 
     def passes(self, seconds: float, beating: tuple[str, ...] = ()) -> None:
         """Time goes by in the watch's own rhythm; these nodes beat all along."""
         for _ in range(round(seconds / WATCH_INTERVAL_S)):
-            self.real += WATCH_INTERVAL_S
-            self.watch.clock.tick(self.real)
+            self.now += WATCH_INTERVAL_S
             for node in beating:
-                self.watch.beat(node, beat_of(1, []))
+                self.beats(node)
+            self.does(self.watch.tick(self.now))
+
+    def stands_still(self, seconds: float) -> None:
+        """And wakes up at a tick, before it hears what came meanwhile."""
+        self.now += seconds
+        self.does(self.watch.tick(self.now))
+
+    def closes(self, node: str, connection: int = 1) -> None:
+        self.watch.closed(node, connection)
+        self.watch.check()
+
+    def joins(self, node: str, connection: int) -> None:
+        self.watch.joined(node, connection)
+        self.watch.check()
+
+    def events(self) -> list[ev.Event]:
+        return [effect.event for effect in self.effects if isinstance(effect, Record)]
+
+    def lost(self) -> list[str]:
+        return [event.node for event in self.events() if isinstance(event, ev.NodeLost)]
+
+    def pulses(self) -> list[bool]:
+        return [effect.on for effect in self.effects if isinstance(effect, Pulse)]
 
     def says(self, node: str, step: int, beats: int = 5, **more: Any) -> None:
-        self.watch.beat(node, beat_of(1, [reported(step=step, beats=beats, **more)]))
+        ranks = [reported(step=step, beats=beats, **more)]
+        self.does(self.watch.beat(node, beat_of(1, ranks), self.now))
+
+
+# Silence.
 
 
 def test_three_missed_heartbeats_are_a_lost_node() -> None:
     ears = Ears()
     ears.passes(1.4, beating=("n1", "n2"))
-    assert ears.watch.silent(ears.state) == []
+    assert ears.lost() == []
     ears.passes(0.2, beating=("n1", "n2"))
-    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n3"]
+    assert ears.lost() == ["n3"]
+    assert Disconnect("n3") in ears.effects
+    (event,) = ears.events()
+    assert isinstance(event, ev.NodeLost)
+    assert (event.how, event.limit_s) == ("silent", 1.5)
+    assert abs(event.t - ears.now) < 0.2
+    assert event.silent_s > 1.5
 
 
 def test_a_node_that_only_starts_may_be_silent_for_long() -> None:
     ears = Ears()
     ears.state.phase = Phase.STARTING
-    ears.passes(LIMIT_MAX_S - 1.0)
-    assert ears.watch.silent(ears.state) == []
-    ears.state.phase = Phase.LAUNCHING  # now it may cost something
-    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n1", "n2", "n3"]
-    ears.state.nodes["n1"].role = ears.state.nodes["n2"].role = Role.JOINING
-    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n2", "n3"], "n2 has ranks"
-    ears.state.phase = Phase.STARTING
-    ears.passes(1.5)
-    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n1", "n2", "n3"]
-
-
-def test_a_supervisor_that_overslept_blames_nobody() -> None:
-    ears = Ears()
-    ears.real += 60.0
-    ears.watch.clock.tick(ears.real)
-    assert ears.watch.silent(ears.state) == []
+    ears.passes(LIMIT_MAX_S - 1.0, beating=("n1",))
+    assert ears.lost() == []
+    ears.state.nodes["n2"].role = ears.state.nodes["n3"].role = Role.JOINING
+    ears.state.phase = Phase.LAUNCHING  # now it may cost something: n2 and n3 have ranks
+    ears.joins("n2", 2)
+    ears.passes(0.1, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+    warms = Ears()
+    warms.state.nodes["n3"].role, warms.state.placement = Role.JOINING, ("n1", "n2")
+    warms.passes(LIMIT_MAX_S - 1.0, beating=("n1", "n2"))
+    assert warms.lost() == []
+    warms.passes(1.5, beating=("n1", "n2"))
+    assert warms.lost() == ["n3"]
 
 
 def test_a_link_that_was_slow_before_gets_more_time() -> None:
     ears = Ears()
     for _ in range(5):
         ears.passes(1.2, beating=("n1", "n2"))
-        ears.watch.beat("n3", beat_of(1, []))
+        ears.beats("n3")
     ears.passes(2.5, beating=("n1", "n2"))
-    assert ears.watch.silent(ears.state) == []
+    assert ears.lost() == []
     ears.passes(1.0, beating=("n1", "n2"))
-    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n3"]
+    assert ears.lost() == ["n3"]
 
 
-def test_after_a_takeover_nodes_have_time_to_come_back() -> None:
+def test_heartbeats_are_answered_now_and_then() -> None:
     ears = Ears()
-    ears.watch.expect("n3", 3)
-    ears.passes(rejoin_limit_s(3), beating=("n1", "n2"))
-    assert ears.watch.silent(ears.state) == []
-    ears.passes(3.5, beating=("n1", "n2"))
-    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n3"]
+    ears.effects.clear()
+    ears.passes(20.0, beating=("n1",))
+    answers = [effect for effect in ears.effects if isinstance(effect, Answer) and effect.node == "n1"]
+    assert len(answers) == pytest.approx(20.0 / ANSWER_INTERVAL_S, abs=2)
+    assert answers[-1].patience_s == pytest.approx(3 * ANSWER_INTERVAL_S, abs=0.2)
+
+
+def test_a_run_that_has_ended_loses_nobody() -> None:
+    for end in (Phase.SUCCEEDED, Phase.REQUEUED):
+        ears = Ears()
+        ears.state.phase = end
+        ears.closes("n2")
+        ears.passes(5.0)
+        assert ears.lost() == []
+    ears = Ears()
+    ears.watch.ending = True
+    ears.passes(5.0)
+    assert ears.lost() == []
+    ears.watch.ending = False  # a stray signal
+    ears.passes(0.1, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+
+
+# The supervisor is late.
+
+
+def test_a_supervisor_that_overslept_blames_nobody_and_asks_for_patience() -> None:
+    ears = Ears()
+    ears.stands_still(60.0)
+    ears.passes(1.0)
+    assert ears.lost() == []
+    (note,) = ears.events()
+    assert isinstance(note, ev.Noted)
+    assert "stood still for 59.8 s" in note.message
+    ears.effects.clear()
+    ears.beats("n1")
+    (answer,) = ears.effects
+    assert isinstance(answer, Answer)
+    assert answer.patience_s > 20.0
+
+
+def test_a_short_pause_is_not_told() -> None:
+    ears = Ears()
+    ears.stands_still(TOLD_S)
+    assert ears.events() == []
+
+
+def test_what_came_while_the_supervisor_stood_still_is_heard_before_anybody_is_blamed() -> None:
+    """The node's newest heartbeat waits in a socket when its limit is over by the watcher's clock."""
+    ears = Ears()
+    ears.passes(1.45, beating=("n1", "n2"))
+    ears.stands_still(6.0)
+    for node in NAMES:
+        ears.beats(node)
+    ears.passes(1.0)
+    assert ears.lost() == []
+
+
+def test_a_supervisor_that_is_always_late_finds_who_is_dead_nevertheless() -> None:
+    ears = Ears()
+    for _ in range(20):
+        for node in ("n1", "n2"):
+            ears.beats(node)
+        ears.stands_still(0.4)
+    assert ears.lost() == ["n3"]
+
+
+# Connections.
+
+
+def test_a_closed_connection_is_a_lost_node_unless_its_agent_is_back_at_once() -> None:
+    ears = Ears()
+    ears.closes("n2")
+    ears.closes("n3")
+    assert ears.watch.away() == ["n2", "n3"]
+    ears.passes(RECONNECT_GRACE_S - 0.05, beating=("n1",))
+    assert ears.lost() == []
+    ears.joins("n2", 2)
+    ears.passes(0.1, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+    (event,) = ears.events()
+    assert isinstance(event, ev.NodeLost)
+    assert (event.how, event.limit_s) == ("closed", RECONNECT_GRACE_S)
+    ears.passes(5.0, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+
+
+def test_what_is_told_of_an_older_connection_says_nothing_of_the_node() -> None:
+    ears = Ears()
+    ears.joins("n3", 2)
+    ears.closes("n3", 1)
+    ears.does(ears.watch.hung_up("n3", 1))
+    ears.does(ears.watch.left("n3", 1, "its host does not start", ears.now))
+    assert ears.watch.away() == []
+    ears.passes(5.0, beating=NAMES)
+    assert ears.lost() == []
+    ears.does(ears.watch.left("n3", 2, "its host does not start", ears.now))
+    assert ears.lost() == ["n3"]
+    ears.closes("n3", 2)
+    assert ears.watch.away() == []
+
+
+def test_who_hangs_up_has_as_long_to_come_back_as_after_a_take_over() -> None:
+    ears = Ears()
+    ears.effects.clear()
+    ears.does(ears.watch.hung_up("n3", 1))
+    assert ears.effects == [Disconnect("n3")]
+    ears.closes("n3")
+    ears.passes(COMES_S - 0.1, beating=("n1", "n2"))
+    assert ears.lost() == []
+    ears.passes(0.3, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_connection_that_closed_about_a_pause_of_the_supervisor_is_no_evidence(before: bool) -> None:
+    """Its agent may have given up waiting for an answer, and its new connection waits to be taken."""
+    ears = Ears()
+    if before:
+        ears.closes("n3")
+    ears.stands_still(2 * LATE_S)
+    if not before:
+        ears.closes("n3")
+    ears.passes(COMES_S - 0.1, beating=("n1", "n2"))
+    assert ears.lost() == []
+    ears.passes(0.3, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+    later = Ears()
+    later.stands_still(2 * LATE_S)
+    later.passes(5.0, beating=NAMES)
+    later.closes("n3")
+    later.passes(2 * RECONNECT_GRACE_S, beating=("n1", "n2"))
+    assert later.lost() == ["n3"]
+
+
+def test_many_connections_that_close_at_once_are_no_evidence_against_their_nodes() -> None:
+    others = tuple(f"m{i}" for i in range(2 * MANY - 1))
+    ears = Ears((*NAMES, *others))
+    for node in others:
+        ears.closes(node)
+        ears.passes(WATCH_INTERVAL_S, beating=NAMES)
+    ears.passes(rejoin_limit_s(len(NAMES)), beating=NAMES)
+    assert ears.lost() == []
+    for node in others[1:]:
+        ears.joins(node, 2)
+    ears.passes(COMES_S, beating=(*NAMES, *others[1:]))
+    assert ears.lost() == [others[0]]
+
+
+# Take-over.
+
+
+def test_after_a_take_over_nodes_have_time_to_come_back() -> None:
+    ears = Ears()
+    ears.watch = Watch(ears.state, ears.now - 30.0)  # it had a journal of months to read
+    ears.watch.take_over(ears.now)
+    for node in ("n1", "n2"):
+        ears.joins(node, 1)
+    ears.passes(COMES_S - 0.1, beating=("n1", "n2"))
+    assert ears.events() == []
+    ears.passes(0.3, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
 
 
 def test_the_node_of_a_supervisor_that_was_replaced_has_less_time() -> None:
     """It most likely ended with its node; one that lives is back at once."""
     ears = Ears()
-    for name in ("n2", "n3"):
-        ears.watch.expect(name, 3, abandoned=name == "n3")
+    ears.state.abandoned = "n3"
+    ears.watch = Watch(ears.state, ears.now)
+    ears.watch.take_over(ears.now)
+    ears.joins("n1", 1)
     ears.passes(5.0, beating=("n1",))
-    assert [node for node, _, _ in ears.watch.silent(ears.state)] == ["n3"]
+    assert ears.lost() == ["n3"]
 
 
-def test_who_hears_nobody_is_cut_off_itself() -> None:
+def test_nodes_that_failed_or_never_came_are_not_waited_for() -> None:
     ears = Ears()
-    ears.passes(1.2, beating=("n1", "n2"))
-    assert not ears.watch.isolated("n1")
+    ears.state.nodes["n2"].role, ears.state.nodes["n3"].incarnation = Role.FAILED, ""
+    ears.watch = Watch(ears.state, ears.now)
+    ears.watch.take_over(ears.now)
+    assert ears.watch.away() == ["n1"]
+
+
+# Isolation.
+
+
+def test_who_hears_nobody_is_cut_off_itself_and_waits_for_a_successor() -> None:
+    ears = Ears()
     ears.passes(1.2, beating=("n1",))
-    assert ears.watch.isolated("n1")
-    ears.watch.forget("n3")
-    assert not ears.watch.isolated("n1")  # a single other node that is silent may as well be dead
+    assert ears.watch.cut_off
+    assert ears.pulses() == [False]
+    ears.passes(ISOLATION_LIMIT_S - 0.5, beating=("n1",))
+    assert ears.lost() == []
+    ears.passes(0.5, beating=("n1",))  # nobody has taken over: they are dead
+    assert ears.lost() == ["n2", "n3"]
+
+
+def test_one_voice_is_enough_to_hear_that_others_are_dead() -> None:
+    ears = Ears()
+    ears.passes(1.2, beating=("n1",))
+    ears.beats("n2")
+    ears.passes(0.2, beating=("n1", "n2"))
+    assert not ears.watch.cut_off
+    assert ears.pulses() == [False, True]
+    ears.passes(0.4, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+    ears.passes(3.0, beating=("n1",))  # a single other node that is silent may as well be dead
+    assert ears.lost() == ["n3", "n2"]
+    assert ears.pulses() == [False, True]
+
+
+def test_whose_agents_all_look_elsewhere_is_cut_off_too() -> None:
+    ears = Ears()
+    for node in ("n2", "n3"):
+        ears.does(ears.watch.hung_up(node, 1))
+    ears.passes(rejoin_limit_s(3), beating=("n1",))
+    assert not ears.watch.cut_off
+    ears.passes(2.0, beating=("n1",))
+    assert ears.watch.cut_off
+    ears.passes(ISOLATION_LIMIT_S, beating=("n1",))
+    assert ears.lost() == ["n2", "n3"]
+
+
+# The ranks.
 
 
 def test_the_slowest_rank_says_how_far_all_are() -> None:
     ears = Ears()
-    assert ears.watch.reach(ears.state) is None
+    assert ears.watch.reports.reach() is None
     ears.says("n2", 41)
-    assert ears.watch.reach(ears.state) is None  # n3 has not reported in this attempt
+    assert ears.watch.reports.reach() is None  # n3 has not reported in this attempt
     ears.says("n3", 40)
-    reach = ears.watch.reach(ears.state)
+    reach = ears.watch.reports.reach()
     assert reach is not None
     assert (reach.step, reach.absolute) == (40, True)
 
@@ -121,8 +374,8 @@ def test_a_lost_node_does_not_hide_how_far_the_others_came() -> None:
     ears = Ears()
     ears.says("n2", 48)
     ears.says("n3", 40)
-    ears.watch.forget("n3")
-    reach = ears.watch.reach(ears.state)
+    ears.does(ears.watch.left("n3", 1, "", ears.now))
+    reach = ears.watch.reports.reach()
     assert reach is not None
     assert reach.step == 48
 
@@ -131,9 +384,9 @@ def test_ranks_that_have_ended_stay_where_they_were() -> None:
     ears = Ears()
     ears.says("n2", 300)
     ears.says("n3", 299)
-    ears.watch.beat("n2", beat_of(1, []))
+    ears.beats("n2")
     ears.says("n3", 300)
-    reach = ears.watch.reach(ears.state)
+    reach = ears.watch.reports.reach()
     assert reach is not None
     assert reach.step == 300
 
@@ -142,15 +395,15 @@ def test_restored_ranks_that_have_not_stepped_are_nowhere_yet() -> None:
     ears = Ears()
     ears.says("n2", 120, beats=0)
     ears.says("n3", 121)
-    assert ears.watch.reach(ears.state) is None
+    assert ears.watch.reports.reach() is None
 
 
 def test_one_rank_that_has_ended_does_not_hide_another_that_is_stuck() -> None:
     ears = Ears()
     ears.says("n2", 300, phase="done")
     ears.says("n3", 299, quiet_s=60.0, idle_s=60.0)
-    assert ears.watch.hang(ears.state) is None  # it may evaluate, or save
+    assert ears.watch.reports.hang() is None  # it may evaluate, or save
     ears.says("n3", 299, quiet_s=700.0, idle_s=700.0)
-    assert ears.watch.hang(ears.state) is not None
+    assert ears.watch.reports.hang() is not None
     ears.says("n3", 300, phase="done", quiet_s=700.0)
-    assert ears.watch.hang(ears.state) is None
+    assert ears.watch.reports.hang() is None

@@ -13,10 +13,10 @@ from jurymast.core import launching
 from jurymast.core import messages as msg
 from jurymast.core.copies import SHARED, RestorePlan
 from jurymast.core.instructions import Launch
+from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
 from jurymast.core.state import Phase, RunState
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.tiers import Tiers
-from jurymast.supervisor.watch import WATCH_INTERVAL_S, Watch
 
 # Of so many nodes one may look in a second whether all of them are there.
 LOOKS_A_SECOND = 10_000.0

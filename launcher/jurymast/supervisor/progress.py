@@ -6,33 +6,33 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jurymast.core import events as ev
+from jurymast.core.nodes.reports import Reports
 from jurymast.core.state import Phase, RunState
 from jurymast.core.telling import pause_s
 from jurymast.supervisor.saves import Saves
-from jurymast.supervisor.watch import Watch
 
 PROGRESS_INTERVAL_S = 2.0
 
 
 class Progress:
-    """Reads `watch`, and feeds Progress events of the state's attempt, with what it has saved as usual."""
+    """Reads `reports`, and feeds Progress events of the state's attempt, with what it has saved as usual."""
 
     def __init__(
         self,
         state: RunState,
-        watch: Watch,
+        reports: Reports,
         saves: Saves,
         feed: Callable[[ev.Event], None],
         now: Callable[[], float],
     ) -> None:
-        self._state, self._watch, self._saves, self._feed, self._now = state, watch, saves, feed, now
+        self._state, self._reports, self._saves, self._feed, self._now = state, reports, saves, feed, now
         self._progress_at = 0.0
 
     @property
     def step(self) -> int:
         """The newest step done, told or not; while an attempt has done none, the newest of earlier ones."""
         state = self._state
-        reach = self._watch.reach(state) if state.phase is Phase.RUNNING else None
+        reach = self._reports.reach() if state.phase is Phase.RUNNING else None
         told = state.step if state.first_step_at is not None else state.best_step
         return told if reach is None else max(told, reach.step)
 
@@ -46,7 +46,7 @@ class Progress:
         due = forced or first or now >= self._progress_at + interval_s
         if not due and incident is None:
             return  # to ask all ranks takes long where there are many
-        reach = self._watch.reach(self._state)
+        reach = self._reports.reach()
         if reach is None:
             return
         done = reach.step - self._state.step

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import signal
 import socket
 import time
@@ -17,33 +16,42 @@ from msgspec.structs import asdict
 
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
 from jurymast.cluster.batch import SIGNALS
-from jurymast.cluster.control import STILL_RUNNING
+from jurymast.cluster.control import STILL_RUNNING, give_back
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.copies import SHARED
+from jurymast.core.effects import (
+    Answer,
+    Disconnect,
+    Effect,
+    GiveBack,
+    Pulse,
+    Record,
+    SaveFirst,
+    Send,
+)
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
+from jurymast.core.nodes.hangs import Hangs
+from jurymast.core.nodes.health import Health
+from jurymast.core.nodes.preflight import Preflight
+from jurymast.core.nodes.sick import SickNodes
+from jurymast.core.nodes.stragglers import Stragglers
+from jurymast.core.nodes.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
-from jurymast.errors import SubmissionError, never
+from jurymast.errors import ClusterUnavailableError, SubmissionError, never
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.supervisor.asks import Asks
 from jurymast.supervisor.cadence import Cadence
 from jurymast.supervisor.clock import Clock
 from jurymast.supervisor.door import BACKLOG, Door
-from jurymast.supervisor.hangs import Hangs
-from jurymast.supervisor.health import Health
 from jurymast.supervisor.hold import Hold
-from jurymast.supervisor.lateness import Lateness
 from jurymast.supervisor.launching import Launching
-from jurymast.supervisor.preflight import Preflight
 from jurymast.supervisor.progress import Progress
 from jurymast.supervisor.rank_events import RankEvents
 from jurymast.supervisor.saves import Saves
-from jurymast.supervisor.sick_nodes import SickNodes
-from jurymast.supervisor.stragglers import Stragglers
 from jurymast.supervisor.tiers import Tiers
-from jurymast.supervisor.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection, listen
@@ -51,16 +59,12 @@ from jurymast.wire.strangers import Strangers
 
 # While a run just runs, only silence is looked for at every look; the rest at every so many.
 STEADY_LOOKS = 3
-# An agent whose connection broke but that lives is back sooner than this.
-RECONNECT_GRACE_S = 0.25
 LEAVE_LIMIT_S = 4.0
 # How long the nodes are kept for the newest checkpoint to get to shared storage, by how the run ends. Slurm
 # kills 30 s (KillWait) after a SIGTERM unless the partition's GraceTime says otherwise.
 SECURE_LIMIT_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0}
 SECURE_HURRY_S = 20.0
 SECURE_POLL_S = 0.02
-# A supervisor that hears no other node waits this long for a successor before it believes its ears.
-ISOLATION_LIMIT_S = 15.0
 
 
 class Supervisor:
@@ -81,28 +85,25 @@ class Supervisor:
         self._why_ending = why_ending
         self._hold = hold
         self._clock = Clock(not_before=state.now)
-        self._watch = Watch(state.settings, time.monotonic())
+        self._watch = Watch(state, self.now())
         self._saves = Saves(state, self.feed, lambda save: self._cadence.heard(save), self.now)
-        self._progress = Progress(state, self._watch, self._saves, self.feed, self.now)
-        self._hangs = Hangs(state, self._watch, self._progress, self._tell, self.feed, self.now)
+        self._progress = Progress(state, self._watch.reports, self._saves, self.feed, self.now)
+        self._hangs = Hangs(state, self._watch.reports)
         self._tiers = Tiers(state, self._tell, self._saves.hear, self.now)
         self._cadence = Cadence(state, self._tell, self.feed, self.now, self._tiers.copying)
         self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now, self._how)
         self._rank_events = RankEvents(state, self._tiers, self._saves.hear, self.now)
-        self._health = Health(self.feed, self.now)
-        self._preflight = Preflight(state, self._tell, self.feed, self.now)
-        self._stragglers = Stragglers(state, self.feed, self.now, self._spawn, self._cadence.save_first)
-        self._sick = SickNodes(state, self._tell, self.feed, self.now, self._spawn)
+        self._health = Health()
+        self._preflight = Preflight(state)
+        self._stragglers = Stragglers(state)
+        self._sick = SickNodes(state)
         self._channels: dict[str, Channel[msg.Said]] = {}
-        self._node = ""
+        self._numbers = itertools.count(1)  # of connections
         self._allocation = ""
-        self._isolated_since: float | None = None
         self._launching = Launching(
             directory, state, self._channels, self._watch, self._tiers, self._tell, self.feed, self.now
         )
-        self._answered: dict[str, float] = {}
         self._strangers = Strangers(self._note)
-        self._lateness = Lateness(state.settings.heartbeat_s, self.feed, self.now)
         self._replicating = False
         self._terminating = False
         self._leaving = False
@@ -115,6 +116,7 @@ class Supervisor:
 
     def feed(self, event: ev.Event) -> None:
         """Journal an event, decide, journal and carry out what follows."""
+        self._ahead_of(event)
         before = (self.state.phase, self.state.deadline)
         instructions = step(self.state, event)
         if (
@@ -132,22 +134,62 @@ class Supervisor:
         for instruction in instructions:
             self._carry_out(instruction)
 
+    def _ahead_of(self, event: ev.Event) -> None:
+        """Before the first event that ends an attempt, and before the last: tell how far its ranks came. To
+        look at all ranks for each node's would take too long where there are many."""
+        if isinstance(event, ev.NodeLost | ev.WorkerFailed | ev.WorkersStopped):
+            if self.state.phase is Phase.RUNNING or self._is_last(self.state.stopped):
+                self._progress.report(forced=True)
+        elif isinstance(event, ev.RanksHung) or (
+            isinstance(event, ev.NodeFinished) and self._is_last(self.state.finished)
+        ):
+            self._progress.report(forced=True)
+        if isinstance(event, ev.NodeLost):
+            self._tiers.lost(event.node)
+
+    def _is_last(self, said: set[str]) -> bool:
+        """Whether the word of one more node makes all."""
+        return len(said) + 1 >= len(self.state.placement) - len(self.state.findings.lost)
+
     def now(self) -> float:
         return self._clock.now()
+
+    def _do(self, effects: list[Effect]) -> None:
+        """What a machine wants done."""
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._tell(effect.node, effect.message)
+                case Record():
+                    self.feed(effect.event)
+                case Answer():
+                    self._tell(effect.node, msg.GoOn(time=time.time(), patience_s=effect.patience_s))
+                case Disconnect():
+                    connection = self._channels.pop(effect.node, None)
+                    if connection is not None:
+                        connection.close()
+                case Pulse():
+                    self._hold.silent = not effect.on
+                case GiveBack():
+                    self._spawn(self._give_back(effect))
+                case SaveFirst():
+                    self._spawn(self._save_first(effect))
+                case _:
+                    never(effect)
 
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Launch):
             self._spawn(self._launching.carry_out(instruction))
         elif isinstance(instruction, StopWorkers):
-            self._watch.attempt_over(self.state)
+            self._watch.reports.attempt_over()
             stop = msg.Stop(attempt=instruction.attempt, stacks=instruction.stacks)
             for node in instruction.nodes:
                 self._tell(node, stop)
         elif isinstance(instruction, Dismiss):
             self._tell(instruction.node, msg.Dismiss())
-            self._sick.dismissed(instruction.node)
+            self._do(self._sick.dismissed(instruction.node, self.now()))
         elif isinstance(instruction, Test):
-            self._spawn(self._preflight.carry_out(instruction))
+            self._do(self._preflight.begin(instruction, self.now()))
         elif isinstance(
             instruction, Requeue | Finish
         ):  # the batch process requeues, once its agents are gone
@@ -176,7 +218,6 @@ class Supervisor:
         self, listener: socket.socket, announce: list[str], allocation: str, node: str, pid: int
     ) -> None:
         """Announce the endpoint, and supervise until the end. Raises what broke it."""
-        self._node = node
         self._allocation = allocation
         door = Door(self._secret, self.state.active + self.state.spares)
         server = await listen(lambda come: self._spawn(self._serve(door, come)), listener, BACKLOG)
@@ -187,10 +228,7 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGTERM, lambda: self._spawn(self._terminated()))
         loop.add_signal_handler(signal.SIGUSR2, self._asks.warned)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the batch process had them wait
-        for name, known in self.state.nodes.items():
-            if known.incarnation and known.role is not Role.FAILED:
-                abandoned = name == self.state.abandoned
-                self._watch.expect(name, len(self.state.nodes), abandoned=abandoned)
+        self._watch.take_over(self.now())
         for instruction in resume(self.state):
             self._carry_out(instruction)
         self._spawn(self._watch_all())
@@ -242,22 +280,33 @@ class Supervisor:
         count = itertools.count()
         while not self._over.is_set():
             await asyncio.sleep(STEADY_INTERVAL_S if self._steady() else WATCH_INTERVAL_S)
-            self._lateness.overslept(self._watch.clock.tick(time.monotonic()), len(self._channels))
+            self._do(self._watch.tick(self.now()))
             if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED:
                 continue
-            if self._cut_off():
+            if self._watch.cut_off:
                 continue
-            for node, silent_s, limit_s in self._watch.silent(self.state):
-                self._lose(node, "silent", silent_s, limit_s)
+            self._do(self._preflight.tick(self.now()))
             if next(count) % STEADY_LOOKS and self._steady():
                 continue
             self._progress.report(forced=False)
             if self._tiers.look() and not self._replicating:
                 self._spawn(self._replicate())
             self._cadence.look()
-            if self.state.phase is Phase.RUNNING:
-                self._hangs.judge()
+            self._do(self._hangs.tick(self.now()))
+            self._do(self._sick.tick(self.now()))
             self.feed(ev.Tick(t=self.now()))
+
+    async def _give_back(self, effect: GiveBack) -> None:
+        gone, why = False, ""
+        try:
+            gone = await asyncio.to_thread(give_back, effect.job, effect.node)
+        except ClusterUnavailableError as error:
+            why = str(error)
+        self._do(self._sick.given_back(effect.node, gone, why, self.now()))
+
+    async def _save_first(self, effect: SaveFirst) -> None:
+        await self._cadence.save_first(effect.why, effect.limit_s)
+        self._do(self._stragglers.saved(effect.why, self.now()))
 
     async def _replicate(self) -> None:
         """Of thousands of nodes some at a time."""
@@ -276,36 +325,11 @@ class Supervisor:
             return
         self._tiers.found_on_storage(sizes, rollbacks)
 
-    def _cut_off(self) -> bool:
-        """Nobody is heard: this node is more likely cut off than all others dead. Another may then take over,
-        because the pulse stops; only if nobody does are the others given up."""
-        if not self._watch.isolated(self._node):
-            self._isolated_since, self._hold.silent = None, False
-            return False
-        now, self._hold.silent = self._watch.clock.now, True
-        self._isolated_since = now if self._isolated_since is None else self._isolated_since
-        return now - self._isolated_since < ISOLATION_LIMIT_S
-
     async def _give_way(self) -> None:
         """Once another has taken over, nothing is this one's to decide or to end any more."""
         await self._hold.taken_over()
         self.superseded = True
         self._over.set()
-
-    def _lose(
-        self, node: str, how: str, silent_s: float = 0.0, limit_s: float = 0.0, evidence: str = ""
-    ) -> None:
-        self._watch.forget(node)
-        connection = self._channels.pop(node, None)
-        if connection is not None:
-            connection.close()
-        self._stops()
-        self._tiers.lost(node)
-        self.feed(
-            ev.NodeLost(
-                t=self.now(), node=node, how=how, silent_s=silent_s, limit_s=limit_s, evidence=evidence
-            )
-        )
 
     # Agents and operators.
 
@@ -331,7 +355,8 @@ class Supervisor:
         self._channels[node] = connection
         if before is not None:
             before.close()
-        self._watch.joined(node)
+        number = next(self._numbers)
+        self._watch.joined(node, number)
         self._tiers.joined(node, hello)
         self.feed(
             ev.NodeJoined(
@@ -339,17 +364,14 @@ class Supervisor:
                 pid=hello.pid, boot_id=hello.boot_id, gpus=hello.gpus,
             )
         )  # fmt: skip
-        self._health.joined(node, hello.health)
+        self._do(self._health.joined(node, hello.health, self.now()))
         self._catch_up(node, hello)
-        why = await connection.listen(partial(self._hear, node))
+        why = await connection.listen(partial(self._hear, node, number))
         self._strangers.left(node)
         print(f"{node}: {type(why).__name__}: {why}", flush=True)
         if self._channels.get(node) is connection:
             del self._channels[node]
-            await asyncio.sleep(RECONNECT_GRACE_S)
-            leaving = self.state.ended or self.state.phase is Phase.REQUEUED or self._over.is_set()
-            if node not in self._channels and node in self._watch.nodes and not leaving:
-                self._lose(node, "closed", silent_s=RECONNECT_GRACE_S)
+        self._watch.closed(node, number)
 
     def _catch_up(self, node: str, hello: msg.Hello) -> None:
         """What the agent may have said, or been told, while no connection was there."""
@@ -380,30 +402,17 @@ class Supervisor:
             self._tell(node, msg.Stop(attempt=self.state.attempt))
         self._launching.tell_again(node, attempt)
 
-    def _stops(self) -> None:
-        """Before the first word that ends an attempt, and before the last: tell how far its ranks came. To
-        look at all ranks for each node's word would take too long where there are many."""
-        if self.state.phase is Phase.RUNNING or self._is_last(self.state.stopped):
-            self._progress.report(forced=True)
-
-    def _is_last(self, said: set[str]) -> bool:
-        """Whether the word of one more node makes all."""
-        return len(said) + 1 >= len(self.state.placement) - len(self.state.findings.lost)
-
     def _stopped(self, node: str, attempt: int, store_port: int) -> None:
-        self._stops()
         self.feed(ev.WorkersStopped(t=self.now(), node=node, attempt=attempt, store_port=store_port))
 
     def _beat(self, node: str, beat: msg.Beat) -> None:
-        self._watch.beat(node, beat)
+        now = self.now()
+        self._do(self._watch.beat(node, beat, now))
         self._cadence.beat(node, beat)
-        self._stragglers.beat(node, beat)
-        now = time.monotonic()
-        if now >= self._answered.get(node, -math.inf) + self._lateness.answer_every_s:
-            self._answered[node] = now
-            self._tell(node, msg.GoOn(time=time.time(), patience_s=self._lateness.patience_s))
+        self._do(self._stragglers.beat(node, beat, now))
 
-    def _hear(self, node: str, message: msg.Said) -> None:
+    def _hear(self, node: str, number: int, message: msg.Said) -> None:
+        """Over the connection of this number."""
         if isinstance(message, msg.Beat):
             self._beat(node, message)
             return
@@ -415,33 +424,30 @@ class Supervisor:
                 started = ev.WorkersStarted(t=now, node=node, attempt=message.attempt, pids=message.pids)
                 self.feed(started)
             case msg.Failed():
-                self._stops()
                 self.feed(ev.WorkerFailed(t=now, node=node, **asdict(message)))
             case msg.Looked():
-                self._hangs.hear(message)
+                self._hangs.looked(message)
             case msg.Stacks():
                 flights = tuple(one.to_json() for one in message.flights)
                 self.feed(ev.StacksTaken(t=now, node=node, **{**asdict(message), "flights": flights}))
             case msg.Stopped():
                 self._stopped(node, message.attempt, message.store_port)
             case msg.Finished():
-                if self._is_last(self.state.finished):
-                    self._progress.report(forced=True)
                 self.feed(ev.NodeFinished(t=now, node=node, attempt=message.attempt))
             case msg.Health():
-                self._health.hear(node, message.finding)
+                self._do(self._health.found(node, message.finding, now))
             case msg.RankEvent():
                 self._rank_events.hear(node, message)
             case msg.VerdictLeft():
-                self._sick.answered(node, message)
+                self._do(self._sick.answered(node, message, now))
             case msg.Terminated():
-                self._spawn(self._agent_terminated(node))
-            case msg.HangsUp():  # it heard nothing here, and is back once it has looked for a supervisor
-                self._hung_up(node)
+                self._spawn(self._agent_terminated(node, number))
+            case msg.HangsUp():
+                self._do(self._watch.hung_up(node, number))
             case msg.Leaving():
-                self._lose(node, "left", evidence=message.why)
+                self._do(self._watch.left(node, number, message.why, now))
             case msg.TestedAlone() | msg.TestedPair():
-                self._preflight.hear(node, message)
+                self._do(self._preflight.heard(node, message, now))
             case msg.Strange():
                 self._strangers.heard(node, message)
             case msg.Hello() | msg.Ask():
@@ -451,13 +457,6 @@ class Supervisor:
 
     def _note(self, node: str, text: str) -> None:
         self.feed(ev.Noted(t=self.now(), node=node, message=text))
-
-    def _hung_up(self, node: str) -> None:
-        connection = self._channels.pop(node, None)
-        if connection is not None:
-            connection.close()
-        if node in self._watch.nodes:
-            self._watch.expect(node, len(self.state.nodes))
 
     def _how(self) -> msg.Condition:
         """What the journal does not tell yet."""
@@ -474,24 +473,24 @@ class Supervisor:
 
     # The end of an epoch.
 
-    async def _agent_terminated(self, node: str) -> None:
+    async def _agent_terminated(self, node: str, number: int) -> None:
         """An agent got a SIGTERM: the job ends, or Slurm takes just this node away."""
         why = await asyncio.to_thread(self._why_ending)
         if why != STILL_RUNNING:
             await self._terminated()
-        elif node in self._watch.nodes and not self.state.ended:
-            self._lose(node, "left", evidence="its agent got a SIGTERM")
+        elif not self.state.ended:
+            self._do(self._watch.left(node, number, "its agent got a SIGTERM", self.now()))
 
     async def _terminated(self) -> None:
         """Slurm ends the job. Who wanted that decides what the run's state becomes."""
         if self.state.phase is Phase.REQUEUED or self.state.ended or self._terminating:
             return
-        self._terminating = True
+        self._terminating = self._watch.ending = True
         self._progress.report(forced=True)
         self.feed(ev.Signalled(t=self.now(), signal="SIGTERM"))
         why = await asyncio.to_thread(self._why_ending)
         if why == STILL_RUNNING:  # a stray signal, not the end of the job
-            self._terminating = False
+            self._terminating = self._watch.ending = False
             return
         if why == "cancelled":
             by = "a signal" if self._allocation.startswith("local-") else "scancel"

@@ -2,60 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import straggler
+from jurymast.core.effects import Effect, Record, SaveFirst
 from jurymast.core.messages import Beat
 from jurymast.core.state import Phase, RunState
-from jurymast.core.straggler import Slow, Timed, Windows
+from jurymast.core.straggler import Timed, Windows
 
 # A rank that is only slow can wait for a save as long as a drain by hand does.
 SAVE_LIMIT_S = 60.0
 
 
 class Stragglers:
-    """`feed` takes an event, `spawn` runs a task, `save_first` asks for a save and waits for it."""
+    """What is to be swapped out is saved first: then nothing is done twice for it."""
 
-    def __init__(
-        self,
-        state: RunState,
-        feed: Callable[[ev.Event], None],
-        now: Callable[[], float],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-        save_first: Callable[[str, float], Awaitable[bool]],
-    ) -> None:
+    def __init__(self, state: RunState) -> None:
         self._state = state
-        self._feed = feed
-        self._now = now
-        self._spawn = spawn
-        self._save_first = save_first
         self._attempt = 0
         self._windows = Windows(0, 0.0)
+        self._waiting: dict[str, ev.Straggling] = {}  # for a save, by what it is asked for
 
-    def beat(self, node: str, beat: Beat) -> None:
+    def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
         """A heartbeat; now and then one has its ranks' times."""
         state = self._state
         if beat.times is None or beat.attempt != state.attempt:
-            return
+            return []
         if not state.settings.straggler or state.phase is not Phase.RUNNING or node not in state.places:
-            return
+            return []
         if self._attempt != state.attempt:
             self._attempt = state.attempt
             self._windows = Windows(len(state.placement) * state.ranks_per_node, state.settings.straggler)
         first = state.places[node] * state.ranks_per_node
+        effects: list[Effect] = []
         for local_rank, times in enumerate(beat.times):
             if times[0]:
                 found = self._windows.report(first + local_rank, node, Timed(*times))
                 if found is not None:
-                    self._spawn(self._tell(*found))
+                    effects += self._found(straggler.told(state, now, *found))
+        return effects
 
-    async def _tell(self, slow: Slow, since_s: float) -> None:
-        """What is to be swapped out is saved first: then nothing is done twice for it."""
-        event = straggler.told(self._state, self._now(), slow, since_s)
+    def saved(self, why: str, now: float) -> list[Effect]:
+        """What was asked for is saved, or could not be."""
+        event = self._waiting.pop(why, None)
+        return [] if event is None else [Record(replace(event, t=now))]
+
+    def _found(self, event: ev.Straggling) -> list[Effect]:
         current = straggler.is_current(self._state, event)
-        if current and not straggler.refusal(self._state, event, saved=True):
-            await self._save_first(f"the swap of {slow.node}, which is slow", SAVE_LIMIT_S)
-        self._feed(replace(event, t=self._now()))
+        if not current or straggler.refusal(self._state, event, saved=True):
+            return [Record(event)]
+        why = f"the swap of {event.node}, which is slow"
+        is_new = why not in self._waiting
+        self._waiting[why] = event
+        return [SaveFirst(why, SAVE_LIMIT_S)] if is_new else []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 
 from jurymast.core import events as ev
+from jurymast.core.effects import Effect, Record
 from jurymast.core.health import Finding
 
 MESSAGE_MAX = 1000
@@ -16,31 +17,24 @@ Key = tuple[str, str, str, str]
 
 
 class Health:
-    """`feed` takes an event, `now` gives the event's time."""
-
-    def __init__(self, feed: Callable[[ev.Event], None], now: Callable[[], float]) -> None:
-        self._feed = feed
-        self._now = now
+    def __init__(self) -> None:
         self._known: dict[Key, Finding] = {}
 
-    def joined(self, node: str, told: Iterable[Finding]) -> None:
+    def joined(self, node: str, told: Iterable[Finding], now: float) -> list[Effect]:
         """What holds on a node whose agent has just (re)connected, and what has ended meanwhile."""
-        for finding in told:
-            self.hear(node, finding)
+        return [effect for finding in told for effect in self.found(node, finding, now)]
 
-    def hear(self, node: str, finding: Finding) -> None:
+    def found(self, node: str, finding: Finding, now: float) -> list[Effect]:
         key = (node, finding.probe, finding.code, finding.device)
         known = self._known.get(key)
         if known is not None and _is_same(known, finding):
-            return
+            return []
         self._known[key] = finding
         values = {name: getattr(finding, name) for name in _FIELDS}
-        self._feed(
-            ev.HealthFound(
-                t=self._now(), node=node, verdict=finding.verdict.value,
-                message=finding.message[:MESSAGE_MAX], **values,
-            )
-        )  # fmt: skip
+        event = ev.HealthFound(
+            t=now, node=node, verdict=finding.verdict.value, message=finding.message[:MESSAGE_MAX], **values
+        )
+        return [Record(event)]
 
 
 def _is_same(known: Finding, told: Finding) -> bool:

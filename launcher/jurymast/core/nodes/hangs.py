@@ -2,65 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.hang import HangVerdict, Looks
+from jurymast.core.nodes.reports import Reports
 from jurymast.core.stacks import UNKNOWN, Stand
-from jurymast.core.state import RunState
-from jurymast.supervisor.progress import Progress
-from jurymast.supervisor.watch import Watch
+from jurymast.core.state import Phase, RunState
 
 
 class Hangs:
-    """Reads `watch`, asks the agents by `tell`, and feeds RanksHung events of the state's attempt."""
+    """Waits are measured by the clock of `reports`, which stands still while the supervisor does."""
 
-    def __init__(
-        self,
-        state: RunState,
-        watch: Watch,
-        progress: Progress,
-        tell: Callable[[str, msg.ToAgent], None],
-        feed: Callable[[ev.Event], None],
-        now: Callable[[], float],
-    ) -> None:
-        self._state, self._watch, self._progress = state, watch, progress
-        self._tell, self._feed, self._now = tell, feed, now
+    def __init__(self, state: RunState, reports: Reports) -> None:
+        self._state, self._reports = state, reports
         self._looks = Looks()
         self._asked = False  # in this silence
         self._asked_at = 0.0
         self._number = 0
         self._answers: dict[int, Stand] = {}
 
-    def judge(self) -> None:
+    def tick(self, now: float) -> list[Effect]:
         """To be called often while the ranks run."""
-        verdict = self._watch.hang(self._state)
+        if self._state.phase is not Phase.RUNNING:
+            return []
+        verdict = self._reports.hang()
         if verdict is None:
             self._looks, self._asked = Looks(), False
-            return
+            return []
+        effects: list[Effect] = []
         evidence = verdict.evidence
         if not verdict.certain:
-            self._look()
+            effects = self._look()
             patience, starting = self._state.hang_patience, verdict.starting
             if not self._looks.stuck(patience, idle=verdict.idle, starting=starting):
-                return
+                return effects
             evidence += f"; {self._looks.evidence()}"
         self._looks, self._asked = Looks(), False
-        self._tell_journal(verdict, evidence)
+        return [*effects, Record(self._hung(verdict, evidence, now))]
 
-    def _look(self) -> None:
+    def looked(self, message: msg.Looked) -> None:
+        """What a node's agent saw."""
+        if (message.attempt, message.number) == (self._state.attempt, self._number):
+            self._answers.update(message.stands)
+
+    def _look(self) -> list[Effect]:
         """Ask all nodes again, once what they answered to the last question is counted."""
-        now = self._watch.clock.now
-        if now - self._asked_at < self._looks.interval_s():
-            return
+        at = self._reports.clock.now
+        if at - self._asked_at < self._looks.interval_s():
+            return []
         if self._asked:
             self._looks.add(self._asked_at, {**self._silent(), **self._answers})
         self._number += 1
-        self._asked, self._asked_at, self._answers = True, now, {}
+        self._asked, self._asked_at, self._answers = True, at, {}
         look = msg.Look(attempt=self._state.attempt, number=self._number)
-        for node in self._state.placement:
-            self._tell(node, look)
+        return [Send(node, look) for node in self._state.placement]
 
     def _silent(self) -> dict[int, Stand]:
         """Ranks that gave no answer this time: their agent is slow, or their node in a bad state. Those of
@@ -73,16 +69,8 @@ class Hangs:
             for local in range(count)
         }
 
-    def hear(self, message: msg.Looked) -> None:
-        """What a node's agent saw."""
-        if (message.attempt, message.number) == (self._state.attempt, self._number):
-            self._answers.update(message.stands)
-
-    def _tell_journal(self, verdict: HangVerdict, evidence: str) -> None:
-        self._progress.report(forced=True)
-        self._feed(
-            ev.RanksHung(
-                t=self._now(), attempt=self._state.attempt, ranks=verdict.ranks, node=verdict.node,
-                silent_s=verdict.silent_s, limit_s=verdict.limit_s, evidence=evidence,
-            )
+    def _hung(self, verdict: HangVerdict, evidence: str, now: float) -> ev.RanksHung:
+        return ev.RanksHung(
+            t=now, attempt=self._state.attempt, ranks=verdict.ranks, node=verdict.node,
+            silent_s=verdict.silent_s, limit_s=verdict.limit_s, evidence=evidence,
         )  # fmt: skip

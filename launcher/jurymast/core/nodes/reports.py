@@ -1,0 +1,147 @@
+"""What the ranks of every node said last: how far all are, and whether they may hang."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from jurymast.core.hang import IDLE_FLOOR_S, HangLimits, HangVerdict, RankView, judge
+from jurymast.core.heartbeat import WatcherClock
+from jurymast.core.messages import Beat, RankReport
+from jurymast.core.state import RunState
+
+
+@dataclass
+class NodeReport:
+    """One node's ranks. `quiet_s` is the shortest time since one that has not ended did something, as of `at`
+    (watcher's clock); `stopped` that one is in state T; `longest_s` is the longest step."""
+
+    attempt: int = 0
+    ranks: list[RankReport] = field(default_factory=list)
+    at: float = 0.0
+    quiet_s: float = math.inf
+    stopped: bool = False
+    longest_s: float = 0.0
+    _slowest: RankReport | None = None
+
+    def report(self, beat: Beat, now: float) -> None:
+        self.attempt, self.ranks, self.at = beat.attempt, beat.ranks, now
+        self.quiet_s = math.inf if beat.quiet_s is None else beat.quiet_s
+        self.stopped, self.longest_s = beat.stopped, beat.longest_s
+        self._slowest = None
+
+    @property
+    def slowest(self) -> RankReport:
+        """What its rank that is least far last said. Asked for often, of thousands of nodes."""
+        if self._slowest is None:
+            self._slowest = min(self.ranks, key=_how_far)
+        return self._slowest
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far all ranks are: the slowest one's step, and how many seconds ago it ended."""
+
+    step: int
+    ago_s: float
+    absolute: bool
+
+
+class Reports:
+    """Of all nodes that are not lost. Ages are as of the newest tick of `clock`."""
+
+    def __init__(self, state: RunState, clock: WatcherClock) -> None:
+        self._state, self.clock = state, clock
+        self._nodes: dict[str, NodeReport] = {}
+        self._longest_before_s = 0.0
+
+    @property
+    def nodes(self) -> set[str]:
+        return set(self._nodes)
+
+    def expect(self, node: str) -> None:
+        """A node whose ranks have said nothing yet, or not to this supervisor."""
+        self._nodes[node] = NodeReport()
+
+    def forget(self, node: str) -> None:
+        self._nodes.pop(node, None)
+
+    def beat(self, node: str, beat: Beat) -> None:
+        known = self._nodes[node]
+        if beat.ranks or beat.attempt != known.attempt:  # ranks that have ended stay where they were
+            known.report(beat, self.clock.now)
+
+    def reach(self) -> Reach | None:
+        """How far the attempt is; None until every rank has done a step in it."""
+        placed = self._placed()
+        for known in placed:
+            if not self._is_whole(known) or known.slowest.beats == 0:
+                return None
+        if not placed:
+            return None
+        known = min(placed, key=lambda known: _how_far(known.slowest))
+        slowest = known.slowest
+        return Reach(slowest.step, (slowest.beat_s or 0.0) + self.clock.now - known.at, slowest.explicit)
+
+    def hang(self) -> HangVerdict | None:
+        """What the ranks' silence says, before any look at their stacks."""
+        if self._moves():
+            return None
+        views = self._views()
+        if any(view.phase == "done" for view in views):
+            # Some have ended: the others may well evaluate or save for long now, but not for ever.
+            views = [replace(view, phase="saving") for view in views if view.phase != "done"]
+        settings, patience = self._state.settings, self._state.hang_patience
+        limits = HangLimits(settings.hang_s, settings.start_limit_s, patience)
+        return judge(views, limits, self._longest_before_s)
+
+    def attempt_over(self) -> None:
+        """Remember what this attempt taught about step times."""
+        seen = [known.longest_s for known in self._placed() if known.attempt == self._state.attempt]
+        self._longest_before_s = max([self._longest_before_s, *seen])
+
+    def _placed(self) -> list[NodeReport]:
+        return [self._nodes[name] for name in self._state.placement if name in self._nodes]
+
+    def _is_whole(self, known: NodeReport) -> bool:
+        return known.attempt == self._state.attempt and len(known.ranks) == self._state.ranks_per_node
+
+    def _moves(self) -> bool:
+        """True when no rank is stopped and one has just done something: then there is no need to look at the
+        ranks of thousands of nodes."""
+        hang_s = self._state.settings.hang_s
+        floor_s = IDLE_FLOOR_S if hang_s is None else hang_s
+        placed, now = self._placed(), self.clock.now
+        return not any(known.stopped for known in placed) and any(
+            known.quiet_s + now - known.at < floor_s for known in placed
+        )
+
+    def _views(self) -> list[RankView]:
+        """Every rank of the attempt on a node that is not lost; [] until all those have reported."""
+        views = []
+        for place, name in enumerate(self._state.placement):
+            known = self._nodes.get(name)
+            if known is None:
+                continue
+            if not self._is_whole(known):
+                return []
+            first, since_s = place * self._state.ranks_per_node, self.clock.now - known.at
+            views += [self._view(first + i, name, one, since_s) for i, one in enumerate(known.ranks)]
+        return views
+
+    def _view(self, rank: int, node: str, report: RankReport, since_s: float) -> RankView:
+        """A rank whose node reported `since_s` ago."""
+        quiet_s, incident = report.quiet_s, self._state.incident
+        if quiet_s is None:  # the script has not begun: since the launch
+            launched_at = incident.launched_at if incident else None
+            quiet_s = self._state.now - (launched_at or self._state.now)
+        return RankView(
+            rank, node, report.phase, report.beats, quiet_s + since_s, report.longest_s,
+            report.idle_s + since_s if report.idle_s else 0.0,
+            report.stopped_s + since_s if report.stopped_s else 0.0,
+        )  # fmt: skip
+
+
+def _how_far(report: RankReport) -> tuple[bool, int, float]:
+    """Less for a rank that is less far: without a step, with fewer steps, longer ago."""
+    return report.beats > 0, report.step, -(report.beat_s or 0.0)

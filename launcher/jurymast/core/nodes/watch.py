@@ -1,0 +1,288 @@
+"""Which nodes are there, by their connections and heartbeats, and which of them are lost.
+
+A node is lost that is silent for longer than its own limit (see `core.heartbeat`), whose connection closed
+and that is not back soon, or that says so. But the supervisor being late is no evidence against a node:
+
+- its clock stands still while the supervisor does, and after it stood still a node is given up only at the
+  next tick: what had come meanwhile is heard by then;
+- an agent that had no answer for too long looks for another supervisor. One that says so, that hangs up
+  after a pause of the supervisor, or that goes together with others, has as long to come back as after a
+  take-over;
+- a supervisor that hears nobody is more likely cut off than all others dead. Another may then take over,
+  and only if nobody does are the others given up.
+
+A connection has a number of its own: what is told of an older one says nothing of the node any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from jurymast.core import events as ev
+from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
+from jurymast.core.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock, rejoin_limit_s
+from jurymast.core.messages import Beat
+from jurymast.core.nodes.lateness import Lateness
+from jurymast.core.nodes.reports import Reports
+from jurymast.core.state import Phase, Role, RunState
+
+# Between two ticks.
+WATCH_INTERVAL_S = 0.05
+# While a run just runs: nobody waits for a closer look, and the ranks want the processors.
+STEADY_INTERVAL_S = 0.1
+# A tick that comes later after the last one may come ahead of what should have been heard by now.
+ON_TIME_S = 1.2 * STEADY_INTERVAL_S
+# So much of the limit, and all others silent: none of them is lost, this node hears nothing.
+ISOLATED = 0.6
+# A supervisor that hears no other node waits this long for a successor before it believes its ears.
+ISOLATION_LIMIT_S = 15.0
+# An agent whose connection broke but that lives is back sooner than this (up to the second where ticks of the
+# supervisor are late),
+RECONNECT_GRACE_S, RECONNECT_LIMIT_S = 0.25, 1.0
+# unless so many connections broke within so many seconds,
+MANY, MANY_WITHIN_S = 3, 1.0
+# or the supervisor stood still for so long; both up to so many seconds ago.
+LATE_S, LENIENT_S = 0.5, 2.0
+
+
+@dataclass
+class Away:
+    """Not connected, `since` then. So long it may be away; `how` it is lost if it does not come back."""
+
+    since: float
+    limit_s: float
+    how: str
+
+
+@dataclass
+class NodeWatch:
+    """One node: the number of its connection, or why there is none, and when its heartbeats came."""
+
+    arrivals: Arrivals
+    connection: int = 0
+    away: Away | None = None
+    answered_at: float = -math.inf
+
+
+class Watch:
+    """`now` is the supervisor's clock. It must tick about every `STEADY_INTERVAL_S`, or sooner; all else that
+    is measured in seconds is as of the newest tick of the watcher's own clock."""
+
+    def __init__(self, state: RunState, now: float) -> None:
+        self._state = state
+        self._heartbeat_s, self._fixed_s = state.settings.heartbeat_s, state.settings.node_lost_after_s
+        self.clock = WatcherClock(STEADY_INTERVAL_S, now)
+        self.reports = Reports(state, self.clock)
+        self.nodes: dict[str, NodeWatch] = {}
+        self.ending = False  # the job is about to end: who goes now is not lost
+        self._lateness = Lateness(self._heartbeat_s)
+        self._connected = 0
+        self._broken: set[str] = set()  # whose connection closed a moment ago
+        self._broke_at: deque[float] = deque(maxlen=MANY)
+        self._lenient_until = -math.inf
+        self._doubted: set[str] = set()
+        self._isolated_since: float | None = None
+
+    # Connections.
+
+    def take_over(self, now: float) -> None:
+        """All that the journal knows are to come, most likely but for the last supervisor's node."""
+        self.clock.tick(now)
+        for name, node in self._state.nodes.items():
+            if node.incarnation and node.role is not Role.FAILED:
+                self.expect(name, abandoned=name == self._state.abandoned)
+
+    def expect(self, node: str, *, abandoned: bool = False) -> None:
+        """A node that is known is to connect. `abandoned`: it most likely does not."""
+        arrivals = Arrivals(self._heartbeat_s, self.clock.now)
+        limit_s = rejoin_limit_s(len(self._state.nodes), abandoned=abandoned)
+        away = Away(self.clock.now, limit_s + arrivals.limit_s(self._fixed_s), "silent")
+        self._put(node, NodeWatch(arrivals, away=away))
+        self.reports.expect(node)
+
+    def joined(self, node: str, connection: int) -> None:
+        """Over the connection of this number, from 1 on; an older one is none any more."""
+        self._put(node, NodeWatch(Arrivals(self._heartbeat_s, self.clock.now), connection))
+        self.reports.expect(node)
+
+    def closed(self, node: str, connection: int) -> None:
+        """The connection of this number broke."""
+        if not self._is_newest(node, connection):
+            return
+        now = self.clock.now
+        self._put(node, NodeWatch(self.nodes[node].arrivals, away=Away(now, RECONNECT_GRACE_S, "closed")))
+        self._broken.add(node)
+        self._broke_at.append(now)
+        if len(self._broke_at) == MANY and now < self._broke_at[0] + MANY_WITHIN_S:
+            self._lenient_until = now + LENIENT_S
+        if now < self._lenient_until:
+            self._give_time()
+
+    def hung_up(self, node: str, connection: int) -> list[Effect]:
+        """Its agent heard nothing here, and is back once it has looked for a supervisor."""
+        if not self._is_newest(node, connection):
+            return []
+        self.expect(node)
+        return [Disconnect(node)]
+
+    def left(self, node: str, connection: int, why: str, now: float) -> list[Effect]:
+        """Its agent gives the node up."""
+        if not self._is_newest(node, connection):
+            return []
+        return self._lose(node, ev.NodeLost(t=now, node=node, how="left", silent_s=0.0, evidence=why))
+
+    def away(self) -> list[str]:
+        """Known nodes that are to connect, and have time left for it."""
+        return [name for name, watch in self.nodes.items() if watch.away is not None]
+
+    def _is_newest(self, node: str, connection: int) -> bool:
+        watch = self.nodes.get(node)
+        return watch is not None and watch.connection == connection
+
+    def _put(self, node: str, watch: NodeWatch) -> None:
+        self._drop(node)
+        self.nodes[node] = watch
+        self._connected += watch.away is None
+
+    def _drop(self, node: str) -> None:
+        before = self.nodes.pop(node, None)
+        self._connected -= before is not None and before.away is None
+        self._broken.discard(node)
+
+    def _give_time(self) -> None:
+        """No connection that broke a moment ago is evidence against its node."""
+        for name in list(self._broken):
+            self.expect(name)
+
+    # Heartbeats.
+
+    def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
+        """Answered now and then, so that the agent knows that there is a supervisor."""
+        watch = self.nodes.get(node)
+        if watch is None:
+            return []
+        watch.arrivals.beat(self.clock.now)
+        self.reports.beat(node, beat)
+        if now < watch.answered_at + self._lateness.answer_every_s:
+            return []
+        watch.answered_at = now
+        return [Answer(node, self._lateness.patience_s)]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Who is lost by now."""
+        before = self.clock.now
+        late_s = self.clock.tick(now)
+        counted_s = self.clock.now - before
+        effects: list[Effect] = []
+        if text := self._lateness.overslept(late_s, self._connected):
+            effects.append(Record(ev.Noted(t=now, message=text)))
+        is_late = counted_s > ON_TIME_S
+        if is_late:
+            self._was_late(late_s, counted_s)
+        if self.ending or self._state.ended or self._state.phase is Phase.REQUEUED:
+            return effects
+        quiet = self._quiet()
+        effects += self._listen(quiet)
+        lost = {} if self.cut_off else self._beyond_limit(quiet, now)
+        doubted, self._doubted = self._doubted, set(lost)
+        for name, event in lost.items():
+            if not is_late or name in doubted:
+                effects += self._lose(name, event)
+        return effects
+
+    def _was_late(self, seconds: float, counted_s: float) -> None:
+        """Nobody could come back meanwhile, although the clock counts a little of it."""
+        if seconds >= LATE_S:
+            self._lenient_until = self.clock.now + LENIENT_S
+            self._give_time()
+        for name in self._broken:
+            if away := self.nodes[name].away:
+                away.limit_s = min(RECONNECT_LIMIT_S, away.limit_s + counted_s)
+
+    @property
+    def cut_off(self) -> bool:
+        """Nobody is heard, and another may be about to take over: there is nothing to decide."""
+        since = self._isolated_since
+        return since is not None and self.clock.now < since + ISOLATION_LIMIT_S
+
+    def _listen(self, quiet: dict[str, NodeWatch]) -> list[Effect]:
+        """While nobody is heard, there is no pulse."""
+        before, is_isolated = self._isolated_since, self._is_isolated(quiet)
+        if is_isolated is (before is not None):
+            return []
+        self._isolated_since = self.clock.now if is_isolated else None
+        return [Pulse(on=not is_isolated)]
+
+    def _beyond_limit(self, quiet: dict[str, NodeWatch], now: float) -> dict[str, ev.NodeLost]:
+        lost = {}
+        for name, watch in quiet.items():
+            how, silent_s = "silent", watch.arrivals.silent_s(self.clock.now)
+            if watch.away is not None:
+                how, silent_s = watch.away.how, self.clock.now - watch.away.since
+            limit_s = self._limit_s(name, watch)
+            if silent_s > limit_s:
+                lost[name] = ev.NodeLost(t=now, node=name, how=how, silent_s=silent_s, limit_s=limit_s)
+        return lost
+
+    def _limit_s(self, name: str, watch: NodeWatch) -> float:
+        """With a node that only starts nothing is lost yet, and its imports alone may keep a busy machine
+        from beating for seconds."""
+        own_s = watch.arrivals.limit_s(self._fixed_s)
+        more_s = max(0.0, LIMIT_MAX_S - own_s) if _only_starts(name, self._state) else 0.0
+        if watch.away is None:
+            return own_s + more_s
+        return watch.away.limit_s + (0.0 if watch.away.how == "closed" else more_s)
+
+    def _quiet(self) -> dict[str, NodeWatch]:
+        """Nodes that may be silent for too long: of thousands their own limits are not asked for at every
+        look."""
+        least_s = ISOLATED * (BEATS * self._heartbeat_s if self._fixed_s is None else self._fixed_s)
+        now = self.clock.now
+        return {
+            name: watch
+            for name, watch in self.nodes.items()
+            if now - watch.arrivals.last > least_s or watch.away is not None
+        }
+
+    def _is_isolated(self, quiet: dict[str, NodeWatch]) -> bool:
+        """True when this node hears none of at least two others: then it is the one that is cut off."""
+        own = self._state.supervised_on
+        others = [watch for name, watch in quiet.items() if name != own]
+        if len(others) < max(2, len(self.nodes) - (own in self.nodes)):
+            return False
+        limit_s = max(watch.arrivals.limit_s(self._fixed_s) for watch in others)
+        return all(self._is_unheard(watch, ISOLATED * limit_s) for watch in others)
+
+    def _is_unheard(self, watch: NodeWatch, limit_s: float) -> bool:
+        """Silent for so long. Who is to connect is not late before its time is nearly up, and a connection
+        that was closed had somebody to close it."""
+        if watch.away is None:
+            return watch.arrivals.silent_s(self.clock.now) > limit_s
+        own_s = watch.arrivals.limit_s(self._fixed_s)
+        return (
+            watch.away.how != "closed"
+            and self.clock.now - watch.away.since > watch.away.limit_s - own_s + limit_s
+        )
+
+    def _lose(self, node: str, event: ev.NodeLost) -> list[Effect]:
+        self._drop(node)
+        self.reports.forget(node)
+        return [Disconnect(node), Record(event)]
+
+    def check(self) -> None:
+        """Invariants; AssertionError names the one broken."""
+        for name, watch in self.nodes.items():
+            assert (watch.connection == 0) is (watch.away is not None), f"{name} is connected and away"
+        here = [name for name, watch in self.nodes.items() if watch.away is None]
+        assert len(here) == self._connected, "the connected nodes are miscounted"
+        closed = {name for name, watch in self.nodes.items() if watch.away and watch.away.how == "closed"}
+        assert closed == self._broken, "other connections broke a moment ago than the nodes say"
+        assert self.reports.nodes == set(self.nodes), "nodes that report are not those that are watched"
+
+
+def _only_starts(name: str, state: RunState) -> bool:
+    node = state.nodes.get(name)
+    warming = node is not None and node.role is Role.JOINING and name not in state.places
+    return warming or state.phase is Phase.STARTING
