@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.saves import Saves
 from jurymast.core.hang import LOOK_AGAIN_S, UNMOVED_S
 from jurymast.core.messages import beat_of
 from jurymast.core.stacks import CODE, COLLECTIVE, Stand
 from jurymast.supervisor.hangs import Hangs
 from jurymast.supervisor.progress import Progress
-from jurymast.supervisor.saves import Saves
 from jurymast.supervisor.watch import Watch
 from support.reports import reported
 from support.stories import Story
@@ -26,8 +26,7 @@ class Silent:
         self.state = self.story.state
         self.watch = Watch(self.state.settings, 0.0)
         self.fed: list[ev.Event] = []
-        saves = Saves(self.state, self.fed.append, self.fed.append, lambda: self.story.t)
-        progress = Progress(self.state, self.watch, saves, self.fed.append, lambda: self.story.t)
+        progress = Progress(self.state, self.watch, Saves(self.state), self.fed.append, lambda: self.story.t)
         self.hangs = Hangs(self.state, self.watch, progress, self.tell, self.fed.append, lambda: self.story.t)
         self.answers: dict[str, tuple[str, str] | None] = dict.fromkeys(self.state.placement)
         self.asked = 0

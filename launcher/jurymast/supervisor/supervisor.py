@@ -9,7 +9,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,12 @@ from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import STILL_RUNNING
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.checkpoints.saves import Saves
 from jurymast.core.copies import SHARED
+from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
+from jurymast.core.rank_events import RankEvents
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.errors import SubmissionError, never
@@ -38,11 +42,8 @@ from jurymast.supervisor.lateness import Lateness
 from jurymast.supervisor.launching import Launching
 from jurymast.supervisor.preflight import Preflight
 from jurymast.supervisor.progress import Progress
-from jurymast.supervisor.rank_events import RankEvents
-from jurymast.supervisor.saves import Saves
 from jurymast.supervisor.sick_nodes import SickNodes
 from jurymast.supervisor.stragglers import Stragglers
-from jurymast.supervisor.tiers import Tiers
 from jurymast.supervisor.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
@@ -82,13 +83,13 @@ class Supervisor:
         self._hold = hold
         self._clock = Clock(not_before=state.now)
         self._watch = Watch(state.settings, time.monotonic())
-        self._saves = Saves(state, self.feed, lambda save: self._cadence.heard(save), self.now)
+        self._saves = Saves(state)
         self._progress = Progress(state, self._watch, self._saves, self.feed, self.now)
         self._hangs = Hangs(state, self._watch, self._progress, self._tell, self.feed, self.now)
-        self._tiers = Tiers(state, self._tell, self._saves.hear, self.now)
-        self._cadence = Cadence(state, self._tell, self.feed, self.now, self._tiers.copying)
-        self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now, self._how)
-        self._rank_events = RankEvents(state, self._tiers, self._saves.hear, self.now)
+        self._checkpoints = Checkpoints(state)
+        self._cadence = Cadence(state, self._tell, self.feed, self.now, lambda: self._checkpoints.writing)
+        self._asks = Asks(state, self._checkpoints, self._cadence, self._do, self.feed, self.now, self._how)
+        self._rank_events = RankEvents(state, self._checkpoints)
         self._health = Health(self.feed, self.now)
         self._preflight = Preflight(state, self._tell, self.feed, self.now)
         self._stragglers = Stragglers(state, self.feed, self.now, self._spawn, self._cadence.save_first)
@@ -98,7 +99,7 @@ class Supervisor:
         self._allocation = ""
         self._isolated_since: float | None = None
         self._launching = Launching(
-            directory, state, self._channels, self._watch, self._tiers, self._tell, self.feed, self.now
+            directory, state, self._channels, self._watch, self._checkpoints, self._do, self.now
         )
         self._answered: dict[str, float] = {}
         self._strangers = Strangers(self._note)
@@ -131,6 +132,27 @@ class Supervisor:
             self._journal.flush()
         for instruction in instructions:
             self._carry_out(instruction)
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        """Carry out what a machine wants done, in order."""
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._tell(effect.node, effect.message)
+                case Record(event=ev.Saved() as save):
+                    self._saved(save)
+                case Record():
+                    self.feed(effect.event)
+                case _:
+                    never(effect)
+
+    def _saved(self, save: ev.Saved) -> None:
+        """Saves that are as usual are journalled now and then, together."""
+        told = self._saves.hear(save, self.now())
+        for event in told:
+            self.feed(event)
+        if not told:
+            self._cadence.heard(save)
 
     def now(self) -> float:
         return self._clock.now()
@@ -252,17 +274,25 @@ class Supervisor:
             if next(count) % STEADY_LOOKS and self._steady():
                 continue
             self._progress.report(forced=False)
-            if self._tiers.look() and not self._replicating:
-                self._spawn(self._replicate())
+            self._about_checkpoints(self._checkpoints.look(self.now()))
             self._cadence.look()
             if self.state.phase is Phase.RUNNING:
                 self._hangs.judge()
             self.feed(ev.Tick(t=self.now()))
 
+    def _about_checkpoints(self, effects: Sequence[Effect]) -> None:
+        self._do(effects)
+        if self._checkpoints.replicating and not self._replicating:
+            self._replicating = True
+            self._spawn(self._replicate())
+
     async def _replicate(self) -> None:
-        """Of thousands of nodes some at a time."""
-        self._replicating = True
-        while self._tiers.look():
+        """Of thousands of nodes some at a time; others have their turn in between."""
+        while self._checkpoints.replicating:
+            began = self.now()
+            self._do(self._checkpoints.replicate(began))
+            now = self.now()
+            self._checkpoints.replicated(now - began, now)
             await asyncio.sleep(0)
         self._replicating = False
 
@@ -274,7 +304,7 @@ class Supervisor:
         except (OSError, BadCheckpoint) as error:
             self.feed(ev.Noted(t=self.now(), message=f"checkpoints on shared storage: {error}"))
             return
-        self._tiers.found_on_storage(sizes, rollbacks)
+        self._checkpoints.found_on_storage(sizes, rollbacks)
 
     def _cut_off(self) -> bool:
         """Nobody is heard: this node is more likely cut off than all others dead. Another may then take over,
@@ -300,7 +330,7 @@ class Supervisor:
         if connection is not None:
             connection.close()
         self._stops()
-        self._tiers.lost(node)
+        self._do(self._checkpoints.lost(node, self.now()))
         self.feed(
             ev.NodeLost(
                 t=self.now(), node=node, how=how, silent_s=silent_s, limit_s=limit_s, evidence=evidence
@@ -332,7 +362,7 @@ class Supervisor:
         if before is not None:
             before.close()
         self._watch.joined(node)
-        self._tiers.joined(node, hello)
+        self._about_checkpoints(self._checkpoints.joined(node, hello, self.now()))
         self.feed(
             ev.NodeJoined(
                 t=self.now(), node=node, address=hello.address, incarnation=hello.incarnation,
@@ -431,7 +461,7 @@ class Supervisor:
             case msg.Health():
                 self._health.hear(node, message.finding)
             case msg.RankEvent():
-                self._rank_events.hear(node, message)
+                self._do(self._rank_events.hear(node, message, now))
             case msg.VerdictLeft():
                 self._sick.answered(node, message)
             case msg.Terminated():
@@ -447,7 +477,7 @@ class Supervisor:
             case msg.Hello() | msg.Ask():
                 self._strangers.heard(node, msg.out_of_place(message))
             case _:
-                self._tiers.hear(node, message)
+                self._about_checkpoints(self._checkpoints.hear(node, message, now))
 
     def _note(self, node: str, text: str) -> None:
         self.feed(ev.Noted(t=self.now(), node=node, message=text))
@@ -463,10 +493,10 @@ class Supervisor:
         """What the journal does not tell yet."""
         state, error = self.state, self._journal.error
         waits = ""
-        if self._leaving and self._tiers.unsaved():
+        if self._leaving and (unsaved := self._checkpoints.unsaved()):
             known = state.saved.get(SHARED)
             why = f": {known.error}" if known is not None and known.error else ""
-            waits = f"{self._tiers.unsaved_text()} is on its way to {self._directory.checkpoints}{why}"
+            waits = f"{unsaved} is on its way to {self._directory.checkpoints}{why}"
         return msg.Condition(
             state=state.public_state, waits=waits, journal=(error.strerror or "") if error else "",
             step=self._progress.step, alerts=tuple(state.alerts),
@@ -504,14 +534,18 @@ class Supervisor:
     async def _secure(self) -> None:
         """The newest checkpoint may be in memory only, and that goes with the nodes."""
         began = time.monotonic()
-        while not self._tiers.secure():
+        while not self._secured():
             limit_s = SECURE_LIMIT_S.get(self.state.public_state, SECURE_HURRY_S)
             given_up = f": {self._asks.given_up_by} gave it up" if self._asks.given_up_by else ""
             if given_up or time.monotonic() > began + (SECURE_HURRY_S if self._terminating else limit_s):
-                lost = f"{self._tiers.unsaved_text()} was lost with the nodes{given_up}"
+                lost = f"{self._checkpoints.unsaved() or 'nothing'} was lost with the nodes{given_up}"
                 self.feed(ev.Noted(t=self.now(), message=lost))
                 return
             await asyncio.sleep(SECURE_POLL_S)
+
+    def _secured(self) -> bool:
+        self._do(self._checkpoints.secure(self.now()))
+        return self._checkpoints.secured
 
     async def _leave(self) -> None:
         """Send the agents home and wait until they have gone, within a limit."""
