@@ -21,13 +21,14 @@ from jurymast.core.cadence import (
     moved,
     why_interval,
 )
+from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.durable import IDLE_SHARE, durable_every_s
+from jurymast.core.effects import Effect, Send
 from jurymast.core.forecast import DURABLE_SHARE
 from jurymast.core.incident import Incident
 from jurymast.core.optimum import Saving, async_goodput
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, RunState
-from jurymast.supervisor.tiers import Tiers
 from support.reports import hello
 
 HOUR_S = 3600.0
@@ -130,18 +131,19 @@ def test_where_a_run_was_restored_from_says_what_the_memory_tiers_survive() -> N
 
 
 class Storage:
-    """The supervisor's tiers over one node of one rank, whose drains take as long as is said."""
+    """Decisions about checkpoints over one node of one rank, whose drains take as long as is said."""
 
     def __init__(self, state: RunState) -> None:
         self.state, self.time = state, 0.0
         self.drains: list[tuple[float, msg.Drain]] = []
-        self.tiers = Tiers(state, self.tell, lambda event: None, lambda: self.time)
+        self.checkpoints = Checkpoints(state)
         state.placement, state.phase, state.attempt = ("a",), Phase.RUNNING, 1
-        self.tiers.joined("a", hello("a"))
+        self.do(self.checkpoints.joined("a", hello("a"), 0.0))
 
-    def tell(self, node: str, order: msg.ToAgent) -> None:
-        if isinstance(order, msg.Drain):
-            self.drains.append((self.time, order))
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, msg.Drain):
+                self.drains.append((self.time, effect.message))
 
     def go_on(self, until_s: float, drain_s: float) -> list[float]:
         """Save every second; when drains to the shared tier began."""
@@ -150,11 +152,12 @@ class Storage:
             copy = msg.CopyReport(
                 tier="memory", step=int(self.time), attempt=1, rank=0, world=1, part="all", size_bytes=1
             )
-            self.tiers.hear("a", msg.Held(copies=(copy,)))
+            self.do(self.checkpoints.hear("a", msg.Held(copies=(copy,)), self.time))
             for began, order in self.drains[-1:]:
                 if self.time >= began + drain_s:
-                    self.tiers.hear("a", msg.Drained(id=order.id, tier="shared", ok=True))
-            self.tiers.look()
+                    done = msg.Drained(id=order.id, tier="shared", ok=True)
+                    self.do(self.checkpoints.hear("a", done, self.time))
+            self.do(self.checkpoints.look(self.time))
         return [began for began, _ in self.drains]
 
 

@@ -10,10 +10,12 @@ import torch
 from jurymast.checkpoint.foreseen import foreseen_bytes
 from jurymast.checkpoint.image import Drafter
 from jurymast.checkpoint.state import State
+from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.shortages import Shortages
+from jurymast.core.effects import Record
 from jurymast.core.foresight import Foreseen, Need, Room, needs
 from jurymast.core.parity import Keeping, keeping
-from jurymast.supervisor.foresight import Foresight
 
 GIB = 1 << 30
 NODES = ("n1", "n2")
@@ -69,15 +71,19 @@ def test_two_of_everything_and_replicas_where_they_will_be() -> None:
 class Site:
     def __init__(self, **rooms_gib: int) -> None:
         self.notes: list[tuple[str, str]] = []
-        self.foresight = Foresight(lambda node, text: self.notes.append((node, text)))
+        self.shortages = Shortages()
         self.rooms = {node: Room(gib * GIB, f"/{node}/memory.max") for node, gib in rooms_gib.items()}
         for node, room in self.rooms.items():
-            self.foresight.joined(node, room)
+            self.shortages.joined(node, room)
 
     def hear(self, node: str, image_gib: int, own_gib: int, *spares: str) -> None:
         sizes = {"image_bytes": image_gib * GIB, "own_bytes": own_gib * GIB}
-        self.foresight.hear(node, msg.Foreseen(**sizes, room=self.rooms[node]))
-        self.foresight.look(NODES, 2, lambda: kept(*spares))
+        self.shortages.hear(node, msg.Foreseen(**sizes, room=self.rooms[node]))
+        if self.shortages.complete(NODES):
+            for effect in self.shortages.look(NODES, 2, kept(*spares), 1.0):
+                assert isinstance(effect, Record)
+                assert isinstance(effect.event, ev.Noted)
+                self.notes.append((effect.event.node, effect.event.message))
 
 
 def test_each_shortage_is_told_once_with_its_limit_and_what_follows() -> None:
@@ -106,7 +112,7 @@ def test_each_shortage_is_told_once_with_its_limit_and_what_follows() -> None:
 
 def test_who_left_is_not_counted_and_enough_is_enough() -> None:
     site = Site(n1=56, n2=56, s=0)
-    site.foresight.lost("s")
+    site.shortages.lost("s")
     for node in NODES:
         site.hear(node, 20, 8)
     assert site.notes == []

@@ -78,7 +78,7 @@ def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold(tmp_pa
             tier = "peer" if node == spare else "memory"
             copy = msg.CopyReport(step=8, attempt=1, rank=rank, world=2, tier=tier, part="all", size_bytes=9)
             held = () if rank == 1 and node != spare else (copy,)
-            supervisor._tiers.joined(node, hello(node, copies=held))
+            supervisor._checkpoints.joined(node, hello(node, copies=held), story.t)
             supervisor._watch.joined(node, 1)
             lines[node] = Line()
             if node in launch.placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,18 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
+from jurymast.core.checkpoints.saves import Saves
+from jurymast.core.effects import Record
 from jurymast.core.heartbeat import WatcherClock
 from jurymast.core.ledger import Ledger
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.reports import Reports
 from jurymast.core.telling import PAUSE_MAX_S, YOUNG_S
-from jurymast.journal import initial_state, replay
+from jurymast.journal import JournalWriter, initial_state, replay
+from jurymast.rundir import RunDirectory
+from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.progress import Progress
-from jurymast.supervisor.saves import Saves
+from jurymast.supervisor.supervisor import Supervisor
 from support.reports import reported
 from support.stories import Story
 
@@ -26,7 +31,7 @@ STALL_S = 0.2
 
 class Training:
     """Two nodes with a rank each that do a step a second. Every minute they save to memory, replicas are made
-    and a copy is written to shared storage; `heard` are the saves that the cadence hears of."""
+    and a copy is written to shared storage."""
 
     def __init__(self) -> None:
         self.story = Story(active=2).running(10)
@@ -34,25 +39,22 @@ class Training:
         self.reports = Reports(self.state, WatcherClock(0.1, self.story.t))
         for node in self.state.placement:
             self.reports.expect(node)
-        self.heard: list[ev.Event] = []
-        self.saves = Saves(self.state, self.feed, self.heard.append, lambda: self.story.t)
+        self.saves = Saves(self.state)
         self.progress = Progress(self.state, self.reports, self.saves, self.feed, lambda: self.story.t)
         self.done, self.saved = self.state.step, 0
         self.at_first = len(self.story.events)
 
     def feed(self, event: ev.Event) -> None:
         self.story.feed(event)
-        if isinstance(event, ev.Saved):
-            self.heard.append(event)
 
     def save(self, tier: str = "memory", ok: bool = True, stall_s: float = STALL_S) -> None:
         copied = tier != "memory"
-        self.saves.hear(
-            ev.Saved(
-                t=self.story.t, attempt=self.state.attempt, step=self.done, tier=tier, ok=ok,
-                stall_s=0.0 if copied else stall_s, size_bytes=1000, copied=copied,
-            )
+        save = ev.Saved(
+            t=self.story.t, attempt=self.state.attempt, step=self.done, tier=tier, ok=ok,
+            stall_s=0.0 if copied else stall_s, size_bytes=1000, copied=copied,
         )  # fmt: skip
+        for told in self.saves.hear(save, self.story.t):
+            self.feed(told)
 
     def look(self, *, forced: bool = False) -> None:
         for node in self.state.placement:
@@ -115,10 +117,19 @@ def test_what_was_not_told_singly_is_in_the_state_and_in_the_books(tmp_path: Pat
     assert account.placed_us("unknown") == 0
 
 
-def test_the_cadence_hears_of_every_save() -> None:
-    training = Training().goes_on(DAY_S)
-    heard = [e for e in training.heard if isinstance(e, ev.Saved) and not e.copied]
-    assert len(heard) == training.saved
+def test_the_cadence_hears_of_every_save(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    state, t = old().state, time.time()
+    state.submitted_at = t - 5 * DAY_S
+    supervisor = Supervisor(
+        directory, state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
+    )
+    supervisor._cadence._begin()
+    first = ev.Saved(t=t, attempt=1, step=state.step, tier="memory", ok=True, stall_s=STALL_S)
+    supervisor._do([Record(first), Record(replace(first, step=first.step + 1))])
+    assert state.saved_on("memory") == first.step
+    assert supervisor._cadence._saved_step == first.step + 1
 
 
 def test_of_a_run_that_goes_on_the_books_wait_as_long_as_the_journal_is_silent() -> None:
@@ -162,9 +173,7 @@ def test_a_save_that_differs_is_told_at_once() -> None:
     )  # fmt: skip
     assert told_next(asked)  # who asked waits for it
     successor = old()
-    successor.saves = Saves(
-        successor.state, successor.feed, successor.heard.append, lambda: successor.story.t
-    )
+    successor.saves = Saves(successor.state)
     assert told_next(successor)
 
 

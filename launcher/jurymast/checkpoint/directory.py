@@ -32,6 +32,7 @@ from typing import Any
 
 import xxhash
 
+from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.rundir import sync_directory, write_atomically
 
 MANIFEST = "jurymast.json"
@@ -98,18 +99,6 @@ class Manifest:
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadCheckpoint(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """Every state newer than `step` that attempts up to `attempt` saved is void. `at`: Unix time."""
-
-    step: int
-    attempt: int
-    at: float
-
-    def voids(self, step: int, attempt: int) -> bool:
-        return step > self.step and attempt <= self.attempt
 
 
 def _hash_of_values(values: dict[str, Any]) -> str:

@@ -26,7 +26,6 @@ from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.page import (
     PAGE_VARIABLE,
-    REFUSED,
     SLOTS,
     RankRecord,
     Restore,
@@ -324,7 +323,7 @@ class MemoryTier:
 
     def _begin(self, size: int) -> tuple[int, str]:
         """Begin to write `size` bytes into a slot: its number, or -1 and why there is none."""
-        why = REFUSED if self.refused else "memory is not ready yet"
+        why = within.REFUSED if self.refused else "memory is not ready yet"
         for number, slot in enumerate(self._slots):
             if not self._is_mapped(number, size):
                 continue

@@ -200,6 +200,15 @@ class Copies:
 
     def drop(self, copy: Copy) -> None:
         self._remove(copy.key, copy.rank, [copy.place])
+        ranks = self._held.get(copy.key, {})
+        if not ranks.get(copy.rank):
+            ranks.pop(copy.rank, None)
+        if not ranks:
+            self._forget(copy.key)
+
+    def _forget(self, key: Key) -> None:
+        for table in (self._held, self._at, self._alike, self._whole):
+            table.pop(key, None)
 
     def _remove(self, key: Key, rank: int, places: Iterable[Place]) -> None:
         held = self._held.get(key, {}).get(rank, {})
@@ -219,15 +228,12 @@ class Copies:
             for rank in self._at[one].get(node, ()) if node else ranks:
                 places = [
                     place
-                    for place in ranks[rank]
+                    for place in ranks.get(rank, ())
                     if (not node or place[0] == node) and (not wanted or place[1] in wanted)
                 ]
                 self._remove(one, rank, places)
-        self._held = {one: ranks for one, ranks in self._held.items() if any(ranks.values())}
-        for gone in self._at.keys() - self._held.keys():
-            del self._at[gone]
-            self._alike.pop(gone, None)
-            self._whole.pop(gone, None)
+        for gone in [one for one, ranks in self._held.items() if not any(ranks.values())]:
+            self._forget(gone)
 
     def newest_first(self) -> list[Key]:
         """Those that were reached last, first: what a later attempt saved is newer, whatever its step."""
@@ -235,6 +241,12 @@ class Copies:
 
     def of(self, key: Key, rank: int) -> list[Copy]:
         return list(self._held.get(key, {}).get(rank, {}).values())
+
+    def on(self, node: str) -> Iterator[Copy]:
+        """What this node holds."""
+        for key, nodes in self._at.items():
+            for rank in nodes.get(node, ()):
+                yield from (copy for copy in self.of(key, rank) if copy.node == node)
 
     def every(self) -> Iterator[Copy]:
         for ranks in self._held.values():

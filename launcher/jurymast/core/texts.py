@@ -13,3 +13,8 @@ def some(names: Sequence[str], most: int = 6, separator: str = ", ") -> str:
     if len(names) <= most:
         return separator.join(names)
     return f"{separator.join(names[:most])} and {len(names) - most} more"
+
+
+def size(count: int) -> str:
+    """Bytes of memory: 1.5 GiB."""
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"

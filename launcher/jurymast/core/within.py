@@ -12,6 +12,9 @@ import msgspec
 
 from jurymast.core.message import Strange, kind_of, reader
 
+# Why a rank skips its saves from then on, unless the attempt is started again and saves to storage instead.
+REFUSED = "this node refused the memory"
+
 
 class FromRank(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
     """Whose word it is. The link to the agent fills it in."""

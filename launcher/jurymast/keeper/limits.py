@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jurymast.core.foresight import Room
+from jurymast.core.texts import size as size
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 512 << 20
@@ -31,10 +32,6 @@ def room(proc: Path = Path("/proc"), mount: Path = _MOUNT) -> Room:
     """The tightest of all limits over this process. A limit that cannot be read is none."""
     rooms = [*_cgroups(proc, mount), *_machine(proc)]
     return min(rooms, key=lambda one: one.free, default=Room(0, f"{proc}/meminfo, which cannot be read"))
-
-
-def size(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
 
 
 def _room(limit: int, used: int, file: Path) -> Room:

@@ -17,8 +17,6 @@ from jurymast.worker.fence import fence
 
 SLOTS = 2
 PAGE_VARIABLE = "JURYMAST_KEEPER"
-# Why a rank skips its saves from then on, unless the attempt is started again and saves to storage instead.
-REFUSED = "this node refused the memory"
 
 
 class Word(IntEnum):

@@ -107,7 +107,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         told = read_told(line)
         if isinstance(told, Strange):
-            print(f"no order: {told}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"no order: {told}\n")
         else:
             service.take(told)
     os._exit(0)

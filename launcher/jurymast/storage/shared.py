@@ -260,7 +260,7 @@ class _Meeting:
         try:
             doomed = self._directory.retire(self._order.keep)
         except OSError as error:
-            print(f"old checkpoints cannot be removed: {one_line(error)}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"old checkpoints cannot be removed: {one_line(error)}\n")
             return
         # Gone for every reader; giving their space back may take long, and nobody waits for it.
         threading.Thread(target=remove_trees, args=(doomed,), name="retire").start()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jurymast.core import events as ev
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.effects import Effect
 from jurymast.core.messages import Accepted, Ask, Condition, Declined, Said
 from jurymast.core.state import Phase, RunState
 from jurymast.supervisor.cadence import Cadence
-from jurymast.supervisor.tiers import Tiers
 from jurymast.wire.channel import Channel
 
 KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
@@ -20,12 +21,14 @@ SAVE_LIMIT_S = 60.0
 
 @dataclass
 class Asks:
-    """`feed` journals an event, `now` is the supervisor's clock, `how` tells what the journal may not tell.
-    `given_up_by`: who does not want to wait for the last checkpoint of a run that has ended."""
+    """`do` carries effects out, `feed` journals an event, `now` is the supervisor's clock, `how` tells what
+    the journal may not tell. `given_up_by`: who does not want to wait for the last checkpoint of a run that
+    has ended."""
 
     state: RunState
-    tiers: Tiers
+    checkpoints: Checkpoints
     cadence: Cadence
+    do: Callable[[Sequence[Effect]], None]
     feed: Callable[[ev.Event], None]
     now: Callable[[], float]
     how: Callable[[], Condition]
@@ -44,7 +47,7 @@ class Asks:
         if what == "drain" and node in self.state.places:
             await self._save_before(f"drain of {node}, {by}")
         if what == "rollback" and back_to is not None:
-            self.tiers.go_back(back_to)
+            self.do(self.checkpoints.go_back(back_to, self.now()))
         self.feed(ev.Asked(t=self.now(), what=what, by=by, node=node))
 
     def _told(self, what: str, by: str) -> Accepted | Condition:
@@ -52,7 +55,7 @@ class Asks:
             return self.how()
         if what == "cancel" and self.state.ended:
             self.given_up_by = by
-            return Accepted(gives_up=self.tiers.unsaved_text() if self.tiers.unsaved() else "")
+            return Accepted(gives_up=self.checkpoints.unsaved())
         return Accepted()
 
     def _refusal(self, what: str, node: str, back_to: int | None) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import launching
 from jurymast.core import messages as msg
-from jurymast.core.copies import SHARED, RestorePlan
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.copies import SHARED
+from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.instructions import Launch
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
 from jurymast.core.state import Phase, RunState
 from jurymast.rundir import RunDirectory, write_atomically
-from jurymast.supervisor.tiers import Tiers
 
 # Of so many nodes one may look in a second whether all of them are there.
 LOOKS_A_SECOND = 10_000.0
@@ -25,17 +26,15 @@ AT_ONCE = 64
 
 
 class Launching:
-    """`here` maps the nodes whose agents are connected. `tell` sends to one, `feed` journals an event."""
+    """`here` maps the nodes whose agents are connected. `do` carries effects out."""
 
     def __init__(
-        self, directory: RunDirectory, state: RunState, here: Mapping[str, Any], watch: Watch, tiers: Tiers,
-        tell: Callable[[str, msg.ToAgent], None], feed: Callable[[ev.Event], None], now: Callable[[], float],
+        self, directory: RunDirectory, state: RunState, here: Mapping[str, Any], watch: Watch,
+        checkpoints: Checkpoints, do: Callable[[Sequence[Effect]], None], now: Callable[[], float],
     ) -> None:  # fmt: skip
         self._directory, self._state, self._here = directory, state, here
-        self._watch, self._tiers = watch, tiers
-        self._tell, self._feed, self._now = tell, feed, now
+        self._watch, self._checkpoints, self._do, self._now = watch, checkpoints, do, now
         self._launch: Launch | None = None  # that nodes are being told of
-        self._restore: RestorePlan | None = None
         self._fencing = threading.Lock()
         self._fenced = 0
 
@@ -43,17 +42,18 @@ class Launching:
         self._launch = None
         if not await self._may_go(launch):
             return
-        self._restore, self._launch = self._tiers.plan(launch), launch
+        self._do(self._checkpoints.choose(launch, self._now()))
+        self._launch = launch
         for rank, node in enumerate(launch.placement):
             if not rank % AT_ONCE and not await self._still_due(launch):
                 return
-            self._tell(node, self._message(launch, rank))
+            self._do([Send(node, self._message(launch, rank))])
 
     def tell_again(self, node: str, attempt: int) -> None:
         """A placed node, whose newest attempt is this one, may not have been told."""
         launch = self._launch
         if launch is not None and self._is_due(launch) and attempt < launch.attempt:
-            self._tell(node, self._message(launch, self._state.places[node]))
+            self._do([Send(node, self._message(launch, self._state.places[node]))])
 
     async def _may_go(self, launch: Launch) -> bool:
         """False when it is not wanted any more. On a thread: storage may hang."""
@@ -62,14 +62,15 @@ class Launching:
         while self._is_due(launch):
             unfenced = "" if fenced.done() else str(self._directory.root)
             what = launching.waits_for(
-                launch.placement, self._here, self._watch.away(), self._tiers.copies, unfenced
+                launch.placement, self._here, self._watch.away(), self._checkpoints.copies, unfenced
             )
             if not what:
                 break
             if time.monotonic() > told_at + launching.WAIT_TOLD_S:
                 told_at = time.monotonic()
                 waited_s = round(told_at - since, 3)
-                self._feed(ev.LaunchWaits(t=self._now(), attempt=launch.attempt, what=what, seconds=waited_s))
+                waits = ev.LaunchWaits(t=self._now(), attempt=launch.attempt, what=what, seconds=waited_s)
+                self._do([Record(waits)])
             if unfenced:
                 await asyncio.wait([fenced], timeout=WATCH_INTERVAL_S)
             else:
@@ -77,7 +78,7 @@ class Launching:
         error = fenced.result() if fenced.done() else None
         if error is not None:  # no checkpoint can be saved now, but training can go on
             why = f"cannot write {self._directory.attempt_file}: {error}"
-            self._feed(ev.Noted(t=self._now(), message=why))
+            self._do([Record(ev.Noted(t=self._now(), message=why))])
         return self._is_due(launch)
 
     def _fence(self, launch: Launch) -> OSError | None:
@@ -102,13 +103,12 @@ class Launching:
         return (self._state.attempt, self._state.phase) == (launch.attempt, Phase.LAUNCHING)
 
     def _message(self, launch: Launch, rank: int) -> msg.Launch:
-        """For the node with group rank `rank`; its restore was planned."""
+        """For the node with group rank `rank`; what it restores was chosen."""
         count = self._state.ranks_per_node
         ranks = range(rank * count, (rank + 1) * count)
-        plan, node = self._restore, launch.placement[rank]
         return msg.Launch(
             attempt=launch.attempt, rank=rank, world=len(launch.placement),
             master_address=launch.master_address, master_port=launch.master_port,
             mtbf_s=launch.mtbf_s, cold=bool(self._state.cold), saved=self._state.saved_on(SHARED),
-            restore=self._tiers.restore_message(plan, node, ranks) if plan else None,
+            restore=self._checkpoints.restore_message(launch.placement[rank], ranks),
         )  # fmt: skip

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jurymast.core import events as ev
+from jurymast.core.checkpoints.saves import Saves
 from jurymast.core.nodes.reports import Reports
 from jurymast.core.state import Phase, RunState
 from jurymast.core.telling import pause_s
-from jurymast.supervisor.saves import Saves
 
 PROGRESS_INTERVAL_S = 2.0
 
@@ -40,7 +40,8 @@ class Progress:
         """Journal how far the run is: at the first step, when it ends an incident, else now and then."""
         if self._state.phase not in (Phase.RUNNING, Phase.STOPPING):
             return
-        self._saves.look(forced=forced)
+        for save in self._saves.look(self._now(), forced=forced):
+            self._feed(save)
         now, first, incident = self._now(), self._state.first_step_at is None, self._state.incident
         interval_s = max(PROGRESS_INTERVAL_S, pause_s(self._state, now))
         due = forced or first or now >= self._progress_at + interval_s
@@ -64,7 +65,7 @@ class Progress:
                 t=now, attempt=self._state.attempt, step=reach.step, stepped_at=stepped_at,
                 absolute=reach.absolute,
             )  # fmt: skip
-            if (usual := self._saves.take(event.attempt)) is not None:
+            if (usual := self._saves.take(event.attempt, now)) is not None:
                 event = replace(
                     event, saves=usual.number, saved_step=usual.last.step, saved_in=usual.last.tier,
                     stall_s=round(usual.stall_s, 6),

@@ -8,7 +8,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import STILL_RUNNING, give_back
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.checkpoints.saves import Saves
 from jurymast.core.copies import SHARED
 from jurymast.core.effects import (
     Answer,
@@ -37,6 +39,7 @@ from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.sick import SickNodes
 from jurymast.core.nodes.stragglers import Stragglers
 from jurymast.core.nodes.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
+from jurymast.core.rank_events import RankEvents
 from jurymast.core.run import resume, step
 from jurymast.core.state import Phase, Role, RunState
 from jurymast.errors import ClusterUnavailableError, SubmissionError, never
@@ -49,9 +52,6 @@ from jurymast.supervisor.door import BACKLOG, Door
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.launching import Launching
 from jurymast.supervisor.progress import Progress
-from jurymast.supervisor.rank_events import RankEvents
-from jurymast.supervisor.saves import Saves
-from jurymast.supervisor.tiers import Tiers
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection, listen
@@ -86,13 +86,13 @@ class Supervisor:
         self._hold = hold
         self._clock = Clock(not_before=state.now)
         self._watch = Watch(state, self.now())
-        self._saves = Saves(state, self.feed, lambda save: self._cadence.heard(save), self.now)
+        self._saves = Saves(state)
         self._progress = Progress(state, self._watch.reports, self._saves, self.feed, self.now)
         self._hangs = Hangs(state, self._watch.reports)
-        self._tiers = Tiers(state, self._tell, self._saves.hear, self.now)
-        self._cadence = Cadence(state, self._tell, self.feed, self.now, self._tiers.copying)
-        self._asks = Asks(state, self._tiers, self._cadence, self.feed, self.now, self._how)
-        self._rank_events = RankEvents(state, self._tiers, self._saves.hear, self.now)
+        self._checkpoints = Checkpoints(state)
+        self._cadence = Cadence(state, self._tell, self.feed, self.now, lambda: self._checkpoints.writing)
+        self._asks = Asks(state, self._checkpoints, self._cadence, self._do, self.feed, self.now, self._how)
+        self._rank_events = RankEvents(state, self._checkpoints)
         self._health = Health()
         self._preflight = Preflight(state)
         self._stragglers = Stragglers(state)
@@ -101,7 +101,7 @@ class Supervisor:
         self._numbers = itertools.count(1)  # of connections
         self._allocation = ""
         self._launching = Launching(
-            directory, state, self._channels, self._watch, self._tiers, self._tell, self.feed, self.now
+            directory, state, self._channels, self._watch, self._checkpoints, self._do, self.now
         )
         self._strangers = Strangers(self._note)
         self._replicating = False
@@ -145,21 +145,31 @@ class Supervisor:
         ):
             self._progress.report(forced=True)
         if isinstance(event, ev.NodeLost):
-            self._tiers.lost(event.node)
+            self._do(self._checkpoints.lost(event.node, event.t))
 
     def _is_last(self, said: set[str]) -> bool:
         """Whether the word of one more node makes all."""
         return len(said) + 1 >= len(self.state.placement) - len(self.state.findings.lost)
 
+    def _saved(self, save: ev.Saved) -> None:
+        """Saves that are as usual are journalled now and then, together."""
+        told = self._saves.hear(save, self.now())
+        for event in told:
+            self.feed(event)
+        if not told:
+            self._cadence.heard(save)
+
     def now(self) -> float:
         return self._clock.now()
 
-    def _do(self, effects: list[Effect]) -> None:
+    def _do(self, effects: Sequence[Effect]) -> None:
         """What a machine wants done."""
         for effect in effects:
             match effect:
                 case Send():
                     self._tell(effect.node, effect.message)
+                case Record(event=ev.Saved() as save):
+                    self._saved(save)
                 case Record():
                     self.feed(effect.event)
                 case Answer():
@@ -289,12 +299,17 @@ class Supervisor:
             if next(count) % STEADY_LOOKS and self._steady():
                 continue
             self._progress.report(forced=False)
-            if self._tiers.look() and not self._replicating:
-                self._spawn(self._replicate())
+            self._about_checkpoints(self._checkpoints.look(self.now()))
             self._cadence.look()
             self._do(self._hangs.tick(self.now()))
             self._do(self._sick.tick(self.now()))
             self.feed(ev.Tick(t=self.now()))
+
+    def _about_checkpoints(self, effects: Sequence[Effect]) -> None:
+        self._do(effects)
+        if self._checkpoints.replicating and not self._replicating:
+            self._replicating = True
+            self._spawn(self._replicate())
 
     async def _give_back(self, effect: GiveBack) -> None:
         gone, why = False, ""
@@ -309,9 +324,12 @@ class Supervisor:
         self._do(self._stragglers.saved(effect.why, self.now()))
 
     async def _replicate(self) -> None:
-        """Of thousands of nodes some at a time."""
-        self._replicating = True
-        while self._tiers.look():
+        """Of thousands of nodes some at a time; others have their turn in between."""
+        while self._checkpoints.replicating:
+            began = self.now()
+            self._do(self._checkpoints.replicate(began))
+            now = self.now()
+            self._checkpoints.replicated(now - began, now)
             await asyncio.sleep(0)
         self._replicating = False
 
@@ -323,7 +341,7 @@ class Supervisor:
         except (OSError, BadCheckpoint) as error:
             self.feed(ev.Noted(t=self.now(), message=f"checkpoints on shared storage: {error}"))
             return
-        self._tiers.found_on_storage(sizes, rollbacks)
+        self._checkpoints.found_on_storage(sizes, rollbacks)
 
     async def _give_way(self) -> None:
         """Once another has taken over, nothing is this one's to decide or to end any more."""
@@ -357,7 +375,7 @@ class Supervisor:
             before.close()
         number = next(self._numbers)
         self._watch.joined(node, number)
-        self._tiers.joined(node, hello)
+        self._about_checkpoints(self._checkpoints.joined(node, hello, self.now()))
         self.feed(
             ev.NodeJoined(
                 t=self.now(), node=node, address=hello.address, incarnation=hello.incarnation,
@@ -437,7 +455,7 @@ class Supervisor:
             case msg.Health():
                 self._do(self._health.found(node, message.finding, now))
             case msg.RankEvent():
-                self._rank_events.hear(node, message)
+                self._do(self._rank_events.hear(node, message, now))
             case msg.VerdictLeft():
                 self._do(self._sick.answered(node, message, now))
             case msg.Terminated():
@@ -453,7 +471,7 @@ class Supervisor:
             case msg.Hello() | msg.Ask():
                 self._strangers.heard(node, msg.out_of_place(message))
             case _:
-                self._tiers.hear(node, message)
+                self._about_checkpoints(self._checkpoints.hear(node, message, now))
 
     def _note(self, node: str, text: str) -> None:
         self.feed(ev.Noted(t=self.now(), node=node, message=text))
@@ -462,10 +480,10 @@ class Supervisor:
         """What the journal does not tell yet."""
         state, error = self.state, self._journal.error
         waits = ""
-        if self._leaving and self._tiers.unsaved():
+        if self._leaving and (unsaved := self._checkpoints.unsaved()):
             known = state.saved.get(SHARED)
             why = f": {known.error}" if known is not None and known.error else ""
-            waits = f"{self._tiers.unsaved_text()} is on its way to {self._directory.checkpoints}{why}"
+            waits = f"{unsaved} is on its way to {self._directory.checkpoints}{why}"
         return msg.Condition(
             state=state.public_state, waits=waits, journal=(error.strerror or "") if error else "",
             step=self._progress.step, alerts=tuple(state.alerts),
@@ -503,14 +521,18 @@ class Supervisor:
     async def _secure(self) -> None:
         """The newest checkpoint may be in memory only, and that goes with the nodes."""
         began = time.monotonic()
-        while not self._tiers.secure():
+        while not self._secured():
             limit_s = SECURE_LIMIT_S.get(self.state.public_state, SECURE_HURRY_S)
             given_up = f": {self._asks.given_up_by} gave it up" if self._asks.given_up_by else ""
             if given_up or time.monotonic() > began + (SECURE_HURRY_S if self._terminating else limit_s):
-                lost = f"{self._tiers.unsaved_text()} was lost with the nodes{given_up}"
+                lost = f"{self._checkpoints.unsaved() or 'nothing'} was lost with the nodes{given_up}"
                 self.feed(ev.Noted(t=self.now(), message=lost))
                 return
             await asyncio.sleep(SECURE_POLL_S)
+
+    def _secured(self) -> bool:
+        self._do(self._checkpoints.secure(self.now()))
+        return self._checkpoints.secured
 
     async def _leave(self) -> None:
         """Send the agents home and wait until they have gone, within a limit."""

@@ -1,9 +1,8 @@
-"""What the supervisor orders when agents tell what they hold: commits, replicas, drains, restores."""
+"""What is ordered when agents tell what they hold: commits, replicas, writes, restores."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
@@ -11,81 +10,18 @@ from jurymast.agent.keeping import failure_domain
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
+from jurymast.core.checkpoints import replicas
+from jurymast.core.checkpoints.replicas import REST_SHARE
+from jurymast.core.checkpoints.retries import RETRY_MAX_S, RETRY_S
+from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
 from jurymast.core.instructions import Launch
-from jurymast.core.run import step
-from jurymast.core.settings import Settings
-from jurymast.core.state import Node, Phase, Role, RunState
+from jurymast.core.state import Phase, Role
 from jurymast.journal import JournalWriter
-from jurymast.keeper.page import REFUSED
 from jurymast.rundir import RunDirectory
-from jurymast.supervisor import tiers
 from jurymast.supervisor.hold import Hold
-from jurymast.supervisor.retries import RETRY_MAX_S, RETRY_S
 from jurymast.supervisor.supervisor import Supervisor
-from jurymast.supervisor.tiers import DRAIN_LIMIT_S, Tiers
-from support.reports import hello
+from support.site import ACTIVE, Site
 from support.stories import Story
-
-ACTIVE = ("n1", "n2", "n3")
-
-Order = TypeVar("Order", bound=msg.ToAgent)
-
-
-class Site:
-    """Three active nodes of one rank each and a spare; keeps what is ordered and journalled."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.time = 100.0
-        self.orders: list[tuple[str, msg.ToAgent]] = []
-        self.events: list[ev.Event] = []
-        self.state = RunState(Settings(cadence_steps=10, **settings), active=3, spares=1)
-        self.state.nodes = {name: Node(name, i) for i, name in enumerate([*ACTIVE, "s1"])}
-        self.state.placement, self.state.phase, self.state.attempt = ACTIVE, Phase.RUNNING, 1
-        for name, node in self.state.nodes.items():
-            node.role = Role.ACTIVE if name in ACTIVE else Role.SPARE
-        self.tiers = Tiers(
-            self.state,
-            lambda node, message: self.orders.append((node, message)),
-            self.feed,
-            lambda: self.time,
-        )
-        for name in self.state.nodes:
-            self.tiers.joined(name, hello(name, address=f"at-{name}", data_port=7))
-
-    def feed(self, event: ev.Event) -> None:
-        self.events.append(event)
-        step(self.state, event)
-
-    def hold(self, rank: int, node: str = "", at: int = 10, tier: str = "memory", part: str = "all") -> None:
-        copy = msg.CopyReport(
-            step=at, attempt=self.state.attempt, rank=rank, world=3, tier=tier, part=part, size_bytes=100,
-            common_bytes=60, common_id=f"same at {at}", stall_s=0.01 * rank,
-        )  # fmt: skip
-        self.tiers.hear(node or ACTIVE[rank], msg.Held(copies=(copy,)))
-
-    def save(self, at: int = 10) -> None:
-        for rank in range(3):
-            self.hold(rank, at=at)
-        self.tiers.look()
-
-    def replicate(self, at: int = 10) -> None:
-        """The spare does as it was told."""
-        for rank in range(3):
-            self.hold(rank, "s1", at=at, tier="peer", part="own")
-        self.tiers.look()
-
-    def ordered(self, what: type[Order]) -> list[tuple[str, Order]]:
-        found = [(node, message) for node, message in self.orders if isinstance(message, what)]
-        self.orders = [order for order in self.orders if not isinstance(order[1], what)]
-        return found
-
-    def answer(self, drains: list[tuple[str, msg.Drain]], why: str = "") -> None:
-        for node, order in drains:
-            drained = msg.Drained(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=50)
-            self.tiers.hear(node, drained)
-
-    def saved(self, tier: str) -> list[tuple[int, bool]]:
-        return [(e.step, e.ok) for e in self.events if isinstance(e, ev.Saved) and e.tier == tier]
 
 
 def test_a_step_is_committed_with_the_last_rank_s_image_and_told_once() -> None:
@@ -108,59 +44,76 @@ def test_only_own_parts_are_replicated_and_older_images_go_when_all_are() -> Non
         ("s1", rank, "own") for rank in range(3)
     ]
     assert orders[0][1].sources[0].hosts == ("at-n1",)
-    site.tiers.look()
+    site.look()
     assert site.ordered(msg.Replicate) == []  # ordered already
     assert site.ordered(msg.Committed) == []
-    site.replicate()
+    site.replicas_made()
     assert sorted(node for node, _ in site.ordered(msg.Committed)) == ["n1", "n2", "n3", "s1"]
     assert site.saved("peer") == [(10, True)]
 
 
 def test_of_thousands_of_nodes_some_are_looked_at_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "SLICE_NODES", 1)
-    site = Site()
+    monkeypatch.setattr(replicas, "SLICE_NODES", 1)
+    site = Site(by_hand=True)
     for rank in range(3):
-        site.hold(rank)  # the last one commits the step, and the first node is looked at
-    assert [order.rank for _, order in site.ordered(msg.Replicate)] == [0]
-    assert site.tiers.look()
-    assert not site.tiers.look()
-    assert [order.rank for _, order in site.ordered(msg.Replicate)] == [1, 2]
-    site.replicate()
-    site.tiers.lost("n2")  # before all were looked at
+        site.hold(rank)  # the last one commits the step
+    for rank in range(3):
+        assert site.checkpoints.replicating
+        site.slice()
+        assert [order.rank for _, order in site.ordered(msg.Replicate)] == [rank]
+    assert not site.checkpoints.replicating
+    site.replicas_made()
+    site.slice()
+    site.lost("n2")  # before all were looked at
+    assert not site.checkpoints.replicating
     assert site.ordered(msg.Committed) == []
 
 
-def test_while_no_ranks_run_nobody_looks_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There it would be done again at every look, just when there is most to do."""
-    site = Site()
+def test_to_look_for_replicas_takes_a_tenth_of_the_time_at_most() -> None:
+    site = Site(by_hand=True)
     site.save()
-    looks: list[int] = []
-    monkeypatch.setattr(Tiers, "_kept", lambda _: looks.append(1))
+    site.slice(2.0)
+    site.hold(0, "s1", tier="peer", part="own")
+    site.time += 0.9 * REST_SHARE * 2.0
+    site.look()
+    assert not site.checkpoints.replicating
+    site.time += 0.1 * REST_SHARE * 2.0
+    site.look()
+    assert site.checkpoints.replicating
+
+
+def test_while_no_ranks_run_nobody_looks_for_what_is_missing() -> None:
+    """There it would be done again at every look, just when there is most to do."""
+    site = Site(by_hand=True)
+    site.save()
     site.state.phase = Phase.STOPPING
-    site.tiers.lost("n2")
-    assert not site.tiers.look()
-    assert looks == []
+    site.slice()
+    assert not site.checkpoints.replicating
+    site.lost("n2")
+    site.look()
+    assert not site.checkpoints.replicating
+    assert site.ordered(msg.Replicate) == []
 
 
 def test_older_images_stay_while_the_newer_ones_live_on_one_node_only() -> None:
     site = Site()
     site.save()
-    site.replicate()
+    site.replicas_made()
     site.save(20)
-    site.tiers.lost("n2")
-    assert not site.tiers.copies.restorable((20, 1))
-    assert site.tiers.copies.restorable((10, 1))
+    site.lost("n2")
+    assert not site.checkpoints.copies.restorable((20, 1))
+    assert site.checkpoints.copies.restorable((10, 1))
 
 
 def test_a_replica_that_could_not_be_made_is_ordered_again_later() -> None:
     site = Site()
     site.save()
     site.ordered(msg.Replicate)
-    site.tiers.hear("s1", msg.Unreplicated(rank=1, step=10, attempt=1, part="own", why="x"))
-    site.tiers.look()
+    site.hear("s1", msg.Unreplicated(rank=1, step=10, attempt=1, part="own", why="x"))
+    site.look()
     assert site.ordered(msg.Replicate) == []
     site.time += RETRY_S + 0.1
-    site.tiers.look()
+    site.look()
     assert [order.rank for _, order in site.ordered(msg.Replicate)] == [1]
 
 
@@ -168,20 +121,20 @@ def test_what_a_lost_or_damaged_holder_held_is_replicated_elsewhere() -> None:
     site = Site()
     site.save()
     site.ordered(msg.Replicate)
-    site.replicate()
+    site.replicas_made()
     site.state.nodes["s1"].role = Role.FAILED
-    site.tiers.lost("s1")
-    site.tiers.look()
+    site.lost("s1")
+    site.look()
     assert {node for node, _ in site.ordered(msg.Replicate)} <= set(ACTIVE)
     for rank in range(3):
         site.hold(rank, ACTIVE[(rank + 1) % 3], tier="peer", part="own")
-    site.tiers.look()
+    site.look()
     assert site.saved("peer") == [(10, True)]  # told once
 
 
 def test_a_full_spare_is_replaced_by_partners() -> None:
     site = Site()
-    site.tiers.hear("s1", msg.Refused(why="no room"))
+    site.hear("s1", msg.Refused(why="no room"))
     site.save()
     assert {node for node, _ in site.ordered(msg.Replicate)} <= set(ACTIVE)
 
@@ -198,8 +151,8 @@ def made(site: Site, orders: list[tuple[str, msg.Replicate]]) -> None:
             step=order.step, attempt=1, rank=order.rank, world=3, tier="peer", part=order.part,
             size_bytes=40, members=members,
         )  # fmt: skip
-        site.tiers.hear(node, msg.Held(copies=(copy,)))
-    site.tiers.look()
+        site.hear(node, msg.Held(copies=(copy,)))
+    site.look()
 
 
 def test_parity_is_ordered_in_groups_and_a_lost_member_is_planned_from_it() -> None:
@@ -217,11 +170,11 @@ def test_parity_is_ordered_in_groups_and_a_lost_member_is_planned_from_it() -> N
     made(site, orders[1:])
     told = [e for e in site.events if isinstance(e, ev.Saved) and e.tier == "peer"]
     assert [(e.step, e.size_bytes) for e in told] == [(10, 80)]
-    site.tiers.lost("n3")
+    site.lost("n3")
     site.state.attempt = 2
-    plan = site.tiers.plan(launch("n1", "n2", "s1"))
-    assert (plan.step, plan.tiers) == (10, {"memory": 200, "peer": 100})
-    message = site.tiers.restore_message(plan, "s1", range(2, 3))
+    chosen = site.choose(launch("n1", "n2", "s1"))
+    assert (chosen.step, chosen.tiers) == (10, {"memory": 200, "peer": 100})
+    message = site.checkpoints.restore_message("s1", range(2, 3))
     assert message is not None
     (source,) = [one for one in message.ranks[2] if one.group]
     assert (source.node, source.part, source.group) == ("s1", "own", (0, 2))
@@ -243,12 +196,12 @@ def test_a_pair_of_nodes_that_cannot_talk_costs_no_checkpoint() -> None:
         for _ in range(20):
             for node, order in site.ordered(msg.Replicate):
                 if order.rank == 2 and node == "s1":
-                    site.tiers.hear(node, unreplicated(order, "n3: timed out"))
+                    site.hear(node, unreplicated(order, "n3: timed out"))
                 else:
                     held_by |= {node} if order.rank == 2 else set()
                     site.hold(order.rank, node, at=order.step, tier="peer", part=order.part)
             site.time += 1.0
-            site.tiers.look()
+            site.look()
     assert held_by <= {"n1", "n2"}
     assert held_by
     committed = {message.step for _, message in site.ordered(msg.Committed)}
@@ -259,9 +212,9 @@ def test_a_pair_of_nodes_that_cannot_talk_costs_no_checkpoint() -> None:
 
 def refuse(site: Site, orders: list[tuple[str, msg.Replicate]]) -> None:
     for node, order in orders:
-        site.tiers.hear(node, msg.Refused(why="no room", group=order.group))
-        site.tiers.hear(node, unreplicated(order, "no room"))
-    site.tiers.look()
+        site.hear(node, msg.Refused(why="no room", group=order.group))
+        site.hear(node, unreplicated(order, "no room"))
+    site.look()
 
 
 def test_where_whole_replicas_find_no_memory_parity_is_kept_instead() -> None:
@@ -275,7 +228,7 @@ def test_where_whole_replicas_find_no_memory_parity_is_kept_instead() -> None:
     assert site.saved("peer") == []
     made(site, orders)
     assert site.saved("peer") == [(10, True)]
-    assert all(site.tiers.copies.restorable((10, 1), without=node) for node in (*ACTIVE, "s1"))
+    assert all(site.checkpoints.copies.restorable((10, 1), without=node) for node in (*ACTIVE, "s1"))
 
 
 def test_a_node_that_has_given_older_replicas_up_is_asked_once_more() -> None:
@@ -297,35 +250,35 @@ def test_a_node_that_has_given_older_replicas_up_is_asked_once_more() -> None:
     assert site.saved("peer") == [(10, True)]  # nothing else outlives a lost node, and nothing says so
 
 
-def test_a_committed_step_is_drained_by_the_nodes_that_have_it_one_at_a_time() -> None:
+def test_a_committed_step_is_written_by_the_nodes_that_have_it_one_at_a_time() -> None:
     site = Site()
     site.save()
-    drains = site.ordered(msg.Drain)
-    assert [(node, order.ranks, order.lead) for node, order in drains] == [
+    writes = site.ordered(msg.Drain)
+    assert [(node, order.ranks, order.lead) for node, order in writes] == [
         ("n1", (0,), True), ("n2", (1,), False), ("n3", (2,), False),
     ]  # fmt: skip
     site.save(20)
     assert site.ordered(msg.Drain) == []
-    site.answer(drains)
+    site.answer(writes)
     assert site.saved("shared") == [(10, True)]
-    assert site.tiers.shared == {(10, 1): 150}
-    site.tiers.look()
+    assert site.shared == {(10, 1): 150}
+    site.look()
     assert {order.step for _, order in site.ordered(msg.Drain)} == {20}
 
 
-def test_a_failed_drain_is_told_cancelled_everywhere_and_tried_again() -> None:
+def test_a_failed_write_is_told_cancelled_everywhere_and_tried_again() -> None:
     site = Site()
     site.save()
-    drains = site.ordered(msg.Drain)
-    site.answer(drains[1:2], why="no space left")
+    writes = site.ordered(msg.Drain)
+    site.answer(writes[1:2], why="no space left")
     assert site.saved("shared") == [(10, False)]
     assert site.state.saved["shared"].error == "n2: no space left"
     assert [node for node, _ in site.ordered(msg.CancelDrain)] == ["n1", "n3"]
     assert site.ordered(msg.Drain) == []
-    site.answer(drains[:1])  # too late
+    site.answer(writes[:1])  # too late
     assert site.saved("shared") == [(10, False)]
     site.time += RETRY_S + 0.1
-    site.tiers.look()
+    site.look()
     assert site.ordered(msg.Drain)[0][1].step == 10
 
 
@@ -337,59 +290,59 @@ def test_a_storage_that_goes_on_failing_is_tried_less_often_and_told_of_when_tha
     def tried_until(end: float, why: str) -> None:
         while site.time < end:
             site.time += 1.0
-            site.tiers.look()
-            if drains := site.ordered(msg.Drain):
+            site.look()
+            if writes := site.ordered(msg.Drain):
                 tries.append(site.time)
                 place = f".draining-{len(tries):08d}.0{len(tries)}ab"
-                site.answer(drains[len(tries) % 2 :], why=f"{why}, at {place}")
+                site.answer(writes[len(tries) % 2 :], why=f"{why}, at {place}")
 
     site.answer(site.ordered(msg.Drain), why="it hangs: its process was killed")
     tried_until(site.time + 3600.0, "it still hangs")
     assert 12 <= len(tries) <= 20
     assert site.saved("shared") == [(10, False)] * 2
-    assert not site.tiers.secure()  # who waits for it, before the nodes go, does not wait long
+    assert not site.secured()  # who waits for it, before the nodes go, does not wait long
     assert site.time - tries[-1] > RETRY_S
     site.answer(site.ordered(msg.Drain), why="no space left")
     assert site.saved("shared") == [(10, False)] * 3
     site.time += RETRY_MAX_S
-    site.tiers.look()
+    site.look()
     site.answer(site.ordered(msg.Drain))
     assert site.saved("shared")[-1] == (10, True)
     site.save(20)
     site.answer(site.ordered(msg.Drain), why="no space left")
     site.time += RETRY_S
-    site.tiers.look()
+    site.look()
     assert len(site.ordered(msg.Drain)) == 3  # after a success as at first
     assert site.saved("shared")[3:] == [(10, True), (20, False)]
 
 
-def test_a_lost_writer_and_an_endless_silence_end_a_drain() -> None:
+def test_a_lost_writer_and_an_endless_silence_end_a_write() -> None:
     site = Site()
     site.save()
-    site.tiers.lost("n3")
+    site.lost("n3")
     assert site.saved("shared") == [(10, False)]
     site = Site()
     site.save()
-    site.time += DRAIN_LIMIT_S + 1
-    site.tiers.look()
+    site.time += WRITE_LIMIT_S + 1
+    site.look()
     assert site.saved("shared") == [(10, False)]
 
 
-def test_a_drain_that_takes_much_longer_than_the_last_is_told_of_once() -> None:
+def test_a_write_that_takes_much_longer_than_the_last_is_told_of_once() -> None:
     site = Site()
     site.save()
-    drains = site.ordered(msg.Drain)
+    writes = site.ordered(msg.Drain)
     site.time += 10.0
-    site.answer(drains)
+    site.answer(writes)
     site.save(20)
-    drains = site.ordered(msg.Drain)
+    writes = site.ordered(msg.Drain)
     for time_s in (44.0, 2.0, 50.0):  # 15 s and three times 10 s may pass
         site.time += time_s
-        site.tiers.look()
+        site.look()
     assert site.saved("shared") == [(10, True), (20, False)]
     assert site.state.saved["shared"].error == "not there after 46 s: the storage is slow, or it hangs"
     assert site.ordered(msg.CancelDrain) == []
-    site.answer(drains)
+    site.answer(writes)
     assert site.saved("shared")[-1] == (20, True)
     assert site.state.saved["shared"].failures == 0
 
@@ -398,14 +351,14 @@ def test_one_node_copies_what_is_on_shared_storage_to_the_object_store() -> None
     site = Site(object_url="s3://bucket", object_every_s=60.0)
     site.save()
     assert {order.tier for _, order in site.ordered(msg.Drain)} == {"shared"}
-    site.tiers.found_on_storage({(5, 1): 900}, [])
-    site.tiers.look()
+    site.checkpoints.found_on_storage({(5, 1): 900}, [])
+    site.look()
     ((node, order),) = site.ordered(msg.Drain)
     assert (node, order.tier, order.step, order.ranks) == ("n1", "object", 5, ())
     site.answer([(node, order)], why="is it up?")
     assert site.state.saved["object"].failures == 1
     site.time += 60.0
-    site.tiers.look()
+    site.look()
     site.answer(site.ordered(msg.Drain))
     assert site.saved("object") == [(5, False), (5, True)]
 
@@ -415,24 +368,24 @@ def test_before_the_nodes_go_the_newest_step_gets_to_storage_put_together_where_
     site.save()
     site.answer(site.ordered(msg.Drain))
     site.save(20)
-    site.replicate(20)
+    site.replicas_made(20)
     assert site.ordered(msg.Drain) == []  # not due
     site.ordered(msg.Replicate)
-    site.tiers.lost("n2")
-    assert not site.tiers.secure()
+    site.lost("n2")
+    assert not site.secured()
     (holder, order), *rest = site.ordered(msg.Replicate)
     assert (order.rank, order.part, rest) == (1, "all", [])
-    site.tiers.hear(holder, unreplicated(order, "x"))
-    assert not site.tiers.secure()
+    site.hear(holder, unreplicated(order, "x"))
+    assert not site.secured()
     assert site.ordered(msg.Replicate) == []
     site.time += RETRY_S + 0.1
-    assert not site.tiers.secure()
+    assert not site.secured()
     assert len(site.ordered(msg.Replicate)) == 1
     site.hold(1, holder, at=20, tier="peer")
-    assert not site.tiers.secure()
+    assert not site.secured()
     site.answer(site.ordered(msg.Drain))
-    assert site.tiers.secure()
-    assert (20, 1) in site.tiers.shared
+    assert site.secured()
+    assert (20, 1) in site.shared
 
 
 def test_what_the_ranks_passed_over_on_storage_does_not_stand_for_newer_states() -> None:
@@ -441,52 +394,52 @@ def test_what_the_ranks_passed_over_on_storage_does_not_stand_for_newer_states()
         site.save(at)
         site.answer(site.ordered(msg.Drain))
         site.time += 60.0
-    site.tiers.lost("n2")
+    site.lost("n2")
     site.state.attempt = 2
-    plan = site.tiers.plan(launch("n1", "s1", "n3"))
-    assert (plan.tier, plan.step) == ("shared", 20)
-    site.tiers.restored(2, 20, "shared")
-    assert set(site.tiers.shared) == {(10, 1), (20, 1)}
-    site.tiers.restored(2, 10, "memory")  # nobody has looked at storage
-    assert set(site.tiers.shared) == {(10, 1), (20, 1)}
-    site.tiers.restored(2, 10, "shared")  # 20 is corrupt
-    assert set(site.tiers.shared) == {(10, 1)}
-    assert site.tiers.secure()
+    chosen = site.choose(launch("n1", "s1", "n3"))
+    assert (chosen.tier, chosen.step) == ("shared", 20)
+    site.checkpoints.restored(2, 20, "shared")
+    assert set(site.shared) == {(10, 1), (20, 1)}
+    site.checkpoints.restored(2, 10, "memory")  # nobody has looked at storage
+    assert set(site.shared) == {(10, 1), (20, 1)}
+    site.checkpoints.restored(2, 10, "shared")  # 20 is corrupt
+    assert set(site.shared) == {(10, 1)}
+    assert site.secured()
     site.state.placement = ("n1", "s1", "n3")
     for rank, node in enumerate(site.state.placement):
         site.hold(rank, node, at=15)
-    assert site.tiers.unsaved() == (15, 2)
-    assert not site.tiers.secure()
+    assert site.checkpoints.unsaved() == "the checkpoint of step 15"
+    assert not site.secured()
     site.answer(site.ordered(msg.Drain))
-    assert site.tiers.secure()
-    assert set(site.tiers.shared) == {(10, 1), (15, 2)}
+    assert site.secured()
+    assert set(site.shared) == {(10, 1), (15, 2)}
 
 
 def test_what_could_not_be_restored_from_memory_does_not_hold_newer_states_up() -> None:
     site = Site()
     site.save(30)
     site.state.attempt = 2
-    assert site.tiers.plan(launch(*ACTIVE)).tier == "memory"
-    site.tiers.restored(2, 10, "shared")
+    assert site.choose(launch(*ACTIVE)).tier == "memory"
+    site.checkpoints.restored(2, 10, "shared")
     site.save(20)
     assert site.saved("memory") == [(30, True), (20, True)]
 
 
 def test_nothing_is_waited_for_when_nothing_would_be_lost() -> None:
-    assert Site().tiers.secure()
+    assert Site().secured()
 
 
 def test_a_rank_that_skips_makes_the_step_void_and_is_told_once() -> None:
     site = Site()
-    site.tiers.skipped(20, 1, "both memory slots are busy")
-    site.tiers.skipped(20, 2, "both memory slots are busy")
+    site.skip(20, 1, "both memory slots are busy")
+    site.skip(20, 2, "both memory slots are busy")
     assert site.saved("memory") == [(20, False)]
     assert [node for node, _ in site.ordered(msg.Void)] == list(ACTIVE)
 
 
 def test_a_state_that_outgrew_its_node_starts_the_ranks_again() -> None:
     site = Site()
-    site.tiers.skipped(20, 1, REFUSED)
+    site.skip(20, 1, within.REFUSED)
     assert [e.what for e in site.events if isinstance(e, ev.Asked)] == ["restart"]
 
 
@@ -494,17 +447,15 @@ def launch(*placement: str) -> Launch:
     return Launch(attempt=2, placement=placement, master_address="", master_port=0, reason="")
 
 
-def test_the_plan_names_sources_with_addresses_and_is_journalled() -> None:
+def test_the_restore_names_sources_with_addresses_and_is_journalled() -> None:
     site = Site()
     site.save()
-    site.replicate()
-    site.tiers.lost("n2")
+    site.replicas_made()
+    site.lost("n2")
     site.state.attempt = 2
-    plan = site.tiers.plan(launch("n1", "s1", "n3"))
-    planned = site.events[-1]
-    assert isinstance(planned, ev.RestorePlanned)
-    assert (planned.step, planned.tier, planned.tiers) == (10, "memory", {"memory": 200, "peer": 100})
-    message = site.tiers.restore_message(plan, "s1", range(1, 2))
+    chosen = site.choose(launch("n1", "s1", "n3"))
+    assert (chosen.step, chosen.tier, chosen.tiers) == (10, "memory", {"memory": 200, "peer": 100})
+    message = site.checkpoints.restore_message("s1", range(1, 2))
     assert message is not None
     assert (message.step, message.attempt) == (10, 1)
     first = message.ranks[1][0]
@@ -514,12 +465,12 @@ def test_the_plan_names_sources_with_addresses_and_is_journalled() -> None:
 def test_without_images_for_all_the_ranks_look_in_shared_storage() -> None:
     site = Site(replicas=0)
     site.save()
-    site.tiers.lost("n2")
-    plan = site.tiers.plan(launch("n1", "s1", "n3"))
-    assert plan.tier == ""
-    assert site.tiers.restore_message(plan, "n1", range(1)) is None
+    site.lost("n2")
+    chosen = site.choose(launch("n1", "s1", "n3"))
+    assert chosen.tier == ""
+    assert site.checkpoints.restore_message("n1", range(1)) is None
     # what agents still hold of the old step is not what the ranks will save under it
-    assert not site.tiers.copies.in_memory((10, 1))
+    assert not site.checkpoints.copies.in_memory((10, 1))
 
 
 def test_going_back_drops_what_is_newer_wherever_it_comes_from() -> None:
@@ -527,18 +478,18 @@ def test_going_back_drops_what_is_newer_wherever_it_comes_from() -> None:
     site.save()
     site.answer(site.ordered(msg.Drain))
     site.save(20)
-    site.tiers.go_back(10)
+    site.do(site.checkpoints.go_back(10, site.time))
     assert {node for node, _ in site.ordered(msg.ForgetNewer)} == {"n1", "n2", "n3", "s1"}
     site.save(30)  # ranks that have not stopped yet
-    assert site.tiers.copies.newest_first() == [(10, 1)]
-    assert site.tiers.plan(launch(*ACTIVE)).step == 10
+    assert site.checkpoints.copies.newest_first() == [(10, 1)]
+    assert site.choose(launch(*ACTIVE)).step == 10
 
 
 def test_partners_are_chosen_by_the_switches_that_agents_tell() -> None:
     site = Site()
     for name, domain in {"n1": "spine.a", "n2": "spine.a", "n3": "spine.b", "s1": ""}.items():
-        site.tiers.joined(name, hello(name, address=f"at-{name}", data_port=7, domain=domain))
-    site.tiers.hear("s1", msg.Refused(why="no room"))
+        site.joined(name, domain=domain)
+    site.hear("s1", msg.Refused(why="no room"))
     site.save()
     holders = {order.rank: node for node, order in site.ordered(msg.Replicate)}
     assert holders[0] == holders[1] == "n3"
@@ -565,7 +516,7 @@ def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have(tmp_path: P
     supervisor = Supervisor(
         directory, story.state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
     )
-    supervisor._tiers.found_on_storage({(10, 1): 9, (20, 1): 9}, [])
+    supervisor._checkpoints.found_on_storage({(10, 1): 9, (20, 1): 9}, [])
     said = within.Restored(step=10, tier="shared", seconds=1.0, skipped=("step 20",))
-    supervisor._rank_events.hear("n1", msg.RankEvent(attempt=2, event=said))
-    assert set(supervisor._tiers.shared) == {(10, 1)}
+    supervisor._hear("n1", 1, msg.RankEvent(attempt=2, event=said))
+    assert set(supervisor._checkpoints._writes.shared) == {(10, 1)}

@@ -11,11 +11,13 @@ from jurymast.core.copies import Member, Source
 
 @dataclass
 class Holder:
-    """How other agents reach this one's data. `full`: it has refused memory; `packed`: for parity as well,
-    which is asked of it once more (until `retried`) when it has given older replicas up."""
+    """How other agents reach this one's data. `incarnation` is new with every agent process. `full`: it has
+    refused memory; `packed`: for parity as well, which is asked of it once more (until `retried`) when it has
+    given older replicas up."""
 
     address: str
     port: int
+    incarnation: str
     full: bool = False
     packed: bool = False
     retried: bool = False

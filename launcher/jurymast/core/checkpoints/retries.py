@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 # A copy that failed is tried again, with the newest step then, after this long; after twice as long each
@@ -23,24 +22,23 @@ class _Failing:
 
 @dataclass
 class Retries:
-    """`now` is the supervisor's clock."""
+    """By tier. `now` is Unix time in seconds."""
 
-    now: Callable[[], float]
     _failing: dict[str, _Failing] = field(default_factory=dict)
 
-    def due(self, tier: str, hurry: bool = False) -> bool:
+    def due(self, tier: str, now: float, *, hurry: bool = False) -> bool:
         """True unless it failed a short while ago; in a `hurry` it is tried as often as after one failure."""
         last = self._failing.get(tier)
         if last is None:
             return True
         pause_s = RETRY_S if hurry else min(RETRY_MAX_S, RETRY_S * 2.0 ** min(last.times - 1, 10))
-        return self.now() >= last.at + pause_s
+        return now >= last.at + pause_s
 
-    def failed(self, tier: str, why: str) -> bool:
+    def failed(self, tier: str, why: str, now: float) -> bool:
         """True when that is news: the last try had not failed for the same reason."""
         last = self._failing.get(tier)
         kind = _VARIES.sub("#", why)
-        self._failing[tier] = _Failing(self.now(), last.times + 1 if last else 1, kind)
+        self._failing[tier] = _Failing(now, last.times + 1 if last else 1, kind)
         return last is None or last.why != kind
 
     def succeeded(self, tier: str) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from jurymast.core import events as ev
 from jurymast.core import foresight
 from jurymast.core import messages as msg
+from jurymast.core.effects import Effect, Record
 from jurymast.core.foresight import Foreseen, Need, Room
 from jurymast.core.parity import Keeping
-from jurymast.keeper.limits import size
+from jurymast.core.texts import size
 
 
-class Foresight:
-    """`note` journals a line about a node. What a node can give includes what checkpoints have there now."""
+class Shortages:
+    """What a node can give includes what checkpoints have there now."""
 
-    def __init__(self, note: Callable[[str, str], None]) -> None:
-        self._note = note
+    def __init__(self) -> None:
         self._rooms: dict[str, Room] = {}
         self._foreseen: dict[str, Foreseen] = {}
         self._told: dict[str, Need] = {}
@@ -34,17 +35,21 @@ class Foresight:
         self.joined(node, message.room)
         self._foreseen[node] = Foreseen(message.image_bytes, message.own_bytes)
 
-    def look(self, placement: Sequence[str], ranks_per_node: int, kept: Callable[[], Keeping]) -> None:
-        """Once every node of the placement has been heard: tell, each shortage once."""
-        if len(self._foreseen) < len(placement) or not all(node in self._foreseen for node in placement):
-            return
+    def complete(self, placement: Sequence[str]) -> bool:
+        """Whether every node of the placement has been heard."""
+        return len(self._foreseen) >= len(placement) and all(node in self._foreseen for node in placement)
+
+    def look(self, placement: Sequence[str], ranks_per_node: int, kept: Keeping, now: float) -> list[Effect]:
+        """Once it is complete: tell each shortage once."""
         theirs = {node: self._foreseen[node] for node in placement}
-        for node, need in foresight.needs(theirs, placement, ranks_per_node, kept()).items():
+        effects: list[Effect] = []
+        for node, need in foresight.needs(theirs, placement, ranks_per_node, kept).items():
             room = self._rooms.get(node)
             if room is not None and need.total_bytes > room.free and self._told.get(node) != need:
                 self._told[node] = need
-                self._note(node, _shortage(need, room))
+                effects.append(Record(ev.Noted(t=now, node=node, message=_shortage(need, room))))
         self._foreseen.clear()
+        return effects
 
 
 def _shortage(need: Need, room: Room) -> str:

@@ -1,0 +1,292 @@
+"""Decides about the checkpoints of a run: commits, replicas, writes to storage, and what attempts restore.
+
+Agents say which images they hold; this says what follows. Nothing here is journalled but its outcomes: a
+supervisor that takes over hears again what the agents hold. Methods return what is to be done; times are Unix
+times in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import asdict
+
+from jurymast.core import copies as cp
+from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.commit import Commit
+from jurymast.core.checkpoints.holders import Holder
+from jurymast.core.checkpoints.replicas import Replicas
+from jurymast.core.checkpoints.restore import Restore
+from jurymast.core.checkpoints.retries import RETRY_S
+from jurymast.core.checkpoints.rollback import Rollback
+from jurymast.core.checkpoints.shortages import Shortages
+from jurymast.core.checkpoints.writes import Writes
+from jurymast.core.copies import Copies, Key
+from jurymast.core.effects import Effect, Record, Send
+from jurymast.core.instructions import Launch
+from jurymast.core.state import RunState
+from jurymast.core.within import REFUSED
+from jurymast.errors import never
+
+
+class Checkpoints:
+    """`copies` is what the agents say they hold.
+
+    Whoever drives this calls `look` now and then; while `replicating`, it calls `replicate` again and again,
+    others having their turn in between, and says with `replicated` how long each took.
+    """
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self.copies = Copies()
+        self._holders: dict[str, Holder] = {}
+        self._commit = Commit(self.copies)
+        self._replicas = Replicas(state, self.copies, self._holders, self._commit)
+        self._writes = Writes(state, self.copies, self._holders)
+        self._restore = Restore(state, self.copies, self._holders)
+        self._shortages = Shortages()
+        self._void: Key | None = None
+        self._gather_at = -math.inf
+        self.secured = False
+
+    # ---- agents
+
+    def joined(self, node: str, hello: msg.Hello, now: float) -> list[Effect]:
+        """An agent is here, for the first time or again: what it holds counts anew."""
+        effects: list[Effect] = []
+        before = self._holders.get(node)
+        if before is not None and before.incarnation != hello.incarnation:
+            effects += self._writes.lost(node, f"the agent of {node} was started again", now)
+        held = {copy for report in hello.copies for copy in report.on(node)}
+        if not held.issuperset(self.copies.on(node)):
+            self._gone(now)
+        self.copies.drop_where(node=node)
+        self._holders[node] = Holder(hello.address, hello.data_port, hello.incarnation)
+        self._replicas.joined(node, hello.domain)
+        self._shortages.joined(node, hello.room)
+        return effects + self._held(node, hello.copies, now)
+
+    def lost(self, node: str, now: float) -> list[Effect]:
+        self.copies.drop_where(node=node)
+        self._holders.pop(node, None)
+        self._shortages.lost(node)
+        self._replicas.lost(node)
+        self._gone(now)  # what it held for others must live elsewhere again
+        return self._writes.lost(node, f"node {node} was lost", now)
+
+    def hear(self, node: str, message: msg.AboutCheckpoints, now: float) -> list[Effect]:
+        if node not in self._holders:  # said before it left
+            return []
+        match message:
+            case msg.Held():
+                return self._held(node, message.copies, now)
+            case msg.Dropped():
+                return self._dropped(node, message, now)
+            case msg.Refused():
+                self._replicas.refused(node, parity=bool(message.group))
+                return [_noted(node, message.why, now)]
+            case msg.Foreseen():
+                return self._foreseen(node, message, now)
+            case msg.Prefetched():
+                return self._prefetched(node, message, now)
+            case msg.Unreplicated():
+                return self._unreplicated(node, message, now)
+            case msg.Unrestorable():
+                return [Record(ev.RestoreFailed(t=now, node=node, **asdict(message)))]
+            case msg.Drained():
+                return self._writes.hear(node, message, now)
+            case _:
+                return never(message)
+
+    def _held(self, node: str, reports: Iterable[msg.CopyReport], now: float) -> list[Effect]:
+        for report in reports:
+            key = report.step, report.attempt
+            if key == self._void or self._restore.is_void(key):
+                continue
+            copies = report.on(node)
+            for copy in copies:
+                self.copies.hold(copy)
+            self._replicas.held(copies[0])
+            self._commit.held(key, report.stall_s)
+        committed = self._commit.look(now)
+        # At once: until the state is replicated, a lost node costs it.
+        return committed + self.look(now) if committed else []
+
+    def _dropped(self, node: str, message: msg.Dropped, now: float) -> list[Effect]:
+        for copy in message.copy.on(node):
+            self.copies.drop(copy)
+            self._commit.dropped(copy)
+        self._gone(now)
+        why = f"a copy is no copy any more: {message.why}"
+        return [_noted(node, why, now)] if message.why else []
+
+    def _gone(self, now: float) -> None:
+        """Copies are not there any more."""
+        self._commit.broken = True
+        self._replicas.order_anew(now)
+
+    def _foreseen(self, node: str, message: msg.Foreseen, now: float) -> list[Effect]:
+        self._shortages.hear(node, message)
+        placement = self._state.placement
+        if not self._shortages.complete(placement):
+            return []
+        return self._shortages.look(placement, self._state.ranks_per_node, self._replicas.kept(now), now)
+
+    def _prefetched(self, node: str, message: msg.Prefetched, now: float) -> list[Effect]:
+        """Only what did not go as planned is worth a line."""
+        if not message.passed_over:
+            return []
+        fetched = ev.Fetched(
+            t=now, attempt=self._state.attempt, node=node, rank=message.rank, tiers=message.tiers,
+            why=message.passed_over,
+        )  # fmt: skip
+        return [Record(fetched)]
+
+    def _unreplicated(self, node: str, message: msg.Unreplicated, now: float) -> list[Effect]:
+        self._gather_at = now + RETRY_S
+        if not self._replicas.failed(node, message, now):
+            return []
+        why = f"rank {message.rank} has no replica of step {message.step}: {message.why}"
+        return [_noted(node, why, now)]
+
+    # ---- ranks
+
+    def skipped(self, attempt: int, step: int, rank: int, why: str, now: float) -> list[Effect]:
+        """A rank could not save: then the step will never be complete."""
+        key = step, attempt
+        if self._void == key or attempt != self._state.attempt:
+            return []
+        self._void = key
+        self._commit.void(key)
+        self.copies.drop_where(key, tiers=(cp.MEMORY, cp.PEER))
+        void = msg.Void(step=step, attempt=key[1])
+        here = [node for node in self._state.placement if node in self._holders]
+        effects: list[Effect] = [Send(node, void) for node in here]
+        saved = ev.Saved(
+            t=now, attempt=key[1], step=step, tier=cp.MEMORY, ok=False, stall_s=0.0,
+            error=f"rank {rank}: {why}",
+        )  # fmt: skip
+        effects.append(Record(saved))
+        if why == REFUSED:  # its state outgrew the node: started again, all ranks save to storage
+            by = f"jurymast, because rank {rank}: {why}"
+            effects.append(Record(ev.Asked(t=now, what="restart", by=by)))
+        return effects
+
+    def restored(self, attempt: int, step: int, tier: str) -> None:
+        """The ranks go on from here."""
+        if tier != cp.MEMORY:
+            self._writes.restored(attempt, step)
+
+    # ---- now and then
+
+    def look(self, now: float) -> list[Effect]:
+        """Order whatever is due. Cheap when nothing is."""
+        effects: list[Effect] = []
+        if self._commit.key is not None:
+            self._replicas.look(self._commit.key, now)
+            effects = self._writes.look(self._commit.key, now)
+        return effects + self._writes.look_for_late(now)
+
+    @property
+    def replicating(self) -> bool:
+        return self._replicas.under_way
+
+    def replicate(self, now: float) -> list[Effect]:
+        """Order the replicas that some nodes' images lack."""
+        return self._replicas.slice(now)
+
+    def replicated(self, seconds: float, now: float) -> None:
+        """So long the last `replicate` took: it may take a tenth of the time."""
+        self._replicas.took(seconds, now)
+
+    @property
+    def writing(self) -> bool:
+        """Whether images are on their way to some storage."""
+        return self._writes.any_under_way
+
+    # ---- restoring
+
+    def go_back(self, step: int, now: float) -> list[Effect]:
+        """Nothing newer than `step` is to be restored any more, nor what ranks save before they stop."""
+        self._restore.go_back(step, now)
+        forget = msg.ForgetNewer(step=step)
+        effects: list[Effect] = [Send(node, forget) for node in self._holders]
+        for key in self.copies.newest_first():
+            if key[0] > step:
+                self.copies.drop_where(key)
+        self._commit.go_on_from(None)
+        self._gone(now)
+        return effects + self._writes.go_back(step, now)
+
+    def choose(self, launch: Launch, now: float) -> list[Effect]:
+        """Decide what this attempt restores; `restore_message` tells the nodes."""
+        effects = self._restore.choose(launch, self._writes.shared, now)
+        chosen = self._restore.chosen
+        if not effects or chosen is None:
+            return effects
+        if chosen.tier == cp.MEMORY:
+            self._commit.go_on_from((chosen.step, chosen.attempt))
+        else:  # agents free what they hold in memory: the ranks will save other states under these steps
+            self._commit.go_on_from(None)
+            self.copies.drop_where(tiers=(cp.MEMORY, cp.PEER))
+        self._gone(now)
+        return effects
+
+    def restore_message(self, node: str, ranks: range) -> msg.Restore | None:
+        """What was chosen, for the ranks of one node; None: they look in the shared tier themselves."""
+        return self._restore.message(node, ranks)
+
+    def found_on_storage(self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback]) -> None:
+        """What earlier supervisors, attempts and runs left there: states, and their sizes in bytes."""
+        self._writes.shared = {**shared, **self._writes.shared}
+        self._restore.found_rollbacks(rollbacks)
+        for copy in list(self.copies.every()):
+            if self._restore.is_void(copy.key):
+                self.copies.drop(copy)
+
+    # ---- before the nodes go
+
+    def unsaved(self) -> str:
+        """What would be lost with these nodes, in words; "" for nothing."""
+        key = self._writes.unsaved()
+        return f"the checkpoint of step {key[0]}" if key else ""
+
+    def secure(self, now: float) -> list[Effect]:
+        """Get the newest state to the shared tier. To be called again and again until `secured`: it is there,
+        or cannot be got there."""
+        key = self._writes.unsaved()
+        self.secured = key is None
+        if key is None or not self._writes.free(cp.SHARED, now, hurry=True):
+            return []
+        return self._writes.write(cp.SHARED, key, now) or self._gather(key, now)
+
+    def _gather(self, key: Key, now: float) -> list[Effect]:
+        """Have the images that only exist in parts put together on some node."""
+        nodes = [name for name, node in self._holders.items() if not node.full]
+        if not nodes:
+            self.secured = True
+            return []
+        if now < self._gather_at:
+            return []  # what failed just now fails again
+        effects: list[Effect] = []
+        for number, rank in enumerate(range(self.copies.world(key))):
+            if not self._writes.writer(key, rank):
+                holder = nodes[number % len(nodes)]
+                sources = self.copies.sources(key, rank, holder)
+                effects += self._replicas.order(key, cp.Replication(holder, rank, cp.ALL, sources))
+        return effects
+
+    def check(self) -> None:
+        """Invariants; AssertionError names the one broken."""
+        for copy in self.copies.every():
+            assert copy.node in self._holders, f"{copy.node} is not here, and counts as a holder"
+            assert not self._restore.is_void(copy.key), f"{copy.key} was rolled back, and still counts"
+        self._commit.check()
+        self._replicas.check()
+        self._writes.check()
+
+
+def _noted(node: str, text: str, now: float) -> Record:
+    return Record(ev.Noted(t=now, node=node, message=text))

@@ -1,0 +1,67 @@
+"""Which state is committed: the newest of which every rank's whole image is in its own node's memory."""
+
+from __future__ import annotations
+
+from jurymast.core import copies as cp
+from jurymast.core import events as ev
+from jurymast.core.copies import Copies, Copy, Key
+from jurymast.core.effects import Effect, Record
+
+
+class Commit:
+    """`key` is the committed state, since `at` (Unix time, seconds); `broken` once it was announced that some
+    of it is gone, `damaged` when that was an image in its own node's memory, which nobody brings back."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self.key: Key | None = None
+        self.at = 0.0
+        self.broken = self.damaged = False
+        self._stalls: dict[Key, float] = {}  # of states that may yet be committed
+
+    def held(self, key: Key, stall_s: float) -> None:
+        """Training stood still so long for one of its images."""
+        if self._is_newer(key):
+            self._stalls[key] = max(self._stalls.get(key, 0.0), stall_s)
+
+    def look(self, now: float) -> list[Effect]:
+        """The commit of a state that has just become complete, if one has."""
+        for key in self._copies.newest_first():
+            if not self._is_newer(key):
+                break
+            if self._copies.in_memory(key):
+                return [self._commit(key, now)]
+        return []
+
+    def _commit(self, key: Key, now: float) -> Record:
+        saved = ev.Saved(
+            t=now, attempt=key[1], step=key[0], tier=cp.MEMORY, ok=True, stall_s=self._stalls.get(key, 0.0),
+            size_bytes=self._copies.size_bytes(key),
+        )  # fmt: skip
+        self.go_on_from(key)
+        self.at, self.broken = now, False
+        return Record(saved)
+
+    def go_on_from(self, key: Key | None) -> None:
+        """This is what counts now, None: nothing does; it is not whole until all have it again."""
+        self.key, self.broken, self.damaged = key, True, False
+        self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if self._is_newer(one)}
+
+    def dropped(self, copy: Copy) -> None:
+        self.damaged |= copy.key == self.key and copy.tier == cp.MEMORY
+
+    def whole(self) -> bool:
+        """Whether the state is complete in memory, or as complete as it will be."""
+        return self.key is not None and (self.damaged or self._copies.in_memory(self.key))
+
+    def void(self, key: Key) -> None:
+        self._stalls.pop(key, None)
+
+    def _is_newer(self, key: Key) -> bool:
+        return self.key is None or cp.age(key) > cp.age(self.key)
+
+    def check(self) -> None:
+        """Invariants; AssertionError names the one broken."""
+        if self.key is not None and not self.broken:
+            assert self._copies.in_memory(self.key), f"{self.key} is committed, and some of it is nowhere"
+        assert all(map(self._is_newer, self._stalls)), "times are kept of saves that are over"

@@ -1,0 +1,250 @@
+"""Has other nodes hold what a lost node would take along, and lets older states go once that is done.
+
+Looking at the copies of a hundred thousand ranks takes a while: it is done some nodes at a time, between
+which whoever drives this hears others, and which it takes the time of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jurymast.core import copies as cp
+from jurymast.core import messages as msg
+from jurymast.core import parity
+from jurymast.core.checkpoints.commit import Commit
+from jurymast.core.checkpoints.holders import Holder, spelled, spelled_members
+from jurymast.core.checkpoints.retries import RETRY_S
+from jurymast.core.checkpoints.saves import copied
+from jurymast.core.copies import Copies, Copy, Key
+from jurymast.core.effects import Effect, Send
+from jurymast.core.reach import Reach
+from jurymast.core.state import Phase, Role, RunState
+
+SLICE_NODES = 128
+# At most a tenth of the time goes into looking.
+REST_SHARE = 9.0
+
+
+@dataclass
+class _Pass:
+    """A look at what replicas are missing of the state `key`, some nodes at a time: `place` is the next one's
+    group rank; so much was ordered. `kept`: who is to hold what, once the first node was looked at."""
+
+    key: Key
+    kept: parity.Keeping | None = None
+    place: int = 0
+    ordered: int = 0
+
+
+class Replicas:
+    """`holders` are the nodes that are here. Times are Unix times in seconds."""
+
+    def __init__(
+        self, state: RunState, copies: Copies, holders: Mapping[str, Holder], commit: Commit
+    ) -> None:
+        self._state, self._copies, self._holders, self._commit = state, copies, holders, commit
+        self._domains: dict[str, str] = {}
+        self._reach = Reach()
+        self._ordered: dict[str, set[tuple[Key, str, int, tuple[int, ...]]]] = {}  # by holder
+        self._pass: _Pass | None = None
+        self._safe: Key | None = None
+        self._told_safe: Key | None = None
+        self._dirty = False
+        self._retry_at = math.inf
+        self._took_s = 0.0  # the pass that is under way, or was the last
+        self._rest_until = 0.0
+
+    # ---- what is heard
+
+    def joined(self, node: str, domain: str) -> None:
+        if domain:
+            self._domains[node] = domain
+        self._dirty = True
+        self._ordered.pop(node, None)
+        self._reach.forget(node)
+
+    def lost(self, node: str) -> None:
+        self._ordered.pop(node, None)
+
+    def held(self, copy: Copy) -> None:
+        self._dirty = True
+        if copy.tier == cp.PEER:
+            self._reach.worked(self._pair(copy.node, copy.rank, copy.group))
+
+    def refused(self, node: str, *, parity: bool) -> None:
+        """The node has no memory for more replicas, nor (`parity`) for XORs."""
+        self._holders[node].full = True
+        self._holders[node].packed |= parity
+        self._dirty = True
+
+    def failed(self, node: str, message: msg.Unreplicated, now: float) -> bool:
+        """What was ordered could not be made; true when that is news. It is tried again, or by others."""
+        key = message.step, message.attempt
+        self._ordered.get(node, set()).discard((key, message.part, message.rank, message.group))
+        self._retry_at = now + RETRY_S
+        pair = self._pair(node, message.rank, message.group)
+        news = self._reach.failed(pair, now)
+        if pair in self._reach.given_up(now):
+            self._dirty = True  # others may hold it
+        return news
+
+    def _pair(self, node: str, rank: int, group: tuple[int, ...]) -> tuple[str, str]:
+        return node, "" if group else self._state.node_of(rank)
+
+    def order_anew(self, now: float) -> None:
+        """Copies are gone: what was ordered, or looked at, says nothing any more."""
+        self._ordered.clear()
+        self._dirty, self._safe = True, None
+        self._give_pass_up(now)
+
+    # ---- looking for what is missing
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a slice is to be looked at as soon as others had their turn."""
+        return self._pass is not None
+
+    def look(self, key: Key, now: float) -> None:
+        """Begin to look at the committed state, if that is due."""
+        if self._pass is not None and self._pass.key != key:
+            self._give_pass_up(now)
+        due = (self._dirty and now >= self._rest_until) or now > self._retry_at
+        if self._pass is not None or not due or self._state.phase is not Phase.RUNNING:
+            return
+        self._dirty, self._retry_at = False, math.inf
+        if key != self._safe:
+            self._forget_orders_before(key)
+            self._pass, self._took_s = _Pass(key), 0.0
+
+    def _forget_orders_before(self, key: Key) -> None:
+        for node, names in list(self._ordered.items()):
+            self._ordered[node] = {name for name in names if cp.age(name[0]) >= cp.age(key)}
+
+    def slice(self, now: float) -> list[Effect]:
+        """Order what some nodes lack. Once nothing is missing anywhere, older images may go."""
+        under_way = self._pass
+        if under_way is None:
+            return []
+        if self._state.phase is not Phase.RUNNING:
+            self._give_pass_up(now)
+            return []
+        kept = under_way.kept = under_way.kept or self.kept(now)
+        orders = self._missing(under_way, kept)
+        under_way.ordered += len(orders)
+        effects = [effect for order in orders for effect in self.order(under_way.key, order)]
+        if under_way.place >= len(self._state.placement):
+            self._pass = None
+            self._rest_until = now + REST_SHARE * self._took_s
+            if not under_way.ordered and self._commit.whole():
+                effects += self._settle(under_way.key, now, safe=not kept.bare)
+        return effects
+
+    def took(self, seconds: float, now: float) -> None:
+        """So long the last slice took whoever drives this."""
+        self._took_s += seconds
+        if self._pass is None:
+            self._rest_until = now + REST_SHARE * self._took_s
+
+    def _missing(self, under_way: _Pass, kept: parity.Keeping) -> list[cp.Replication]:
+        placement, count = self._state.placement, self._state.ranks_per_node
+        places = range(under_way.place, min(under_way.place + SLICE_NODES, len(placement)))
+        under_way.place = places.stop
+        found = cp.missing_replicas(self._copies, under_way.key, placement, count, kept.whole, places)
+        if under_way.place >= len(placement):
+            found += parity.missing_parity(self._copies, under_way.key, placement, count, kept.parity)
+        return found
+
+    def _give_pass_up(self, now: float) -> None:
+        """What was looked at is another by now: from the first node on again, after a rest."""
+        if self._pass is not None:
+            self._dirty, self._rest_until = True, now + REST_SHARE * self._took_s
+            self._pass = None
+
+    def kept(self, now: float) -> parity.Keeping:
+        """Which nodes are to hold whose replicas."""
+        state, settings = self._state, self._state.settings
+        return parity.keeping(
+            state.placement, state.ranks_per_node, self._spares(), self._domains,
+            copies=settings.replicas, parity=settings.parity,
+            full={name for name, node in self._holders.items() if node.full},
+            packed={name for name, node in self._holders.items() if node.packed},
+            apart=self._reach.given_up(now),
+        )  # fmt: skip
+
+    def _spares(self) -> list[str]:
+        if not self._state.settings.prefer_spares:
+            return []
+        spares = [node.name for node in self._state.nodes.values() if node.role is Role.SPARE]
+        return [name for name in spares if name in self._holders]
+
+    # ---- orders
+
+    def order(self, key: Key, order: cp.Replication) -> list[Effect]:
+        """Once, of a node that is here."""
+        if order.holder not in self._holders:
+            return []
+        ordered = self._ordered.setdefault(order.holder, set())
+        name = key, order.part, order.rank, order.group
+        if name in ordered:
+            return []
+        ordered.add(name)
+        room = self._make_room(key, order) if order.group else []
+        return [*room, Send(order.holder, self._replication(key, order))]
+
+    def _replication(self, key: Key, order: cp.Replication) -> msg.Replicate:
+        return msg.Replicate(
+            step=key[0], attempt=key[1], rank=order.rank, part=order.part,
+            sources=spelled(order.sources, self._holders), group=order.group,
+            members=spelled_members(order.members, self._holders),
+        )  # fmt: skip
+
+    def _make_room(self, key: Key, order: cp.Replication) -> list[Effect]:
+        """Whole replicas that a full node has of some of a group are in the way of the XOR of all of it."""
+        if not self._holders[order.holder].full or not self._copies.in_memory(key):
+            return []
+        useless = [
+            copy
+            for rank in order.group
+            for copy in self._copies.of(key, rank)
+            if copy.node == order.holder and copy.tier == cp.PEER and not copy.group
+        ]
+        for copy in useless:
+            self._copies.drop(copy)
+        ranks = tuple(copy.rank for copy in useless)
+        return [Send(order.holder, msg.Forget(step=key[0], attempt=key[1], ranks=ranks))] if ranks else []
+
+    # ---- what may go
+
+    def _settle(self, key: Key, now: float, *, safe: bool) -> list[Effect]:
+        """Every part is on as many nodes as wanted, or (not `safe`) as have memory for it: agents may give
+        older images up."""
+        self._safe = key
+        effects: list[Effect] = []
+        replicated = safe and self._state.settings.replicas and len(self._holders) > 1
+        if replicated and key != self._told_safe:
+            self._told_safe = key
+            size_bytes, took_s = self._copies.replica_bytes(key), now - self._commit.at
+            effects.append(copied(cp.PEER, key, now, size_bytes=size_bytes, seconds=took_s))
+        committed = msg.Committed(step=key[0], attempt=key[1])
+        effects += [Send(node, committed) for node in self._holders]
+        for other in self._copies.newest_first():
+            if cp.age(other) < cp.age(key):
+                self._ask_again(other)
+                self._copies.drop_where(other, tiers=(cp.MEMORY, cp.PEER))
+        self._ordered.clear()
+        return effects
+
+    def _ask_again(self, key: Key) -> None:
+        """Nodes give their replicas of these images up: then they may have room for parity after all."""
+        packed = {name for name, node in self._holders.items() if node.packed and not node.retried}
+        held = self._copies.every() if packed else ()
+        for name in packed & {copy.node for copy in held if copy.key == key and copy.tier == cp.PEER}:
+            self._holders[name].packed, self._holders[name].retried = False, True
+
+    def check(self) -> None:
+        """Invariants; AssertionError names the one broken."""
+        assert self._ordered.keys() <= self._holders.keys(), "replicas are ordered of nodes that are not here"
+        if self._pass is not None:
+            assert self._pass.key == self._commit.key, "replicas are looked for of what is not committed"

@@ -1,0 +1,61 @@
+"""What an attempt restores, and which states are void because somebody rolled the run back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from jurymast.core import copies as cp
+from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.holders import Holder, spelled
+from jurymast.core.checkpoints.rollback import Rollback
+from jurymast.core.copies import Copies, Key, RestorePlan
+from jurymast.core.effects import Effect, Record
+from jurymast.core.instructions import Launch
+from jurymast.core.state import RunState
+
+
+class Restore:
+    """`chosen` is what the newest attempt that was launched restores."""
+
+    def __init__(self, state: RunState, copies: Copies, holders: Mapping[str, Holder]) -> None:
+        self._state, self._copies, self._holders = state, copies, holders
+        self.rollbacks: list[Rollback] = []
+        self.chosen: RestorePlan | None = None
+        self._chosen_for = 0  # the attempt
+
+    def is_void(self, key: Key) -> bool:
+        return any(back.voids(*key) for back in self.rollbacks)
+
+    def go_back(self, step: int, now: float) -> None:
+        self.rollbacks.append(Rollback(step, self._state.attempt, now))
+
+    def found_rollbacks(self, rollbacks: Iterable[Rollback]) -> None:
+        """On storage."""
+        self.rollbacks += [back for back in rollbacks if back not in self.rollbacks]
+
+    def choose(self, launch: Launch, shared: Mapping[Key, int], now: float) -> list[Effect]:
+        """Once for each attempt: its nodes are to go on from one state."""
+        if self._chosen_for == launch.attempt:
+            return []
+        on_shared = {one: shared[one, attempt] for one, attempt in sorted(shared, key=cp.age)}
+        failed, count = self._state.failed_to_restore(), self._state.ranks_per_node
+        chosen = cp.plan_restore(self._copies, on_shared, launch.placement, count, failed)
+        self.chosen, self._chosen_for = chosen, launch.attempt
+        return [
+            Record(
+                ev.RestorePlanned(
+                    t=now, attempt=launch.attempt, step=chosen.step, tier=chosen.tier,
+                    expected_s=round(chosen.expected_s, 6), tiers=dict(chosen.tiers), reason=chosen.reason,
+                )
+            )
+        ]  # fmt: skip
+
+    def message(self, node: str, ranks: range) -> msg.Restore | None:
+        """What one node's ranks restore; None: they look in the shared tier themselves."""
+        chosen = self.chosen
+        if chosen is None or chosen.tier != cp.MEMORY:
+            return None
+        key = chosen.step, chosen.attempt
+        sources = {rank: spelled(self._copies.sources(key, rank, node), self._holders) for rank in ranks}
+        return msg.Restore(step=chosen.step, attempt=chosen.attempt, ranks=sources)

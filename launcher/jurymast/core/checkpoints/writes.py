@@ -1,0 +1,231 @@
+"""Brings committed states to local, shared and object storage: when, by which nodes, and how that ended.
+
+A write is ordered by `messages.Drain`. There is one to a tier at a time, and it fails with the first node
+that fails or is lost; then another is tried later, with the state that is the newest by then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jurymast.core import copies as cp
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.holders import Holder
+from jurymast.core.checkpoints.retries import Retries
+from jurymast.core.checkpoints.saves import copied
+from jurymast.core.copies import Copies, Key
+from jurymast.core.durable import IDLE_SHARE, durable_every_s, late_after_s
+from jurymast.core.effects import Effect, Send
+from jurymast.core.state import RunState
+
+SHARED_PAUSE_MIN_S = 1.0
+# Agents that are silent about a write for this long have lost it; a hung storage is theirs to notice earlier.
+WRITE_LIMIT_S = 3600.0
+
+
+@dataclass
+class Write:
+    """One state on its way to a tier. `waiting`: nodes that have not said how it ended; from `late_at` on it
+    takes longer than it should."""
+
+    id: str
+    tier: str
+    key: Key
+    started_at: float
+    waiting: set[str]
+    late_at: float
+    size_bytes: int = 0
+    why: str = ""
+
+
+class Writes:
+    """`shared` maps the states that are complete in the shared tier to their size in bytes, `holders` are the
+    nodes that are here. Times are Unix times in seconds."""
+
+    def __init__(self, state: RunState, copies: Copies, holders: Mapping[str, Holder]) -> None:
+        self._state, self._copies, self._holders = state, copies, holders
+        self.shared: dict[Key, int] = {}
+        self._under_way: dict[str, Write] = {}  # by tier
+        self._next_at: dict[str, float] = {}
+        self._tried: dict[str, Key] = {}
+        self._retries = Retries()
+        self._numbers = itertools.count(1)
+        self._newest_object: Key = (-1, -1)
+        self._wrote_before = False
+
+    @property
+    def any_under_way(self) -> bool:
+        return bool(self._under_way)
+
+    def free(self, tier: str, now: float, *, hurry: bool = False) -> bool:
+        """True when nothing is on its way there, and the last failure is a while ago."""
+        return tier not in self._under_way and self._retries.due(tier, now, hurry=hurry)
+
+    # ---- beginning
+
+    def look(self, key: Key, now: float) -> list[Effect]:
+        """Have the committed state written wherever that is due."""
+        settings = self._state.settings
+        effects: list[Effect] = []
+        if settings.local_path and self._due(cp.LOCAL, key, now):
+            effects += self.write(cp.LOCAL, key, now)
+        if self._due(cp.SHARED, key, now) and key not in self.shared:
+            effects += self.write(cp.SHARED, key, now)
+        if settings.object_url and self.shared and now >= self._next_at.get(cp.OBJECT, 0.0):
+            newest = max(self.shared, key=cp.age)
+            if cp.age(newest) > cp.age(self._newest_object) and self.free(cp.OBJECT, now):
+                self._next_at[cp.OBJECT] = now + settings.object_every_s
+                effects += self.write(cp.OBJECT, newest, now)
+        return effects
+
+    def _due(self, tier: str, key: Key, now: float) -> bool:
+        idle = self.free(tier, now) and now >= self._next_at.get(tier, 0.0)
+        return idle and self._tried.get(tier) != key and self._copies.in_memory(key)
+
+    def write(self, tier: str, key: Key, now: float) -> list[Effect]:
+        """Have the agents copy a state to a tier; nothing when no agent has some image whole."""
+        writers = self._writers(tier, key)
+        if not writers:
+            return []
+        name = f"{self._state.epoch:04x}{next(self._numbers):06x}"
+        self._tried[tier] = key
+        size_bytes = self.shared.get(key, 0) if tier == cp.OBJECT else self._copies.size_bytes(key)
+        late_at = now + late_after_s(self._state, tier, size_bytes, len(writers))
+        self._under_way[tier] = Write(name, tier, key, now, set(writers), late_at)
+        world = self._copies.world(key)
+        return [
+            Send(
+                node,
+                msg.Drain(
+                    id=name, tier=tier, step=key[0], attempt=key[1], ranks=tuple(ranks), world=world,
+                    lead=0 in ranks or tier == cp.OBJECT,
+                ),
+            )
+            for node, ranks in writers.items()
+        ]  # fmt: skip
+
+    def _writers(self, tier: str, key: Key) -> dict[str, list[int]]:
+        """The nodes that write, and which ranks' images; none when that cannot be."""
+        if tier == cp.OBJECT:
+            here = [*self._state.placement, *self._holders]
+            lead = next((node for node in here if node in self._holders), "")
+            return {lead: []} if lead else {}
+        writers: dict[str, list[int]] = {}
+        for rank in range(self._copies.world(key)):
+            node = self.writer(key, rank)
+            if not node:
+                return {}
+            writers.setdefault(node, []).append(rank)
+        return writers
+
+    def writer(self, key: Key, rank: int) -> str:
+        """The node that has the rank's image whole; "" for none."""
+        own = self._state.node_of(rank)
+        if own in self._holders and self._copies.has_whole(key, rank, own):
+            return own
+        copies = [copy for copy in self._copies.of(key, rank) if copy.node in self._holders]
+        whole = [copy for copy in copies if copy.part == cp.ALL and not copy.group]
+        whole.sort(key=lambda copy: (copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
+        return whole[0].node if whole else ""
+
+    # ---- ending
+
+    def hear(self, node: str, message: msg.Drained, now: float) -> list[Effect]:
+        write = self._under_way.get(message.tier)
+        if write is None or write.id != message.id:
+            return []
+        write.size_bytes += message.size_bytes
+        return self._done(write, node, "" if message.ok else f"{node}: {message.why}", now)
+
+    def lost(self, node: str, why: str, now: float) -> list[Effect]:
+        """The node will say nothing of what it was told to write."""
+        theirs = [write for write in self._under_way.values() if node in write.waiting]
+        return [effect for write in theirs for effect in self._done(write, node, why, now)]
+
+    def go_back(self, step: int, now: float) -> list[Effect]:
+        """Nothing newer is to be written, nor counts."""
+        why = f"the run goes back to step {step}"
+        newer = [write for write in self._under_way.values() if write.key[0] > step]
+        effects = [effect for write in newer for effect in self._end(write, why, now)]
+        self.shared = {one: size for one, size in self.shared.items() if one[0] <= step}
+        return effects
+
+    def restored(self, attempt: int, step: int) -> None:
+        """Storage was read by an attempt, and what earlier ones have newer there is as good as gone: it was
+        passed over as damaged, or somebody has moved it away."""
+        self.shared = {one: size for one, size in self.shared.items() if one[0] <= step or one[1] >= attempt}
+
+    def look_for_late(self, now: float) -> list[Effect]:
+        """What takes too long ends, or is told of once."""
+        effects: list[Effect] = []
+        for write in list(self._under_way.values()):
+            if now > write.started_at + WRITE_LIMIT_S:
+                why = f"{min(write.waiting)} said nothing for {WRITE_LIMIT_S:.0f} s"
+                effects += self._end(write, why, now)
+            elif now > write.late_at:
+                write.late_at = math.inf
+                why = f"not there after {now - write.started_at:.0f} s: the storage is slow, or it hangs"
+                effects.append(copied(write.tier, write.key, now, why=why))
+        return effects
+
+    def _done(self, write: Write, node: str, why: str, now: float) -> list[Effect]:
+        """A node is done with its part, or will never be."""
+        write.waiting.discard(node)
+        return self._end(write, why, now) if why or not write.waiting else []
+
+    def _end(self, write: Write, why: str, now: float) -> list[Effect]:
+        """All of it is there, or (`why`) it will not be: then nobody goes on."""
+        del self._under_way[write.tier]
+        cancel = msg.CancelDrain(id=write.id)
+        effects: list[Effect] = [Send(node, cancel) for node in sorted(write.waiting)]
+        took_s = now - write.started_at
+        if why:
+            self._tried.pop(write.tier, None)
+            if not self._retries.failed(write.tier, why, now):
+                return effects
+        else:
+            self._succeeded(write, took_s, now)
+        told = copied(write.tier, write.key, now, size_bytes=write.size_bytes, why=why, seconds=took_s)
+        return [*effects, told]
+
+    def _succeeded(self, write: Write, took_s: float, now: float) -> None:
+        self._retries.succeeded(write.tier)
+        if write.tier == cp.SHARED:
+            self.shared[write.key] = write.size_bytes
+            self._next_at[cp.SHARED] = now + self._shared_pause_s(took_s, now)
+        elif write.tier == cp.OBJECT:
+            self._newest_object = write.key
+
+    def _shared_pause_s(self, took_s: float, now: float) -> float:
+        """The first write took longer than any other will: its process had to start."""
+        settings = self._state.settings
+        if settings.shared_every_s is not None:
+            return max(0.0, settings.shared_every_s - took_s)
+        if settings.cadence_steps is not None or settings.cadence_s is not None:
+            return 0.0
+        first, self._wrote_before = not self._wrote_before, True
+        least_s = SHARED_PAUSE_MIN_S if first else max(SHARED_PAUSE_MIN_S, IDLE_SHARE * took_s)
+        return max(least_s, (durable_every_s(self._state, took_s, now) or 0.0) - took_s)
+
+    # ---- what is not there yet
+
+    def unsaved(self) -> Key | None:
+        """The newest state that would be lost with these nodes."""
+        newest = max(map(cp.age, self.shared), default=(-1, -1))
+        for key in self._copies.newest_first():
+            if cp.age(key) <= newest:
+                return None
+            if self._copies.restorable(key):
+                return key
+        return None
+
+    def check(self) -> None:
+        """Invariants; AssertionError names the one broken."""
+        for tier, write in self._under_way.items():
+            assert write.tier == tier, f"a write to {write.tier} is counted as one to {tier}"
+            assert write.waiting, f"the write to {tier} waits for nobody"
+            gone = write.waiting - self._holders.keys()
+            assert not gone, f"the write to {tier} waits for {', '.join(sorted(gone))}, not here"

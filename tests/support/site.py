@@ -1,0 +1,123 @@
+"""Decisions about checkpoints of a small run, driven by hand."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.effects import Effect, Record, Send
+from jurymast.core.instructions import Launch
+from jurymast.core.run import step
+from jurymast.core.settings import Settings
+from jurymast.core.state import Node, Phase, Role, RunState
+from support.reports import hello
+
+ACTIVE = ("n1", "n2", "n3")
+
+Order = TypeVar("Order", bound=msg.ToAgent)
+
+
+class Site:
+    """Three active nodes of one rank each and a spare; keeps what is ordered and journalled. Invariants are
+    checked after every event."""
+
+    def __init__(self, *, by_hand: bool = False, **settings: Any) -> None:
+        self.time, self.by_hand = 100.0, by_hand  # whether replicas are looked for by `slice` only
+        self.orders: list[tuple[str, msg.ToAgent]] = []
+        self.events: list[ev.Event] = []
+        self.state = RunState(Settings(cadence_steps=10, **settings), active=3, spares=1)
+        self.state.nodes = {name: Node(name, i) for i, name in enumerate([*ACTIVE, "s1"])}
+        self.state.placement, self.state.phase, self.state.attempt = ACTIVE, Phase.RUNNING, 1
+        for name, node in self.state.nodes.items():
+            node.role = Role.ACTIVE if name in ACTIVE else Role.SPARE
+        self.here: set[str] = set()
+        self.checkpoints = Checkpoints(self.state)
+        for name in self.state.nodes:
+            self.joined(name)
+
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                assert effect.node in self.here
+                self.orders.append((effect.node, effect.message))
+            else:
+                assert isinstance(effect, Record)
+                self.events.append(effect.event)
+                step(self.state, effect.event)
+        self.checkpoints.check()
+
+    def joined(self, name: str, **fields: Any) -> None:
+        self.here.add(name)
+        first = hello(name, **{"address": f"at-{name}", "data_port": 7, **fields})
+        self.do(self.checkpoints.joined(name, first, self.time))
+        self.replicate()
+
+    def lost(self, name: str) -> None:
+        self.here.discard(name)
+        self.do(self.checkpoints.lost(name, self.time))
+
+    def hear(self, node: str, message: msg.AboutCheckpoints) -> None:
+        self.do(self.checkpoints.hear(node, message, self.time))
+        self.replicate()
+
+    def look(self) -> None:
+        self.do(self.checkpoints.look(self.time))
+        self.replicate()
+
+    def replicate(self) -> None:
+        while self.checkpoints.replicating and not self.by_hand:
+            self.slice()
+
+    def slice(self, took_s: float = 0.0) -> None:
+        self.do(self.checkpoints.replicate(self.time))
+        self.checkpoints.replicated(took_s, self.time)
+
+    def skip(self, step_number: int, rank: int, why: str, attempt: int = 1) -> None:
+        self.do(self.checkpoints.skipped(attempt, step_number, rank, why, self.time))
+
+    def choose(self, launch: Launch) -> ev.RestorePlanned:
+        self.do(self.checkpoints.choose(launch, self.time))
+        planned = self.events[-1]
+        assert isinstance(planned, ev.RestorePlanned)
+        return planned
+
+    @property
+    def shared(self) -> dict[tuple[int, int], int]:
+        return self.checkpoints._writes.shared
+
+    def secured(self) -> bool:
+        self.do(self.checkpoints.secure(self.time))
+        return self.checkpoints.secured
+
+    def hold(self, rank: int, node: str = "", at: int = 10, tier: str = "memory", part: str = "all") -> None:
+        copy = msg.CopyReport(
+            step=at, attempt=self.state.attempt, rank=rank, world=3, tier=tier, part=part, size_bytes=100,
+            common_bytes=60, common_id=f"same at {at}", stall_s=0.01 * rank,
+        )  # fmt: skip
+        self.hear(node or ACTIVE[rank], msg.Held(copies=(copy,)))
+
+    def save(self, at: int = 10) -> None:
+        for rank in range(3):
+            self.hold(rank, at=at)
+        self.look()
+
+    def replicas_made(self, at: int = 10) -> None:
+        """The spare does as it was told."""
+        for rank in range(3):
+            self.hold(rank, "s1", at=at, tier="peer", part="own")
+        self.look()
+
+    def ordered(self, what: type[Order]) -> list[tuple[str, Order]]:
+        found = [(node, message) for node, message in self.orders if isinstance(message, what)]
+        self.orders = [order for order in self.orders if not isinstance(order[1], what)]
+        return found
+
+    def answer(self, writes: list[tuple[str, msg.Drain]], why: str = "") -> None:
+        for node, order in writes:
+            drained = msg.Drained(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=50)
+            self.hear(node, drained)
+
+    def saved(self, tier: str) -> list[tuple[int, bool]]:
+        return [(e.step, e.ok) for e in self.events if isinstance(e, ev.Saved) and e.tier == tier]
