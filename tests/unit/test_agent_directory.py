@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,14 @@ def test_a_killed_agents_directory_is_removed_and_a_living_ones_is_not(
     assert (tmp_path / "jurymast-agent-not-one").exists()
     os.close(second_lock)
     os.close(third_lock)
+
+
+def test_agents_that_start_at_once_leave_each_other_their_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ThreadPoolExecutor(8) as agents:
+        made = list(agents.map(lambda _: own_temporary_directory(), range(200)))
+    for own, lock in made:
+        assert (own / "lock").exists()
+        os.close(lock)

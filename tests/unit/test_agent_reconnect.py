@@ -116,7 +116,7 @@ def test_a_supervisor_that_crashes_and_comes_back_elsewhere_is_found_again(
                 await greeted.wait()
             while agent._machine.link.connected:
                 await asyncio.sleep(0.01)
-            agent._say(waits)
+            agent._driver.say(waits)
             endpoint.announce(directory.epochs, at(second, 2))
             await running
 

@@ -4,14 +4,12 @@ decided in `core.agent.link`."""
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
+from jurymast.agent.driver import Driver
 from jurymast.core import messages as msg
-from jurymast.core.agent.effects import Effect
-from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.message import Strange
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
@@ -23,22 +21,13 @@ FIND_LIMIT_S = 2.0
 
 
 class Connecting:
-    """What `machine` makes of what happens here goes to `act`; `spawn` starts a task. `address`: of this node
-    on the way to the supervisor, "" before the first."""
+    """`address`: of this node on the way to the supervisor, "" before the first."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        machine: AgentMachine,
-        act: Callable[[list[Effect]], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        strangers: Strangers,
-    ) -> None:
+    def __init__(self, directory: RunDirectory, driver: Driver, strangers: Strangers) -> None:
         self._epochs = directory.epochs
         self._secret = directory.secret()
-        self._machine = machine
-        self._act = act
-        self._spawn = spawn
+        self._driver = driver
+        self._machine = driver.machine
         self._strangers = strangers
         self._channel: Channel[msg.Order] | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -70,20 +59,20 @@ class Connecting:
             listening.cancel()
 
     def _try(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._spawn(work)
+        task = self._driver.spawn(work)
         self._tries.add(task)
         task.add_done_callback(self._tries.discard)
 
     async def _connect(self, targets: tuple[tuple[str, int], ...]) -> None:
         found = await channel.connect_any(targets, self._secret, msg.read_order, CONNECT_LIMIT_S)
         if found is None:
-            self._act(self._machine.unreached(time.monotonic()))
+            self._driver.act(self._machine.unreached(self._driver.now))
         elif self._channel is not None:  # another one was first
             found.close()
         else:
             self._channel, self.address = found, found.local_address
-            self._act(self._machine.connected(time.monotonic()))
-            self._listening = self._spawn(self._listen(found))
+            self._driver.act(self._machine.connected(self._driver.now))
+            self._listening = self._driver.spawn(self._listen(found))
 
     async def _find(self) -> None:
         try:
@@ -91,14 +80,14 @@ class Connecting:
             found = await asyncio.wait_for(look, FIND_LIMIT_S)
         except (OSError, asyncio.TimeoutError):
             found = None
-        self._act(self._machine.found(found, time.monotonic()))
+        self._driver.act(self._machine.found(found, self._driver.now))
 
     async def _listen(self, connection: Channel[msg.Order]) -> None:
         await connection.listen(partial(self._hear, connection.peer_address))
         self.hang_up()
-        self._act(self._machine.lost(time.monotonic()))
+        self._driver.act(self._machine.lost(self._driver.now))
 
     def _hear(self, sender: str, order: msg.Order) -> None:
         if isinstance(order, Strange):
             self._strangers.heard(sender, order)
-        self._act(self._machine.heard(order, time.monotonic()))
+        self._driver.act(self._machine.heard(order, self._driver.now))

@@ -31,10 +31,13 @@ def own_temporary_directory() -> tuple[Path, int]:
             pass  # its agent lives
         finally:
             os.close(lock)
-    own = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
-    lock = os.open(own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return own, lock
+    while True:
+        own = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
+        lock = os.open(own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            return own, lock
+        os.close(lock)  # another agent that starts now took it for one that was left behind
 
 
 def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, object]:

@@ -49,6 +49,10 @@ class RankMemory:
     def events_path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._events_in}"
 
+    def environment(self) -> dict[str, str]:
+        """For the ranks."""
+        return {"JURYMAST_PAGE": self.page_path, "JURYMAST_EVENTS": self.events_path}
+
     def clear(self) -> None:
         """Forget the last attempt's beats, and when it was to save."""
         self.page[:] = bytes(len(self.page))

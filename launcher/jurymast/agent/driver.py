@@ -1,0 +1,76 @@
+"""Drives the agent's machine: its timer, the tasks that bring answers, and the agent's end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from jurymast.core import messages as msg
+from jurymast.core.agent.effects import NEVER, Effect, WakeAt
+from jurymast.core.agent.machine import AgentMachine
+
+
+class Driver:
+    """What `machine` makes of an event goes to `act`, and from there to `carry_out`, in order; what that
+    brings about at once is only ever something to say. `over` is set when the agent is to end, `failure` what
+    broke it."""
+
+    def __init__(self, machine: AgentMachine, carry_out: Callable[[Effect], None]) -> None:
+        self.machine = machine
+        self.over = asyncio.Event()
+        self.failure: BaseException | None = None
+        self._carry_out = carry_out
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def now(self) -> float:
+        """On the machine's clock."""
+        return time.monotonic()
+
+    def act(self, effects: list[Effect]) -> None:
+        if self.over.is_set():
+            return
+        for effect in effects:
+            if isinstance(effect, WakeAt):
+                self._wake_at(effect.at)
+            else:
+                self._carry_out(effect)
+
+    def say(self, message: msg.ToSupervisor) -> None:
+        self.act(self.machine.say(message, self.now))
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = True) -> asyncio.Task[None]:
+        """A mistake in what is `vital` ends the agent: one that half works is worse than one whose node is
+        given up. Of others the log tells."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._vital_ended if vital else self._tasks.discard)
+        return task
+
+    def _vital_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failure = self.failure or task.exception()
+            self.over.set()
+
+    def _wake_at(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(at - self.now, self._wake, at) if at < NEVER else None
+
+    def _wake(self, at: float) -> None:
+        self.act(self.machine.tick(max(at, self.now)))
+
+    async def close(self) -> None:
+        """No effect is carried out any more, and no task is left."""
+        self.over.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

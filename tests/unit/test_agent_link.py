@@ -1,0 +1,237 @@
+"""The machine of an agent's connection: whom it tries and when, how long it waits, when it leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from jurymast.core import messages as msg
+from jurymast.core import within
+from jurymast.core.agent import effects as do
+from jurymast.core.agent import link as machine
+from jurymast.core.agent.link import Link
+from jurymast.core.agent.machine import PROBE_ANYWAY_S, AgentMachine
+from jurymast.core.agent.ranks import Ranks
+from jurymast.core.endpoint import Endpoint
+from support.node_model import launch, plan
+
+PATIENCE_S = 3.0
+WAITS = msg.Unrestorable(attempt=2, rank=0, step=40, of=1, why="n5: refused")
+
+
+def at(port: int, allocation: str = "17.0") -> Endpoint:
+    return Endpoint(1, ("n9", "10.0.0.9"), port, "n9", allocation, 1)
+
+
+def connect(port: int) -> do.Connect:
+    return do.Connect((("n9", port), ("10.0.0.9", port)))
+
+
+def link(hint: tuple[str, int] | None = None, nodes: int = 1, ranks: Ranks | None = None) -> Link:
+    return Link("17.0", hint, PATIENCE_S, nodes, 0.5, ranks or Ranks(5.0))
+
+
+def connected(made: Link | None = None) -> Link:
+    made = made or link()
+    assert made.start(10.0) == [do.Find()]
+    assert made.found(at(7), 10.1) == [connect(7)]
+    assert made.connected_to(10.2) == [do.Greet()]
+    made.check()
+    return made
+
+
+def test_the_last_supervisor_and_the_newest_are_tried_at_the_same_time() -> None:
+    made = connected()
+    assert made.lost(20.0) == [connect(7)], "a moment before all look at once"
+    assert made.unreached(20.0) == []
+    assert made.tick(made.wake_at) == [connect(7), do.Find()]
+    assert made.found(at(8), 20.3) == [connect(8)]
+    assert made.unreached(20.4) == []
+    assert made.wake_at == do.NEVER, "one try goes on"
+    assert made.connected_to(20.5) == [do.Greet()]
+    assert made.found(at(9), 20.6) == []
+    assert made.unreached(20.7) == []
+    made.check()
+
+
+def test_who_is_found_again_is_not_tried_twice() -> None:
+    made = connected()
+    made.lost(20.0)
+    made.unreached(20.0)
+    assert made.tick(20.2) == [connect(7), do.Find()]
+    assert made.found(at(7), 20.3) == []
+    assert made.unreached(20.4) == []
+    assert made.wake_at == pytest.approx(20.4 + machine.RECONNECT_S)
+
+
+def test_a_supervisor_of_another_allocation_is_not_ours() -> None:
+    made = link()
+    made.start(10.0)
+    assert made.found(at(7, "16.0"), 10.1) == []
+    hinted = link(("h", 5))
+    assert hinted.start(10.0) == [do.Connect((("h", 5),)), do.Find()]
+    assert hinted.found(at(7, "16.0"), 10.1) == [do.Connect((("h", 5),))]
+
+
+def test_storage_that_does_not_answer_ends_nothing() -> None:
+    made = link()
+    made.start(10.0)
+    assert made.found(None, 12.0) == []
+    assert made.tick(made.wake_at) == [do.Find()]
+
+
+def test_thousands_share_the_looks_into_the_run_directory() -> None:
+    nodes = 50_000
+    made = connected(link(nodes=nodes))
+    every_s = nodes / machine.FINDS_A_SECOND
+    assert made.lost(100.0) == [connect(7)]
+    finds, now = [], 100.0
+    while now < 100.0 + 4 * every_s:
+        made.unreached(now)
+        now = made.wake_at
+        if do.Find() in made.tick(now):
+            made.found(None, now)
+            finds.append(now)
+    assert finds[0] == pytest.approx(100.0 + every_s / 2, abs=machine.RECONNECT_S), "by its share"
+    assert len(finds) == 4
+
+
+def test_silence_is_the_end_of_a_supervisor() -> None:
+    """After a power loss there is no other sign."""
+    made = connected()
+    made.heard(msg.GoOn(time=0.0, patience_s=9.0), 11.0)
+    assert made.wake_at == 20.0
+    made.heard(msg.Dismiss(), 15.0)
+    assert made.tick(20.0) == []
+    hangs_up, *others = made.tick(24.0)
+    assert hangs_up == do.Say(msg.HangsUp()), "one that was only late must not take it for an end"
+    assert others == [do.HangUp(), connect(7)]
+    assert not made.connected
+    made.check()
+
+
+def test_what_no_hello_tells_waits_for_the_next_supervisor() -> None:
+    """A rank that waits for an image must not wait long because its agent reached nobody."""
+    made = link()
+    made.start(10.0)
+    assert made.say(WAITS) == []
+    assert made.say(msg.Prefetched(step=40, attempt=1, rank=1, tiers={}, seconds=1.0)) == []
+    made.found(at(7), 10.1)
+    assert made.connected_to(10.2) == [do.Greet(), do.Say(WAITS)]
+    assert made.say(WAITS) == [do.Say(WAITS)]
+    made.lost(11.0)
+    made.unreached(11.0)
+    assert made.connected_to(12.0) == [do.Greet()], "that was told"
+
+
+def test_what_waits_has_a_limit() -> None:
+    made = link()
+    made.start(10.0)
+    for _ in range(2 * machine.UNSAID_MAX):
+        made.say(WAITS)
+    assert len(made.connected_to(11.0)) == 1 + machine.UNSAID_MAX
+
+
+def left_after(made: Link, now: float, until: float) -> float | None:
+    """Seconds from `now`, when the connection is lost, until the agent leaves; None: not before `until`."""
+    effects, since = made.lost(now), now
+    while do.Leave() not in effects:
+        if now > until:
+            return None
+        effects = []
+        for _ in range(made._tries):
+            effects += made.unreached(now)
+        if not effects:
+            now = made.wake_at
+            made.tick(now)
+    return now - since
+
+
+def test_an_agent_leaves_when_nobody_comes_but_never_from_its_ranks() -> None:
+    ranks = Ranks(5.0)
+    made = connected(link(ranks=ranks))
+    idle = left_after(made, 100.0, 4000.0)
+    assert idle == pytest.approx(machine.IDLE_ALONE_LIMIT_S, abs=1.0)
+    ranks.begin(0.0)
+    ranks.host_said(within.Waiting(store_port=1), 0.0)
+    ranks.launch(launch(1), 0.0)
+    ranks.prepared(1, 0.0)
+    assert ranks.state == "starting"
+    assert left_after(connected(link(ranks=ranks)), 100.0, 4000.0) is None
+    ranks.host_said(within.Started(attempt=1, pids=(1,)), 0.0)
+    assert left_after(connected(link(ranks=ranks)), 100.0, 4000.0) is None
+    ranks.host_said(within.Finished(attempt=1), 0.0)
+    done = left_after(connected(link(ranks=ranks)), 100.0, 4000.0)
+    assert done == pytest.approx(machine.ALONE_LIMIT_S, abs=1.0)
+
+
+def test_after_a_sigterm_the_supervisor_has_a_while_to_say_leave() -> None:
+    made = connected()
+    assert made.terminated(20.0) == [do.Say(msg.Terminated())]
+    made.heard(msg.GoOn(time=0.0, patience_s=100.0), 20.0)
+    assert made.wake_at == 20.0 + machine.TERMINATED_LIMIT_S
+    assert made.tick(made.wake_at) == [do.Leave()]
+    alone = link()
+    alone.start(10.0)
+    assert alone.terminated(11.0) == [do.Leave()]
+
+
+# All parts together.
+
+
+def agent(cluster: str = "local") -> AgentMachine:
+    made = AgentMachine(plan(cluster=cluster), "n2", "17.0", ("n1", "n2"), None, 0.0)
+    made.start(10.0, reachable=False)
+    return made
+
+
+def met(cluster: str = "local") -> AgentMachine:
+    made = agent(cluster)
+    made.found(at(7), 10.1)
+    greet, beat, start_host, wake = made.connected(10.2)
+    assert (greet, beat, start_host) == (do.Greet(), do.Beat(0, ()), do.StartHost())
+    assert isinstance(wake, do.WakeAt)
+    return made
+
+
+def test_the_last_word_before_hanging_up_is_said() -> None:
+    made = met()
+    effects = made.tick(made.link.wake_at)
+    assert effects[:2] == [do.Say(msg.HangsUp()), do.HangUp()]
+    assert do.Beat not in map(type, made.host_said(within.Started(attempt=1, pids=(1,)), 20.0))
+
+
+def test_an_agent_that_leaves_does_nothing_more() -> None:
+    made = met()
+    assert made.heard(msg.Leave(over=True), 11.0)[0] == do.Leave(over=True)
+    assert made.heard(launch(1), 12.0) == []
+    assert made.host_ended(1, {}, 12.0) == []
+    assert made.tick(99.0) == []
+
+
+def test_who_lost_its_supervisor_reads_the_pulse_on_slurm_only() -> None:
+    assert do.ReadPulse() in met("slurm").lost(20.0)
+    assert do.ReadPulse() not in met("local").lost(20.0)
+
+
+def test_nothing_is_tested_beside_ranks() -> None:
+    made, test = met(), msg.TestAlone(limit_s=5.0)
+    assert do.Obey(test) in made.heard(test, 11.0)
+    made.host_said(within.Waiting(store_port=1), 12.0)
+    made.heard(launch(1), 13.0)
+    assert do.EndTests() in made.heard(test, 14.0)
+    assert do.EndTests() in made.heard(msg.TestOver(), 14.0)
+
+
+def test_probes_wait_for_the_host_but_not_for_long() -> None:
+    warm, cold = met(), met()
+    assert do.StartProbes() in warm.host_said(within.Waiting(store_port=1), 12.0)
+    assert do.StartProbes() not in warm.tick(10.0 + PROBE_ANYWAY_S)
+    assert do.StartProbes() not in cold.tick(9.9 + PROBE_ANYWAY_S)
+    assert do.StartProbes() in cold.tick(10.0 + PROBE_ANYWAY_S)
+
+
+def test_when_to_wake_is_told_again_after_it_has_come() -> None:
+    """A timer that fires a moment early must not be the last."""
+    made = met()
+    wake_at = made.link.wake_at
+    assert do.WakeAt(wake_at) in made.tick(wake_at - 1e-9)

@@ -1,0 +1,288 @@
+"""The machine of a node's ranks, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from jurymast.core import messages as msg
+from jurymast.core import within
+from jurymast.core.agent import effects as do
+from jurymast.core.agent import ranks as machine
+from jurymast.core.agent.ranks import Ranks
+from support.node_model import launch
+
+GRACE_S = 5.0
+PORT = 4000
+PIDS = (11, 12)
+EVIDENCE = {"oom_kills": 0, "shm_used": 0.5}
+
+
+def warm(port: int = PORT) -> Ranks:
+    ranks = Ranks(GRACE_S)
+    assert ranks.state == "warming"
+    assert ranks.begin(0.0) == [do.StartHost()]
+    assert ranks.begin(0.0) == []
+    assert ranks.host_said(within.Waiting(store_port=port), 1.0) == [do.Say(msg.Ready(store_port=port))]
+    return ranks
+
+
+def starting(attempt: int = 1) -> Ranks:
+    ranks = warm()
+    order = launch(attempt)
+    assert ranks.launch(order, 2.0) == [do.Prepare(order)]
+    assert ranks.state == "starting"
+    assert ranks.prepared(attempt, 2.0) == [do.StartRanks(order, cold=False)]
+    ranks.check()
+    return ranks
+
+
+def running(attempt: int = 1) -> Ranks:
+    ranks = starting(attempt)
+    started = msg.Started(attempt=attempt, pids=PIDS)
+    effects = ranks.host_said(within.Started(attempt=attempt, pids=PIDS), 3.0)
+    assert effects == [do.Say(started), do.Beat(attempt, PIDS)]
+    assert ranks.state == "running"
+    return ranks
+
+
+def finished() -> Ranks:
+    ranks = running()
+    effects = ranks.host_said(within.Finished(attempt=1), 4.0)
+    assert effects == [do.Beat(1, PIDS), do.Say(msg.Finished(attempt=1))]
+    assert (ranks.state, ranks.pids) == ("finished", ())
+    return ranks
+
+
+def stopped(attempt: int = 1, port: int = 0) -> do.Say:
+    return do.Say(msg.Stopped(attempt=attempt, store_port=port))
+
+
+def host_died(attempt: int = 1) -> do.Say:
+    return do.Say(
+        msg.Failed(
+            attempt=attempt, rank=-1, exit_code=-9, error="TorchrunHostDied", oom_kills=0, shm_used=0.5,
+            message="the node's torchrun host ended (code -9) and took its ranks along",
+        )
+    )  # fmt: skip
+
+
+def test_ranks_are_stopped_and_the_next_attempt_starts() -> None:
+    ranks = running()
+    assert ranks.stop(1, 4.0) == [do.StopRanks(1)]
+    assert ranks.stop(1, 4.1) == [], "once is enough"
+    assert ranks.host_said(within.Waiting(store_port=4001), 5.0) == [do.Beat(1, PIDS), stopped(1, 4001)]
+    assert (ranks.state, ranks.wake_at) == ("waiting", do.NEVER)
+    order = launch(2)
+    assert ranks.launch(order, 6.0) == [do.Prepare(order)]
+    assert ranks.prepared(2, 6.5) == [do.StartRanks(order, cold=False)]
+    ranks.check()
+
+
+@pytest.mark.parametrize("make", [warm, finished])
+def test_who_has_no_ranks_answers_a_stop_at_once_and_every_time(make: Callable[[], Ranks]) -> None:
+    ranks = make()
+    if make is finished:
+        assert ranks.host_said(within.Waiting(store_port=PORT), 5.0) == [], "there was no word to wait for"
+    for _ in range(2):
+        assert ranks.stop(1, 6.0) == [stopped(1, PORT)]
+    assert ranks.dismiss(7.0) == [stopped(ranks.attempt, PORT)]
+
+
+def test_the_way_back_of_the_host_of_finished_ranks_is_news_to_who_has_asked() -> None:
+    ranks = finished()
+    assert ranks.stop(1, 5.0) == [stopped(1)]
+    assert ranks.state == "warming"
+    assert ranks.host_said(within.Waiting(store_port=4001), 6.0) == [do.Say(msg.Ready(store_port=4001))]
+
+
+def test_ranks_that_finish_while_they_are_stopped_are_told_as_both() -> None:
+    ranks = running()
+    ranks.stop(1, 4.0)
+    assert do.Say(msg.Finished(attempt=1)) in ranks.host_said(within.Finished(attempt=1), 4.1)
+    assert stopped(1, 4001) in ranks.host_said(within.Waiting(store_port=4001), 4.2)
+    ranks.check()
+
+
+def test_a_host_that_does_not_stop_its_ranks_is_killed() -> None:
+    ranks = running()
+    ranks.stop(1, 4.0)
+    at = ranks.wake_at
+    assert at == 4.0 + GRACE_S + machine.STOP_MARGIN_S
+    assert ranks.tick(at - 0.1) == []
+    assert ranks.tick(at) == [do.KillRanks(PIDS), do.KillHost()]
+    assert ranks.wake_at == do.NEVER
+    ended = ranks.host_ended(-9, EVIDENCE, at + 0.1)
+    assert ended == [do.KillRanks(PIDS), stopped(), do.StartHost()], "no failure: it was asked for"
+    assert ranks.host_said(within.Waiting(store_port=5), at + 9.0) == [do.Say(msg.Ready(store_port=5))]
+
+
+def test_ranks_are_looked_at_before_they_are_stopped() -> None:
+    ranks = running()
+    assert ranks.stop(1, 4.0, stacks=True) == [do.TakeStacks(1, PIDS)]
+    assert ranks.stop(1, 4.5, stacks=True) == []
+    assert ranks.stacks_taken(1, 5.0) == [do.StopRanks(1)]
+    assert ranks.stacks_taken(1, 5.1) == []
+    assert ranks.wake_at == 5.0 + GRACE_S + machine.STOP_MARGIN_S
+
+
+def test_stacks_that_never_come_do_not_keep_the_ranks() -> None:
+    ranks = running()
+    ranks.stop(1, 4.0, stacks=True)
+    assert ranks.tick(ranks.wake_at) == [do.StopRanks(1)]
+    assert ranks.stacks_taken(1, 9.0) == []
+
+
+def test_stacks_of_ranks_that_have_ended_meanwhile_stop_nothing() -> None:
+    ranks = running()
+    ranks.stop(1, 4.0, stacks=True)
+    ranks.host_said(within.Waiting(store_port=4001), 4.5)
+    ranks.launch(launch(2), 4.6)
+    ranks.prepared(2, 4.7)
+    assert ranks.stacks_taken(1, 5.0) == []
+    assert ranks.wake_at == do.NEVER
+
+
+def test_a_launch_that_is_old_or_was_stopped_already_is_none() -> None:
+    ranks = running(3)
+    for attempt in (1, 2, 3):
+        assert ranks.launch(launch(attempt), 4.0) == []
+    ranks.stop(5, 4.0)
+    ranks.host_said(within.Waiting(store_port=4001), 5.0)
+    assert ranks.launch(launch(5), 6.0) == []
+    assert ranks.launch(launch(4), 6.0) == []
+    assert ranks.state == "waiting"
+
+
+def test_a_stop_of_an_attempt_that_was_replaced_does_not_touch_the_new_one() -> None:
+    ranks = running(3)
+    assert ranks.stop(2, 4.0) == []
+    assert ranks.state == "running"
+
+
+def test_a_stop_while_room_is_made_is_answered_and_the_host_never_hears_of_it() -> None:
+    ranks = warm()
+    ranks.launch(launch(1), 2.0)
+    assert ranks.stop(1, 2.1) == [stopped(1, PORT)]
+    assert ranks.prepared(1, 2.2) == []
+    assert ranks.state == "waiting"
+
+
+def test_a_stop_for_an_attempt_whose_launch_was_lost_ends_what_runs_and_says_so() -> None:
+    ranks = running(1)
+    assert ranks.stop(2, 4.0) == [do.StopRanks(1)]
+    assert stopped(2, 4001) in ranks.host_said(within.Waiting(store_port=4001), 5.0)
+
+
+def test_a_launch_waits_for_the_ranks_before_it() -> None:
+    """Their stop was lost."""
+    ranks, order = running(1), launch(2)
+    assert ranks.launch(order, 4.0) == [do.StopRanks(1)]
+    ranks.check()
+    effects = ranks.host_said(within.Waiting(store_port=4001), 5.0)
+    assert effects == [do.Beat(1, PIDS), do.Prepare(order)]
+    assert ranks.prepared(2, 6.0) == [do.StartRanks(order, cold=False)]
+
+
+def test_a_launch_waits_for_a_host_on_its_way() -> None:
+    ranks, order = Ranks(GRACE_S), launch(4)
+    ranks.begin(0.0)
+    assert ranks.launch(order, 1.0) == [do.Prepare(order)]
+    assert ranks.prepared(4, 2.0) == []
+    assert ranks.host_said(within.Waiting(store_port=PORT), 3.0) == [do.StartRanks(order, cold=False)]
+
+
+def test_rank_0_does_not_start_when_its_store_went_with_the_host_before() -> None:
+    ranks = warm(port=4001)
+    ranks.launch(launch(2, rank=0, port=PORT), 2.0)
+    failed, answer = ranks.prepared(2, 3.0)
+    assert isinstance(failed, do.Say)
+    assert isinstance(failed.message, msg.Failed)
+    assert (failed.message.attempt, failed.message.error) == (2, "TorchrunHostDied")
+    assert answer == stopped(2, 4001)
+    ranks = warm(port=4001)
+    ranks.launch(launch(2, rank=0, port=4001), 2.0)
+    assert ranks.prepared(2, 3.0) == [do.StartRanks(launch(2, rank=0, port=4001), cold=False)]
+
+
+def test_a_host_that_dies_under_its_ranks_is_a_failure() -> None:
+    ranks = running()
+    ended = ranks.host_ended(-9, EVIDENCE, 4.0)
+    assert ended == [do.KillRanks(PIDS), host_died(), stopped(), do.StartHost()]
+    assert ranks.state == "warming"
+
+
+def test_a_host_that_dies_before_it_has_started_ranks_is_one_as_well() -> None:
+    assert starting().host_ended(-9, EVIDENCE, 4.0) == [host_died(), stopped(), do.StartHost()]
+    ranks = warm()
+    ranks.launch(launch(1), 2.0)
+    assert ranks.host_ended(-9, EVIDENCE, 4.0) == [host_died(), stopped(), do.StartHost()]
+    assert ranks.prepared(1, 5.0) == [], "that was told"
+
+
+def test_a_host_that_dies_without_ranks_is_no_failure() -> None:
+    assert warm().host_ended(1, EVIDENCE, 4.0) == [stopped(0), do.StartHost()]
+    ranks = Ranks(GRACE_S)
+    ranks.begin(0.0)
+    assert ranks.host_ended(1, EVIDENCE, 1.0) == [do.StartHost()], "nobody thinks that it waits"
+
+
+def test_ranks_that_have_finished_stay_so_when_their_host_dies() -> None:
+    ranks = finished()
+    ranks.host_said(within.Waiting(store_port=4001), 5.0)
+    assert ranks.host_ended(1, EVIDENCE, 6.0) == [do.StartHost()]
+    assert (ranks.state, ranks.store_port) == ("finished", 0)
+
+
+def test_a_host_that_dies_again_and_again_is_given_up() -> None:
+    ranks = warm()
+    for _ in range(machine.HOST_RESTARTS_MAX):
+        assert ranks.host_ended(1, EVIDENCE, 5.0)[-1] == do.StartHost()
+    leaving = msg.Leaving(why=f"the torchrun host died {machine.HOST_RESTARTS_MAX + 1} times")
+    assert ranks.host_ended(1, EVIDENCE, 6.0) == [do.Say(leaving), do.Leave()]
+
+
+def test_a_host_that_has_started_ranks_counts_anew() -> None:
+    ranks = warm()
+    for attempt in range(1, 2 * machine.HOST_RESTARTS_MAX):
+        ranks.host_said(within.Waiting(store_port=PORT), 2.0)
+        ranks.launch(launch(attempt), 2.0)
+        ranks.prepared(attempt, 2.0)
+        ranks.host_said(within.Started(attempt=attempt, pids=PIDS), 3.0)
+        assert ranks.host_ended(-9, EVIDENCE, 4.0)[-1] == do.StartHost()
+
+
+def test_a_failed_rank_is_told_with_what_the_node_shows() -> None:
+    ranks = running()
+    failed = within.Failed(attempt=1, rank=3, exit_code=-9)
+    told = msg.Failed(attempt=1, rank=3, exit_code=-9, oom_kills=2, shm_used=0.1, log="")
+    evidence = {"oom_kills": 2, "shm_used": 0.1, "log": ""}
+    assert ranks.rank_failed(failed, evidence, 4.0) == [do.Beat(1, PIDS), do.Say(told)]
+    assert ranks.host_said(within.Waiting(store_port=7), 5.0) == [do.Beat(1, PIDS), stopped(1, 7)]
+
+
+def test_what_the_end_of_the_job_explains_is_no_failure() -> None:
+    ranks = running()
+    ranks.terminated(4.0)
+    assert ranks.rank_failed(within.Failed(attempt=1, rank=0, exit_code=-15), {}, 4.0) == [do.Beat(1, PIDS)]
+    assert ranks.host_said(within.Waiting(store_port=7), 5.0) == [do.Beat(1, PIDS)]
+    ranks = running()
+    ranks.terminated(4.0)
+    ranks.stop(1, 4.5)
+    assert stopped(1, 7) in ranks.host_said(within.Waiting(store_port=7), 5.0), "the supervisor waits for it"
+
+
+def test_only_ranks_that_run_are_looked_at() -> None:
+    assert running().look(msg.Look(attempt=1, number=5), 4.0) == [do.LookAtRanks(5, PIDS)]
+    assert running().look(msg.Look(attempt=2, number=5), 4.0) == []
+    assert starting().look(msg.Look(attempt=1, number=5), 4.0) == []
+
+
+def test_a_script_that_cannot_use_what_was_loaded_ahead_starts_cold_from_then_on() -> None:
+    ranks = running()
+    event = within.ColdStart(why="a fork is of no use", seconds=2.0)
+    assert ranks.rank_said(event, 4.0) == [do.Say(msg.RankEvent(attempt=1, event=event))]
+    ranks.host_said(within.Waiting(store_port=PORT), 5.0)
+    ranks.launch(launch(2), 6.0)
+    assert ranks.prepared(2, 6.0) == [do.StartRanks(launch(2), cold=True)]
