@@ -197,7 +197,7 @@ class Fleet:
             return
         if self.random.random() < 0.5:  # else its last word is lost with the connection
             self.says(line, lambda: self.do(self.watch.hung_up(agent.name, line.number)))
-        self.says(line, lambda: self.watch.closed(agent.name, line.number))
+        self.says(line, lambda: self.do(self.watch.closed(agent.name, line.number, self.now)))
         self.broke(agent, line)
 
     def broke(self, agent: Agent, line: Line) -> None:
@@ -218,7 +218,7 @@ class Fleet:
 
         def closed() -> None:
             if line.number:
-                self.watch.closed(agent.name, line.number)
+                self.do(self.watch.closed(agent.name, line.number, self.now))
 
         self.after(self.random.uniform(0.0, DELAY_S), lambda: self.hears(closed))
         self.after(self.random.uniform(0.0, DELAY_S), lambda: self.broke(agent, line))
