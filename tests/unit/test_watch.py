@@ -64,8 +64,7 @@ class Ears:
         self.does(self.watch.tick(self.now))
 
     def closes(self, node: str, connection: int = 1) -> None:
-        self.watch.closed(node, connection)
-        self.watch.check()
+        self.does(self.watch.closed(node, connection, self.now))
 
     def joins(self, node: str, connection: int) -> None:
         self.watch.joined(node, connection)
@@ -144,9 +143,10 @@ def test_a_run_that_has_ended_loses_nobody() -> None:
     for end in (Phase.SUCCEEDED, Phase.REQUEUED):
         ears = Ears()
         ears.state.phase = end
-        ears.closes("n2")
-        ears.passes(5.0)
-        assert ears.lost() == []
+        for node in NAMES:
+            ears.closes(node)
+        ears.passes(15.0)
+        assert ears.events() == []
     ears = Ears()
     ears.watch.ending = True
     ears.passes(5.0)
@@ -276,6 +276,9 @@ def test_many_connections_that_close_at_once_are_no_evidence_against_their_nodes
         ears.passes(WATCH_INTERVAL_S, beating=NAMES)
     ears.passes(rejoin_limit_s(len(NAMES)), beating=NAMES)
     assert ears.lost() == []
+    (note,) = ears.events()
+    assert isinstance(note, ev.Noted)
+    assert "none of them is blamed" in note.message
     for node in others[1:]:
         ears.joins(node, 2)
     ears.passes(COMES_S, beating=(*NAMES, *others[1:]))

@@ -389,7 +389,7 @@ class Supervisor:
         print(f"{node}: {type(why).__name__}: {why}", flush=True)
         if self._channels.get(node) is connection:
             del self._channels[node]
-        self._watch.closed(node, number)
+        self._do(self._watch.closed(node, number, self.now()))
 
     def _catch_up(self, node: str, hello: msg.Hello) -> None:
         """What the agent may have said, or been told, while no connection was there."""

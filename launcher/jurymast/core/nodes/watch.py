@@ -79,7 +79,7 @@ class Watch:
         self.ending = False  # the job is about to end: who goes now is not lost
         self._lateness = Lateness(self._heartbeat_s)
         self._connected = 0
-        self._broken: set[str] = set()  # whose connection closed a moment ago
+        self._broken: dict[str, None] = {}  # whose connection closed a moment ago
         self._broke_at: deque[float] = deque(maxlen=MANY)
         self._lenient_until = -math.inf
         self._doubted: set[str] = set()
@@ -107,18 +107,22 @@ class Watch:
         self._put(node, NodeWatch(Arrivals(self._heartbeat_s, self.clock.now), connection))
         self.reports.expect(node)
 
-    def closed(self, node: str, connection: int) -> None:
+    def closed(self, node: str, connection: int, now: float) -> list[Effect]:
         """The connection of this number broke."""
         if not self._is_newest(node, connection):
-            return
-        now = self.clock.now
-        self._put(node, NodeWatch(self.nodes[node].arrivals, away=Away(now, RECONNECT_GRACE_S, "closed")))
-        self._broken.add(node)
-        self._broke_at.append(now)
-        if len(self._broke_at) == MANY and now < self._broke_at[0] + MANY_WITHIN_S:
-            self._lenient_until = now + LENIENT_S
-        if now < self._lenient_until:
+            return []
+        at, effects = self.clock.now, list[Effect]()
+        self._put(node, NodeWatch(self.nodes[node].arrivals, away=Away(at, RECONNECT_GRACE_S, "closed")))
+        self._broken[node] = None
+        self._broke_at.append(at)
+        if len(self._broke_at) == MANY and at < self._broke_at[0] + MANY_WITHIN_S:
+            if at >= self._lenient_until and not self._is_over():
+                text = f"the connections of {MANY} nodes or more broke at once: none of them is blamed for it"
+                effects.append(Record(ev.Noted(t=now, message=text)))
+            self._lenient_until = at + LENIENT_S
+        if at < self._lenient_until:
             self._give_time()
+        return effects
 
     def hung_up(self, node: str, connection: int) -> list[Effect]:
         """Its agent heard nothing here, and is back once it has looked for a supervisor."""
@@ -149,7 +153,7 @@ class Watch:
     def _drop(self, node: str) -> None:
         before = self.nodes.pop(node, None)
         self._connected -= before is not None and before.away is None
-        self._broken.discard(node)
+        self._broken.pop(node, None)
 
     def _give_time(self) -> None:
         """No connection that broke a moment ago is evidence against its node."""
@@ -181,7 +185,7 @@ class Watch:
         is_late = counted_s > ON_TIME_S
         if is_late:
             self._was_late(late_s, counted_s)
-        if self.ending or self._state.ended or self._state.phase is Phase.REQUEUED:
+        if self._is_over():
             return effects
         quiet = self._quiet()
         effects += self._listen(quiet)
@@ -191,6 +195,9 @@ class Watch:
             if not is_late or name in doubted:
                 effects += self._lose(name, event)
         return effects
+
+    def _is_over(self) -> bool:
+        return self.ending or self._state.ended or self._state.phase is Phase.REQUEUED
 
     def _was_late(self, seconds: float, counted_s: float) -> None:
         """Nobody could come back meanwhile, although the clock counts a little of it."""
@@ -278,7 +285,7 @@ class Watch:
         here = [name for name, watch in self.nodes.items() if watch.away is None]
         assert len(here) == self._connected, "the connected nodes are miscounted"
         closed = {name for name, watch in self.nodes.items() if watch.away and watch.away.how == "closed"}
-        assert closed == self._broken, "other connections broke a moment ago than the nodes say"
+        assert closed == set(self._broken), "other connections broke a moment ago than the nodes say"
         assert self.reports.nodes == set(self.nodes), "nodes that report are not those that are watched"
 
 
