@@ -8,7 +8,8 @@ times in seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec.structs import asdict
 
@@ -30,6 +31,9 @@ from jurymast.core.state import RunState
 from jurymast.core.within import REFUSED
 from jurymast.errors import never
 
+# Steps that some rank could not save. What other ranks saved of them may be told of later.
+VOIDS_KEPT = 16
+
 
 class Checkpoints:
     """`copies` is what the agents say they hold.
@@ -42,12 +46,12 @@ class Checkpoints:
         self._state = state
         self.copies = Copies()
         self._holders: dict[str, Holder] = {}
-        self._commit = Commit(self.copies)
+        self._commit = Commit(state, self.copies)
         self._replicas = Replicas(state, self.copies, self._holders, self._commit)
         self._writes = Writes(state, self.copies, self._holders)
         self._restore = Restore(state, self.copies, self._holders)
         self._shortages = Shortages()
-        self._void: Key | None = None
+        self._void: deque[Key] = deque(maxlen=VOIDS_KEPT)
         self._gather_at = -math.inf
         self.secured = False
 
@@ -103,7 +107,7 @@ class Checkpoints:
     def _held(self, node: str, reports: Iterable[msg.CopyReport], now: float) -> list[Effect]:
         for report in reports:
             key = report.step, report.attempt
-            if key == self._void or self._restore.is_void(key):
+            if key in self._void or self._restore.is_void(key):
                 continue
             copies = report.on(node)
             for copy in copies:
@@ -117,10 +121,23 @@ class Checkpoints:
     def _dropped(self, node: str, message: msg.Dropped, now: float) -> list[Effect]:
         for copy in message.copy.on(node):
             self.copies.drop(copy)
-            self._commit.dropped(copy)
+            if message.why:
+                self._commit.corrupt(copy)
         self._gone(now)
-        why = f"a copy is no copy any more: {message.why}"
-        return [_noted(node, why, now)] if message.why else []
+        if not message.why:
+            return []
+        effects: list[Effect] = [_noted(node, f"a copy is no copy any more: {message.why}", now)]
+        key = self._commit.key
+        if key is not None and self._commit.damaged and not self.copies.restorable(key):
+            # In the way of newer ones, and no reason to give an older one up.
+            self._commit.go_on_from(next(self._older(key), None))
+            effects += self._make_void(key, f"{node}: {message.why}", now)
+        return effects
+
+    def _older(self, key: Key) -> Iterator[Key]:
+        """Complete in memory, newest first."""
+        older = (one for one in self.copies.newest_first() if cp.age(one) < cp.age(key))
+        return (one for one in older if self.copies.in_memory(one))
 
     def _gone(self, now: float) -> None:
         """Copies are not there any more."""
@@ -156,23 +173,22 @@ class Checkpoints:
     def skipped(self, attempt: int, step: int, rank: int, why: str, now: float) -> list[Effect]:
         """A rank could not save: then the step will never be complete."""
         key = step, attempt
-        if self._void == key or attempt != self._state.attempt:
+        if key in self._void or attempt != self._state.attempt:
             return []
-        self._void = key
-        self._commit.void(key)
-        self.copies.drop_where(key, tiers=(cp.MEMORY, cp.PEER))
-        void = msg.Void(step=step, attempt=key[1])
-        here = [node for node in self._state.placement if node in self._holders]
-        effects: list[Effect] = [Send(node, void) for node in here]
-        saved = ev.Saved(
-            t=now, attempt=key[1], step=step, tier=cp.MEMORY, ok=False, stall_s=0.0,
-            error=f"rank {rank}: {why}",
-        )  # fmt: skip
-        effects.append(Record(saved))
+        effects = self._make_void(key, f"rank {rank}: {why}", now)
         if why == REFUSED:  # its state outgrew the node: started again, all ranks save to storage
             by = f"jurymast, because rank {rank}: {why}"
             effects.append(Record(ev.Asked(t=now, what="restart", by=by)))
         return effects
+
+    def _make_void(self, key: Key, why: str, now: float) -> list[Effect]:
+        """Agents give up what they have of a state that is of no use."""
+        self._void.append(key)
+        self._commit.void(key)
+        self.copies.drop_where(key, tiers=(cp.MEMORY, cp.PEER))
+        void = msg.Void(step=key[0], attempt=key[1])
+        saved = ev.Saved(t=now, attempt=key[1], step=key[0], tier=cp.MEMORY, ok=False, stall_s=0.0, error=why)
+        return [*(Send(node, void) for node in self._holders), Record(saved)]
 
     def restored(self, attempt: int, step: int, tier: str) -> None:
         """The ranks go on from here."""
@@ -229,8 +245,8 @@ class Checkpoints:
         if chosen.tier == cp.MEMORY:
             self._commit.go_on_from((chosen.step, chosen.attempt))
         else:  # agents free what they hold in memory: the ranks will save other states under these steps
-            self._commit.go_on_from(None)
             self.copies.drop_where(tiers=(cp.MEMORY, cp.PEER))
+            self._commit.go_on_from(None)
         self._gone(now)
         return effects
 

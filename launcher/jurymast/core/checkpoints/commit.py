@@ -6,14 +6,15 @@ from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core.copies import Copies, Copy, Key
 from jurymast.core.effects import Effect, Record
+from jurymast.core.state import RunState
 
 
 class Commit:
     """`key` is the committed state, since `at` (Unix time, seconds); `broken` once it was announced that some
     of it is gone, `damaged` when that was an image in its own node's memory, which nobody brings back."""
 
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
+    def __init__(self, state: RunState, copies: Copies) -> None:
+        self._state, self._copies = state, copies
         self.key: Key | None = None
         self.at = 0.0
         self.broken = self.damaged = False
@@ -29,7 +30,7 @@ class Commit:
         for key in self._copies.newest_first():
             if not self._is_newer(key):
                 break
-            if self._copies.in_memory(key):
+            if self._counts(key) and self._copies.in_memory(key):
                 return [self._commit(key, now)]
         return []
 
@@ -45,9 +46,10 @@ class Commit:
     def go_on_from(self, key: Key | None) -> None:
         """This is what counts now, None: nothing does; it is not whole until all have it again."""
         self.key, self.broken, self.damaged = key, True, False
-        self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if self._is_newer(one)}
+        held = {one for one in self._copies.newest_first() if self._is_newer(one)}
+        self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
 
-    def dropped(self, copy: Copy) -> None:
+    def corrupt(self, copy: Copy) -> None:
         self.damaged |= copy.key == self.key and copy.tier == cp.MEMORY
 
     def whole(self) -> bool:
@@ -56,6 +58,14 @@ class Commit:
 
     def void(self, key: Key) -> None:
         self._stalls.pop(key, None)
+
+    def _counts(self, key: Key) -> bool:
+        """Not what a node brings back of an earlier attempt when this one goes on from something else: then
+        agents would give up what the ranks restore."""
+        restore, attempt = self._state.restore, self._state.attempt
+        if key[1] == attempt or restore is None or restore.attempt != attempt:
+            return True
+        return restore.tier == cp.MEMORY and key[0] == restore.step
 
     def _is_newer(self, key: Key) -> bool:
         return self.key is None or cp.age(key) > cp.age(self.key)
