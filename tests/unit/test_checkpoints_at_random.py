@@ -123,9 +123,9 @@ class Walk:
             while self.checkpoints.replicating:
                 self.slice()
             self.quiet()
-        key, kept = self.checkpoints._commit.key, self.checkpoints._replicas.kept(self.time)
-        if key is not None:
-            self.check_safe(key, bare=bool(kept.bare))
+        key, made = self.checkpoints._commit.key, self.checkpoints._replicas
+        if key is not None:  # where nobody had memory for replicas, that is asked again with the next state
+            self.check_safe(key, bare=made._bare or bool(made.kept(self.time).bare))
 
     def place(self, names: list[str]) -> None:
         self.state.placement, self.state.phase = tuple(names), Phase.RUNNING

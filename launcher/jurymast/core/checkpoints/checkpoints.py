@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import asdict
 
@@ -122,22 +122,10 @@ class Checkpoints:
         for copy in message.copy.on(node):
             self.copies.drop(copy)
             if message.why:
-                self._commit.corrupt(copy)
+                self._commit.corrupt(copy, f"{node}: {message.why}")
         self._gone(now)
-        if not message.why:
-            return []
-        effects: list[Effect] = [_noted(node, f"a copy is no copy any more: {message.why}", now)]
-        key = self._commit.key
-        if key is not None and self._commit.damaged and not self.copies.restorable(key):
-            # In the way of newer ones, and no reason to give an older one up.
-            self._commit.go_on_from(next(self._older(key), None))
-            effects += self._make_void(key, f"{node}: {message.why}", now)
-        return effects
-
-    def _older(self, key: Key) -> Iterator[Key]:
-        """Complete in memory, newest first."""
-        older = (one for one in self.copies.newest_first() if cp.age(one) < cp.age(key))
-        return (one for one in older if self.copies.in_memory(one))
+        why = f"a copy is no copy any more: {message.why}"
+        return [_noted(node, why, now)] if message.why else []
 
     def _gone(self, now: float) -> None:
         """Copies are not there any more."""
@@ -199,11 +187,21 @@ class Checkpoints:
 
     def look(self, now: float) -> list[Effect]:
         """Order whatever is due. Cheap when nothing is."""
-        effects: list[Effect] = []
+        effects = self._give_useless_up(now)
         if self._commit.key is not None:
             self._replicas.look(self._commit.key, now)
-            effects = self._writes.look(self._commit.key, now)
+            effects += self._writes.look(self._commit.key, now)
         return effects + self._writes.look_for_late(now)
+
+    def _give_useless_up(self, now: float) -> list[Effect]:
+        """A committed state of which some image is nowhere any more: an older one counts again."""
+        key, why = self._commit.key, self._commit.damaged
+        if key is None or not self._commit.useless():
+            return []
+        older = [one for one in self.copies.newest_first() if cp.age(one) < cp.age(key)]
+        self._commit.go_on_from(next((one for one in older if self.copies.in_memory(one)), None))
+        self._gone(now)
+        return self._make_void(key, why, now)
 
     @property
     def replicating(self) -> bool:
