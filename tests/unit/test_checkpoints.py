@@ -14,6 +14,7 @@ from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.replicas import REST_SHARE
 from jurymast.core.checkpoints.retries import RETRY_MAX_S, RETRY_S
 from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
+from jurymast.core.copies import Copy
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, Role
 from jurymast.journal import JournalWriter
@@ -434,7 +435,7 @@ def test_a_rank_that_skips_makes_the_step_void_and_is_told_once() -> None:
     site.skip(20, 1, "both memory slots are busy")
     site.skip(20, 2, "both memory slots are busy")
     assert site.saved("memory") == [(20, False)]
-    assert [node for node, _ in site.ordered(msg.Void)] == list(ACTIVE)
+    assert [node for node, _ in site.ordered(msg.Void)] == [*ACTIVE, "s1"]
 
 
 def test_a_state_that_outgrew_its_node_starts_the_ranks_again() -> None:
@@ -483,6 +484,81 @@ def test_going_back_drops_what_is_newer_wherever_it_comes_from() -> None:
     site.save(30)  # ranks that have not stopped yet
     assert site.checkpoints.copies.newest_first() == [(10, 1)]
     assert site.choose(launch(*ACTIVE)).step == 10
+
+
+def test_what_a_node_brings_back_of_an_earlier_attempt_is_not_committed() -> None:
+    """Agents would give up the older state, which the ranks are just restoring."""
+    site = Site()
+    site.save(10)
+    site.replicas_made(10)
+    for rank in (0, 1):
+        site.hold(rank, at=20)
+    site.lost("n3")  # its image of step 20 is held, and nobody has heard of it
+    site.state.attempt = 2
+    assert site.choose(launch("n1", "n2", "s1")).step == 10
+    report = msg.CopyReport(
+        step=20, attempt=1, rank=2, world=3, tier="memory", part="all", size_bytes=100, common_bytes=60,
+        common_id="same at 20",
+    )  # fmt: skip
+    site.ordered(msg.Committed)
+    site.joined("n3", copies=(report,))
+    site.look()
+    assert site.saved("memory") == [(10, True)]
+    assert site.ordered(msg.Committed) == []
+
+
+def test_a_state_of_which_an_image_is_corrupt_everywhere_makes_room_for_the_next() -> None:
+    site = Site(replicas=0)
+    site.save(10)
+    site.save(20)
+    (copy,) = [copy for copy in site.checkpoints.copies.on("n2") if copy.step == 20]
+    site.ordered(msg.Committed)
+    site.hear("n2", msg.Dropped(copy=report_of(copy), why="its hash does not match"))
+    site.look()
+    assert {(message.step, message.attempt) for _, message in site.ordered(msg.Void)} == {(20, 1)}
+    assert site.ordered(msg.Committed) == []
+    assert site.saved("memory")[-1] == (20, False)
+    site.save(30)
+    assert site.saved("memory")[-1] == (30, True)
+
+
+def report_of(copy: Copy) -> msg.CopyReport:
+    return msg.CopyReport(
+        tier=copy.tier, step=copy.step, attempt=copy.attempt, rank=copy.rank, world=copy.world,
+        part=copy.part, size_bytes=copy.size_bytes, common_bytes=copy.common_bytes, common_id=copy.common_id,
+    )  # fmt: skip
+
+
+def test_an_agent_that_was_started_again_has_lost_its_images_and_writes_nothing() -> None:
+    site = Site()
+    site.save()
+    site.replicas_made()
+    assert site.saved("peer") == [(10, True)]
+    site.ordered(msg.Replicate)
+    site.joined("s1", incarnation="another")
+    site.look()
+    assert {node for node, _ in site.ordered(msg.Replicate)} == {"s1"}
+    assert site.checkpoints.writing
+    site.joined("n1", incarnation="another")
+    assert not site.checkpoints.writing
+    assert site.state.saved["shared"].error == "the agent of n1 was started again"
+    assert {node for node, _ in site.ordered(msg.CancelDrain)} == {"n2", "n3"}
+
+
+def test_a_rank_of_an_earlier_attempt_makes_no_step_of_this_one_void() -> None:
+    site = Site()
+    site.state.attempt = 2
+    site.skip(20, 1, within.REFUSED, attempt=1)
+    assert site.ordered(msg.Void) == []
+    assert site.saved("memory") == []
+
+
+def test_going_back_stops_every_node_that_writes_something_newer() -> None:
+    site = Site()
+    site.save(20)
+    site.do(site.checkpoints.go_back(10, site.time))
+    assert {node for node, _ in site.ordered(msg.CancelDrain)} == set(ACTIVE)
+    assert not site.checkpoints.writing
 
 
 def test_partners_are_chosen_by_the_switches_that_agents_tell() -> None:

@@ -8,6 +8,7 @@ times in seconds.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 from msgspec.structs import asdict
@@ -30,6 +31,9 @@ from jurymast.core.state import RunState
 from jurymast.core.within import REFUSED
 from jurymast.errors import never
 
+# Steps that some rank could not save. What other ranks saved of them may be told of later.
+VOIDS_KEPT = 16
+
 
 class Checkpoints:
     """`copies` is what the agents say they hold.
@@ -42,12 +46,12 @@ class Checkpoints:
         self._state = state
         self.copies = Copies()
         self._holders: dict[str, Holder] = {}
-        self._commit = Commit(self.copies)
+        self._commit = Commit(state, self.copies)
         self._replicas = Replicas(state, self.copies, self._holders, self._commit)
         self._writes = Writes(state, self.copies, self._holders)
         self._restore = Restore(state, self.copies, self._holders)
         self._shortages = Shortages()
-        self._void: Key | None = None
+        self._void: deque[Key] = deque(maxlen=VOIDS_KEPT)
         self._gather_at = -math.inf
         self.secured = False
 
@@ -103,7 +107,7 @@ class Checkpoints:
     def _held(self, node: str, reports: Iterable[msg.CopyReport], now: float) -> list[Effect]:
         for report in reports:
             key = report.step, report.attempt
-            if key == self._void or self._restore.is_void(key):
+            if key in self._void or self._restore.is_void(key):
                 continue
             copies = report.on(node)
             for copy in copies:
@@ -117,7 +121,8 @@ class Checkpoints:
     def _dropped(self, node: str, message: msg.Dropped, now: float) -> list[Effect]:
         for copy in message.copy.on(node):
             self.copies.drop(copy)
-            self._commit.dropped(copy)
+            if message.why:
+                self._commit.corrupt(copy, f"{node}: {message.why}")
         self._gone(now)
         why = f"a copy is no copy any more: {message.why}"
         return [_noted(node, why, now)] if message.why else []
@@ -156,23 +161,22 @@ class Checkpoints:
     def skipped(self, attempt: int, step: int, rank: int, why: str, now: float) -> list[Effect]:
         """A rank could not save: then the step will never be complete."""
         key = step, attempt
-        if self._void == key or attempt != self._state.attempt:
+        if key in self._void or attempt != self._state.attempt:
             return []
-        self._void = key
-        self._commit.void(key)
-        self.copies.drop_where(key, tiers=(cp.MEMORY, cp.PEER))
-        void = msg.Void(step=step, attempt=key[1])
-        here = [node for node in self._state.placement if node in self._holders]
-        effects: list[Effect] = [Send(node, void) for node in here]
-        saved = ev.Saved(
-            t=now, attempt=key[1], step=step, tier=cp.MEMORY, ok=False, stall_s=0.0,
-            error=f"rank {rank}: {why}",
-        )  # fmt: skip
-        effects.append(Record(saved))
+        effects = self._make_void(key, f"rank {rank}: {why}", now)
         if why == REFUSED:  # its state outgrew the node: started again, all ranks save to storage
             by = f"jurymast, because rank {rank}: {why}"
             effects.append(Record(ev.Asked(t=now, what="restart", by=by)))
         return effects
+
+    def _make_void(self, key: Key, why: str, now: float) -> list[Effect]:
+        """Agents give up what they have of a state that is of no use."""
+        self._void.append(key)
+        self._commit.void(key)
+        self.copies.drop_where(key, tiers=(cp.MEMORY, cp.PEER))
+        void = msg.Void(step=key[0], attempt=key[1])
+        saved = ev.Saved(t=now, attempt=key[1], step=key[0], tier=cp.MEMORY, ok=False, stall_s=0.0, error=why)
+        return [*(Send(node, void) for node in self._holders), Record(saved)]
 
     def restored(self, attempt: int, step: int, tier: str) -> None:
         """The ranks go on from here."""
@@ -183,11 +187,21 @@ class Checkpoints:
 
     def look(self, now: float) -> list[Effect]:
         """Order whatever is due. Cheap when nothing is."""
-        effects: list[Effect] = []
+        effects = self._give_useless_up(now)
         if self._commit.key is not None:
             self._replicas.look(self._commit.key, now)
-            effects = self._writes.look(self._commit.key, now)
+            effects += self._writes.look(self._commit.key, now)
         return effects + self._writes.look_for_late(now)
+
+    def _give_useless_up(self, now: float) -> list[Effect]:
+        """A committed state of which some image is nowhere any more: an older one counts again."""
+        key, why = self._commit.key, self._commit.damaged
+        if key is None or not self._commit.useless():
+            return []
+        older = [one for one in self.copies.newest_first() if cp.age(one) < cp.age(key)]
+        self._commit.go_on_from(next((one for one in older if self.copies.in_memory(one)), None))
+        self._gone(now)
+        return self._make_void(key, why, now)
 
     @property
     def replicating(self) -> bool:
@@ -229,8 +243,8 @@ class Checkpoints:
         if chosen.tier == cp.MEMORY:
             self._commit.go_on_from((chosen.step, chosen.attempt))
         else:  # agents free what they hold in memory: the ranks will save other states under these steps
-            self._commit.go_on_from(None)
             self.copies.drop_where(tiers=(cp.MEMORY, cp.PEER))
+            self._commit.go_on_from(None)
         self._gone(now)
         return effects
 

@@ -6,17 +6,19 @@ from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core.copies import Copies, Copy, Key
 from jurymast.core.effects import Effect, Record
+from jurymast.core.state import RunState
 
 
 class Commit:
     """`key` is the committed state, since `at` (Unix time, seconds); `broken` once it was announced that some
-    of it is gone, `damaged` when that was an image in its own node's memory, which nobody brings back."""
+    of it is gone, `damaged` says why when that was an image in its own node's memory,
+    which nobody brings back."""
 
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
+    def __init__(self, state: RunState, copies: Copies) -> None:
+        self._state, self._copies = state, copies
         self.key: Key | None = None
         self.at = 0.0
-        self.broken = self.damaged = False
+        self.broken, self.damaged = False, ""
         self._stalls: dict[Key, float] = {}  # of states that may yet be committed
 
     def held(self, key: Key, stall_s: float) -> None:
@@ -29,7 +31,7 @@ class Commit:
         for key in self._copies.newest_first():
             if not self._is_newer(key):
                 break
-            if self._copies.in_memory(key):
+            if self._counts(key) and self._copies.in_memory(key):
                 return [self._commit(key, now)]
         return []
 
@@ -44,18 +46,34 @@ class Commit:
 
     def go_on_from(self, key: Key | None) -> None:
         """This is what counts now, None: nothing does; it is not whole until all have it again."""
-        self.key, self.broken, self.damaged = key, True, False
-        self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if self._is_newer(one)}
+        self.key, self.broken, self.damaged = key, True, ""
+        held = {one for one in self._copies.newest_first() if self._is_newer(one)}
+        self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
 
-    def dropped(self, copy: Copy) -> None:
-        self.damaged |= copy.key == self.key and copy.tier == cp.MEMORY
+    def corrupt(self, copy: Copy, why: str) -> None:
+        if copy.key == self.key and copy.tier == cp.MEMORY:
+            self.damaged = self.damaged or why
 
     def whole(self) -> bool:
         """Whether the state is complete in memory, or as complete as it will be."""
-        return self.key is not None and (self.damaged or self._copies.in_memory(self.key))
+        if self.key is None or self.useless():
+            return False
+        return bool(self.damaged) or self._copies.in_memory(self.key)
+
+    def useless(self) -> bool:
+        """Whether it is in the way of newer states, and no reason to give older ones up."""
+        return self.key is not None and bool(self.damaged) and not self._copies.restorable(self.key)
 
     def void(self, key: Key) -> None:
         self._stalls.pop(key, None)
+
+    def _counts(self, key: Key) -> bool:
+        """Not what a node brings back of an earlier attempt when this one goes on from something else: then
+        agents would give up what the ranks restore."""
+        restore, attempt = self._state.restore, self._state.attempt
+        if key[1] == attempt or restore is None or restore.attempt != attempt:
+            return True
+        return restore.tier == cp.MEMORY and key[0] == restore.step
 
     def _is_newer(self, key: Key) -> bool:
         return self.key is None or cp.age(key) > cp.age(self.key)

@@ -50,6 +50,7 @@ class Replicas:
         self._ordered: dict[str, set[tuple[Key, str, int, tuple[int, ...]]]] = {}  # by holder
         self._pass: _Pass | None = None
         self._safe: Key | None = None
+        self._bare = False  # nobody had memory for some of its replicas
         self._told_safe: Key | None = None
         self._dirty = False
         self._retry_at = math.inf
@@ -62,6 +63,8 @@ class Replicas:
         if domain:
             self._domains[node] = domain
         self._dirty = True
+        if self._bare:  # it may have the memory that nobody had
+            self._safe = None
         self._ordered.pop(node, None)
         self._reach.forget(node)
 
@@ -220,7 +223,7 @@ class Replicas:
     def _settle(self, key: Key, now: float, *, safe: bool) -> list[Effect]:
         """Every part is on as many nodes as wanted, or (not `safe`) as have memory for it: agents may give
         older images up."""
-        self._safe = key
+        self._safe, self._bare = key, not safe
         effects: list[Effect] = []
         replicated = safe and self._state.settings.replicas and len(self._holders) > 1
         if replicated and key != self._told_safe:

@@ -1,0 +1,151 @@
+"""Agents that hold images, as `core.checkpoints` sees them: they copy, refuse, fail, forget and are lost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+from jurymast.core import messages as msg
+from jurymast.core.copies import LOCAL, MEMORY, OWN, PEER, Copies, Key, age
+from support.reports import hello
+
+SLOTS = 2
+
+
+def report(tier: str, key: Key, rank: int, world: int, part: str = "all") -> msg.CopyReport:
+    return msg.CopyReport(
+        tier=tier, step=key[0], attempt=key[1], rank=rank, world=world, part=part, size_bytes=100,
+        common_bytes=60, common_id=f"alike at {key}",
+    )  # fmt: skip
+
+
+def key_of(copy: msg.CopyReport) -> Key:
+    return copy.step, copy.attempt
+
+
+@dataclass
+class Agent:
+    """`orders` are on their way to it, `words` on their way to the supervisor; both arrive in their order."""
+
+    name: str
+    incarnation: int = 0
+    held: set[msg.CopyReport] = field(default_factory=set)
+    orders: deque[msg.ToAgent] = field(default_factory=deque)
+    words: deque[msg.AboutCheckpoints] = field(default_factory=deque)
+
+    def hello(self) -> msg.Hello:
+        return hello(self.name, incarnation=str(self.incarnation), copies=tuple(self.held))
+
+    def hold(self, copy: msg.CopyReport) -> None:
+        self.held.add(copy)
+        self.words.append(msg.Held(copies=(copy,)))
+
+    def has_slot(self) -> bool:
+        return len({key_of(copy) for copy in self.held if copy.tier == MEMORY}) < SLOTS
+
+    def give_up(self, gone: Iterable[msg.CopyReport]) -> None:
+        """As ordered, so that nothing is said."""
+        self.held -= set(gone)
+
+    def in_memory(self) -> list[msg.CopyReport]:
+        return [copy for copy in self.held if copy.tier != LOCAL]
+
+
+@dataclass
+class Nodes:
+    """The agents that are here, by name; what they do by themselves `chance` decides."""
+
+    chance: Random
+    world: int
+    agents: dict[str, Agent] = field(default_factory=dict)
+    refuses: float = 0.02
+    fails: float = 0.1
+
+    def truth(self) -> Copies:
+        copies = Copies()
+        for agent in self.agents.values():
+            for held in agent.held:
+                for copy in held.on(agent.name):
+                    copies.hold(copy)
+        return copies
+
+    def obey(self, agent: Agent, order: msg.ToAgent) -> None:
+        match order:
+            case msg.Replicate():
+                self._replicate(agent, order)
+            case msg.Committed():
+                newest = order.attempt, order.step
+                agent.give_up([copy for copy in agent.in_memory() if age(key_of(copy)) < newest])
+            case msg.Void():
+                key = order.step, order.attempt
+                agent.give_up([copy for copy in agent.in_memory() if key_of(copy) == key])
+            case msg.Forget():
+                agent.give_up(
+                    [
+                        copy
+                        for copy in agent.held
+                        if key_of(copy) == (order.step, order.attempt)
+                        and copy.tier == PEER
+                        and copy.rank in order.ranks
+                        and not copy.members
+                    ]
+                )
+            case msg.ForgetNewer():
+                agent.give_up([copy for copy in agent.held if copy.step > order.step])
+            case msg.Drain():
+                self._write(agent, order)
+            case _:
+                pass  # what is cancelled has ended already
+
+    def _replicate(self, agent: Agent, order: msg.Replicate) -> None:
+        key = order.step, order.attempt
+        why = self._why_not(agent, order)
+        if why:
+            agent.words.append(
+                msg.Unreplicated(
+                    step=key[0], attempt=key[1], rank=order.rank, part=order.part, group=order.group, why=why
+                )
+            )
+            return
+        copy = report(PEER, key, order.rank, self.world, order.part)
+        if order.group:
+            members = tuple(
+                msg.MemberReport(rank=r, size_bytes=100, common_bytes=60, common_id=copy.common_id)
+                for r in order.group
+            )
+            copy = msg.CopyReport(
+                tier=PEER, step=key[0], attempt=key[1], rank=order.rank, world=self.world, part=order.part,
+                size_bytes=40, members=members,
+            )  # fmt: skip
+        agent.hold(copy)
+
+    def _why_not(self, agent: Agent, order: msg.Replicate) -> str:
+        if self.chance.random() < self.refuses:
+            agent.words.append(msg.Refused(why="no memory", group=order.group))
+            return "no memory"
+        if self.chance.random() < self.fails:
+            return "timed out"
+        wanted = {one.rank: one.sources for one in order.members} or {order.rank: order.sources}
+        key = order.step, order.attempt
+        gone = [rank for rank, sources in wanted.items() if not self.serves(key, rank, order.part, sources)]
+        return f"nobody has the images of {gone}" if gone else ""
+
+    def serves(self, key: Key, rank: int, part: str, sources: Iterable[msg.Source]) -> bool:
+        """Whether one of the sources that were named still has this rank's own part at least."""
+        return any(
+            key_of(copy) == key and (copy.rank == rank and not copy.members or copy.members)
+            for source in sources
+            if source.node in self.agents and source.part in ("all", OWN, part)
+            for copy in self.agents[source.node].held
+        )
+
+    def _write(self, agent: Agent, order: msg.Drain) -> None:
+        key = order.step, order.attempt
+        mine = {copy.rank for copy in agent.held if key_of(copy) == key and copy.part == "all"}
+        why = "" if set(order.ranks) <= mine else "an image is not here any more"
+        why = "no space left" if self.chance.random() < self.fails else why
+        agent.words.append(
+            msg.Drained(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=100 if not why else 0)
+        )
