@@ -53,8 +53,8 @@ def test_only_the_node_of_rank_0_warms_its_writer_and_once() -> None:
     lead, other = Writes(1), Writes(1)
     lead.launch(launch(1, rank=0))
     other.launch(launch(1, rank=1))
-    assert lead.rank_said(event, 1.0) == [do.WarmWriter(cp.SHARED)]
+    assert lead.rank_said(event, 1.0) == [do.WarmWriter()]
     assert lead.rank_said(event, 2.0) == []
     assert other.rank_said(event, 1.0) == []
     other.launch(launch(2, rank=0))
-    assert other.rank_said(event, 3.0) == [do.WarmWriter(cp.SHARED)]
+    assert other.rank_said(event, 3.0) == [do.WarmWriter()]

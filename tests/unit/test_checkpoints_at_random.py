@@ -14,7 +14,7 @@ from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.writes import Write
 from jurymast.core.copies import LOCAL, MEMORY, Key
-from jurymast.core.effects import Effect, Send
+from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.instructions import Launch
 from jurymast.core.reach import PAUSE_MAX_S
 from jurymast.core.run import step
@@ -62,6 +62,7 @@ class Walk:
                 if isinstance(effect.message, msg.Void):
                     self.committed.discard((effect.message.step, effect.message.attempt))
                 continue
+            assert isinstance(effect, Record)
             event = effect.event
             step(self.state, event)
             if isinstance(event, ev.Saved) and event.tier == MEMORY and event.ok:
