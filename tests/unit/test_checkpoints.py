@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from jurymast.agent.keeping import failure_domain
@@ -17,10 +15,7 @@ from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
 from jurymast.core.copies import Copy
 from jurymast.core.instructions import Launch
 from jurymast.core.state import Phase, Role
-from jurymast.journal import JournalWriter
-from jurymast.rundir import RunDirectory
-from jurymast.supervisor.hold import Hold
-from jurymast.supervisor.supervisor import Supervisor
+from jurymast.core.supervision.machine import Supervision
 from support.site import ACTIVE, Site
 from support.stories import Story
 
@@ -585,14 +580,10 @@ def test_a_node_s_failure_domain_is_what_slurm_tells_of_its_switches(
     assert failure_domain(address, pattern) == domain
 
 
-def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have(tmp_path: Path) -> None:
+def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have() -> None:
     story = Story(active=2, spares=1).running()
-    directory = RunDirectory(tmp_path / "run")
-    directory.create()
-    supervisor = Supervisor(
-        directory, story.state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
-    )
-    supervisor._checkpoints.found_on_storage({(10, 1): 9, (20, 1): 9}, [])
+    supervision = Supervision(story.state, "/runs/a", story.t)
+    supervision.found_on_storage({(10, 1): 9, (20, 1): 9}, [])
     said = within.Restored(step=10, tier="shared", seconds=1.0, skipped=("step 20",))
-    supervisor._hear("n1", 1, msg.RankEvent(attempt=2, event=said))
-    assert set(supervisor._checkpoints._writes.shared) == {(10, 1)}
+    supervision.heard("n1", 1, msg.RankEvent(attempt=2, event=said), story.t)
+    assert set(supervision.checkpoints._writes.shared) == {(10, 1)}

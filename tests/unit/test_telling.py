@@ -11,17 +11,14 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.saves import Saves
-from jurymast.core.effects import Record
 from jurymast.core.heartbeat import WatcherClock
 from jurymast.core.ledger import Ledger
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.reports import Reports
+from jurymast.core.supervision.machine import Supervision
+from jurymast.core.supervision.progress import Progress
 from jurymast.core.telling import PAUSE_MAX_S, YOUNG_S
-from jurymast.journal import JournalWriter, initial_state, replay
-from jurymast.rundir import RunDirectory
-from jurymast.supervisor.hold import Hold
-from jurymast.supervisor.progress import Progress
-from jurymast.supervisor.supervisor import Supervisor
+from jurymast.journal import initial_state, replay
 from support.reports import reported
 from support.stories import Story
 
@@ -40,7 +37,7 @@ class Training:
         for node in self.state.placement:
             self.reports.expect(node)
         self.saves = Saves(self.state)
-        self.progress = Progress(self.state, self.reports, self.saves, self.feed, lambda: self.story.t)
+        self.progress = Progress(self.state, self.reports, self.saves)
         self.done, self.saved = self.state.step, 0
         self.at_first = len(self.story.events)
 
@@ -60,7 +57,8 @@ class Training:
         for node in self.state.placement:
             rank = reported(step=self.done, beats=self.done, beat_s=0.0)
             self.reports.beat(node, beat_of(self.state.attempt, [rank]))
-        self.progress.report(forced=forced)
+        for told in self.progress.look(self.story.t, forced=forced):
+            self.feed(told)
 
     def goes_on(self, seconds: float) -> Training:
         for _ in range(round(seconds / 60.0)):
@@ -117,19 +115,16 @@ def test_what_was_not_told_singly_is_in_the_state_and_in_the_books(tmp_path: Pat
     assert account.placed_us("unknown") == 0
 
 
-def test_the_cadence_hears_of_every_save(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path / "run")
-    directory.create()
+def test_the_agreement_on_saves_hears_of_every_one() -> None:
     state, t = old().state, time.time()
     state.submitted_at = t - 5 * DAY_S
-    supervisor = Supervisor(
-        directory, state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
-    )
-    supervisor._cadence._begin()
+    supervision = Supervision(state, "/runs/a", t)
+    supervision.agreement._begin()
     first = ev.Saved(t=t, attempt=1, step=state.step, tier="memory", ok=True, stall_s=STALL_S)
-    supervisor._do([Record(first), Record(replace(first, step=first.step + 1))])
+    told = [one for step in (0, 1) for one in supervision._saved(replace(first, step=first.step + step), t)]
+    assert len(told) == 1
     assert state.saved_on("memory") == first.step
-    assert supervisor._cadence._saved_step == first.step + 1
+    assert supervision.agreement._saved_step == first.step + 1
 
 
 def test_of_a_run_that_goes_on_the_books_wait_as_long_as_the_journal_is_silent() -> None:

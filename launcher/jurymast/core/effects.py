@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jurymast.core.events import Event
+from jurymast.core.instructions import Instruction
 from jurymast.core.message import ToAgent
 
 
@@ -18,7 +19,8 @@ class Send:
 
 @dataclass(frozen=True)
 class Record:
-    """The event goes into the journal, and `core.run` decides what follows from it."""
+    """The event goes into the journal, and `core.run` decides what follows from it. Never leaves
+    `core.supervision`."""
 
     event: Event
 
@@ -47,7 +49,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class GiveBack:
-    """Slurm is to let `job` go on without `node`. Answered to `core.nodes.sick`, which may take long."""
+    """Slurm is to let `job` go on without `node`. Answered by `given_back`, which may take long."""
 
     job: str
     node: str
@@ -55,10 +57,50 @@ class GiveBack:
 
 @dataclass(frozen=True)
 class SaveFirst:
-    """Have all ranks save, within `limit_s` seconds. Answered to `core.nodes.stragglers`, by `why`."""
+    """Have all ranks save, within `limit_s` seconds. Answered by `saved`, with `why`. Never leaves
+    `core.supervision`."""
 
     why: str
     limit_s: float
 
 
-Effect = Send | Record | Answer | Disconnect | Pulse | GiveBack | SaveFirst
+@dataclass(frozen=True)
+class Journal:
+    """Write this event down, and what was decided on it. `flush`: it is to be on the disk, if that can be had
+    soon, before what follows."""
+
+    event: Event
+    decided: tuple[Instruction, ...] = ()
+    flush: bool = False
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Write into the run directory that this is the newest attempt: earlier ones publish no checkpoint any
+    more. Answered by `fenced`."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class WhyEnding:
+    """Ask Slurm why the job ends. Answered by `why_ending`."""
+
+    node: str = ""
+    connection: int = 0
+
+
+@dataclass(frozen=True)
+class AskSuperseded:
+    """See in the run directory whether another supervisor has taken over. Answered by `superseded`."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Everything is decided, and all agents have gone or had time to: end this process."""
+
+
+Effect = (
+    Send | Record | Answer | Disconnect | Pulse | GiveBack | SaveFirst | Journal | Fence | WhyEnding
+    | AskSuperseded | End
+)  # fmt: skip

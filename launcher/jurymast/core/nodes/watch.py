@@ -78,7 +78,7 @@ class Watch:
         self.nodes: dict[str, NodeWatch] = {}
         self.ending = False  # the job is about to end: who goes now is not lost
         self._lateness = Lateness(self._heartbeat_s)
-        self._connected = 0
+        self.here: set[str] = set()  # connected
         self._broken: dict[str, None] = {}  # whose connection closed a moment ago
         self._broke_at: deque[float] = deque(maxlen=MANY)
         self._lenient_until = -math.inf
@@ -148,11 +148,12 @@ class Watch:
     def _put(self, node: str, watch: NodeWatch) -> None:
         self._drop(node)
         self.nodes[node] = watch
-        self._connected += watch.away is None
+        if watch.away is None:
+            self.here.add(node)
 
     def _drop(self, node: str) -> None:
-        before = self.nodes.pop(node, None)
-        self._connected -= before is not None and before.away is None
+        self.nodes.pop(node, None)
+        self.here.discard(node)
         self._broken.pop(node, None)
 
     def _give_time(self) -> None:
@@ -180,7 +181,7 @@ class Watch:
         late_s = self.clock.tick(now)
         counted_s = self.clock.now - before
         effects: list[Effect] = []
-        if text := self._lateness.overslept(late_s, self._connected):
+        if text := self._lateness.overslept(late_s, len(self.here)):
             effects.append(Record(ev.Noted(t=now, message=text)))
         is_late = counted_s > ON_TIME_S
         if is_late:
@@ -282,8 +283,8 @@ class Watch:
         """Invariants; AssertionError names the one broken."""
         for name, watch in self.nodes.items():
             assert (watch.connection == 0) is (watch.away is not None), f"{name} is connected and away"
-        here = [name for name, watch in self.nodes.items() if watch.away is None]
-        assert len(here) == self._connected, "the connected nodes are miscounted"
+        here = {name for name, watch in self.nodes.items() if watch.away is None}
+        assert here == self.here, "other nodes are connected than it says"
         closed = {name for name, watch in self.nodes.items() if watch.away and watch.away.how == "closed"}
         assert closed == set(self._broken), "other connections broke a moment ago than the nodes say"
         assert self.reports.nodes == set(self.nodes), "nodes that report are not those that are watched"

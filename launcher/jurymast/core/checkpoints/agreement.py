@@ -1,4 +1,4 @@
-"""The supervisor's hand in the cadence: it decides when all ranks save, and brings them to agree.
+"""The cadence: when all ranks save is decided here, and they are brought to agree.
 
 How they agree is told in `worker.schedule`; this is the proposing side. Everything here is learnt anew from
 heartbeats, so a supervisor that takes over goes on; what was agreed is journalled before ranks hear of it.
@@ -6,17 +6,17 @@ heartbeats, so a supervisor that takes over goes on; what was agreed is journall
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.cadence import Schedule, best_interval_s, first_interval_s, moved, why_interval
 from jurymast.core.copies import PEER
+from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.forecast import SLOWDOWN
 from jurymast.core.messages import Beat, CadenceReport, RankReport
 from jurymast.core.optimum import Saving
@@ -35,7 +35,6 @@ MARGIN_BEATS = 3.0
 MARGIN_MAX_S = 60.0
 # A save that was asked for and skipped, as the ranks' memory was busy, is tried again so often.
 TRIES = 3
-SAVED_POLL_S = 0.02
 
 
 @dataclass
@@ -59,21 +58,24 @@ def _see(ranks: list[RankReport], report: CadenceReport) -> _Seen | None:
     return _Seen(max(steps), min(steps), settled, report.number, report.decided)
 
 
-@dataclass
-class Cadence:
-    """`tell` sends a message to a node's agent, `feed` journals an event, `now` is the supervisor's clock,
-    `copying` says whether agents write copies to storage."""
+@dataclass(frozen=True)
+class _Wait:
+    """For a save of what all ranks had done of an attempt, `until` then at the latest."""
 
-    state: RunState
-    tell: Callable[[str, msg.ToAgent], None]
-    feed: Callable[[ev.Event], None]
-    now: Callable[[], float]
-    copying: Callable[[], bool] = lambda: False
-    samples: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=64))
+    attempt: int
+    done: int
+    until: float
 
-    def __post_init__(self) -> None:
+
+class Agreement:
+    """Times are the supervisor's clock. What it is asked for is proposed at the next `look`."""
+
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+        self.samples: deque[tuple[float, bool]] = deque(maxlen=64)
         self._look_at = 0.0
         self._attempt = 0
+        self._waiting: dict[str, _Wait] = {}  # by what the save is asked for
         self._begin()
 
     def _begin(self) -> None:
@@ -105,21 +107,22 @@ class Cadence:
 
     # ---- what is heard
 
-    def beat(self, node: str, beat: Beat) -> None:
+    def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
         """A heartbeat; those of ranks that use a Checkpointer tell of the cadence."""
         if self._attempt != self.state.attempt:
             self._begin()
         report, ranks = beat.cadence, beat.ranks
         if beat.attempt != self._attempt or node not in self._places or report is None or not ranks:
-            return
+            return []
         self._heard[node] = ranks, report
         current = self._current
         shown = self._decided and (report.number, report.decided)
         if current is None or shown == (current.number, self._decided):
-            return  # as almost always: thousands of nodes say so every half a second
+            return []  # as almost always: thousands of nodes say so every half a second
         seen = _see(ranks, report)
-        if seen is not None and self.state.phase is Phase.RUNNING:
-            self._answer(node, seen, current)
+        if seen is None or self.state.phase is not Phase.RUNNING:
+            return []
+        return self._answer(node, seen, current, now)
 
     def heard(self, event: ev.Event) -> None:
         """What was journalled of saves."""
@@ -143,92 +146,100 @@ class Cadence:
         self._tries = TRIES
         return True
 
-    async def save_first(self, by: str, limit_s: float) -> bool:
-        """Ask, and wait until what all ranks have done by now is saved; False when it was not in time."""
+    def save_first(self, by: str, limit_s: float, now: float) -> bool:
+        """Ask, and have `saved_first` tell when what all ranks have done by now is saved; False when that
+        cannot be."""
         if self.state.phase is not Phase.RUNNING or not self.ask(by):
             return False
         self._see_all()
-        attempt, done, end = self._attempt, self._slowest(), self.now() + limit_s
-        while self._saved_step < done and self.now() < end:
-            await asyncio.sleep(SAVED_POLL_S)
-            if (self.state.attempt, self.state.phase) != (attempt, Phase.RUNNING):
-                return False
-        return self._saved_step >= done
+        self._waiting[by] = _Wait(self._attempt, self._slowest(), now + limit_s)
+        return True
+
+    def saved_first(self, now: float) -> list[tuple[str, bool]]:
+        """Who need not wait any more for a save, and whether it came in time."""
+        over = []
+        for by, wait in list(self._waiting.items()):
+            runs = (self.state.attempt, self.state.phase) == (wait.attempt, Phase.RUNNING)
+            saved = runs and self._saved_step >= wait.done
+            if saved or not runs or now >= wait.until:
+                del self._waiting[by]
+                over.append((by, saved))
+        return over
 
     # ---- bringing ranks to agree
 
-    def _answer(self, node: str, seen: _Seen, current: Schedule) -> None:
+    def _answer(self, node: str, seen: _Seen, current: Schedule, now: float) -> list[Effect]:
         """What follows from one node's heartbeat: tell it what it lacks, or decide."""
         if seen.number != current.number or (self._decided and seen.decided != self._decided):
-            self._send([node], current)
-        elif not self._decided and seen.fastest >= current.at:
-            self._decide(-current.number)
-        elif not self._decided:
-            self._shown.add(node)
-            if self._shown == self._places:
-                self._decide(current.number)
+            return self._send([node], current)
+        if self._decided:
+            return []
+        if seen.fastest >= current.at:
+            return self._decide(current, -current.number, now)
+        self._shown.add(node)
+        return self._decide(current, current.number, now) if self._shown == self._places else []
 
-    def _send(self, nodes: Iterable[str], schedule: Schedule) -> None:
+    def _send(self, nodes: Iterable[str], schedule: Schedule) -> list[Effect]:
         order = msg.Cadence(attempt=self._attempt, schedule=schedule, decided=self._decided)
-        for node in nodes:
-            self.tell(node, order)
+        return [Send(node, order) for node in nodes]
 
-    def _decide(self, decided: int) -> None:
-        current, proposed = self._current, self._proposed
-        assert current is not None
+    def _decide(self, current: Schedule, decided: int, now: float) -> list[Effect]:
+        """What was proposed holds, or (less than 0) it came too late."""
+        proposed, effects = self._proposed, list[Effect]()
         self._decided, self._proposed = decided, None
         if proposed is not None and decided > 0:
-            self._every, self._changed_at = current.every or self._every, self.now()
+            self._every, self._changed_at = current.every or self._every, now
             self._margin_s = MARGIN_BEATS * self.state.settings.heartbeat_s
-            self.feed(proposed)
+            effects = [Record(proposed)]  # before ranks hear of it
         elif proposed is not None:
             self._margin_s = min(2.0 * self._margin_s, MARGIN_MAX_S)
             self._asks += [proposed.by] if proposed.by else []
-        self._send(self._places, current)
+        return effects + self._send(self._places, current)
 
-    def _adopt(self) -> bool:
+    def _adopt(self, now: float) -> list[Effect]:
         """What an earlier supervisor left undecided is settled: confirmed if it had journalled or told it."""
         if self._current is not None or self._adopted:
-            return False
+            return []
         self._adopted = True
         number = max(seen.number for seen in self._seen.values())
         if number == 0:
-            return False
+            return []
         self._current = Schedule(number, 0, 0, 0)
         told = self.state.cadence
         self._every = told.every_steps if told is not None else 0
         confirmed = any(seen.decided == number for seen in self._seen.values())
         confirmed |= told is not None and told.number == number
-        self._decide(number if confirmed else -number)
-        return True
+        return self._decide(self._current, number if confirmed else -number, now)
 
     # ---- deciding
 
-    def look(self) -> None:
-        """Propose whatever is due. Cheap when nothing is."""
-        now = self.now()
+    def look(self, now: float, *, copying: bool = False) -> list[Effect]:
+        """Propose whatever is due. Cheap when nothing is. `copying`: agents write copies to storage."""
         if now < self._look_at or self.state.phase is not Phase.RUNNING:
-            return
+            return []
         self._look_at = now + LOOK_INTERVAL_S
         if self._attempt != self.state.attempt or len(self._heard) < len(self._places):
-            return
+            return []
         self._all_step = self._all_step or self._see_all()
         if not self._all_step:
-            return
-        self._measure(now)
-        if self._adopt() or not self.samples or self._undecided():
-            return
+            return []
+        self._measure(now, copying)
+        if adopted := self._adopt(now):
+            return adopted
+        if not self.samples or self._undecided():
+            return []
         self._look_at = now + SAMPLE_S
         if self._asks:
             by, self._asks = "; ".join(self._asks), []
             self._see_all()
-            self._propose(0, 0.0, f"asked by {by}", by)
-        elif self._steps is None and now >= self._changed_at + HOLD_S:
-            interval_s, reason = self._interval()
+            return self._propose(0, 0.0, f"asked by {by}", now, by)
+        if self._steps is None and now >= self._changed_at + HOLD_S:
+            interval_s, reason = self._interval(now)
             every = max(1, round(interval_s / self.step_s))
             if moved(self._every, every):
                 self._see_all()
-                self._propose(every, interval_s, reason)
+                return self._propose(every, interval_s, reason, now)
+        return []
 
     def _see_all(self) -> bool:
         """True when all ranks of every node have done a step in this attempt."""
@@ -266,7 +277,7 @@ class Cadence:
             return SLOWDOWN
         return min(SLOWDOWN_MAX, max(0.0, median(during) / median(quiet) - 1.0))
 
-    def _measure(self, now: float) -> None:
+    def _measure(self, now: float, copying: bool) -> None:
         """A sample of the time a step takes, every few seconds; all ranks go in step."""
         ranks, _ = next(iter(self._heard.values()))
         step = min(rank.step for rank in ranks)
@@ -274,7 +285,7 @@ class Cadence:
             self._first = self._sampled = (step, now)
         before, at = self._sampled or (step, now)
         if step > before and now >= at + SAMPLE_S:
-            self.samples.append(((now - at) / (step - before), self.copying()))
+            self.samples.append(((now - at) / (step - before), copying))
             self._sampled = (step, now)
 
     @property
@@ -285,17 +296,17 @@ class Cadence:
         peer = self.state.saved.get(PEER)
         return Saving(median(self.state.stalls), peer.seconds if peer else 0.0, self.slowdown)
 
-    def _interval(self) -> tuple[float, str]:
+    def _interval(self, now: float) -> tuple[float, str]:
         """Time wanted between saves, in seconds, and why."""
         if self._seconds is not None:
             return self._seconds, "as the script or the policy asks"
-        mtbf_s, most_s = expected_mtbf_s(self.state, self.now()), self.state.settings.max_loss_s
+        mtbf_s, most_s = expected_mtbf_s(self.state, now), self.state.settings.max_loss_s
         saving = self.saving
         if saving is None:
             return min(first_interval_s(mtbf_s), most_s), "early, to learn what a save costs"
         return best_interval_s(saving, mtbf_s, most_s), why_interval(saving, mtbf_s, most_s)
 
-    def _propose(self, every: int, interval_s: float, reason: str, by: str = "") -> None:
+    def _propose(self, every: int, interval_s: float, reason: str, now: float, by: str = "") -> list[Effect]:
         """`every` 0: one save now, and on with what is there."""
         ahead_s = self._margin_s + self.state.settings.heartbeat_s
         fastest = max(seen.fastest for seen in self._seen.values())
@@ -308,10 +319,10 @@ class Cadence:
         saving = self.saving or Saving(0.0)
         told = self.state.cadence
         self._proposed = ev.CadenceSet(
-            t=self.now(), attempt=self._attempt, number=number, from_step=at, first_step=first,
+            t=now, attempt=self._attempt, number=number, from_step=at, first_step=first,
             every_steps=repeat, reason=reason, by=by, step_s=round(self.step_s, 6),
             interval_s=round(interval_s or (told.interval_s if told else 0.0), 3),
             stall_s=round(saving.stall_s, 6), drain_s=round(saving.drain_s, 3),
-            slowdown=round(saving.slowdown, 4), mtbf_s=expected_mtbf_s(self.state, self.now()),
+            slowdown=round(saving.slowdown, 4), mtbf_s=expected_mtbf_s(self.state, now),
         )  # fmt: skip
-        self._send(self._places, self._current)
+        return self._send(self._places, self._current)

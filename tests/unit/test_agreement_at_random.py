@@ -18,11 +18,12 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.cadence import NEVER, Schedule
+from jurymast.core.checkpoints.agreement import Agreement
+from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.messages import Beat, CadenceReport
 from jurymast.core.run import step as take
 from jurymast.core.settings import Settings
 from jurymast.core.state import Node, Phase, Role, RunState
-from jurymast.supervisor.cadence import Cadence
 from jurymast.worker.link import Link, open_page
 from jurymast.worker.schedule import Follower
 from support.reports import reported
@@ -83,28 +84,30 @@ class World:
         self.state.nodes = {name: Node(name, i, Role.ACTIVE) for i, name in enumerate(self.agents)}
         self.state.placement, self.state.phase, self.state.attempt = tuple(self.agents), Phase.RUNNING, 1
         self.events: list[ev.CadenceSet] = []
-        self.cadence = self.supervise()
+        self.agreement = self.supervise()
 
-    def supervise(self) -> Cadence:
-        cadence = Cadence(self.state, self.tell, self.feed, lambda: self.time)
-        cadence.samples.append((STEP_S, False))
-        return cadence
+    def supervise(self) -> Agreement:
+        agreement = Agreement(self.state)
+        agreement.samples.append((STEP_S, False))
+        return agreement
 
-    def tell(self, node: str, order: msg.ToAgent) -> None:
-        assert isinstance(order, msg.Cadence)
-        self.agents[node].down.append(order)
-
-    def feed(self, event: ev.Event) -> None:
-        assert isinstance(event, ev.CadenceSet)
-        self.events.append(event)
-        take(self.state, event)
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                assert isinstance(effect.message, msg.Cadence)
+                self.agents[effect.node].down.append(effect.message)
+            else:
+                assert isinstance(effect, Record)
+                assert isinstance(effect.event, ev.CadenceSet)
+                self.events.append(effect.event)
+                take(self.state, effect.event)
 
     def take_over(self) -> None:
         """The supervisor dies, what was on its way is lost, and another one starts from the journal."""
         for agent in self.agents.values():
             agent.up.clear()
             agent.down.clear()
-        self.cadence = self.supervise()
+        self.agreement = self.supervise()
 
     def wait(self, known: Callable[[], bool]) -> None:
         """A rank in doubt waits; everything else goes on."""
@@ -126,16 +129,16 @@ class World:
         elif what < 0.55:
             agent.beat()
         elif what < 0.75 and agent.up:
-            self.cadence.beat(name, agent.up.popleft())
+            self.do(self.agreement.beat(name, agent.up.popleft(), self.time))
         elif what < 0.9 and agent.down:
             agent.memory.order(agent.down.popleft())
         elif what < 0.95:
-            self.cadence.look()
+            self.do(self.agreement.look(self.time))
         elif what < 0.965:
-            self.cadence.ask("a test")
+            self.agreement.ask("a test")
         elif what < 0.975:  # steps change their length, and with it the number of them between saves
-            self.cadence.samples.clear()
-            self.cadence.samples.append((self.chance.choice([0.02, 0.1, 0.5]), False))
+            self.agreement.samples.clear()
+            self.agreement.samples.append((self.chance.choice([0.02, 0.1, 0.5]), False))
         elif what < 0.978:
             self.take_over()
 
@@ -162,7 +165,7 @@ def test_that_is_not_because_nothing_is_ever_agreed() -> None:
         world = World(seed, 3, 1)
         for _ in range(6000):
             world.act()
-            withdrawn += world.cadence._decided < 0
+            withdrawn += world.agreement._decided < 0
         world.agree()
         told += len(world.events)
         saved += sum(len(rank.saved) for agent in world.agents.values() for rank in agent.ranks)

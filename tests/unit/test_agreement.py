@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.agreement import HOLD_S, MARGIN_BEATS, SAMPLE_S, Agreement
+from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.failure_rate import FailureRate, prior
 from jurymast.core.messages import Beat, CadenceReport
 from jurymast.core.run import step as take
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.report.cadence import cadence_json, cadence_lines
-from jurymast.supervisor.cadence import HOLD_S, MARGIN_BEATS, SAMPLE_S, Cadence
 from support.reports import reported
 
 STEP_S = 0.5
@@ -37,7 +37,18 @@ class Site:
         self.copying = False
         self.asked: dict[str, Any] = {"steps": steps, "seconds": seconds}
         self.done = 0
-        self.cadence = Cadence(self.state, self.tell, self.feed, lambda: self.time, lambda: self.copying)
+        self.agreement = Agreement(self.state)
+
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.tell(effect.node, effect.message)
+            else:
+                assert isinstance(effect, Record)
+                self.feed(effect.event)
+
+    def look(self) -> None:
+        self.do(self.agreement.look(self.time, copying=self.copying))
 
     def tell(self, node: str, order: msg.ToAgent) -> None:
         assert isinstance(order, msg.Cadence)
@@ -48,7 +59,7 @@ class Site:
 
     def feed(self, event: ev.Event) -> None:
         self.events.append(event)
-        self.cadence.heard(event)
+        self.agreement.heard(event)
         take(self.state, event)
 
     def beat(self, node: str, at: int | None = None, settled: int | None = None) -> None:
@@ -56,7 +67,7 @@ class Site:
         page = self.pages[node]
         settled = abs(page["decided"]) if settled is None else settled
         rank = reported(step=at, beats=at, settled=settled)
-        self.cadence.beat(node, Beat(1, [rank], CadenceReport(**page, **self.asked)))
+        self.do(self.agreement.beat(node, Beat(1, [rank], CadenceReport(**page, **self.asked)), self.time))
 
     def go_on(self, seconds: float, step_s: float = STEP_S) -> None:
         for _ in range(round(seconds / step_s)):
@@ -64,7 +75,7 @@ class Site:
             self.done += 1
             self.beat("a")
             self.beat("b")
-            self.cadence.look()
+            self.look()
 
     def saved(self, stall_s: float, ok: bool = True) -> None:
         self.feed(
@@ -146,7 +157,7 @@ def test_a_script_with_its_own_steps_is_only_told_of_saves_that_somebody_wants()
     site = Site(steps=100)
     site.go_on(30.0)
     assert site.told() == []
-    assert site.cadence.ask("ann")
+    assert site.agreement.ask("ann")
     site.go_on(2.0)
     (told,) = site.told()
     assert (told.by, told.every_steps, told.first_step) == ("ann", 0, told.from_step)
@@ -155,9 +166,9 @@ def test_a_script_with_its_own_steps_is_only_told_of_saves_that_somebody_wants()
 def test_a_proposal_that_comes_too_late_is_withdrawn_and_made_again_with_more_time() -> None:
     site = Site(steps=100)
     site.go_on(10.0)
-    site.cadence.ask("ann")
+    site.agreement.ask("ann")
     site.time += 1.0
-    site.cadence.look()
+    site.look()
     at = site.orders[-1].schedule.at
     site.beat("a", at=at)
     assert site.orders[-1].decided == -site.orders[-1].schedule.number
@@ -172,14 +183,14 @@ def test_a_proposal_that_comes_too_late_is_withdrawn_and_made_again_with_more_ti
 def test_no_proposal_follows_while_a_rank_has_not_settled_the_last_one() -> None:
     site = Site(steps=100)
     site.go_on(10.0)
-    site.cadence.ask("ann")
+    site.agreement.ask("ann")
     site.go_on(2.0)
-    site.cadence.ask("bob")
+    site.agreement.ask("bob")
     for _ in range(20):
         site.time += 1.0
         site.beat("a")
         site.beat("b", settled=0)
-        site.cadence.look()
+        site.look()
     assert [told.by for told in site.told()] == ["ann"]
     site.go_on(3.0)
     assert [told.by for told in site.told()] == ["ann", "bob"]
@@ -188,7 +199,7 @@ def test_no_proposal_follows_while_a_rank_has_not_settled_the_last_one() -> None
 def test_an_asked_save_that_had_no_room_is_tried_again_but_not_for_ever() -> None:
     site = Site(steps=100)
     site.go_on(10.0)
-    site.cadence.ask("ann")
+    site.agreement.ask("ann")
     for _ in range(10):
         site.go_on(5.0)
         site.done = site.told()[-1].first_step
@@ -198,29 +209,34 @@ def test_an_asked_save_that_had_no_room_is_tried_again_but_not_for_ever() -> Non
 
 def test_without_a_checkpointer_there_is_nothing_to_ask() -> None:
     site = Site()
-    site.cadence.beat("a", Beat(1, []))
-    assert not site.cadence.ask("ann")
+    site.do(site.agreement.beat("a", Beat(1, []), site.time))
+    assert not site.agreement.ask("ann")
 
 
 def test_a_save_before_something_is_waited_for_until_it_is_complete() -> None:
     site = Site(steps=100)
     site.go_on(10.0)
 
-    async def save() -> tuple[bool, bool]:
-        waiting = asyncio.ensure_future(site.cadence.save_first("drain", 60.0))
-        await asyncio.sleep(0)
-        site.go_on(5.0)
-        site.saved(0.1)
-        done = await waiting
-        again = asyncio.ensure_future(site.cadence.save_first("drain", 10.0))
-        await asyncio.sleep(0)
-        site.done += 1
-        site.beat("a")
-        site.beat("b")
-        site.time += 20.0
-        return done, await again
+    assert site.agreement.save_first("drain", 60.0, site.time)
+    site.go_on(5.0)
+    assert site.agreement.saved_first(site.time) == []
+    site.saved(0.1)
+    assert site.agreement.saved_first(site.time) == [("drain", True)]
+    assert site.agreement.saved_first(site.time) == []
 
-    assert asyncio.run(save()) == (True, True)
+
+def test_a_save_that_does_not_come_in_time_is_not_waited_for_longer() -> None:
+    site = Site(steps=100)
+    site.go_on(10.0)
+    assert site.agreement.save_first("drain", 10.0, site.time)
+    site.time += 9.0
+    assert site.agreement.saved_first(site.time) == []
+    site.time += 1.0
+    assert site.agreement.saved_first(site.time) == [("drain", False)]
+    assert site.agreement.save_first("drain", 10.0, site.time)
+    site.state.phase = Phase.STOPPING
+    assert site.agreement.saved_first(site.time) == [("drain", False)]
+    assert not site.agreement.save_first("drain", 10.0, site.time)
 
 
 def test_steps_are_slower_while_copies_are_written_by_so_much() -> None:
@@ -229,7 +245,7 @@ def test_steps_are_slower_while_copies_are_written_by_so_much() -> None:
         site.copying = copying
         site.go_on(12.0, step_s)
     site.saved(1.0)
-    saving = site.cadence.saving
+    saving = site.agreement.saving
     assert saving is not None
     assert saving.slowdown == pytest.approx(0.2, abs=0.05)
 

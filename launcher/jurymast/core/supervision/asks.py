@@ -1,0 +1,78 @@
+"""What people ask of a run by hand: cancel, restart, drain, rollback, save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jurymast.core import events as ev
+from jurymast.core.checkpoints.agreement import Agreement
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.effects import Effect, Record, SaveFirst
+from jurymast.core.messages import Accepted, Ask, Declined
+from jurymast.core.state import Phase, RunState
+
+KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
+# A drain by hand can wait so long for a save; with steps of minutes it loses some of them instead.
+SAVE_LIMIT_S = 60.0
+WARNING = "Slurm's warning"
+
+
+class Asks:
+    """`given_up_by`: who does not want to wait for the last checkpoint of a run that has ended. `now` is Unix
+    time in seconds."""
+
+    def __init__(self, state: RunState, checkpoints: Checkpoints, agreement: Agreement) -> None:
+        self._state, self._checkpoints, self._agreement = state, checkpoints, agreement
+        self._waiting: dict[str, ev.Asked] = {}  # for a save, by what it is asked for
+        self.given_up_by = ""
+
+    def answer(self, asked: Ask, now: float) -> tuple[Accepted | Declined, list[Effect]]:
+        """What is said to who asks, and what is done then."""
+        if why := self._refusal(asked):
+            return Declined(why=why), []
+        accepted = Accepted()
+        if asked.what == "cancel" and self._state.ended:
+            self.given_up_by = asked.by
+            accepted = Accepted(gives_up=self._checkpoints.unsaved())
+        return accepted, self._begin(asked, now)
+
+    def _refusal(self, asked: Ask) -> str:
+        what, nodes = asked.what, self._state.nodes
+        if what not in KNOWN:
+            return f"unknown request {what!r}"
+        if what == "drain" and asked.node not in nodes:
+            return f"no node {asked.node!r} in this run; it has {', '.join(nodes)}"
+        if what == "rollback" and asked.step is None:
+            return "a rollback needs the step to go back to"
+        if what == "save" and self._state.phase is not Phase.RUNNING:
+            return f"the run is {self._state.public_state}: no steps are being done"
+        if what == "save" and not self._agreement.ask(asked.by):
+            return "its ranks have no Checkpointer, or have not done a step with it yet"
+        return ""
+
+    def _begin(self, asked: Ask, now: float) -> list[Effect]:
+        event = ev.Asked(t=now, what=asked.what, by=asked.by, node=asked.node)
+        if asked.what == "drain" and asked.node in self._state.places:
+            why = f"drain of {asked.node}, {asked.by}"
+            self._waiting[why] = event
+            return [Record(ev.Asked(t=now, what="save", by=why)), SaveFirst(why, SAVE_LIMIT_S)]
+        back = []
+        if asked.what == "rollback" and asked.step is not None:
+            back = self._checkpoints.go_back(asked.step, now)
+        return [*back, Record(event)]
+
+    def saved(self, why: str, in_time: bool, now: float) -> list[Effect]:
+        """What was asked for is saved, or could not be."""
+        event = self._waiting.pop(why, None)
+        if event is None:
+            return []
+        lost = not in_time and self._state.phase is Phase.RUNNING
+        note = ev.Noted(t=now, message=f"nothing was saved before the {why}")
+        return [*([Record(note)] if lost else []), Record(replace(event, t=now))]
+
+    def warned(self, now: float) -> list[Effect]:
+        """Slurm's warning (SIGUSR2) that a time limit or a preemption is near: what is done is kept."""
+        effects: list[Effect] = [Record(ev.Signalled(t=now, signal="SIGUSR2"))]
+        if self._state.phase is Phase.RUNNING and self._agreement.ask(WARNING):
+            effects.append(Record(ev.Asked(t=now, what="save", by=WARNING)))
+        return effects

@@ -1,0 +1,78 @@
+"""How a supervisor leaves: the newest checkpoint gets to storage, the agents go, then the process ends."""
+
+from __future__ import annotations
+
+import math
+
+from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.effects import AskSuperseded, Effect, End, Record, Send
+from jurymast.core.nodes.watch import Watch
+from jurymast.core.state import RunState
+from jurymast.core.supervision.asks import Asks
+
+# Agents have so long to go.
+LEAVE_LIMIT_S = 4.0
+# How long the nodes are kept for the newest checkpoint to get to shared storage, by how the run ends. Slurm
+# kills 30 s (KillWait) after a SIGTERM unless the partition's GraceTime says otherwise.
+SECURE_LIMIT_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0}
+SECURE_HURRY_S = 20.0
+
+
+class Departure:
+    """`now` is the supervisor's clock. The newest checkpoint may be in memory only, and that goes with the
+    nodes."""
+
+    def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints, asks: Asks) -> None:
+        self._state, self._watch, self._checkpoints, self._asks = state, watch, checkpoints, asks
+        self._secure_until: float | None = None
+        self._leave_until: float | None = None
+        self._asked = False
+
+    @property
+    def begun(self) -> bool:
+        return self._secure_until is not None
+
+    def begin(self, now: float, *, hurry: bool) -> list[Effect]:
+        """`hurry`: Slurm ends the job."""
+        if self._secure_until is not None:
+            return []
+        limit_s = SECURE_LIMIT_S.get(self._state.public_state, SECURE_HURRY_S)
+        self._secure_until = now + (SECURE_HURRY_S if hurry else limit_s)
+        return self.tick(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """To be called often."""
+        if self._secure_until is None:
+            return []
+        if self._leave_until is None:
+            return self._secure(self._secure_until, now)
+        if not self._asked and (not self._watch.here or now >= self._leave_until):
+            self._asked = True
+            return [AskSuperseded()]
+        return []
+
+    def _secure(self, until: float, now: float) -> list[Effect]:
+        effects = self._checkpoints.secure(now)
+        if not self._checkpoints.secured:
+            given_up = f": {self._asks.given_up_by} gave it up" if self._asks.given_up_by else ""
+            if not given_up and now <= until:
+                return effects
+            lost = f"{self._checkpoints.unsaved() or 'nothing'} was lost with the nodes{given_up}"
+            effects.append(Record(ev.Noted(t=now, message=lost)))
+        self._leave_until = now + LEAVE_LIMIT_S
+        leave = msg.Leave(over=self._state.ended)
+        return [*effects, *(Send(node, leave) for node in sorted(self._watch.here))]
+
+    def superseded(self, by_another: bool, now: float) -> list[Effect]:
+        """The job's end is for the newest supervisor alone to bring about."""
+        if by_another:
+            return [End()]
+        why, job = self._state.end_reason or "requeued", self._state.allocation.rpartition(".")[0]
+        return [Record(ev.AllocationEnded(t=now, slurm_job=job, why=why)), End()]
+
+    def check(self) -> None:
+        """Invariants; AssertionError names the one broken."""
+        assert self._leave_until is None or self.begun, "agents were sent home before it began"
+        assert (self._secure_until or 0.0) < math.inf, "a departure that never ends"

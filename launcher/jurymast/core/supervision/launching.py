@@ -1,0 +1,145 @@
+"""Carries a decided launch out: its nodes are told to start, but not before earlier attempts are fenced off,
+and not before all who may hold a part of what it restores have said so. Unknown is not no."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.copies import SHARED, Copies
+from jurymast.core.effects import Effect, Fence, Record, Send
+from jurymast.core.instructions import Launch
+from jurymast.core.nodes.watch import Watch
+from jurymast.core.state import Phase, RunState
+from jurymast.core.texts import some
+
+# A launch that waits for so long is told of, and again each time as much has passed.
+WAIT_TOLD_S = 15.0
+NAMED_MAX = 5
+# Of so many nodes one may look in a second whether all of them are there.
+LOOKS_A_SECOND = 10_000.0
+# So many nodes are told of a launch before others have their turn.
+AT_ONCE = 64
+
+
+def waits_for(
+    placement: Collection[str],
+    here: Collection[str],
+    away: Collection[str],
+    copies: Copies,
+    fence: str = "",
+) -> str:
+    """What the launch on `placement` has to wait for; "" for nothing.
+
+    `here` are the nodes whose agents are connected; `away` those that are to come back and have time left for
+    it, as after a take-over: while `copies` are not enough a spare among them may have the only one of
+    something. `fence` is the run directory while the attempt's number is not in it, else "".
+    """
+    if fence:
+        return f"the run directory {fence}, which does not answer"
+    missing = sorted({*placement}.difference(here))
+    if not missing and away and not copies.newest_is_whole():
+        missing = sorted(away)
+    return f"the agents of {some(missing, NAMED_MAX)}" if missing else ""
+
+
+class Launching:
+    """One launch at a time; a newer one ends it. `now` is the supervisor's clock.
+
+    While `telling`, whoever drives this calls `tell_some` again and again, others having their turn in
+    between.
+    """
+
+    def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints, directory: str) -> None:
+        self._state, self._watch, self._checkpoints = state, watch, checkpoints
+        self._directory = directory
+        self._launch: Launch | None = None
+        self._fenced = False
+        self._since = self._told_at = self._look_at = 0.0
+        self._next: int | None = None  # group rank that is told next; None: not decided yet what it restores
+
+    def begin(self, launch: Launch, now: float) -> list[Effect]:
+        self._launch, self._fenced, self._next = launch, False, None
+        self._since = self._told_at = now
+        return [Fence(launch.attempt)]
+
+    def fenced(self, attempt: int, why: str, now: float) -> list[Effect]:
+        """The attempt's number is in the run directory; or `why` not: then no checkpoint can be saved to
+        shared storage, but training can go on."""
+        if self._launch is None or self._launch.attempt != attempt:
+            return []
+        self._fenced = True
+        effects: list[Effect] = [Record(ev.Noted(t=now, message=why))] if why else []
+        return effects + self.look(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """To be called often."""
+        return self.look(now) if now >= self._look_at else []
+
+    def look(self, now: float) -> list[Effect]:
+        """Begin to tell the nodes, if nothing is to be waited for any more."""
+        launch = self._launch
+        if launch is None or self._next is not None or not self._is_due(launch):
+            return []
+        self._look_at = now + len(self._state.nodes) / LOOKS_A_SECOND
+        what = waits_for(
+            launch.placement, self._watch.here, self._watch.away(), self._checkpoints.copies,
+            "" if self._fenced else self._directory,
+        )  # fmt: skip
+        if not what:
+            self._next = 0
+            return self._checkpoints.choose(launch, now)
+        if now <= self._told_at + WAIT_TOLD_S:
+            return []
+        self._told_at = now
+        waited_s = round(now - self._since, 3)
+        return [Record(ev.LaunchWaits(t=now, attempt=launch.attempt, what=what, seconds=waited_s))]
+
+    @property
+    def telling(self) -> bool:
+        launch = self._launch
+        return (
+            launch is not None
+            and self._next is not None
+            and self._next < len(launch.placement)
+            and self._is_due(launch)
+        )
+
+    def tell_some(self) -> list[Effect]:
+        """To some of the nodes: start."""
+        launch, first = self._launch, self._next
+        if launch is None or first is None or not self.telling:
+            return []
+        self._next = first + AT_ONCE
+        places = range(first, min(self._next, len(launch.placement)))
+        return [Send(launch.placement[place], self._message(launch, place)) for place in places]
+
+    def tell_again(self, node: str, attempt: int) -> list[Effect]:
+        """A placed node, whose newest attempt is this one, may not have been told."""
+        launch = self._launch
+        due = launch is not None and self._next is not None and self._is_due(launch)
+        if launch is None or not due or attempt >= launch.attempt:
+            return []
+        return [Send(node, self._message(launch, self._state.places[node]))]
+
+    def _is_due(self, launch: Launch) -> bool:
+        return (self._state.attempt, self._state.phase) == (launch.attempt, Phase.LAUNCHING)
+
+    def _message(self, launch: Launch, place: int) -> msg.Launch:
+        """For the node with this group rank; what it restores was chosen."""
+        count = self._state.ranks_per_node
+        ranks = range(place * count, (place + 1) * count)
+        return msg.Launch(
+            attempt=launch.attempt, rank=place, world=len(launch.placement),
+            master_address=launch.master_address, master_port=launch.master_port,
+            mtbf_s=launch.mtbf_s, cold=bool(self._state.cold), saved=self._state.saved_on(SHARED),
+            restore=self._checkpoints.restore_message(launch.placement[place], ranks),
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Invariants; AssertionError names the one broken."""
+        launch = self._launch
+        if launch is not None and self._next is not None and self._is_due(launch):
+            assert self._fenced, "nodes are told of a launch, and earlier attempts are not fenced off"

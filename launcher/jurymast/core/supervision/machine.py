@@ -1,0 +1,387 @@
+"""Everything that a supervisor decides, as one machine: what agents, people, Slurm and the clock say goes in,
+what is to be done comes out, in its order.
+
+Inside, the machines of the rooms say what they want with `Record`: the event is journalled, and `core.run`
+decides what follows from it, before anything else happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec.structs import asdict
+
+from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.agreement import Agreement
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.checkpoints.rollback import Rollback
+from jurymast.core.checkpoints.saves import Saves
+from jurymast.core.copies import SHARED, Key
+from jurymast.core.effects import Effect, Journal, Record, SaveFirst, Send, WhyEnding
+from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
+from jurymast.core.nodes.hangs import Hangs
+from jurymast.core.nodes.health import Health
+from jurymast.core.nodes.preflight import Preflight
+from jurymast.core.nodes.sick import SickNodes
+from jurymast.core.nodes.stragglers import Stragglers
+from jurymast.core.nodes.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
+from jurymast.core.run import resume, step
+from jurymast.core.state import Phase, RunState
+from jurymast.core.supervision.asks import Asks
+from jurymast.core.supervision.departure import Departure
+from jurymast.core.supervision.launching import Launching
+from jurymast.core.supervision.progress import Progress
+from jurymast.core.supervision.rank_events import RankEvents
+from jurymast.errors import never
+
+# While a run just runs, only silence is looked for at every tick; the rest at every so many.
+STEADY_LOOKS = 3
+# Slurm's answer when a job does not end at all.
+STILL_RUNNING = "running"
+
+AboutNodes = (
+    msg.Health | msg.Looked | msg.VerdictLeft | msg.Terminated | msg.HangsUp | msg.Leaving
+    | msg.TestedAlone | msg.TestedPair
+)  # fmt: skip
+AboutRanks = (
+    msg.Beat | msg.Ready | msg.Started | msg.Failed | msg.Stacks | msg.Stopped | msg.Finished | msg.RankEvent
+)
+Heard = AboutRanks | AboutNodes | msg.AboutCheckpoints
+
+
+class Supervision:
+    """Whoever drives it ticks it every `interval_s`, and while it `has_work` calls `work` again and again,
+    others having their turn in between. `now` is the supervisor's clock: Unix time in seconds that never goes
+    back. `directory` is the run directory's name, for people."""
+
+    def __init__(self, state: RunState, directory: str, now: float) -> None:
+        self.state = state
+        self.watch = Watch(state, now)
+        self.checkpoints = Checkpoints(state)
+        self.agreement = Agreement(state)
+        self.asks = Asks(state, self.checkpoints, self.agreement)
+        self.launching = Launching(state, self.watch, self.checkpoints, directory)
+        self.departure = Departure(state, self.watch, self.checkpoints, self.asks)
+        self._directory = directory
+        self._saves = Saves(state)
+        self._progress = Progress(state, self.watch.reports, self._saves)
+        self._hangs = Hangs(state, self.watch.reports)
+        self._rank_events = RankEvents(state, self.checkpoints)
+        self._health = Health()
+        self._preflight = Preflight(state)
+        self._stragglers = Stragglers(state)
+        self._sick = SickNodes(state)
+        self._ticks = itertools.count()
+        self._terminating = False
+
+    def check(self) -> None:
+        """What holds between any two events. Raises AssertionError."""
+        self.state.check()
+        for part in (
+            self.watch, self.checkpoints, self.launching, self.departure, self._preflight, self._sick,
+        ):  # fmt: skip
+            part.check()
+
+    # ---- what follows from what
+
+    def record(self, event: ev.Event, *, flush: bool = False) -> list[Effect]:
+        """Something has happened: journal it, and do what `core.run` decides on it."""
+        out = self._ahead_of(event)
+        before = (self.state.phase, self.state.deadline)
+        decided = step(self.state, event)
+        nothing = not decided and before == (self.state.phase, self.state.deadline)
+        if isinstance(event, ev.Tick) and nothing:
+            return out
+        flush = flush or any(isinstance(one, Launch | Requeue | Finish) for one in decided)
+        out.append(Journal(event, tuple(decided), flush))
+        self.agreement.heard(event)
+        for instruction in decided:
+            out += self._carry_out(instruction, event.t)
+        return out
+
+    def _ahead_of(self, event: ev.Event) -> list[Effect]:
+        """Before the first event that ends an attempt, and before the last: tell how far its ranks came. To
+        look at all ranks for each node's would take too long where there are many."""
+        out: list[Effect] = []
+        ends = isinstance(event, ev.NodeLost | ev.WorkerFailed | ev.WorkersStopped) and (
+            self.state.phase is Phase.RUNNING or self._is_last(self.state.stopped)
+        )
+        if (
+            ends
+            or isinstance(event, ev.RanksHung)
+            or (isinstance(event, ev.NodeFinished) and self._is_last(self.state.finished))
+        ):
+            out = self._tell_progress(event.t, forced=True)
+        if isinstance(event, ev.NodeLost):
+            out += self._do(self.checkpoints.lost(event.node, event.t), event.t)
+        return out
+
+    def _is_last(self, said: set[str]) -> bool:
+        """Whether the word of one more node makes all."""
+        return len(said) + 1 >= len(self.state.placement) - len(self.state.findings.lost)
+
+    def _tell_progress(self, now: float, *, forced: bool = False) -> list[Effect]:
+        told = self._progress.look(now, forced=forced)
+        return [effect for event in told for effect in self.record(event)]
+
+    def _do(self, effects: Sequence[Effect], now: float) -> list[Effect]:
+        """What is left to do by others."""
+        out: list[Effect] = []
+        for effect in effects:
+            match effect:
+                case Record(event=ev.Saved() as save):
+                    out += self._saved(save, now)
+                case Record():
+                    out += self.record(effect.event)
+                case SaveFirst():
+                    if not self.agreement.save_first(effect.why, effect.limit_s, now):
+                        out += self._saved_first(effect.why, False, now)
+                case _:
+                    out.append(effect)
+        return out
+
+    def _saved(self, save: ev.Saved, now: float) -> list[Effect]:
+        """Saves that are as usual are journalled now and then, together."""
+        told = self._saves.hear(save, now)
+        if not told:
+            self.agreement.heard(save)
+        return [effect for event in told for effect in self.record(event)]
+
+    def _saved_first(self, why: str, in_time: bool, now: float) -> list[Effect]:
+        asked = self.asks.saved(why, in_time, now)
+        return self._do([*asked, *self._stragglers.saved(why, now)], now)
+
+    def _carry_out(self, instruction: Instruction, now: float) -> list[Effect]:
+        match instruction:
+            case Launch():
+                return self._do(self.launching.begin(instruction, now), now)
+            case StopWorkers():
+                self.watch.reports.attempt_over()
+                stop = msg.Stop(attempt=instruction.attempt, stacks=instruction.stacks)
+                return [Send(node, stop) for node in instruction.nodes]
+            case Dismiss():
+                out = self._do(self._sick.dismissed(instruction.node, now), now)
+                return [Send(instruction.node, msg.Dismiss()), *out]
+            case Test():
+                return self._do(self._preflight.begin(instruction, now), now)
+            case Requeue() | Finish():
+                return self._do(self.departure.begin(now, hurry=self._terminating), now)
+            case _:  # an alert, say: the journal has it
+                return []
+
+    # ---- the clock
+
+    def start(self, now: float) -> list[Effect]:
+        """After a take-over: what may not have arrived is done again."""
+        self.watch.take_over(now)
+        out = [effect for one in resume(self.state) for effect in self._carry_out(one, now)]
+        if self.state.ended:  # the last supervisor died between the decision and its outcome
+            out += self._do(self.departure.begin(now, hurry=False), now)
+        return out
+
+    @property
+    def steady(self) -> bool:
+        return self.state.phase is Phase.RUNNING and self.state.incident is None
+
+    @property
+    def interval_s(self) -> float:
+        """Until the next tick."""
+        return STEADY_INTERVAL_S if self.steady else WATCH_INTERVAL_S
+
+    def tick(self, now: float) -> list[Effect]:
+        out = self._do(self.watch.tick(now), now)
+        out += self._do(self.departure.tick(now), now)
+        if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED or self.watch.cut_off:
+            return out
+        out += self._do([*self._preflight.tick(now), *self.launching.tick(now)], now)
+        if next(self._ticks) % STEADY_LOOKS and self.steady:
+            return out
+        out += self._tell_progress(now)
+        out += self._do(self.checkpoints.look(now), now)
+        out += self._do(self.agreement.look(now, copying=self.checkpoints.writing), now)
+        for by, in_time in self.agreement.saved_first(now):
+            out += self._saved_first(by, in_time, now)
+        out += self._do(self._hangs.tick(now), now)
+        out += self._do(self._sick.tick(now), now)
+        return out + self.record(ev.Tick(t=now))
+
+    @property
+    def has_work(self) -> bool:
+        """Of thousands of nodes some at a time."""
+        return self.checkpoints.replicating or self.launching.telling
+
+    def work(self, now: float) -> list[Effect]:
+        if self.launching.telling:
+            return self._do(self.launching.tell_some(), now)
+        return self._do(self.checkpoints.replicate(now), now)
+
+    def worked(self, seconds: float, now: float) -> None:
+        """So long the last `work` took."""
+        if self.checkpoints.replicating:
+            self.checkpoints.replicated(seconds, now)
+
+    # ---- agents
+
+    def joined(self, node: str, connection: int, hello: msg.Hello, now: float) -> list[Effect]:
+        """Over the connection of this number, from 1 on."""
+        self.watch.joined(node, connection)
+        out = self._do(self.checkpoints.joined(node, hello, now), now)
+        joined = ev.NodeJoined(
+            t=now, node=node, address=hello.address, incarnation=hello.incarnation, pid=hello.pid,
+            boot_id=hello.boot_id, gpus=hello.gpus,
+        )  # fmt: skip
+        out += self.record(joined)
+        out += self._do(self._health.joined(node, hello.health, now), now)
+        if hello.attempt > self.state.attempt:
+            out += self.record(ev.AttemptFound(t=now, node=node, attempt=hello.attempt))
+        ours = hello.attempt == self.state.attempt and node in self.state.places
+        if (missed := self._missed(node, hello, now, ours=ours)) is not None:
+            out += self.record(missed)
+        elif hello.ranks in ("running", "starting") and not ours:
+            out.append(Send(node, msg.Dismiss()))
+        if node in self.state.places:
+            out += self._tell_again(node, hello.attempt)
+        return out + self._do(self.launching.look(now), now)
+
+    def _missed(self, node: str, hello: msg.Hello, now: float, *, ours: bool) -> ev.Event | None:
+        """What the agent may have said while no connection was there. `ours`: it has this attempt's ranks."""
+        attempt, ranks, port = hello.attempt, hello.ranks, hello.store_port
+        if ranks == "finished" and ours:
+            return ev.NodeFinished(t=now, node=node, attempt=attempt)
+        if ranks in ("waiting", "finished"):
+            if ours and self.state.phase in (Phase.RUNNING, Phase.STOPPING):
+                return ev.WorkersStopped(t=now, node=node, attempt=attempt, store_port=port)
+            return ev.NodeReady(t=now, node=node, store_port=port)
+        if ranks == "warming" and ours:  # its host died, and with it the ranks
+            return ev.WorkersStopped(t=now, node=node, attempt=attempt, store_port=0)
+        if ranks == "running" and ours:
+            return ev.WorkersStarted(t=now, node=node, attempt=attempt, pids=hello.pids)
+        return None
+
+    def _tell_again(self, node: str, attempt: int) -> list[Effect]:
+        """What the agent, whose newest attempt is this one, may not have been told."""
+        stops = self.state.phase is Phase.STOPPING and node not in self.state.stopped
+        stop: list[Effect] = [Send(node, msg.Stop(attempt=self.state.attempt))] if stops else []
+        return stop + self.launching.tell_again(node, attempt)
+
+    def closed(self, node: str, connection: int, now: float) -> list[Effect]:
+        """The connection of this number broke."""
+        return self._do(self.watch.closed(node, connection, now), now)
+
+    def heard(self, node: str, connection: int, message: Heard, now: float) -> list[Effect]:
+        if isinstance(message, AboutRanks):
+            return self._of_ranks(node, message, now)
+        if isinstance(message, AboutNodes):
+            return self._of_node(node, connection, message, now)
+        return self._do(self.checkpoints.hear(node, message, now), now)
+
+    def _of_ranks(self, node: str, message: AboutRanks, now: float) -> list[Effect]:
+        match message:
+            case msg.Beat():
+                effects = self.watch.beat(node, message, now)
+                effects += self.agreement.beat(node, message, now)
+                return self._do([*effects, *self._stragglers.beat(node, message, now)], now)
+            case msg.Ready():
+                return self.record(ev.NodeReady(t=now, node=node, store_port=message.store_port))
+            case msg.Started():
+                return self.record(ev.WorkersStarted(t=now, node=node, **asdict(message)))
+            case msg.Failed():
+                return self.record(ev.WorkerFailed(t=now, node=node, **asdict(message)))
+            case msg.Stacks():
+                flights = tuple(one.to_json() for one in message.flights)
+                return self.record(
+                    ev.StacksTaken(t=now, node=node, **{**asdict(message), "flights": flights})
+                )
+            case msg.Stopped():
+                return self.record(ev.WorkersStopped(t=now, node=node, **asdict(message)))
+            case msg.Finished():
+                return self.record(ev.NodeFinished(t=now, node=node, attempt=message.attempt))
+            case msg.RankEvent():
+                return self._do(self._rank_events.hear(node, message, now), now)
+            case _:
+                return never(message)
+
+    def _of_node(self, node: str, connection: int, message: AboutNodes, now: float) -> list[Effect]:
+        match message:
+            case msg.Health():
+                effects = self._health.found(node, message.finding, now)
+            case msg.Looked():
+                self._hangs.looked(message)
+                effects = []
+            case msg.VerdictLeft():
+                effects = self._sick.answered(node, message, now)
+            case msg.Terminated():  # the job ends, or Slurm takes just this node away
+                effects = [WhyEnding(node, connection)]
+            case msg.HangsUp():
+                effects = self.watch.hung_up(node, connection)
+            case msg.Leaving():
+                effects = self.watch.left(node, connection, message.why, now)
+            case msg.TestedAlone() | msg.TestedPair():
+                effects = self._preflight.heard(node, message, now)
+            case _:
+                never(message)
+        return self._do(effects, now)
+
+    # ---- others' answers
+
+    def fenced(self, attempt: int, why: str, now: float) -> list[Effect]:
+        return self._do(self.launching.fenced(attempt, why, now), now)
+
+    def given_back(self, node: str, gone: bool, why: str, now: float) -> list[Effect]:
+        return self._do(self._sick.given_back(node, gone, why, now), now)
+
+    def superseded(self, by_another: bool, now: float) -> list[Effect]:
+        return self._do(self.departure.superseded(by_another, now), now)
+
+    def found_on_storage(self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback]) -> None:
+        """What earlier supervisors, attempts and runs left there: states, and their sizes in bytes."""
+        self.checkpoints.found_on_storage(shared, rollbacks)
+
+    def note(self, node: str, text: str, now: float) -> list[Effect]:
+        return self.record(ev.Noted(t=now, node=node, message=text))
+
+    # ---- people and Slurm
+
+    def asked(self, ask: msg.Ask, now: float) -> tuple[msg.Accepted | msg.Declined, list[Effect]]:
+        """What is said to who asks, and what is done then."""
+        answer, effects = self.asks.answer(ask, now)
+        return answer, self._do(effects, now)
+
+    def warned(self, now: float) -> list[Effect]:
+        """A time limit or a preemption is near."""
+        return self._do(self.asks.warned(now), now)
+
+    def terminated(self, now: float) -> list[Effect]:
+        """Slurm ends the job. Who wanted that decides what the run's state becomes."""
+        if self.state.phase is Phase.REQUEUED or self.state.ended or self._terminating:
+            return []
+        self._terminating = self.watch.ending = True
+        out = self._tell_progress(now, forced=True)
+        return [*out, *self.record(ev.Signalled(t=now, signal="SIGTERM")), WhyEnding()]
+
+    def why_ending(self, asked: WhyEnding, why: str, by: str, now: float) -> list[Effect]:
+        """Slurm's answer. `by`: who cancelled the job, if somebody has."""
+        if asked.node:
+            if why != STILL_RUNNING:
+                return self.terminated(now)
+            left = "its agent got a SIGTERM"
+            return self._do(self.watch.left(asked.node, asked.connection, left, now), now)
+        if why == STILL_RUNNING:  # a stray signal, not the end of the job
+            self._terminating = self.watch.ending = False
+            return []
+        event = ev.Asked(t=now, what="cancel", by=by) if by else ev.Signalled(t=now, signal=why)
+        return self.record(event, flush=True) + self._do(self.departure.begin(now, hurry=True), now)
+
+    def condition(self, journal: str) -> msg.Condition:
+        """What the journal does not tell yet. `journal`: why it cannot be written, if so."""
+        waits = ""
+        if self.departure.begun and (unsaved := self.checkpoints.unsaved()):
+            known = self.state.saved.get(SHARED)
+            why = f": {known.error}" if known is not None and known.error else ""
+            waits = f"{unsaved} is on its way to {self._directory}/checkpoints{why}"
+        return msg.Condition(
+            state=self.state.public_state, waits=waits, journal=journal, step=self._progress.step,
+            alerts=tuple(self.state.alerts),
+        )  # fmt: skip
