@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jurymast.core import copies as cp
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
@@ -11,6 +12,7 @@ from jurymast.core.agent import link as machine
 from jurymast.core.agent.link import Link
 from jurymast.core.agent.machine import PROBE_ANYWAY_S, AgentMachine
 from jurymast.core.agent.ranks import Ranks
+from jurymast.core.cadence import Schedule
 from jurymast.core.endpoint import Endpoint
 from support.node_model import launch, plan
 
@@ -235,3 +237,26 @@ def test_when_to_wake_is_told_again_after_it_has_come() -> None:
     made = met()
     wake_at = made.link.wake_at
     assert do.WakeAt(wake_at) in made.tick(wake_at - 1e-9)
+
+
+def launched(rank: int) -> AgentMachine:
+    made = met()
+    made.host_said(within.Waiting(store_port=1), 12.0)
+    made.heard(launch(1, rank=rank, port=1), 13.0)
+    made.prepared(1, 13.1)
+    return made
+
+
+def test_the_node_of_rank_0_is_ready_to_write_once_its_script_checkpoints() -> None:
+    event = within.Checkpoints(directory="/shared", keep=2)
+    assert do.WarmWriter(cp.SHARED) in launched(rank=0).rank_said(event, 14.0)
+    assert do.WarmWriter(cp.SHARED) not in launched(rank=1).rank_said(event, 14.0)
+
+
+def test_a_word_on_saves_is_for_one_attempt_and_shown_at_once() -> None:
+    made = launched(rank=1)
+    old, new = (
+        msg.Cadence(attempt=attempt, schedule=Schedule(1, 10, 12, 5), decided=0) for attempt in (0, 1)
+    )
+    assert made.heard(old, 14.0)[:-1] == []
+    assert made.heard(new, 15.0)[:-1] == [do.Obey(new), do.Beat(1, ())]

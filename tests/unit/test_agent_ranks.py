@@ -279,6 +279,12 @@ def test_only_ranks_that_run_are_looked_at() -> None:
     assert starting().look(msg.Look(attempt=1, number=5), 4.0) == []
 
 
+def test_a_supervisor_knows_of_cold_starts_on_other_nodes() -> None:
+    ranks = warm()
+    ranks.launch(launch(1, cold=True), 2.0)
+    assert ranks.prepared(1, 2.0) == [do.StartRanks(launch(1, cold=True), cold=True)]
+
+
 def test_a_script_that_cannot_use_what_was_loaded_ahead_starts_cold_from_then_on() -> None:
     ranks = running()
     event = within.ColdStart(why="a fork is of no use", seconds=2.0)

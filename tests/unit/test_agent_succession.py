@@ -104,6 +104,9 @@ def test_a_reading_that_was_asked_for_before_the_supervisor_answered_starts_noth
     made.tick(105.0)
     made.answered(105.0)
     assert made.pulse("3:17", 105.1) == []
+    made.check()
+    assert made.unanswered(110.0) == [do.ReadPulse()]
+    assert made.pulse("3:17", 110.0) == [], "the time before does not count"
 
 
 def test_while_its_own_supervisor_lives_it_starts_no_other() -> None:
