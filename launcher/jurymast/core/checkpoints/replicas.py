@@ -22,7 +22,7 @@ from jurymast.core.effects import Effect, Send
 from jurymast.core.reach import Reach
 from jurymast.core.state import Phase, Role, RunState
 
-SLICE_NODES = 128
+SLICE_NODES = 32
 # At most a tenth of the time goes into looking.
 REST_SHARE = 9.0
 
