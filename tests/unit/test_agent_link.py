@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core import copies as cp
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
@@ -249,8 +248,8 @@ def launched(rank: int) -> AgentMachine:
 
 def test_the_node_of_rank_0_is_ready_to_write_once_its_script_checkpoints() -> None:
     event = within.Checkpoints(directory="/shared", keep=2)
-    assert do.WarmWriter(cp.SHARED) in launched(rank=0).rank_said(event, 14.0)
-    assert do.WarmWriter(cp.SHARED) not in launched(rank=1).rank_said(event, 14.0)
+    assert do.WarmWriter() in launched(rank=0).rank_said(event, 14.0)
+    assert do.WarmWriter() not in launched(rank=1).rank_said(event, 14.0)
 
 
 def test_a_word_on_saves_is_for_one_attempt_and_shown_at_once() -> None:
