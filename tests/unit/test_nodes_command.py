@@ -200,7 +200,7 @@ def doctor(place: Site, *, kill_wait: int = 30, parameters: str = "(null)", ahea
     check = place.root / "jurymast-healthcheck"
     check.write_text("#!/bin/sh\n")
     check.chmod(0o755)
-    now = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() + ahead_s))
+    now = f"$(/usr/bin/date -u -d '{ahead_s:.0f} seconds' +%Y-%m-%dT%H:%M:%S)"
     config = CONFIG.format(now=now, program=check, kill_wait=kill_wait, parameters=parameters)
     place.program("scontrol", f'echo "{config}"')
     spool = place.root / "spool"

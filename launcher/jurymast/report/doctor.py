@@ -298,13 +298,14 @@ def _clock(site: Site) -> Check:
     try:
         before = time.time()
         told = run_command(["scontrol", "show", "config"])
+        after = time.time()
         match = re.search(r"Configuration data as of (\S+)", told)
         if match is None:
             return _unseen("clocks")
         theirs = time.mktime(time.strptime(match.group(1), "%Y-%m-%dT%H:%M:%S"))
     except (ClusterUnavailableError, ValueError):
         return _unseen("clocks")
-    offset = theirs - int(before)
+    offset = theirs - min(max(theirs, int(before)), after)
     if abs(offset) > CLOCKS_AGREE_S:
         return Check(
             "clocks", NO, f"this machine and slurmctld differ by {offset:.0f} s", "mend NTP: munge needs it"
