@@ -1,4 +1,5 @@
-"""A run that fails more often saves more often, and less often again once that is past."""
+"""A run that fails more often saves more often. That it saves less often again once that is past is shown in
+simulated time."""
 
 from __future__ import annotations
 
@@ -19,11 +20,10 @@ from testcluster import Cluster
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.timeout(500)]
 
 # Three nodes that fail every 5 minutes by what the policy says, so that saves are seconds apart and little is
-# done again after a failure. That is forgotten within minutes here, and two of them one second apart are two.
-POLICY = {"failures": {"rate": 96000, "half_life": "35s", "burst": "1s"}, "health": {"preflight": "off"}}
-# What the policy says weighs as much as ten failures: so many more make the rate about twice that, from which
-# it can fall far enough to be worth another cadence.
-HURRIED, KILLS_MOST = 0.5, 24
+# done again after a failure. Two of them one second apart are two.
+POLICY = {"failures": {"rate": 96000, "burst": "1s"}, "health": {"preflight": "off"}}
+# What the policy says weighs as much as ten failures: with so many more the rate is worth another cadence.
+HURRIED, KILLS_MOST = 0.6, 24
 
 
 def working(state: RunState) -> bool:
@@ -44,9 +44,7 @@ def shown_as_agreed(cluster: Cluster, run: SlurmRun) -> bool:
     return json.loads(told)["cadence"]["every_steps"] in [e.every_steps for e in agreed(run)[-2:]]
 
 
-def test_failures_shorten_the_cadence_and_quiet_lengthens_it_at_one_step_on_all_ranks(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_failures_shorten_the_cadence_at_one_step_on_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
     policy = cluster.shared / f"{tmp_path.name}.yaml"
     policy.write_text(json.dumps(POLICY))
     policy.chmod(0o644)
@@ -76,20 +74,7 @@ def test_failures_shorten_the_cadence_and_quiet_lengthens_it_at_one_step_on_all_
     assert optimal(hurried)
     assert shown_as_agreed(cluster, run)
     attempt = state.attempt
-
-    def calm(state: RunState) -> bool:
-        told = state.cadence
-        return told is not None and told.mtbf_s > 1.3 * hurried.mtbf_s and not told.by
-
-    state = run.wait("the longer cadence", calm, limit_s=240)
-    quiet = state.cadence
-    assert quiet is not None
-    assert state.attempt == attempt
-    assert optimal(quiet)
-    run.wait("saves by it", lambda s: (s.saved_step or 0) >= quiet.first_step + quiet.every_steps, 60)
-    assert shown_as_agreed(cluster, run)
+    run.wait("saves by it", lambda s: (s.saved_step or 0) >= hurried.first_step + 3 * hurried.every_steps, 60)
     assert jurymast(cluster, "cancel", str(run.directory.root))[0] == 0
     run.wait_end()
-    # Two cadences in one attempt: every rank has changed at the very same step.
-    assert len([e for e in agreed(run) if e.attempt == attempt]) >= 2
     assert len(all_alike(run, attempt)) >= 3

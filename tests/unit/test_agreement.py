@@ -10,7 +10,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.agreement import HOLD_S, MARGIN_BEATS, SAMPLE_S, Agreement
 from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.failure_rate import FailureRate, prior
+from jurymast.core.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.messages import Beat, CadenceReport
 from jurymast.core.run import step as take
 from jurymast.core.settings import RunPlan, Settings
@@ -133,6 +133,29 @@ def test_nothing_changes_until_it_is_worth_it() -> None:
     site.go_on(60.0)
     assert len(site.told()) == before + 1
     assert site.told()[-1].every_steps == pytest.approx(2**0.5 * site.told()[-2].every_steps, rel=0.05)
+
+
+def test_failures_shorten_the_cadence_and_quiet_lengthens_it_again() -> None:
+    site = Site(rate=96000.0)
+    site.state.failures = FailureRate(site.time, prior(96000.0), 600.0 / DAY_S, 1.0)
+    site.go_on(3 * SAMPLE_S)
+    site.saved(0.5)
+    site.go_on(2 * HOLD_S)
+    usual = site.told()[-1]
+    for _ in range(20):
+        site.go_on(2.0)
+        site.state.failures.watched(site.time, 2)
+        site.state.failures.incident(site.time)
+    site.go_on(2 * HOLD_S)
+    hurried = site.told()[-1]
+    fewer = hurried.mtbf_s / usual.mtbf_s
+    assert fewer < 0.5
+    assert hurried.every_steps == pytest.approx(fewer**0.5 * usual.every_steps, rel=0.1)
+    site.go_on(1800.0)
+    quiet = site.told()[-1]
+    assert quiet.mtbf_s > 1.4 * hurried.mtbf_s
+    assert quiet.every_steps > 1.15 * hurried.every_steps
+    assert quiet.attempt == hurried.attempt
 
 
 def test_a_cadence_in_time_follows_the_length_of_steps() -> None:
