@@ -241,8 +241,6 @@ class Walk:
         assert chosen is not None
         assert chosen.attempt == self.state.attempt
         assert chosen.step >= best, f"step {best} is held, and {chosen} was chosen"
-        self.do(self.checkpoints.choose(launch, self.time))
-        assert self.state.restore is chosen, "one attempt restores one state"
         orders = [
             self.checkpoints.restore_message(name, range(rank, rank + 1)) for rank, name in enumerate(names)
         ]

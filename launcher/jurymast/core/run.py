@@ -16,6 +16,7 @@ from jurymast.core.attribution import RESTORE_FAILED
 from jurymast.core.copies import MEMORY, SHARED
 from jurymast.core.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.health import Verdict
+from jurymast.core.heartbeat import rejoin_limit_s
 from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.state import ENDED, RESTORE_TRIES, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.core.texts import NODES_TOLD, some
@@ -85,8 +86,6 @@ def resume(state: RunState) -> list[Instruction]:
     why = "sent again by the supervisor that took over"
     if state.phase is Phase.STOPPING:
         return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=why)]
-    if state.phase is Phase.LAUNCHING:
-        return [recovery.launch_instruction(state, why)]
     if state.phase is Phase.REQUEUED:
         return [Requeue(exclude=tuple(state.excluded), reason=why)]
     return testing.again(state, why)
@@ -135,6 +134,10 @@ def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[In
     state.epoch = event.epoch
     state.abandoned = state.supervised_on if event.node != state.supervised_on else ""
     state.supervised_on = event.node
+    if state.placement:
+        state.rejoin_until = event.t + rejoin_limit_s(len(state.nodes))
+    if state.phase is Phase.STOPPING and state.deadline is not None:
+        state.deadline = recovery.stop_deadline(state, event.t)
     return []
 
 

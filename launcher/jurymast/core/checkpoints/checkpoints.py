@@ -238,8 +238,7 @@ class Checkpoints:
         """Decide what this attempt restores; `restore_message` tells the nodes."""
         effects = self._restore.choose(launch, self._writes.shared, now)
         chosen = self._restore.chosen
-        if not effects or chosen is None:
-            return effects
+        assert chosen is not None
         if chosen.tier == cp.MEMORY:
             self._commit.go_on_from((chosen.step, chosen.attempt))
         else:  # agents free what they hold in memory: the ranks will save other states under these steps
