@@ -142,10 +142,11 @@ def _diagnose(state: RunState) -> list[Instruction]:
     """All ranks are stopped: name the cause and choose the rung."""
     incident = state.incidents[-1]
     found = state.findings
-    cause = attribute(found.lost, found.asked, found.failures, found.hung, _surroundings(state, incident))
+    failures = list(found.failures.values())
+    cause = attribute(found.lost, found.asked, failures, found.hung, _surroundings(state, incident))
     incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
     incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence
-    incident.traceback = next((f.traceback for f in state.findings.failures if f.rank == cause.rank), "")
+    incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
     incident.stopped_at = incident.decided_at = state.now
     _count_failure(state, incident)
     decision = decide(state, cause)

@@ -26,6 +26,7 @@ from jurymast.errors import RunCancelledError, RunFailedError
 # own time-outs do.
 HANG_PATIENCE = 8.0
 HANG_PATIENCE_MAX = 64.0
+RANKS_GONE = "RanksGone"  # an error that no rank tells
 
 
 def step(state: RunState, event: ev.Event) -> list[Instruction]:
@@ -217,7 +218,9 @@ def _workers_started(state: RunState, event: ev.WorkersStarted) -> list[Instruct
 def _worker_failed(state: RunState, event: ev.WorkerFailed) -> list[Instruction]:
     if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
         return []
-    state.findings.failures.append(event)
+    if event.rank >= 0:  # the reason came after all
+        state.findings.failures.pop((event.node, -1, RANKS_GONE), None)
+    state.findings.failures.setdefault((event.node, event.rank, event.error), event)
     return recovery.begin(state, event.t, event.t)
 
 
@@ -266,7 +269,7 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     if unasked and event.attempt == state.attempt:
         # Said while no supervisor listened, and the reason with it.
         gone = ev.WorkerFailed(
-            t=event.t, node=event.node, attempt=event.attempt, rank=-1, exit_code=-9, error="RanksGone",
+            t=event.t, node=event.node, attempt=event.attempt, rank=-1, exit_code=-9, error=RANKS_GONE,
             message="its ranks ended while no supervisor listened",
         )  # fmt: skip
         instructions = _worker_failed(state, gone)
@@ -379,7 +382,7 @@ def _restore_failed(state: RunState, event: ev.RestoreFailed) -> list[Instructio
     if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
         return []
     key, instructions = (event.step, event.of), []
-    if not any(failure.error == RESTORE_FAILED for failure in state.findings.failures):
+    if not any(error == RESTORE_FAILED for *_, error in state.findings.failures):
         state.unrestored[key] = state.unrestored.get(key, 0) + 1
         if state.unrestored[key] == RESTORE_TRIES:
             message = (

@@ -98,7 +98,8 @@ class Findings:
     for a finding, with it."""
 
     lost: list[NodeLost] = field(default_factory=list)
-    failures: list[WorkerFailed] = field(default_factory=list)
+    # By node, rank and error: what an agent says over two connections is one.
+    failures: dict[tuple[str, int, str], WorkerFailed] = field(default_factory=dict)
     hung: RanksHung | None = None
     asked: Asked | None = None
     health: dict[str, Finding] = field(default_factory=dict)

@@ -70,6 +70,7 @@ class Checkpoints:
         self._holders[node] = Holder(hello.address, hello.data_port, hello.incarnation)
         self._replicas.joined(node, hello.domain)
         self._shortages.joined(node, hello.room)
+        effects += self._writes.joined(node)
         return effects + self._held(node, hello.copies, now)
 
     def lost(self, node: str, now: float) -> list[Effect]:

@@ -58,12 +58,14 @@ class Away:
 
 @dataclass
 class NodeWatch:
-    """One node: the number of its connection, or why there is none, and when its heartbeats came."""
+    """One node: the number of its connection, or why there is none, and when its heartbeats came. `heard`:
+    messages over this connection that its agent keeps until it knows of that."""
 
     arrivals: Arrivals
     connection: int = 0
     away: Away | None = None
     answered_at: float = -math.inf
+    heard: int = 0
 
 
 class Watch:
@@ -173,7 +175,12 @@ class Watch:
         if now < watch.answered_at + self._lateness.answer_every_s:
             return []
         watch.answered_at = now
-        return [Answer(node, self._lateness.patience_s)]
+        return [Answer(node, self._lateness.patience_s, watch.heard)]
+
+    def heard(self, node: str, connection: int) -> None:
+        """What its agent keeps until then."""
+        if self._is_newest(node, connection):
+            self.nodes[node].heard += 1
 
     def tick(self, now: float) -> list[Effect]:
         """Who is lost by now."""

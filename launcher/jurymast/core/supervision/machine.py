@@ -276,6 +276,8 @@ class Supervision:
         return self._do(self.watch.closed(node, connection, now), now)
 
     def heard(self, node: str, connection: int, message: Heard, now: float) -> list[Effect]:
+        if isinstance(message, msg.Kept):
+            self.watch.heard(node, connection)
         if isinstance(message, AboutRanks):
             return self._of_ranks(node, message, now)
         if isinstance(message, AboutNodes):
