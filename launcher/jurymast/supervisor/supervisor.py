@@ -31,7 +31,7 @@ from jurymast.supervisor.door import BACKLOG, Door
 from jurymast.supervisor.hold import Hold
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
-from jurymast.wire.connection import Connection, listen
+from jurymast.wire.connection import Connection, ConnectionClosed, listen
 from jurymast.wire.strangers import Strangers
 
 HOW = "how"  # nothing is to be done: how is it?
@@ -308,7 +308,8 @@ class Supervisor:
         print(f"{node}: {type(why).__name__}: {why}", flush=True)
         if self._channels.get(node) is connection:
             del self._channels[node]
-        self._do(self._machine.closed(node, number, self.now()))
+        reset = not isinstance(why, ConnectionClosed)
+        self._do(self._machine.closed(node, number, self.now(), reset=reset))
 
     def _hear(self, node: str, number: int, message: msg.Said) -> None:
         """Over the connection of this number."""

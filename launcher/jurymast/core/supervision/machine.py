@@ -271,9 +271,9 @@ class Supervision:
         stop: list[Effect] = [Send(node, msg.Stop(attempt=self.state.attempt))] if stops else []
         return stop + self.launching.tell_again(node, attempt)
 
-    def closed(self, node: str, connection: int, now: float) -> list[Effect]:
-        """The connection of this number broke."""
-        return self._do(self.watch.closed(node, connection, now), now)
+    def closed(self, node: str, connection: int, now: float, *, reset: bool = False) -> list[Effect]:
+        """The connection of this number broke. `reset`: not closed in order."""
+        return self._do(self.watch.closed(node, connection, now, reset=reset), now)
 
     def heard(self, node: str, connection: int, message: Heard, now: float) -> list[Effect]:
         if isinstance(message, msg.Kept):
