@@ -26,7 +26,7 @@ from jurymast.wire import channel
 from jurymast.wire.ask import ask
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection, ConnectionClosed
-from jurymast.wire.endpoint import Endpoint, announce, claim_epoch, find, newest_epoch
+from jurymast.wire.endpoint import NEWEST, Endpoint, announce, claim_epoch, find, newest_epoch
 from jurymast.wire.seal import TAG_BYTES
 from support.reports import STEPPING
 from support.wire import served
@@ -527,6 +527,7 @@ def test_the_newest_endpoint_that_can_be_read_is_found(tmp_path: Path) -> None:
     for place in places:
         announce(tmp_path, place)
     assert find(tmp_path) == places[2]
-    (tmp_path / "000003.json").write_bytes(b'{"epoch": 3, "hos')
+    for name in ("000003.json", NEWEST):
+        (tmp_path / name).write_bytes(b'{"epoch": 3, "hos')
     assert find(tmp_path) == places[1]
     assert (tmp_path / "000001.json").stat().st_mode & 0o777 == 0o600

@@ -25,7 +25,7 @@ from jurymast.core.state import Phase, Role, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import ClusterUnavailableError, SubmissionError, never
 from jurymast.journal import JournalWriter
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import RunDirectory, renew, write_atomically
 from jurymast.supervisor.clock import Clock
 from jurymast.supervisor.door import BACKLOG, Door
 from jurymast.supervisor.hold import Hold
@@ -191,6 +191,7 @@ class Supervisor:
     async def _look_at_storage(self) -> None:
         try:
             checkpoints = CheckpointDirectory(self._directory.checkpoints)
+            await asyncio.to_thread(renew, checkpoints.root)  # this node may have an old view of it
             sizes = await asyncio.to_thread(checkpoints.sizes)
             rollbacks = await asyncio.to_thread(checkpoints.rollbacks)
         except (OSError, BadCheckpoint) as error:
