@@ -62,6 +62,7 @@ class Faults:
             "crash": self._crash,
             "power-loss": self._power_loss,
             "partition": self._partition,
+            "part": self._part,
             "heal": self._heal,
             "freeze": self._freeze,
             "thaw": self._thaw,
@@ -138,10 +139,18 @@ class Faults:
         self._cluster.network.set_link(machine.name, up=False)
         return ()
 
+    def _part(self, machine: Machine, *, other: str) -> tuple[int, ...]:
+        """Lose all that the machine and another one send to each other; all else goes on."""
+        far = self._cluster.machine(other)
+        self._cluster.network.part(machine.name, far.address)
+        self._cluster.network.part(far.name, machine.address)
+        return ()
+
     def _heal(self, machine: Machine) -> tuple[int, ...]:
-        """Undo ``partition`` and ``slow``."""
+        """Undo ``partition`` and ``slow``, and this machine's side of ``part``."""
         self._cluster.network.set_link(machine.name, up=True)
         self._cluster.network.fast(machine.name)
+        self._cluster.network.rejoin(machine.name)
         return ()
 
     def _freeze(self, machine: Machine) -> tuple[int, ...]:

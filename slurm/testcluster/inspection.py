@@ -117,7 +117,8 @@ class Inspector:
             return False
         if machine.group is not None and freezer.is_frozen(machine.group):
             return False
-        if self._cluster.network.is_slow(machine.name) or self._full_disks(machine):
+        network = self._cluster.network
+        if network.is_slow(machine.name) or network.is_parted(machine.name) or self._full_disks(machine):
             return False
         return self._slurmd(machine) is not None and not any(map(_stopped, machine.pids()))
 

@@ -22,6 +22,7 @@ _RELAY_DEADLINE_S = 5.0
 # within 2 s instead of after MessageTimeout, during which it would ping nobody else.
 _QUICK_TO_DOUBT = "retrans 100 base_reachable 1000 delay_probe 500 ucast_probes 1 mcast_probes 2"
 _BITS_PER_BYTE = 8
+_NOBODY = "02:4a:ff:ff:ff:ff"
 
 
 class Network:
@@ -66,6 +67,7 @@ class Network:
         present = [name for name in machines if self.netns(name).exists()]
         for name in present:
             self.fast(name)
+            self._apart(name).unlink(missing_ok=True)
             # The link first: its removal is done when the command returns, that of a namespace is not.
             if self._has_link(name):
                 self._in_switch([f"link del {name}"])
@@ -123,6 +125,29 @@ class Network:
     def is_slow(self, machine: str) -> bool:
         """Whether ``slow`` is in force."""
         return self._has_link(_slow_port(machine))
+
+    def part(self, machine: str, address: str) -> None:
+        """Lose all that the machine sends to this address: nobody has the hardware address that it learns."""
+        self._neighbour("replace", machine, address, f" lladdr {_NOBODY} nud permanent")
+        with self._apart(machine).open("a") as record:
+            record.write(f"{address}\n")
+
+    def rejoin(self, machine: str) -> None:
+        """Undo ``part``; not being parted from anybody is fine."""
+        if self.is_parted(machine):
+            for address in set(self._apart(machine).read_text().split()):
+                self._neighbour("del", machine, address, "")
+            self._apart(machine).unlink()
+
+    def is_parted(self, machine: str) -> bool:
+        """Whether ``part`` is in force."""
+        return self._apart(machine).exists()
+
+    def _neighbour(self, what: str, machine: str, address: str, more: str) -> None:
+        _ip([f"neigh {what} {address} dev {NODE_INTERFACE}{more}"], f"{self._prefix}{machine}")
+
+    def _apart(self, machine: str) -> Path:
+        return self._records / f"apart-{machine}"
 
     def close(self) -> None:
         """Let go of the switch's namespace."""

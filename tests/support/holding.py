@@ -34,6 +34,7 @@ class Agent:
     held: set[msg.CopyReport] = field(default_factory=set)
     orders: deque[msg.ToAgent] = field(default_factory=deque)
     words: deque[msg.AboutCheckpoints] = field(default_factory=deque)
+    written: set[str] = field(default_factory=set)  # by the order's id
 
     def hello(self) -> msg.Hello:
         return hello(self.name, incarnation=str(self.incarnation), copies=tuple(self.held))
@@ -142,6 +143,9 @@ class Nodes:
         )
 
     def _write(self, agent: Agent, order: msg.Drain) -> None:
+        if order.id in agent.written:
+            return
+        agent.written.add(order.id)
         key = order.step, order.attempt
         mine = {copy.rank for copy in agent.held if key_of(copy) == key and copy.part == "all"}
         why = "" if set(order.ranks) <= mine else "an image is not here any more"

@@ -87,6 +87,8 @@ class Node:
         self.stops: set[int] = set()  # heard, and not answered yet
         self.told_stopped = 0
         self.failed: set[str] = set()
+        self.line: list[msg.Kept] = []  # said over this connection
+        self.arrived = 0  # so many of them
         self.told: list[str] = []
         self.left = False
 
@@ -115,14 +117,15 @@ class Node:
             self.tick()
             self.answer()
             if self.connected:
-                self.heard(msg.GoOn(time=0.0, patience_s=5.0))
+                self.arrive(len(self.line))
+                self.heard(self.go_on())
             self.host_works(quietly=True)
             if self.left:
                 return
         assert self.connected
         assert not self.stops, f"orders to stop {self.stops} were not answered"
         assert self.machine.ranks.state != "starting", "a launch came to nothing, and nobody was told"
-        assert sorted(self.told) == sorted(self.failed), "a failure is told once"
+        assert set(self.told) == self.failed, "a failure was told to nobody"
 
     # What happens.
 
@@ -136,14 +139,25 @@ class Node:
             attempt = max(1, self.attempt - self.chance.choice([0, 0, 0, 1]))
             new = msg.Stop(attempt=attempt, stacks=self.chance.random() < 0.5)
         else:
-            others: list[msg.Order] = [msg.Dismiss(), msg.GoOn(time=0.0, patience_s=5.0)]
+            others: list[msg.Order] = [msg.Dismiss(), self.go_on()]
             new = self.chance.choice(others)
         self.orders += [new] * self.chance.choice([0, 1, 1, 1, 2])  # lost, or doubled
 
     def deliver(self) -> None:
         if self.connected and self.orders:
             late = self.chance.random() < 0.2
-            self.heard(self.orders.pop(self.chance.randrange(len(self.orders)) if late else 0))
+            order = self.orders.pop(self.chance.randrange(len(self.orders)) if late else 0)
+            self.heard(self.go_on() if isinstance(order, msg.GoOn) else order)
+
+    def go_on(self) -> msg.GoOn:
+        return msg.GoOn(time=0.0, patience_s=5.0, heard=self.arrived)
+
+    def arrive(self, number: int) -> None:
+        """So many of what was said over this connection: the supervisor has heard them."""
+        for message in self.line[self.arrived : number]:
+            if isinstance(message, msg.Failed) and message.error != "TorchrunHostDied":
+                self.told.append(message.error)
+        self.arrived = max(self.arrived, number)
 
     def heard(self, order: msg.Order) -> None:
         ranks = self.machine.ranks
@@ -205,6 +219,7 @@ class Node:
         self.reachable = self.chance.random() < 0.7
         if self.connected:
             self.connected = False
+            self.arrive(self.chance.randint(0, len(self.line)))
             self.carry_out(self.machine.lost(self.now))
 
     def sleep(self) -> None:
@@ -232,6 +247,7 @@ class Node:
             case do.Say(message):
                 self.said(message)
             case do.Greet():
+                self.line, self.arrived = [], 0
                 self.waiting = [one for one in self.waiting if not isinstance(one, do.Connect | do.Find)]
                 if self.machine.ranks.state in ("warming", "waiting", "finished"):
                     self.stops.clear()  # the hello tells
@@ -275,5 +291,7 @@ class Node:
                 assert self.host is None or not self.host.running, "stopped, and its ranks run"
                 self.stops = {stop for stop in self.stops if stop > message.attempt}
                 self.told_stopped = max(self.told_stopped, message.attempt)
-            case msg.Failed() if message.error != "TorchrunHostDied":
-                self.told.append(message.error)
+            case msg.Failed() | msg.RankEvent() | msg.Unrestorable() | msg.Drained():
+                self.line.append(message)
+                if self.chance.random() < 0.7:
+                    self.arrive(len(self.line))

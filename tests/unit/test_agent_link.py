@@ -99,7 +99,7 @@ def test_thousands_share_the_looks_into_the_run_directory() -> None:
 def test_silence_is_the_end_of_a_supervisor() -> None:
     """After a power loss there is no other sign."""
     made = connected()
-    made.heard(msg.GoOn(time=0.0, patience_s=9.0), 11.0)
+    made.heard(msg.GoOn(time=0.0, patience_s=9.0, heard=0), 11.0)
     assert made.wake_at == 20.0
     made.heard(msg.Dismiss(), 15.0)
     assert made.tick(20.0) == []
@@ -118,18 +118,41 @@ def test_what_no_hello_tells_waits_for_the_next_supervisor() -> None:
     assert made.say(msg.Prefetched(step=40, attempt=1, rank=1, tiers={}, seconds=1.0)) == []
     made.found(at(7), 10.1)
     assert made.connected_to(10.2) == [do.Greet(), do.Say(WAITS)]
-    assert made.say(WAITS) == [do.Say(WAITS)]
+    made.heard(msg.GoOn(time=0.0, patience_s=3.0, heard=1), 10.9)
     made.lost(11.0)
     made.unreached(11.0)
-    assert made.connected_to(12.0) == [do.Greet()], "that was told"
+    assert made.connected_to(12.0) == [do.Greet()], "that was heard"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        msg.Failed(attempt=2, rank=1, exit_code=1, error="ValueError"),
+        msg.Drained(id="7", tier="shared", ok=True, size_bytes=9),
+    ],
+)
+def test_what_was_said_over_a_connection_that_was_dead_already_is_said_again(word: msg.Kept) -> None:
+    made = connected()
+    made.heard(msg.GoOn(time=0.0, patience_s=3.0, heard=0), 10.5)
+    assert made.say(WAITS) == [do.Say(WAITS)]
+    assert made.say(word) == [do.Say(word)]
+    made.heard(msg.GoOn(time=0.0, patience_s=3.0, heard=1), 10.6)
+    for now in (11.0, 13.0):
+        made.lost(now)
+        made.unreached(now)
+        assert made.connected_to(now + 1.0) == [do.Greet(), do.Say(word)], "until it was heard"
+    made.heard(msg.GoOn(time=0.0, patience_s=3.0, heard=1), 15.0)
+    made.lost(16.0)
+    assert made.connected_to(17.0) == [do.Greet()]
+    made.check()
 
 
 def test_what_waits_has_a_limit() -> None:
     made = link()
     made.start(10.0)
-    for _ in range(2 * machine.UNSAID_MAX):
+    for _ in range(2 * machine.KEPT_MAX):
         made.say(WAITS)
-    assert len(made.connected_to(11.0)) == 1 + machine.UNSAID_MAX
+    assert len(made.connected_to(11.0)) == 1 + machine.KEPT_MAX
 
 
 def left_after(made: Link, now: float, until: float) -> float | None:
@@ -168,7 +191,7 @@ def test_an_agent_leaves_when_nobody_comes_but_never_from_its_ranks() -> None:
 def test_after_a_sigterm_the_supervisor_has_a_while_to_say_leave() -> None:
     made = connected()
     assert made.terminated(20.0) == [do.Say(msg.Terminated())]
-    made.heard(msg.GoOn(time=0.0, patience_s=100.0), 20.0)
+    made.heard(msg.GoOn(time=0.0, patience_s=100.0, heard=0), 20.0)
     assert made.wake_at == 20.0 + machine.TERMINATED_LIMIT_S
     assert made.tick(made.wake_at) == [do.Leave()]
     alone = link()

@@ -35,6 +35,8 @@ def test_an_order_that_comes_twice_is_one_write() -> None:
     writes.begin(write("a"), 1.0)
     assert writes.begin(write("a"), 1.1) == []
     assert writes.cancel("a", 2.0) == [do.CancelWrite("a")], "and it can be cancelled"
+    writes.ended("a", 3.0)
+    assert writes.begin(write("a"), 4.0) == [], "its end is said again, too"
 
 
 def test_sizes_are_told_once_all_ranks_of_the_node_have_foreseen_theirs() -> None:

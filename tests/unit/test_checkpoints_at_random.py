@@ -3,6 +3,7 @@ is given up too early. Random walks over a few nodes; a failing test's name has 
 
 from __future__ import annotations
 
+from collections import deque
 from random import Random
 from typing import Any
 
@@ -12,7 +13,6 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.writes import Write
 from jurymast.core.copies import LOCAL, MEMORY, Key
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.instructions import Launch
@@ -46,7 +46,6 @@ class Walk:
         self.nodes = Nodes(chance, ACTIVE)
         self.away: list[Agent] = []  # cut off, with all they hold
         self.committed: set[Key] = set()
-        self.unheard: set[tuple[str, str]] = set()  # writes, and agents that were cut off meanwhile
         self.spoilt: set[Key] = set()  # of these an image was found corrupt
         self.place(names[:ACTIVE])
         for name in names:
@@ -105,12 +104,7 @@ class Walk:
         truth = set(self.nodes.truth().every())
         stale = [copy for copy in self.checkpoints.copies.every() if copy not in truth]
         assert not stale
-        for write in self.writes():
-            waiting = {(write.id, name) for name in write.waiting}
-            assert waiting <= self.unheard, "what nobody writes is waited for"
-
-    def writes(self) -> list[Write]:
-        return list(self.checkpoints._writes._under_way.values())
+        assert not self.checkpoints.writing, "what nobody writes is waited for"
 
     def settle(self) -> None:
         """Nothing fails any more: in the end every state that is committed outlives any node."""
@@ -182,7 +176,7 @@ class Walk:
 
     def join(self, agent: Agent) -> None:
         agent.orders.clear()  # what was on its way is lost with the connection
-        agent.words.clear()
+        agent.words = deque(word for word in agent.words if isinstance(word, msg.Kept))  # said again
         self.nodes.agents[agent.name] = agent
         self.do(self.checkpoints.joined(agent.name, agent.hello(), self.time))
 
@@ -202,12 +196,11 @@ class Walk:
             if self.chance.random() < 0.5:
                 self.start_again(agent)
                 self.interrupt(agent.name)
-            else:  # what it has written it may have said to nobody
-                self.unheard |= {(one.id, agent.name) for one in self.writes()}
             self.join(agent)
 
     def start_again(self, agent: Agent) -> None:
         agent.incarnation += 1
+        agent.words.clear()
         agent.held = {copy for copy in agent.held if copy.tier == LOCAL}
 
     def interrupt(self, name: str) -> None:
@@ -241,8 +234,6 @@ class Walk:
         assert chosen is not None
         assert chosen.attempt == self.state.attempt
         assert chosen.step >= best, f"step {best} is held, and {chosen} was chosen"
-        self.do(self.checkpoints.choose(launch, self.time))
-        assert self.state.restore is chosen, "one attempt restores one state"
         orders = [
             self.checkpoints.restore_message(name, range(rank, rank + 1)) for rank, name in enumerate(names)
         ]

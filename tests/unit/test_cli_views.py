@@ -24,6 +24,7 @@ from jurymast.report.closing import record_cancel
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import channel, endpoint
 from jurymast.wire.connection import Connection
+from jurymast.wire.endpoint import PULSE
 from support.commands import RUN, Place, crash_loop, swapped
 from support.stories import Story
 from support.wire import served
@@ -113,9 +114,9 @@ def test_status_asks_slurm_when_the_journal_is_silent(place: Place) -> None:
     assert place.json("status", RUN)["job"] == {
         "id": "17", "kind": "gone", "detail": "Slurm no longer knows it",
     }  # fmt: skip
-    (directory.epochs / "000001.pulse").write_text("7")
+    (directory.epochs / PULSE).write_text("7")
     assert place.json("status", RUN)["state"] == "running", "a pulse is a sign of life"
-    os.utime(directory.epochs / "000001.pulse", (1.0, 1.0))
+    os.utime(directory.epochs / PULSE, (1.0, 1.0))
     place.program("squeue", 'echo "Unable to contact slurm controller" >&2; exit 1')
     assert place.json("status", RUN)["state"] == "running"
 

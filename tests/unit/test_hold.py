@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,61 @@ def test_a_supervisor_goes_on_while_the_epochs_cannot_be_seen(epochs: Path) -> N
         await asyncio.wait_for(taken_over, LIMIT_S)
 
     asyncio.run(work())
+
+
+@contextmanager
+def old_list(place: Path) -> Iterator[None]:
+    """As network file systems serve the names in a directory from a cache; what is opened is new."""
+    names, look = os.listdir(place), os.listdir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "listdir", lambda path: list(names) if Path(path) == place else look(path))
+        yield
+
+
+def test_who_sees_an_old_list_of_epochs_finds_the_newest_supervisor_all_the_same(epochs: Path) -> None:
+    first = endpoint.Endpoint(1, ("n1",), 4001, "n1", "17.0", 1)
+    endpoint.pulse(epochs, 1, 5)
+    endpoint.announce(epochs, first)
+    with old_list(epochs):
+        assert endpoint.claim_epoch(epochs) == 2
+        endpoint.pulse(epochs, 2, 0)
+        quiet = endpoint.read_pulse(epochs)
+        assert endpoint.newest_epoch(epochs) == 2
+        assert asyncio.run(Hold(epochs, 1).is_superseded()), "it must not end the job of its successor"
+        assert endpoint.find(epochs) == first, "its successor still reads the journal"
+        endpoint.pulse(epochs, 2, 1)
+        assert endpoint.read_pulse(epochs) != quiet, "nobody need take over from it"
+        second = replace(first, epoch=2, port=4002)
+        endpoint.announce(epochs, second)
+        assert endpoint.find(epochs) == second
+
+
+def test_a_supervisor_that_was_taken_over_does_not_beat_for_its_successor(epochs: Path) -> None:
+    endpoint.pulse(epochs, endpoint.claim_epoch(epochs), 7)
+
+    async def work() -> None:
+        mine = Hold(epochs, 1)
+        mine.begin()
+        await asyncio.wait_for(mine.taken_over(), LIMIT_S)
+
+    with old_list(epochs):
+        asyncio.run(work())
+    assert endpoint.read_pulse(epochs) == "2:2:7"
+
+
+def test_a_place_that_came_late_does_not_hide_a_newer_one(epochs: Path) -> None:
+    second = endpoint.Endpoint(2, ("n1",), 4001, "n1", "17.0", 1)
+    for place in (second, replace(second, epoch=1)):
+        endpoint.announce(epochs, place)
+    assert endpoint.find(epochs) == second
+
+
+def test_there_is_no_pulse_in_a_directory_that_does_not_show_the_claim(epochs: Path) -> None:
+    away(epochs)
+    epochs.mkdir()
+    with pytest.raises(FileNotFoundError):
+        endpoint.pulse(epochs, 1, 0)
+    assert os.listdir(epochs) == []
 
 
 def test_strange_names_among_the_epochs_are_passed_over(epochs: Path) -> None:

@@ -491,6 +491,28 @@ def test_a_newer_attempt_takes_over_from_a_restore_under_way() -> None:
         run(work(process, port))
 
 
+def test_an_image_stays_for_the_node_that_has_its_rank_now() -> None:
+    """Two nodes have changed ranks; the one that is done first still has what the other fetches."""
+
+    async def work() -> None:
+        async with keeper("a") as (a, told), keeper("b") as (b, _):
+            for one, number in ((a, 0), (b, 1)):
+                one.launch(1, [number], 2, None)
+                await saved(one, await ready_rank(one), 10, number, world=2)
+            a.launch(2, [1], 2, plan(10, 1, {1: [source(b, 1)]}))
+            first = FakeRank(a)
+            await until("the first", lambda: first.answer is not Restore.PENDING)
+            assert first.restored()[0] == image_bytes(10, 1)
+            await settled(a)
+            assert told.of(msg.Dropped) == []
+            b.launch(2, [0], 2, plan(10, 1, {0: [source(a, 0)]}))
+            second = FakeRank(b)
+            await until("the second", lambda: second.answer is not Restore.PENDING)
+            assert second.restored()[0] == image_bytes(10, 0)
+
+    run(work())
+
+
 def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot is given up while somebody reads it: the rank gets it back only afterwards."""
     gate, begun = threading.Event(), threading.Event()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.copies import ALL, MEMORY, Copies, Copy
 from jurymast.core.effects import Effect, Fence, Send
+from jurymast.core.heartbeat import rejoin_limit_s
 from jurymast.core.instructions import Launch
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S
+from jurymast.core.state import Role
 from jurymast.core.supervision import launching
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import JournalWriter
@@ -46,65 +50,131 @@ def launches(effects: Sequence[Effect]) -> dict[str, msg.Launch]:
     return {one.node: one.message for one in sent if isinstance(one.message, msg.Launch)}
 
 
-def told(supervision: Supervision, now: float) -> dict[str, msg.Launch]:
-    """After all work that is to be done at once."""
-    effects: list[Effect] = []
-    while supervision.has_work:
-        effects += supervision.work(now)
-    return launches(effects)
+class Successor:
+    """A supervisor that takes over, and agents that answer it as they should."""
+
+    def __init__(self, story: Story) -> None:
+        self.story, self.nodes = story, list[str]()
+        self.machine = Supervision(story.state, "/runs/a", story.t)
+        self.effects = self.machine.start(story.t)
+
+    def joins(self, node: str, **said: Any) -> list[Effect]:
+        self.nodes.append(node)
+        known = self.story.state.nodes[node].incarnation
+        greeting = hello(node, incarnation=known, **said)
+        effects = self.machine.joined(node, len(self.nodes), greeting, self.story.t)
+        self.machine.check()
+        return effects
+
+    def hears(self, node: str, message: msg.Beat | msg.Stopped) -> list[Effect]:
+        effects = self.machine.heard(node, self.nodes.index(node) + 1, message, self.story.t)
+        self.machine.check()
+        return effects
+
+    def waits(self, seconds: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for _ in range(round(seconds / WATCH_INTERVAL_S)):
+            self.story.t += WATCH_INTERVAL_S
+            for node in self.nodes:
+                effects += self.hears(node, msg.Beat(1, []))
+            effects += self.machine.tick(self.story.t)
+        return effects
+
+    def fenced(self, attempt: int) -> None:
+        self.machine.fenced(attempt, "", self.story.t)
+
+    def told(self) -> dict[str, msg.Launch]:
+        """After all work that is to be done at once."""
+        effects: list[Effect] = []
+        while self.machine.has_work:
+            effects += self.machine.work(self.story.t)
+        return launches(effects)
+
+
+def lost_one() -> tuple[Story, str]:
+    """A supervisor died while it told its nodes of attempt 2: the story, and a spare that was not needed."""
+    story = Story(active=2, spares=2).running()
+    out = story.state.placement[1]
+    story.lost(out)
+    story.stopped()
+    placed = story.last(Launch).placement
+    return story, next(name for name in story.state.nodes if name not in (*placed, out))
+
+
+def test_a_launch_that_was_half_told_is_not_told_again_but_replaced_by_the_next() -> None:
+    """One node's ranks run, the other never heard of it: what the first restores is not known any more, and
+    it would not hear another choice."""
+    story, spare = lost_one()
+    ran, waited = story.told().state.placement
+    after = Successor(story)
+    after.joins(spare)
+    for node, attempt, ranks in ((ran, 2, "running"), (waited, 1, "waiting")):
+        effects = after.joins(node, attempt=attempt, ranks=ranks)
+        assert (launches(effects), effects.count(Send(node, msg.Stop(attempt=2)))) == ({}, 1)
+    after.fenced(2)
+    assert after.told() == {}
+    for node in (ran, waited):
+        after.hears(node, msg.Stopped(attempt=2, store_port=7))
+    assert Fence(3) in after.waits(1.0)
+    after.fenced(3)
+    assert {node: one.attempt for node, one in after.told().items()} == {ran: 3, waited: 3}
+    incident = story.state.incidents[-1]
+    assert (incident.cause, incident.charged, incident.node) == ("restart_asked", "nobody", "")
 
 
 def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold() -> None:
     """Planned without them, the ranks would start afresh, and agents would give up images that are good. The
     node that is out held rank 1's image, whose only copy is a spare's now."""
-    story = Story(active=2, spares=2).running()
-    out = story.state.placement[1]
-    story.lost(out)
-    story.stopped()
-    launch = story.last(Launch)
-    spare = next(name for name in story.state.nodes if name not in (*launch.placement, out))
-    supervision = Supervision(story.state, "/runs/a", story.t)
-    assert Fence(launch.attempt) in supervision.start(story.t)
-    supervision.fenced(launch.attempt, "", story.t)
-    come = (*launch.placement, spare)
-    for number, node in enumerate(come, 1):
-        assert told(supervision, story.t) == {}
-        rank = 1 if node == spare else launch.placement.index(node)
-        tier = "peer" if node == spare else "memory"
-        copy = msg.CopyReport(step=8, attempt=1, rank=rank, world=2, tier=tier, part="all", size_bytes=9)
-        held = () if rank == 1 and node != spare else (copy,)
-        known = story.state.nodes[node].incarnation
-        said = hello(node, copies=held, attempt=1, ranks="waiting", incarnation=known)
-        assert launches(supervision.joined(node, number, said, story.t)) == {}
-        supervision.check()
-    everyone = told(supervision, story.t)
-    assert {node: one.restore and one.restore.step for node, one in everyone.items()} == dict.fromkeys(
-        launch.placement, 8
-    )
+    story, spare = lost_one()
+    placed = story.state.placement
+    after = Successor(story)
+    for rank, node in enumerate(placed):
+        copy = msg.CopyReport(step=8, attempt=1, rank=0, world=2, tier="memory", part="all", size_bytes=9)
+        after.joins(node, copies=() if rank else (copy,), attempt=1)
+        after.hears(node, msg.Stopped(attempt=2, store_port=7))
+    after.waits(1.0)
+    after.fenced(3)
+    assert after.told() == {}
+    copy = msg.CopyReport(step=8, attempt=1, rank=1, world=2, tier="peer", part="all", size_bytes=9)
+    assert launches(after.joins(spare, copies=(copy,))) == {}
+    restored = {node: one.restore and one.restore.step for node, one in after.told().items()}
+    assert restored == dict.fromkeys(placed, 8)
 
 
 def test_a_launch_waits_for_the_run_directory_and_says_so() -> None:
     story = Story(active=2, spares=1).running()
-    story.lost(story.state.placement[1])
-    story.stopped()
-    placed = story.last(Launch).placement
-    supervision = Supervision(story.state, "/runs/a", story.t)
-    supervision.start(story.t)
-    for number, node in enumerate(placed, 1):
-        known = story.state.nodes[node].incarnation
-        supervision.joined(node, number, hello(node, ranks="waiting", incarnation=known), story.t)
-    for _ in range(round(2.1 * launching.WAIT_TOLD_S / WATCH_INTERVAL_S)):
-        story.t += WATCH_INTERVAL_S
-        for number, node in enumerate(placed, 1):
-            supervision.heard(node, number, msg.Beat(1, []), story.t)
-        supervision.tick(story.t)
-    assert not supervision.has_work
+    left, out = story.state.placement
+    story.lost(out)
+    after = Successor(story)
+    after.joins(next(name for name in story.state.nodes if name not in (left, out)))
+    after.joins(left, attempt=1)
+    after.waits(2.1 * launching.WAIT_TOLD_S)
+    assert not after.machine.has_work
     (alert,) = story.state.alerts
     assert alert.message.startswith("the launch of attempt 2 waits for the run directory /runs/a")
-    supervision.fenced(1, "", story.t)
-    assert not supervision.has_work, "that was another attempt's"
-    supervision.fenced(2, "", story.t)
-    assert set(told(supervision, story.t)) == set(placed)
+    after.fenced(1)
+    assert not after.machine.has_work, "that was another attempt's"
+    after.fenced(2)
+    assert set(after.told()) == set(story.state.placement)
+
+
+def test_nodes_that_are_to_stop_have_time_to_find_the_supervisor_that_took_over() -> None:
+    """However late it took over: no healthy node is one whose ranks could not be stopped."""
+    story = Story(active=2, spares=1).running()
+    story.failed(0)
+    story.t += 60.0
+    placed = story.state.placement
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node="n3"))
+    after = Successor(story)
+    after.waits(rejoin_limit_s(3))
+    for node in placed:
+        assert Send(node, msg.Stop(attempt=1)) in after.joins(node, attempt=1, ranks="running")
+    after.waits(story.state.settings.stop_grace_s)
+    for node in placed:
+        after.hears(node, msg.Stopped(attempt=1, store_port=7))
+    incident = story.state.incidents[0]
+    assert (incident.cause, incident.action) == ("worker_exception", "restart"), incident
+    assert {story.state.nodes[node].role for node in placed} == {Role.ACTIVE}
 
 
 def test_an_older_attempt_s_number_never_replaces_a_newer_one_s(tmp_path: Path) -> None:

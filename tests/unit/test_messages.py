@@ -92,7 +92,7 @@ ORDERS: list[msg.ToAgent] = [
     msg.Stop(attempt=1, stacks=True),
     msg.Dismiss(),
     msg.Cadence(attempt=1, schedule=Schedule(1, 2, 3, 4), decided=-1),
-    msg.GoOn(time=1.5, patience_s=2.5),
+    msg.GoOn(time=1.5, patience_s=2.5, heard=3),
     msg.Leave(over=True),
     msg.Look(attempt=1, number=2),
     msg.LeaveVerdict(job="17", finding=FINDING),

@@ -70,14 +70,14 @@ class WaitingJob(Job):
 
     looked: threading.Event
 
-    def wait(self, what: str, look: Callable[[], Any], renew: Path | None = None, *, ranks: int = 1) -> Any:
+    def wait(self, what: str, look: Callable[[], Any], place: Path | None = None, *, ranks: int = 1) -> Any:
         def told() -> Any:
             found = look()
             if what == "the lead's plan":
                 self.looked.set()
             return found
 
-        return super().wait(what, told, renew, ranks=ranks)
+        return super().wait(what, told, place, ranks=ranks)
 
 
 def follower(looked: threading.Event) -> Job:

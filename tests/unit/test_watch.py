@@ -63,8 +63,8 @@ class Ears:
         self.now += seconds
         self.does(self.watch.tick(self.now))
 
-    def closes(self, node: str, connection: int = 1) -> None:
-        self.does(self.watch.closed(node, connection, self.now))
+    def closes(self, node: str, connection: int = 1, *, reset: bool = False) -> None:
+        self.does(self.watch.closed(node, connection, self.now, reset=reset))
 
     def joins(self, node: str, connection: int) -> None:
         self.watch.joined(node, connection)
@@ -217,6 +217,22 @@ def test_a_closed_connection_is_a_lost_node_unless_its_agent_is_back_at_once() -
     assert isinstance(event, ev.NodeLost)
     assert (event.how, event.limit_s) == ("closed", RECONNECT_GRACE_S)
     ears.passes(5.0, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.5, 3.0])
+def test_who_learns_of_a_reset_at_its_next_heartbeat_is_not_lost(heartbeat_s: float) -> None:
+    """A process that ends closes its connections in order; a reset came from the way between, and the agent
+    need not know of it."""
+    ears = Ears()
+    ears.watch._heartbeat_s = heartbeat_s
+    for node in ("n2", "n3"):
+        ears.closes(node, reset=True)
+    ears.stands_still(0.15)  # and the supervisor is a little late
+    ears.passes(heartbeat_s + 0.1, beating=("n1",))
+    assert ears.lost() == []
+    ears.joins("n2", 2)
+    ears.passes(RECONNECT_GRACE_S, beating=("n1", "n2"))
     assert ears.lost() == ["n3"]
 
 

@@ -218,10 +218,12 @@ class Fleet:
 
         def closed() -> None:
             if line.number:
-                self.do(self.watch.closed(agent.name, line.number, self.now))
+                self.do(self.watch.closed(agent.name, line.number, self.now, reset=reset))
 
+        reset = self.random.random() < 0.5  # then it learns it when it speaks next
         self.after(self.random.uniform(0.0, DELAY_S), lambda: self.hears(closed))
-        self.after(self.random.uniform(0.0, DELAY_S), lambda: self.broke(agent, line))
+        learns_s = self.random.uniform(0.0, DELAY_S + (HEARTBEAT_S if reset else 0.0))
+        self.after(learns_s, lambda: self.broke(agent, line))
 
     def storms(self) -> None:
         """Many connections break, and some tries to come back are lost for a while."""

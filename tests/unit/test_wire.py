@@ -25,8 +25,8 @@ from jurymast.rundir import RunDirectory
 from jurymast.wire import channel
 from jurymast.wire.ask import ask
 from jurymast.wire.channel import Channel
-from jurymast.wire.connection import Connection
-from jurymast.wire.endpoint import Endpoint, announce, claim_epoch, find, newest_epoch
+from jurymast.wire.connection import Connection, ConnectionClosed
+from jurymast.wire.endpoint import NEWEST, Endpoint, announce, claim_epoch, find, newest_epoch
 from jurymast.wire.seal import TAG_BYTES
 from support.reports import STEPPING
 from support.wire import served
@@ -149,6 +149,28 @@ def test_what_came_before_the_end_is_heard_after_it() -> None:
             heard: list[Any] = []
             await server.listen(heard.append)
             assert heard == [ready(1), msg.HangsUp()]
+
+    run(work())
+
+
+KILLED = "os.kill(os.getpid(), 9)"
+RESET = "s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0)); s.close()"
+
+
+@pytest.mark.parametrize(("end", "closed"), [(KILLED, True), (RESET, False)])
+def test_a_reset_is_told_from_the_end_of_a_process(end: str, closed: bool) -> None:
+    code = f"import os, socket, struct, sys; s = socket.create_connection(('127.0.0.1', {{}})); {end}"
+
+    async def work() -> None:
+        ended: asyncio.Future[ConnectionError] = asyncio.get_running_loop().create_future()
+
+        async def serve(come: Connection) -> None:
+            ended.set_result(await come.end())
+
+        async with served(serve) as port:
+            client = await asyncio.create_subprocess_exec(sys.executable, "-c", code.format(port))
+            assert isinstance(await ended, ConnectionClosed) is closed
+            await client.wait()
 
     run(work())
 
@@ -505,6 +527,7 @@ def test_the_newest_endpoint_that_can_be_read_is_found(tmp_path: Path) -> None:
     for place in places:
         announce(tmp_path, place)
     assert find(tmp_path) == places[2]
-    (tmp_path / "000003.json").write_bytes(b'{"epoch": 3, "hos')
+    for name in ("000003.json", NEWEST):
+        (tmp_path / name).write_bytes(b'{"epoch": 3, "hos')
     assert find(tmp_path) == places[1]
     assert (tmp_path / "000001.json").stat().st_mode & 0o777 == 0o600

@@ -27,10 +27,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Answer:
-    """GoOn to the agent of `node`, with the time that it is by then: its heartbeats are heard."""
+    """GoOn to the agent of `node`, with the time that it is by then: its heartbeats are heard, and so many of
+    the messages that it keeps until then."""
 
     node: str
     patience_s: float
+    heard: int
 
 
 @dataclass(frozen=True)

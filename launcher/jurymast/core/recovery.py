@@ -54,7 +54,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
         return []
     open_incident(state, detected_at, fault_at)
     state.phase, state.stopped = Phase.STOPPING, set()
-    state.deadline = detected_at + state.settings.stop_grace_s + STOP_LIMIT_S
+    state.deadline = stop_deadline(state, detected_at)
     asked = state.findings.asked
     reason = f"{asked.what} asked by {asked.by}" if asked else "a failure ends the attempt for every rank"
     for name, finding in state.findings.health.items():
@@ -63,6 +63,11 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
         reason = state.findings.straggling.evidence
     hangs = state.findings.hung is not None
     return [StopWorkers(attempt=state.attempt, nodes=not_stopped(state), reason=reason, stacks=hangs)]
+
+
+def stop_deadline(state: RunState, t: float) -> float:
+    """Who has not stopped by then cannot be stopped, told at `t` or once it is back after a take-over."""
+    return max(t, state.rejoin_until) + state.settings.stop_grace_s + STOP_LIMIT_S
 
 
 def not_stopped(state: RunState) -> tuple[str, ...]:
@@ -137,10 +142,11 @@ def _diagnose(state: RunState) -> list[Instruction]:
     """All ranks are stopped: name the cause and choose the rung."""
     incident = state.incidents[-1]
     found = state.findings
-    cause = attribute(found.lost, found.asked, found.failures, found.hung, _surroundings(state, incident))
+    failures = list(found.failures.values())
+    cause = attribute(found.lost, found.asked, failures, found.hung, _surroundings(state, incident))
     incident.cause, incident.charged, incident.signature = cause.kind, cause.charged, cause.signature
     incident.node, incident.rank, incident.evidence = cause.node, cause.rank, cause.evidence
-    incident.traceback = next((f.traceback for f in state.findings.failures if f.rank == cause.rank), "")
+    incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
     incident.stopped_at = incident.decided_at = state.now
     _count_failure(state, incident)
     decision = decide(state, cause)
@@ -357,9 +363,14 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
     state.testing.difference_update(placement)
     for rank, name in enumerate(placement):
         state.nodes[name].become(Role.ACTIVE, f"group rank {rank}", state.now)
+        state.nodes[name].ready = False
     if state.incident is not None:
         state.incident.launched_at = state.now
-    return launch_instruction(state, reason)
+    master = state.nodes[placement[0]]
+    return Launch(
+        attempt=state.attempt, placement=placement, master_address=master.address,
+        master_port=master.store_port, reason=reason, mtbf_s=expected_mtbf_s(state, state.now),
+    )  # fmt: skip
 
 
 def note_failure(state: RunState, node: Node) -> None:
@@ -395,13 +406,3 @@ def expected_mtbf_s(state: RunState, now: float) -> float:
     and earlier ones have seen until `now`; 0.0 before the first nodes came."""
     found = failure_rate(state, now)
     return 0.0 if found is None else round(found.mtbf_s(counted(state.active, state.fresh_until(), now)), 1)
-
-
-def launch_instruction(state: RunState, reason: str) -> Launch:
-    master = state.nodes[state.placement[0]]
-    for name in state.placement:
-        state.nodes[name].ready = False
-    return Launch(
-        attempt=state.attempt, placement=state.placement, master_address=master.address,
-        master_port=master.store_port, reason=reason, mtbf_s=expected_mtbf_s(state, state.now),
-    )  # fmt: skip

@@ -16,6 +16,7 @@ from jurymast.core.attribution import RESTORE_FAILED
 from jurymast.core.copies import MEMORY, SHARED
 from jurymast.core.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.health import Verdict
+from jurymast.core.heartbeat import rejoin_limit_s
 from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.state import ENDED, RESTORE_TRIES, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.core.texts import NODES_TOLD, some
@@ -25,6 +26,7 @@ from jurymast.errors import RunCancelledError, RunFailedError
 # own time-outs do.
 HANG_PATIENCE = 8.0
 HANG_PATIENCE_MAX = 64.0
+RANKS_GONE = "RanksGone"  # an error that no rank tells
 
 
 def step(state: RunState, event: ev.Event) -> list[Instruction]:
@@ -85,8 +87,6 @@ def resume(state: RunState) -> list[Instruction]:
     why = "sent again by the supervisor that took over"
     if state.phase is Phase.STOPPING:
         return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=why)]
-    if state.phase is Phase.LAUNCHING:
-        return [recovery.launch_instruction(state, why)]
     if state.phase is Phase.REQUEUED:
         return [Requeue(exclude=tuple(state.excluded), reason=why)]
     return testing.again(state, why)
@@ -135,6 +135,10 @@ def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[In
     state.epoch = event.epoch
     state.abandoned = state.supervised_on if event.node != state.supervised_on else ""
     state.supervised_on = event.node
+    if state.placement:
+        state.rejoin_until = event.t + rejoin_limit_s(len(state.nodes))
+    if state.phase is Phase.STOPPING and state.deadline is not None:
+        state.deadline = recovery.stop_deadline(state, event.t)
     return []
 
 
@@ -214,7 +218,9 @@ def _workers_started(state: RunState, event: ev.WorkersStarted) -> list[Instruct
 def _worker_failed(state: RunState, event: ev.WorkerFailed) -> list[Instruction]:
     if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
         return []
-    state.findings.failures.append(event)
+    if event.rank >= 0:  # the reason came after all
+        state.findings.failures.pop((event.node, -1, RANKS_GONE), None)
+    state.findings.failures.setdefault((event.node, event.rank, event.error), event)
     return recovery.begin(state, event.t, event.t)
 
 
@@ -263,7 +269,7 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     if unasked and event.attempt == state.attempt:
         # Said while no supervisor listened, and the reason with it.
         gone = ev.WorkerFailed(
-            t=event.t, node=event.node, attempt=event.attempt, rank=-1, exit_code=-9, error="RanksGone",
+            t=event.t, node=event.node, attempt=event.attempt, rank=-1, exit_code=-9, error=RANKS_GONE,
             message="its ranks ended while no supervisor listened",
         )  # fmt: skip
         instructions = _worker_failed(state, gone)
@@ -376,7 +382,7 @@ def _restore_failed(state: RunState, event: ev.RestoreFailed) -> list[Instructio
     if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
         return []
     key, instructions = (event.step, event.of), []
-    if not any(failure.error == RESTORE_FAILED for failure in state.findings.failures):
+    if not any(error == RESTORE_FAILED for *_, error in state.findings.failures):
         state.unrestored[key] = state.unrestored.get(key, 0) + 1
         if state.unrestored[key] == RESTORE_TRIES:
             message = (

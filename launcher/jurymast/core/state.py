@@ -98,7 +98,8 @@ class Findings:
     for a finding, with it."""
 
     lost: list[NodeLost] = field(default_factory=list)
-    failures: list[WorkerFailed] = field(default_factory=list)
+    # By node, rank and error: what an agent says over two connections is one.
+    failures: dict[tuple[str, int, str], WorkerFailed] = field(default_factory=dict)
     hung: RanksHung | None = None
     asked: Asked | None = None
     health: dict[str, Finding] = field(default_factory=dict)
@@ -185,6 +186,7 @@ class RunState:
     epoch: int = 0
     supervised_on: str = ""  # the newest supervisor's node
     abandoned: str = ""  # the node of the one before it, if that was another
+    rejoin_until: float = 0.0  # so long its placed nodes had to find it, after a take-over
     allocation: str = ""  # job.restarts: a requeued job keeps its id
     slurm_jobs: list[str] = field(default_factory=list)
     restarts: int = 0  # requeues so far

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jurymast.core.state import RunState
 from jurymast.rundir import RunDirectory
+from jurymast.wire.endpoint import PULSE
 
 ANSWER_LIMIT_S = 10.0
 # A supervisor that wrote this recently lives, and Slurm need not be asked.
@@ -67,7 +68,7 @@ def look(directory: RunDirectory, state: RunState, *, fresh_s: float = FRESH_S) 
 
 def _silence_s(directory: RunDirectory) -> float:
     """Time since the supervisor wrote into its journal, or its pulse, which beats between long steps too."""
-    found = (list(directory.journal_files()), list(directory.epochs.glob("*.pulse")))
+    found = (list(directory.journal_files()), [directory.epochs / PULSE])
     return time.time() - max((_written_at(max(paths)) for paths in found if paths), default=0.0)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from jurymast.rundir import renew
+
 Result = TypeVar("Result")
 
 PROGRESS_EVERY_S = 1.0
@@ -17,7 +19,7 @@ POLL_S = 0.05
 POLL_S_MAX = 0.5
 # Of the ranks of a run so many are looked for in a second, by the nodes together.
 RANKS_A_SECOND = 20_000.0
-# Network file systems serve directories from a cache for up to a minute; a change made here renews it.
+# The directory in which something is waited for.
 RENEW_EVERY_S = 2.0
 
 
@@ -72,7 +74,7 @@ class Job:
         self._wrote(self.bytes)
 
     def wait(
-        self, what: str, look: Callable[[], Result | None], renew: Path | None = None, *, ranks: int = 1
+        self, what: str, look: Callable[[], Result | None], place: Path | None = None, *, ranks: int = 1
     ) -> Result:
         """The first result of `look` that is not None; looked for at a pace that the storage bears from so
         many `ranks`. StorageFailure: `what` did not happen in time."""
@@ -85,12 +87,9 @@ class Job:
             self.check()
             self.cancelled.wait(pause)
             pause = min(max(POLL_S_MAX, seldom), pause * 1.2)
-            if renew is not None and time.monotonic() - renewed > max(RENEW_EVERY_S, seldom):
+            if place is not None and time.monotonic() - renewed > max(RENEW_EVERY_S, seldom):
                 renewed = time.monotonic()
-                try:
-                    os.utime(renew)
-                except OSError:
-                    continue  # `look` will see what became of it
+                renew(place)
         return result
 
 

@@ -268,7 +268,7 @@ class _Meeting:
     # ---- messages
 
     def _wait(self, what: str, look: Callable[[], Result | None], place: Path) -> Result:
-        return self._job.wait(what, look, renew=place, ranks=self._world)
+        return self._job.wait(what, look, place, ranks=self._world)
 
     def _message(self, kind: str, ending: str = "json") -> Path:
         """This node's."""

@@ -36,11 +36,11 @@ class Hold:
         for agents listen to the newest that they find."""
         for count in itertools.count():
             try:
-                if not self.silent:
-                    await asyncio.to_thread(endpoint.pulse, self._epochs, self.epoch, count)
-                if await self._newest() > self.epoch:
+                if await self._newest() > self.epoch:  # first: a newer one's pulse is not to be written over
                     print(f"epoch {self.epoch}: a newer supervisor has taken over", flush=True)
                     return
+                if not self.silent:
+                    await asyncio.to_thread(endpoint.pulse, self._epochs, self.epoch, count)
             except OSError as error:
                 print(f"epoch {self.epoch}: {error}", flush=True)
             await asyncio.sleep(endpoint.PULSE_INTERVAL_S)

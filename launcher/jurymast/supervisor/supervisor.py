@@ -25,13 +25,13 @@ from jurymast.core.state import Phase, Role, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import ClusterUnavailableError, SubmissionError, never
 from jurymast.journal import JournalWriter
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import RunDirectory, renew, write_atomically
 from jurymast.supervisor.clock import Clock
 from jurymast.supervisor.door import BACKLOG, Door
 from jurymast.supervisor.hold import Hold
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
-from jurymast.wire.connection import Connection, listen
+from jurymast.wire.connection import Connection, ConnectionClosed, listen
 from jurymast.wire.strangers import Strangers
 
 HOW = "how"  # nothing is to be done: how is it?
@@ -87,7 +87,8 @@ class Supervisor:
                 case do.Send():
                     self._tell(effect.node, effect.message)
                 case do.Answer():
-                    self._tell(effect.node, msg.GoOn(time=time.time(), patience_s=effect.patience_s))
+                    go_on = msg.GoOn(time=time.time(), patience_s=effect.patience_s, heard=effect.heard)
+                    self._tell(effect.node, go_on)
                 case do.Journal():
                     self._write(effect)
                 case do.Disconnect():
@@ -190,6 +191,7 @@ class Supervisor:
     async def _look_at_storage(self) -> None:
         try:
             checkpoints = CheckpointDirectory(self._directory.checkpoints)
+            await asyncio.to_thread(renew, checkpoints.root)  # this node may have an old view of it
             sizes = await asyncio.to_thread(checkpoints.sizes)
             rollbacks = await asyncio.to_thread(checkpoints.rollbacks)
         except (OSError, BadCheckpoint) as error:
@@ -307,7 +309,8 @@ class Supervisor:
         print(f"{node}: {type(why).__name__}: {why}", flush=True)
         if self._channels.get(node) is connection:
             del self._channels[node]
-        self._do(self._machine.closed(node, number, self.now()))
+        reset = not isinstance(why, ConnectionClosed)
+        self._do(self._machine.closed(node, number, self.now(), reset=reset))
 
     def _hear(self, node: str, number: int, message: msg.Said) -> None:
         """Over the connection of this number."""

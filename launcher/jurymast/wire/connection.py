@@ -17,6 +17,10 @@ WAITING_BYTES = 16 * 1024
 _ARRIVING = memoryview(bytearray(BUFFER_BYTES))
 
 
+class ConnectionClosed(ConnectionError):
+    """In order, by the other side or at its process's end: no reset."""
+
+
 class Connection(asyncio.BufferedProtocol):
     """`unread`: what has arrived and nobody has taken; `on_bytes`, once it is set, is called for more.
     `closed`: by its user, who wants to hear nothing more."""
@@ -58,7 +62,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         why = "the other side closed the connection"
-        self._ended = exc if isinstance(exc, ConnectionError) else ConnectionResetError(why)
+        self._ended = exc if isinstance(exc, ConnectionError) else ConnectionClosed(why)
         self._writable.set()
         self._wake()
 

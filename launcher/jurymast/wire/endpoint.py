@@ -2,6 +2,9 @@
 
 Creating an epoch's file is the fence: only one process can create it, and a supervisor that sees a newer
 one stops deciding.
+
+Network file systems may serve the list of a directory from a cache for up to a minute, but not what a file of
+a known name holds that is opened anew: the newest place and the pulse are in such files as well.
 """
 
 from __future__ import annotations
@@ -15,6 +18,15 @@ from jurymast.core.endpoint import Endpoint as Endpoint
 from jurymast.rundir import write_atomically
 
 PULSE_INTERVAL_S = 1.0
+PULSE, NEWEST = "pulse", "newest.json"
+
+
+def _claim(epochs: Path, epoch: int) -> Path:
+    return epochs / f"{epoch:06d}.claim"
+
+
+def _place(epochs: Path, epoch: int) -> Path:
+    return epochs / f"{epoch:06d}.json"
 
 
 def claim_epoch(epochs: Path) -> int:
@@ -22,7 +34,7 @@ def claim_epoch(epochs: Path) -> int:
     epoch = newest_epoch(epochs) + 1
     while True:
         try:
-            os.close(os.open(epochs / f"{epoch:06d}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.close(os.open(_claim(epochs, epoch), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             return epoch
         except FileExistsError:
             epoch += 1
@@ -31,40 +43,61 @@ def claim_epoch(epochs: Path) -> int:
 def newest_epoch(epochs: Path) -> int:
     """The newest epoch claimed; 0 before the first. Raises OSError: not even a directory that is not there
     says that there is none."""
-    claims = (Path(name) for name in os.listdir(epochs) if name.endswith(".claim"))
-    return max((int(claim.stem) for claim in claims if claim.stem.isdecimal()), default=0)
+    beats, _, _ = _read(epochs / PULSE).partition(":")
+    return max([*_listed(epochs, ".claim"), int(beats) if beats.isdecimal() else 0])
+
+
+def _listed(epochs: Path, suffix: str) -> list[int]:
+    """The epochs with such a file, maybe without the newest. Raises OSError."""
+    names = (Path(name) for name in os.listdir(epochs))
+    return [int(name.stem) for name in names if name.suffix == suffix and name.stem.isdecimal()]
 
 
 def announce(epochs: Path, endpoint: Endpoint) -> None:
-    write_atomically(epochs / f"{endpoint.epoch:06d}.json", json.dumps(asdict(endpoint)).encode())
+    for path in (_place(epochs, endpoint.epoch), epochs / NEWEST):
+        write_atomically(path, json.dumps(asdict(endpoint)).encode())
 
 
 def pulse(epochs: Path, epoch: int, count: int) -> None:
-    """Say that this epoch's supervisor lives, to those whom the network does not reach."""
-    path = epochs / f"{epoch:06d}.pulse"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    """Say that this epoch's supervisor lives, to those whom the network does not reach; at once after its
+    claim. Raises OSError, also when the claim is not there: that is another directory."""
+    os.stat(_claim(epochs, epoch))
+    descriptor = os.open(epochs / PULSE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, str(count).encode())
+        os.write(descriptor, f"{epoch}:{count}".encode())
     finally:
         os.close(descriptor)
 
 
 def read_pulse(epochs: Path) -> str:
     """Changes while the newest epoch's supervisor lives. Raises OSError."""
-    epoch = newest_epoch(epochs)
+    return f"{newest_epoch(epochs)}:{_read(epochs / PULSE)}"
+
+
+def _read(path: Path) -> str:
+    """ "" while it is not there. Raises OSError."""
     try:
-        return f"{epoch}:{(epochs / f'{epoch:06d}.pulse').read_text()}"
-    except OSError:
-        return f"{epoch}:"
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def find(epochs: Path) -> Endpoint | None:
-    """The newest announced endpoint, or None."""
-    for path in sorted(epochs.glob("*.json"), reverse=True):
-        try:
-            values = json.loads(path.read_bytes())
-            values["hosts"] = tuple(values["hosts"])
-            return Endpoint(**values)
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
-    return None
+    """The newest announced endpoint that can be read, or None."""
+    newest = _endpoint(epochs / NEWEST)
+    try:
+        listed = sorted(_listed(epochs, ".json"), reverse=True)
+    except OSError:
+        return newest
+    newer = (epoch for epoch in listed if newest is None or epoch > newest.epoch)
+    found = (_endpoint(_place(epochs, epoch)) for epoch in newer)
+    return next((place for place in found if place is not None), newest)
+
+
+def _endpoint(path: Path) -> Endpoint | None:
+    try:
+        values = json.loads(path.read_bytes())
+        values["hosts"] = tuple(values["hosts"])
+        return Endpoint(**values)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

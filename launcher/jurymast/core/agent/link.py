@@ -1,5 +1,5 @@
 """An agent's connection to its supervisor: whom to connect to and when, how long to wait for a word, what
-waits for the next supervisor, and when the agent leaves because none comes."""
+is said again to the next supervisor, and when the agent leaves because none comes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ ALONE_LIMIT_S = 60.0
 IDLE_ALONE_LIMIT_S = 1800.0
 # After a SIGTERM Slurm waits 30 s (KillWait), unless the partition's GraceTime says otherwise.
 TERMINATED_LIMIT_S = 25.0
-UNSAID_MAX = 1000
-KEPT = (msg.Failed, msg.RankEvent, msg.Unrestorable)
+KEPT_MAX = 1000
 
 
 class Link:
@@ -55,7 +54,9 @@ class Link:
         self._find_at = 0.0
         self._heard_at = self._alone_since = 0.0
         self._leave_at = NEVER
-        self._unsaid: list[msg.ToSupervisor] = []
+        # What no supervisor is known to have heard, with its number among those said over this connection.
+        self._kept: list[tuple[int, msg.Kept]] = []
+        self._said = 0
 
     @property
     def wake_at(self) -> float:
@@ -64,11 +65,9 @@ class Link:
 
     def check(self) -> None:
         """What holds between any two events. Raises AssertionError."""
-        assert not (self.connected and (self._tries or self._unsaid)), (
-            "a connection, and still waiting for one"
-        )
+        assert not (self.connected and self._tries), "a connection, and still waiting for one"
         assert self._tries >= 0, "more tries ended than were begun"
-        assert len(self._unsaid) <= UNSAID_MAX, "too much is kept for the next supervisor"
+        assert len(self._kept) <= KEPT_MAX, "too much is kept for the next supervisor"
 
     # Looking for a supervisor.
 
@@ -130,25 +129,27 @@ class Link:
     def connected_to(self, now: float) -> list[Effect]:
         """To the first that answered; what becomes of the other tries is no news any more."""
         self.connected, self._heard_at, self._tries, self._round_at = True, now, 0, NEVER
-        unsaid, self._unsaid = self._unsaid, []
-        return [Greet(), *(Say(message) for message in unsaid)]
+        kept, self._kept, self._said = self._kept, [], 0
+        return [Greet(), *(effect for _, message in kept for effect in self.say(message))]
 
     def heard(self, order: msg.Order, now: float) -> list[Effect]:
         self._heard_at = now
         match order:
             case msg.GoOn():
                 self._patience_s = order.patience_s
+                self._kept = [one for one in self._kept if one[0] > order.heard]
             case msg.Leave():
                 return [Leave(order.over)]
         return []
 
     def say(self, message: msg.ToSupervisor) -> list[Effect]:
-        """Now, or to the next supervisor if none is there, unless the hello tells it as well."""
-        if self.connected:
-            return [Say(message)]
-        if isinstance(message, KEPT) and len(self._unsaid) < UNSAID_MAX:
-            self._unsaid.append(message)
-        return []
+        """Now; and what no hello tells again over the next connection, unless it is known to have been heard:
+        this one may be dead already."""
+        if isinstance(message, msg.Kept):
+            self._said += self.connected
+            if len(self._kept) < KEPT_MAX:
+                self._kept.append((self._said, message))
+        return [Say(message)] if self.connected else []
 
     def lost(self, now: float) -> list[Effect]:
         """The connection has ended."""

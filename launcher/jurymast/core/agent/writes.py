@@ -13,6 +13,7 @@ class Writes:
     def __init__(self, ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
         self._running: dict[str, str] = {}  # the tier by id, until the write has ended
+        self._newest: dict[str, str] = {}  # by tier, its id
         self._cancelled: set[str] = set()
         self._foreseen: dict[int, within.Foreseen] = {}  # by local rank
         self._leads = False  # rank 0 is here: this node brings shared checkpoints together
@@ -31,9 +32,11 @@ class Writes:
 
     def begin(self, order: msg.Drain, now: float) -> list[Effect]:
         """A supervisor orders one at a time: what an earlier one, maybe dead, ordered for the tier is void,
-        and may be waiting for a node that is gone."""
-        if order.id in self._running:
+        and may be waiting for a node that is gone. What it ordered just before a connection broke it orders
+        again."""
+        if self._newest.get(order.tier) == order.id:
             return []
+        self._newest[order.tier] = order.id
         void = [id for id, tier in self._running.items() if tier == order.tier]
         effects = [effect for id in void for effect in self.cancel(id, now)]
         self._running[order.id] = order.tier

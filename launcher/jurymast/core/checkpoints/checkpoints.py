@@ -70,6 +70,7 @@ class Checkpoints:
         self._holders[node] = Holder(hello.address, hello.data_port, hello.incarnation)
         self._replicas.joined(node, hello.domain)
         self._shortages.joined(node, hello.room)
+        effects += self._writes.joined(node)
         return effects + self._held(node, hello.copies, now)
 
     def lost(self, node: str, now: float) -> list[Effect]:
@@ -238,8 +239,7 @@ class Checkpoints:
         """Decide what this attempt restores; `restore_message` tells the nodes."""
         effects = self._restore.choose(launch, self._writes.shared, now)
         chosen = self._restore.chosen
-        if not effects or chosen is None:
-            return effects
+        assert chosen is not None
         if chosen.tier == cp.MEMORY:
             self._commit.go_on_from((chosen.step, chosen.attempt))
         else:  # agents free what they hold in memory: the ranks will save other states under these steps

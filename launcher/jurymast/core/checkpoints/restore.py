@@ -22,7 +22,6 @@ class Restore:
         self._state, self._copies, self._holders = state, copies, holders
         self.rollbacks: list[Rollback] = []
         self.chosen: RestorePlan | None = None
-        self._chosen_for = 0  # the attempt
 
     def is_void(self, key: Key) -> bool:
         return any(back.voids(*key) for back in self.rollbacks)
@@ -35,13 +34,10 @@ class Restore:
         self.rollbacks += [back for back in rollbacks if back not in self.rollbacks]
 
     def choose(self, launch: Launch, shared: Mapping[Key, int], now: float) -> list[Effect]:
-        """Once for each attempt: its nodes are to go on from one state."""
-        if self._chosen_for == launch.attempt:
-            return []
+        """To be called once for each attempt: its nodes are to go on from one state."""
         on_shared = {one: shared[one, attempt] for one, attempt in sorted(shared, key=cp.age)}
         failed, count = self._state.failed_to_restore(), self._state.ranks_per_node
-        chosen = cp.plan_restore(self._copies, on_shared, launch.placement, count, failed)
-        self.chosen, self._chosen_for = chosen, launch.attempt
+        chosen = self.chosen = cp.plan_restore(self._copies, on_shared, launch.placement, count, failed)
         return [
             Record(
                 ev.RestorePlanned(

@@ -28,14 +28,14 @@ WRITE_LIMIT_S = 3600.0
 
 @dataclass
 class Write:
-    """One state on its way to a tier. `waiting`: nodes that have not said how it ended; from `late_at` on it
-    takes longer than it should."""
+    """One state on its way to a tier. `waiting`: nodes that have not said how it ended, and what they were
+    told; from `late_at` on it takes longer than it should."""
 
     id: str
     tier: str
     key: Key
     started_at: float
-    waiting: set[str]
+    waiting: dict[str, msg.Drain]
     late_at: float
     size_bytes: int = 0
     why: str = ""
@@ -94,18 +94,16 @@ class Writes:
         self._tried[tier] = key
         size_bytes = self.shared.get(key, 0) if tier == cp.OBJECT else self._copies.size_bytes(key)
         late_at = now + late_after_s(self._state, tier, size_bytes, len(writers))
-        self._under_way[tier] = Write(name, tier, key, now, set(writers), late_at)
         world = self._copies.world(key)
-        return [
-            Send(
-                node,
-                msg.Drain(
-                    id=name, tier=tier, step=key[0], attempt=key[1], ranks=tuple(ranks), world=world,
-                    lead=0 in ranks or tier == cp.OBJECT,
-                ),
+        orders = {
+            node: msg.Drain(
+                id=name, tier=tier, step=key[0], attempt=key[1], ranks=tuple(ranks), world=world,
+                lead=0 in ranks or tier == cp.OBJECT,
             )
             for node, ranks in writers.items()
-        ]  # fmt: skip
+        }  # fmt: skip
+        self._under_way[tier] = Write(name, tier, key, now, orders, late_at)
+        return [Send(node, order) for node, order in orders.items()]
 
     def _writers(self, tier: str, key: Key) -> dict[str, list[int]]:
         """The nodes that write, and which ranks' images; none when that cannot be."""
@@ -140,6 +138,11 @@ class Writes:
         write.size_bytes += message.size_bytes
         return self._done(write, node, "" if message.ok else f"{node}: {message.why}", now)
 
+    def joined(self, node: str) -> list[Effect]:
+        """Its agent is here again, and may not have heard what it is to write."""
+        orders = [write.waiting.get(node) for write in self._under_way.values()]
+        return [Send(node, order) for order in orders if order is not None]
+
     def lost(self, node: str, why: str, now: float) -> list[Effect]:
         """The node will say nothing of what it was told to write."""
         theirs = [write for write in self._under_way.values() if node in write.waiting]
@@ -173,7 +176,7 @@ class Writes:
 
     def _done(self, write: Write, node: str, why: str, now: float) -> list[Effect]:
         """A node is done with its part, or will never be."""
-        write.waiting.discard(node)
+        write.waiting.pop(node, None)
         return self._end(write, why, now) if why or not write.waiting else []
 
     def _end(self, write: Write, why: str, now: float) -> list[Effect]:
@@ -227,5 +230,5 @@ class Writes:
         for tier, write in self._under_way.items():
             assert write.tier == tier, f"a write to {write.tier} is counted as one to {tier}"
             assert write.waiting, f"the write to {tier} waits for nobody"
-            gone = write.waiting - self._holders.keys()
+            gone = write.waiting.keys() - self._holders.keys()
             assert not gone, f"the write to {tier} waits for {', '.join(sorted(gone))}, not here"

@@ -82,13 +82,16 @@ __all__ = [
     "AboutCheckpoints", "Accepted", "Answer", "Ask", "Beat", "Cadence", "CadenceReport", "CancelDrain",
     "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss", "Drain", "Drained",
     "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper", "GoOn", "HangsUp",
-    "Health", "Held", "Hello", "KeeperOrder", "Launch", "Leave", "LeaveVerdict", "Leaving", "Look", "Looked",
-    "Member", "MemberReport", "Order", "Prefetched", "RankEvent", "RankReport", "RanksState", "Ready",
-    "Refused", "Replicate", "Restore", "Said", "Source", "Stacks", "Started", "Stop", "Stopped", "Strange",
-    "Terminated", "TestAlone", "TestOver", "TestPair", "TestedAlone", "TestedPair", "Times", "ToAgent",
-    "ToSupervisor", "Unreplicated", "Unrestorable", "VerdictLeft", "Void", "beat_of",
+    "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave", "LeaveVerdict", "Leaving", "Look",
+    "Looked", "Member", "MemberReport", "Order", "Prefetched", "RankEvent", "RankReport", "RanksState",
+    "Ready", "Refused", "Replicate", "Restore", "Said", "Source", "Stacks", "Started", "Stop", "Stopped",
+    "Strange", "Terminated", "TestAlone", "TestOver", "TestPair", "TestedAlone", "TestedPair", "Times",
+    "ToAgent", "ToSupervisor", "Unreplicated", "Unrestorable", "VerdictLeft", "Void", "beat_of",
     "encode", "out_of_place", "read_answer", "read_order", "read_said",
 ]  # fmt: skip
+
+# What an agent says again over its next connection, unless it knows that it was heard: no hello tells it.
+Kept = Failed | RankEvent | Unrestorable | Drained
 
 _Said = (
     Hello | Ready | Started | Failed | Stopped | Finished | RankEvent | Terminated | HangsUp | Leaving

@@ -135,10 +135,12 @@ class Cadence(ToAgent, frozen=True, kw_only=True):
 
 class GoOn(ToAgent, frozen=True, kw_only=True):
     """The supervisor lives. `time`: its clock, seconds since the epoch; an agent that hears nothing for
-    `patience_s` seconds looks for another one."""
+    `patience_s` seconds looks for another one. So many of the messages that are Kept were `heard` over this
+    connection."""
 
     time: float
     patience_s: float
+    heard: int
 
 
 class Leave(ToAgent, frozen=True, kw_only=True):

@@ -38,8 +38,9 @@ ON_TIME_S = 1.2 * STEADY_INTERVAL_S
 ISOLATED = 0.6
 # A supervisor that hears no other node waits this long for a successor before it believes its ears.
 ISOLATION_LIMIT_S = 15.0
-# An agent whose connection broke but that lives is back sooner than this (up to the second where ticks of the
-# supervisor are late),
+# An agent whose connection was closed in order, as by its process's end, but that lives is back sooner than
+# this (up to the second where ticks of the supervisor are late), and after a reset, of which it learns when
+# it says something next, a heartbeat later,
 RECONNECT_GRACE_S, RECONNECT_LIMIT_S = 0.25, 1.0
 # unless so many connections broke within so many seconds,
 MANY, MANY_WITHIN_S = 3, 1.0
@@ -58,12 +59,14 @@ class Away:
 
 @dataclass
 class NodeWatch:
-    """One node: the number of its connection, or why there is none, and when its heartbeats came."""
+    """One node: the number of its connection, or why there is none, and when its heartbeats came. `heard`:
+    messages over this connection that its agent keeps until it knows of that."""
 
     arrivals: Arrivals
     connection: int = 0
     away: Away | None = None
     answered_at: float = -math.inf
+    heard: int = 0
 
 
 class Watch:
@@ -107,12 +110,14 @@ class Watch:
         self._put(node, NodeWatch(Arrivals(self._heartbeat_s, self.clock.now), connection))
         self.reports.expect(node)
 
-    def closed(self, node: str, connection: int, now: float) -> list[Effect]:
-        """The connection of this number broke."""
+    def closed(self, node: str, connection: int, now: float, *, reset: bool = False) -> list[Effect]:
+        """The connection of this number broke. `reset`: not closed in order, so that its agent, which may
+        live, need not know."""
         if not self._is_newest(node, connection):
             return []
         at, effects = self.clock.now, list[Effect]()
-        self._put(node, NodeWatch(self.nodes[node].arrivals, away=Away(at, RECONNECT_GRACE_S, "closed")))
+        grace_s = RECONNECT_GRACE_S + (self._heartbeat_s if reset else 0.0)
+        self._put(node, NodeWatch(self.nodes[node].arrivals, away=Away(at, grace_s, "closed")))
         self._broken[node] = None
         self._broke_at.append(at)
         if len(self._broke_at) == MANY and at < self._broke_at[0] + MANY_WITHIN_S:
@@ -173,7 +178,12 @@ class Watch:
         if now < watch.answered_at + self._lateness.answer_every_s:
             return []
         watch.answered_at = now
-        return [Answer(node, self._lateness.patience_s)]
+        return [Answer(node, self._lateness.patience_s, watch.heard)]
+
+    def heard(self, node: str, connection: int) -> None:
+        """What its agent keeps until then."""
+        if self._is_newest(node, connection):
+            self.nodes[node].heard += 1
 
     def tick(self, now: float) -> list[Effect]:
         """Who is lost by now."""
@@ -207,7 +217,7 @@ class Watch:
             self._give_time()
         for name in self._broken:
             if away := self.nodes[name].away:
-                away.limit_s = min(RECONNECT_LIMIT_S, away.limit_s + counted_s)
+                away.limit_s = max(away.limit_s, min(RECONNECT_LIMIT_S, away.limit_s + counted_s))
 
     @property
     def cut_off(self) -> bool:

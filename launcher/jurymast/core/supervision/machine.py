@@ -40,6 +40,8 @@ from jurymast.errors import never
 STEADY_LOOKS = 3
 # Slurm's answer when a job does not end at all.
 STILL_RUNNING = "running"
+# Who asks for a restart, and why, after a take-over.
+HALF_TOLD = "the supervisor that took over: who was told of the launch before is not known"
 
 AboutNodes = (
     msg.Health | msg.Looked | msg.VerdictLeft | msg.Terminated | msg.HangsUp | msg.Leaving
@@ -174,9 +176,12 @@ class Supervision:
     # ---- the clock
 
     def start(self, now: float) -> list[Effect]:
-        """After a take-over: what may not have arrived is done again."""
+        """After a take-over: what may not have arrived is done again. Of a launch nobody knows who was told
+        of it, and to restore what: in the next attempt all are told the same."""
         self.watch.take_over(now)
         out = [effect for one in resume(self.state) for effect in self._carry_out(one, now)]
+        if self.state.phase is Phase.LAUNCHING:
+            out += self.record(ev.Asked(t=now, what="restart", by=HALF_TOLD))
         if self.state.ended:  # the last supervisor died between the decision and its outcome
             out += self._do(self.departure.begin(now, hurry=False), now)
         return out
@@ -266,11 +271,13 @@ class Supervision:
         stop: list[Effect] = [Send(node, msg.Stop(attempt=self.state.attempt))] if stops else []
         return stop + self.launching.tell_again(node, attempt)
 
-    def closed(self, node: str, connection: int, now: float) -> list[Effect]:
-        """The connection of this number broke."""
-        return self._do(self.watch.closed(node, connection, now), now)
+    def closed(self, node: str, connection: int, now: float, *, reset: bool = False) -> list[Effect]:
+        """The connection of this number broke. `reset`: not closed in order."""
+        return self._do(self.watch.closed(node, connection, now, reset=reset), now)
 
     def heard(self, node: str, connection: int, message: Heard, now: float) -> list[Effect]:
+        if isinstance(message, msg.Kept):
+            self.watch.heard(node, connection)
         if isinstance(message, AboutRanks):
             return self._of_ranks(node, message, now)
         if isinstance(message, AboutNodes):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
@@ -12,17 +13,24 @@ from jurymast.core.effects import Effect, Record
 from jurymast.core.state import RunState
 from jurymast.errors import never
 
+# What agents say again is among so many last saves.
+SAVES_KEPT = 64
+
 
 @dataclass
 class RankEvents:
     state: RunState
     checkpoints: Checkpoints
+    _saves: deque[msg.RankEvent] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
 
     def hear(self, node: str, message: msg.RankEvent, now: float) -> list[Effect]:
         """`now` is Unix time in seconds."""
         said, attempt = message.event, message.attempt
         match said:
             case within.Saved():
+                if message in self._saves:  # said over two connections
+                    return []
+                self._saves.append(message)
                 saved = ev.Saved(
                     t=now, attempt=attempt, step=said.step, tier=said.tier, ok=said.ok,
                     stall_s=said.stall_s, size_bytes=said.size_bytes, error=said.error,

@@ -1,0 +1,126 @@
+"""Words that come over two connections, and orders that were lost with one: nothing is lost, nothing counts
+twice."""
+
+from __future__ import annotations
+
+from jurymast.core import copies as cp
+from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core import within
+from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.effects import Answer, Effect, Record, Send
+from jurymast.core.state import Phase
+from jurymast.core.supervision.machine import Supervision
+from support.reports import hello
+from support.stories import Story
+
+
+def running() -> tuple[Story, Supervision]:
+    """Two nodes with ranks, connected."""
+    story = Story(active=2, spares=0).running()
+    supervision = Supervision(story.state, "/runs/a", story.t)
+    supervision.start(story.t)
+    for number, node in enumerate(story.state.placement, 1):
+        joins(story, supervision, node, number)
+    return story, supervision
+
+
+def joins(
+    story: Story, supervision: Supervision, node: str, number: int, ranks: msg.RanksState = "running"
+) -> list[Effect]:
+    known = story.state.nodes[node].incarnation
+    said = hello(node, attempt=1, ranks=ranks, pids=(1,), incarnation=known)
+    return supervision.joined(node, number, said, story.t)
+
+
+def failed(rank: int) -> msg.Failed:
+    return msg.Failed(attempt=1, rank=rank, exit_code=1, error="ValueError", message="bad")
+
+
+def saved(step: int) -> msg.RankEvent:
+    event = within.Saved(step=step, tier="memory", ok=True, stall_s=0.1, size_bytes=1, error="")
+    return msg.RankEvent(attempt=1, event=event)
+
+
+def answers(story: Story, supervision: Supervision, node: str, number: int) -> list[int]:
+    story.t += 2.0
+    effects = supervision.heard(node, number, msg.Beat(1, []), story.t)
+    return [effect.heard for effect in effects if isinstance(effect, Answer)]
+
+
+def test_an_agent_is_told_how_much_was_heard_over_its_connection() -> None:
+    story, supervision = running()
+    node = story.state.placement[0]
+    assert answers(story, supervision, node, 1) == [0]
+    supervision.heard(node, 1, saved(1), story.t)
+    supervision.heard(node, 1, msg.Held(copies=()), story.t)
+    supervision.heard(node, 1, saved(2), story.t)
+    assert answers(story, supervision, node, 1) == [2]
+    supervision.closed(node, 1, story.t)
+    joins(story, supervision, node, 7)
+    supervision.heard(node, 1, saved(3), story.t)
+    assert answers(story, supervision, node, 7) == [0], "what came late over the older one will come again"
+
+
+def test_a_failure_that_is_said_twice_is_one() -> None:
+    story, supervision = running()
+    node = story.state.placement[1]
+    supervision.heard(node, 2, failed(1), story.t)
+    supervision.closed(node, 2, story.t)
+    joins(story, supervision, node, 3, "waiting")
+    supervision.heard(node, 3, failed(1), story.t)
+    assert (len(story.state.findings.failures), len(story.state.incidents)) == (1, 1)
+    other = story.state.placement[0]
+    supervision.heard(other, 1, msg.Stopped(attempt=1, store_port=7), story.t)
+    supervision.heard(node, 3, failed(1), story.t)
+    assert (len(story.state.incidents), story.state.phase) == (1, Phase.LAUNCHING)
+    supervision.check()
+
+
+def test_the_reason_stands_for_ranks_that_were_found_gone() -> None:
+    """It was said over a connection that was dead already; the hello that comes before it knows no reason."""
+    story, supervision = running()
+    other, node = story.state.placement
+    supervision.closed(node, 2, story.t)
+    joins(story, supervision, node, 3, "waiting")
+    supervision.heard(node, 3, msg.Failed(attempt=1, rank=1, exit_code=-11), story.t)
+    supervision.heard(other, 1, msg.Stopped(attempt=1, store_port=7), story.t)
+    assert (story.incident.cause, story.incident.rank) == ("worker_crash", 1)
+
+
+def test_a_save_that_is_said_twice_is_one() -> None:
+    story, supervision = running()
+    node = story.state.placement[0]
+    for step in (20, 21, 20, 21, 22):
+        supervision.heard(node, 1, saved(step), story.t)
+    usual = supervision._saves.take(1, story.t)
+    assert len(story.state.stalls) + (usual.number if usual else 0) == 3
+
+
+def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
+    story = Story(active=2, spares=0).running()
+    checkpoints, nodes = Checkpoints(story.state), story.state.placement
+    images = {
+        node: msg.CopyReport(step=8, attempt=1, rank=rank, world=2, tier=cp.MEMORY, part="all", size_bytes=9)
+        for rank, node in enumerate(nodes)
+    }
+    effects: list[Effect] = []
+    for node, image in images.items():
+        effects += checkpoints.joined(node, hello(node, copies=(image,)), story.t)
+    orders = {
+        one.node: one for one in effects if isinstance(one, Send) and isinstance(one.message, msg.Drain)
+    }
+    first, second = nodes
+    assert set(orders) == {first, second}
+    assert orders[first] in checkpoints.joined(first, hello(first, copies=(images[first],)), story.t)
+    drain = orders[first].message
+    assert isinstance(drain, msg.Drain)
+    done = msg.Drained(id=drain.id, tier=drain.tier, ok=True)
+    checkpoints.hear(first, done, story.t)
+    again = checkpoints.joined(first, hello(first, copies=(images[first],)), story.t)
+    assert orders[first] not in again, "it has said how that ended"
+    ended = checkpoints.hear(second, done, story.t)
+    assert [
+        one.event.tier for one in ended if isinstance(one, Record) and isinstance(one.event, ev.Saved)
+    ] == [cp.SHARED]
+    assert not checkpoints.writing
