@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
@@ -172,9 +172,16 @@ def read(directory: RunDirectory) -> Iterator[Entry]:
     after its successor had started, nobody acted on.
     """
     files = list(directory.journal_files())
+    yield from _replaced(files)
+    for path in files[-1:]:
+        yield from read_file(path)
+
+
+def _replaced(files: Sequence[Path]) -> Iterator[Entry]:
+    """What counts of all files but the newest."""
     starts = [next((entry["t"] for entry in read_file(path)), math.inf) for path in files]
-    for number, path in enumerate(files):
-        until = min(starts[number + 1 :], default=math.inf)
+    for number, path in enumerate(files[:-1]):
+        until = min(starts[number + 1 :])
         for entry in read_file(path):
             if entry["t"] <= until:
                 yield entry
@@ -281,3 +288,41 @@ def replay(directory: RunDirectory) -> RunState:
     for entry in read(directory):
         take(state, entry, lambda event: step(state, event))
     return state
+
+
+class Follower:
+    """The state that the journal leads to, as it grows: `catch_up` reads what is new."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        """Raises RunDirectoryError when the plan cannot be read."""
+        self._directory = directory
+        self._plan = directory.plan()
+        self._files: list[Path] = []
+        self._read_bytes = 0  # of the newest file
+        self._state = initial_state(self._plan)
+
+    def catch_up(self) -> RunState:
+        """As `replay` says it now. Raises OSError, and has read nothing then that it would not read again."""
+        files = [path for path in self._directory.journal_files() if path.stat().st_size]
+        if files != self._files:  # what the last supervisor wrote after a new one began does not count
+            self._state, self._read_bytes, self._files = initial_state(self._plan), 0, []
+            self._take(_replaced(files))
+            self._files = files
+        if files:
+            self._take(self._new_entries(files[-1]))
+        return self._state
+
+    def _new_entries(self, path: Path) -> Iterator[Entry]:
+        """All lines that are whole."""
+        with open(path, "rb") as file:
+            file.seek(self._read_bytes)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._read_bytes += len(line)
+                if (entry := entry_of(line)) is not None:
+                    yield entry
+
+    def _take(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            take(self._state, entry, lambda event: step(self._state, event))

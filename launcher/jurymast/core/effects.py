@@ -31,6 +31,8 @@ class Answer:
 
     node: str
     patience_s: float
+    epoch: int = 0
+    heir: int | None = None
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,7 @@ class RunState:
     epoch: int = 0
     supervised_on: str = ""  # the newest supervisor's node
     abandoned: str = ""  # the node of the one before it, if that was another
+    abandoned_at: float = 0.0  # when it was last heard
     allocation: str = ""  # job.restarts: a requeued job keeps its id
     slurm_jobs: list[str] = field(default_factory=list)
     restarts: int = 0  # requeues so far

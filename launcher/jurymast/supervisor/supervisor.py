@@ -87,7 +87,10 @@ class Supervisor:
                 case do.Send():
                     self._tell(effect.node, effect.message)
                 case do.Answer():
-                    self._tell(effect.node, msg.GoOn(time=time.time(), patience_s=effect.patience_s))
+                    go_on = msg.GoOn(
+                        time=time.time(), patience_s=effect.patience_s, epoch=effect.epoch, heir=effect.heir
+                    )
+                    self._tell(effect.node, go_on)
                 case do.Journal():
                     self._write(effect)
                 case do.Disconnect():
