@@ -290,6 +290,34 @@ def replay(directory: RunDirectory) -> RunState:
     return state
 
 
+class FileTail:
+    """The whole lines of one file that were not read yet; a line still being written waits."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.more = False  # the last call left something, because of its limit
+        self._offset = 0
+
+    def lines(self, limit_bytes: int = 1 << 24, *, partial: bool = False) -> list[bytes]:
+        """The next lines, at most `limit_bytes` of them at once; [] when there are none for now.
+
+        A line longer than the limit comes in pieces. `partial`: the rest of a last line comes too.
+        """
+        self.more = False
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read(limit_bytes)
+        except FileNotFoundError:
+            return []
+        self.more = len(data) == limit_bytes
+        end = data.rfind(b"\n") + 1
+        if (end == 0) if self.more else partial:
+            end = len(data)
+        self._offset += end
+        return data[:end].splitlines()
+
+
 class Follower:
     """The state that the journal leads to, as it grows: `catch_up` reads what is new."""
 
@@ -298,30 +326,20 @@ class Follower:
         self._directory = directory
         self._plan = directory.plan()
         self._files: list[Path] = []
-        self._read_bytes = 0  # of the newest file
         self._state = initial_state(self._plan)
 
     def catch_up(self) -> RunState:
-        """As `replay` says it now. Raises OSError, and has read nothing then that it would not read again."""
+        """As `replay` says it now. Raises OSError; what was not read then, the next call reads."""
         files = [path for path in self._directory.journal_files() if path.stat().st_size]
-        if files != self._files:  # what the last supervisor wrote after a new one began does not count
-            self._state, self._read_bytes, self._files = initial_state(self._plan), 0, []
+        if (
+            files and files != self._files
+        ):  # what the last supervisor wrote after a new one began does not count
+            self._state, self._files = initial_state(self._plan), []
             self._take(_replaced(files))
-            self._files = files
-        if files:
-            self._take(self._new_entries(files[-1]))
+            self._files, self._newest = files, FileTail(files[-1])
+        while files and (lines := self._newest.lines()):
+            self._take(entry for line in lines if (entry := entry_of(line)) is not None)
         return self._state
-
-    def _new_entries(self, path: Path) -> Iterator[Entry]:
-        """All lines that are whole."""
-        with open(path, "rb") as file:
-            file.seek(self._read_bytes)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._read_bytes += len(line)
-                if (entry := entry_of(line)) is not None:
-                    yield entry
 
     def _take(self, entries: Iterable[Entry]) -> None:
         for entry in entries:

@@ -11,7 +11,7 @@ import pytest
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.batch import SUPERSEDED
 from jurymast.core import events as ev
-from jurymast.journal import JournalWriter, read
+from jurymast.journal import JournalWriter, read, replay
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
 from support.node_model import plan
@@ -61,13 +61,15 @@ def test_once_called_it_supervises(directory: RunDirectory) -> None:
         process.stdin.write("1 1.5\n")
         process.stdin.flush()
 
-        def announced() -> bool:
+        def started() -> bool:
             place = endpoint.find(directory.epochs)
-            return place is not None and (place.epoch, place.node) == (2, "n2")
+            known = place is not None and (place.epoch, place.node) == (2, "n2")
+            return known and replay(directory).epoch == 2
 
         try:
-            wait_until("the next supervisor", announced, limit_s=LIMIT_S)
+            wait_until("the next supervisor", started, limit_s=LIMIT_S)
         finally:
             process.kill()
-    started = [entry for entry in read(directory) if entry.get("event") == "SupervisorStarted"]
-    assert [(entry["epoch"], entry["node"], entry["silent_s"]) for entry in started][1:] == [(2, "n2", 1.5)]
+    state = replay(directory)
+    assert (state.supervised_on, state.abandoned) == ("n2", "n1")
+    assert state.abandoned_at == pytest.approx(state.now - 1.5, abs=1.0)
