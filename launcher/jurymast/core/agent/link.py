@@ -142,7 +142,7 @@ class Link:
     def _change_over(self, place: Endpoint | None, now: float) -> list[Effect]:
         """To a newer one."""
         epoch = self._hearing.epoch
-        if place is None or epoch is None or place.epoch <= epoch or place.allocation != self._allocation:
+        if place is None or not epoch or place.epoch <= epoch or place.allocation != self._allocation:
             return []
         self._last = place
         return self._hang_up(now)
