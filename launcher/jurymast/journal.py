@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
@@ -172,9 +172,16 @@ def read(directory: RunDirectory) -> Iterator[Entry]:
     after its successor had started, nobody acted on.
     """
     files = list(directory.journal_files())
+    yield from _replaced(files)
+    for path in files[-1:]:
+        yield from read_file(path)
+
+
+def _replaced(files: Sequence[Path]) -> Iterator[Entry]:
+    """What counts of all files but the newest."""
     starts = [next((entry["t"] for entry in read_file(path)), math.inf) for path in files]
-    for number, path in enumerate(files):
-        until = min(starts[number + 1 :], default=math.inf)
+    for number, path in enumerate(files[:-1]):
+        until = min(starts[number + 1 :])
         for entry in read_file(path):
             if entry["t"] <= until:
                 yield entry
@@ -281,3 +288,59 @@ def replay(directory: RunDirectory) -> RunState:
     for entry in read(directory):
         take(state, entry, lambda event: step(state, event))
     return state
+
+
+class FileTail:
+    """The whole lines of one file that were not read yet; a line still being written waits."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.more = False  # the last call left something, because of its limit
+        self._offset = 0
+
+    def lines(self, limit_bytes: int = 1 << 24, *, partial: bool = False) -> list[bytes]:
+        """The next lines, at most `limit_bytes` of them at once; [] when there are none for now.
+
+        A line longer than the limit comes in pieces. `partial`: the rest of a last line comes too.
+        """
+        self.more = False
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read(limit_bytes)
+        except FileNotFoundError:
+            return []
+        self.more = len(data) == limit_bytes
+        end = data.rfind(b"\n") + 1
+        if (end == 0) if self.more else partial:
+            end = len(data)
+        self._offset += end
+        return data[:end].splitlines()
+
+
+class Follower:
+    """The state that the journal leads to, as it grows: `catch_up` reads what is new."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        """Raises RunDirectoryError when the plan cannot be read."""
+        self._directory = directory
+        self._plan = directory.plan()
+        self._files: list[Path] = []
+        self._state = initial_state(self._plan)
+
+    def catch_up(self) -> RunState:
+        """As `replay` says it now. Raises OSError; what was not read then, the next call reads."""
+        files = [path for path in self._directory.journal_files() if path.stat().st_size]
+        if (
+            files and files != self._files
+        ):  # what the last supervisor wrote after a new one began does not count
+            self._state, self._files = initial_state(self._plan), []
+            self._take(_replaced(files))
+            self._files, self._newest = files, FileTail(files[-1])
+        while files and (lines := self._newest.lines()):
+            self._take(entry for line in lines if (entry := entry_of(line)) is not None)
+        return self._state
+
+    def _take(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            take(self._state, entry, lambda event: step(self._state, event))

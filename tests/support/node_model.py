@@ -11,6 +11,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
+from jurymast.core.endpoint import Endpoint
 from jurymast.core.settings import RunPlan
 
 
@@ -74,7 +75,9 @@ class Node:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.now = 100.0
-        self.machine = AgentMachine(plan(), "n1", "17.0", ("n1",), ("h", 1), self.chance.random())
+        cluster = self.chance.choice(["local", "slurm"])
+        share = self.chance.random()
+        self.machine = AgentMachine(plan(cluster=cluster), "n1", "17.0", ("n1",), ("h", 1), share)
         self.host: Host | None = None
         self.reachable = True  # a supervisor
         self.connected = False
@@ -91,6 +94,9 @@ class Node:
         self.arrived = 0  # so many of them
         self.told: list[str] = []
         self.left = False
+        self.epoch = 1  # the newest
+        self.pulse = 0
+        self.stands_by = self.supervises = False
 
     def live(self, events: int) -> None:
         self.carry_out(self.machine.start(self.now, reachable=True))
@@ -150,7 +156,8 @@ class Node:
             self.heard(self.go_on() if isinstance(order, msg.GoOn) else order)
 
     def go_on(self) -> msg.GoOn:
-        return msg.GoOn(time=0.0, patience_s=5.0, heard=self.arrived)
+        heir = self.chance.choice([None, 0, 0, 1])
+        return msg.GoOn(time=0.0, patience_s=5.0, heard=self.arrived, epoch=self.epoch, heir=heir)
 
     def arrive(self, number: int) -> None:
         """So many of what was said over this connection: the supervisor has heard them."""
@@ -204,9 +211,19 @@ class Node:
                     self.connected = True
                     self.carry_out(self.machine.connected(self.now))
                 else:
-                    self.carry_out(self.machine.unreached(self.now))
+                    refused = self.chance.random() < 0.5
+                    self.carry_out(self.machine.unreached(self.now, refused=refused))
             case do.Find():
-                self.carry_out(self.machine.found(None, self.now))
+                self.epoch += self.chance.random() < 0.2
+                newest = Endpoint(self.epoch, ("h",), 1, "n9", "17.0", 1)
+                self.carry_out(self.machine.found(self.chance.choice([None, newest]), self.now))
+            case do.ReadPulse():
+                self.pulse += self.chance.random() < 0.5
+                value = self.chance.choice([None, *[f"{self.epoch}:{self.pulse}"] * 3])
+                self.carry_out(self.machine.pulse(value, self.now))
+            case do.StartSupervisor():
+                self.supervises = False
+                self.carry_out(self.machine.supervisor_ended(self.now))
             case do.Prepare(order):
                 self.carry_out(self.machine.prepared(order.attempt, self.now))
             case do.TakeStacks(attempt, _):
@@ -267,6 +284,19 @@ class Node:
                 self.left = True
             case do.Prepare():
                 assert self.host is None or not self.host.running, "room is made while ranks run"
+                self.waiting.append(effect)
+            case do.StandBy():
+                assert not self.stands_by, "two processes stand by"
+                self.stands_by = True
+            case do.EndStandby():
+                assert self.stands_by, "what does not stand by is ended"
+                self.stands_by = False
+            case do.StartSupervisor():
+                assert not self.supervises, "two supervisors on a node"
+                self.stands_by, self.supervises = False, True
+                self.waiting.append(effect)
+            case do.ReadPulse():
+                assert effect not in self.waiting, "two readings at a time"
                 self.waiting.append(effect)
             case do.Connect() | do.Find() | do.TakeStacks():
                 self.waiting.append(effect)

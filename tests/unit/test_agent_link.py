@@ -8,19 +8,21 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent import link as machine
+from jurymast.core.agent.hearing import Hearing
 from jurymast.core.agent.link import Link
 from jurymast.core.agent.machine import PROBE_ANYWAY_S, AgentMachine
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.cadence import Schedule
 from jurymast.core.endpoint import Endpoint
+from jurymast.core.heartbeat import ANSWER_INTERVAL_S, BEATS, FACTOR, KNOWN_AFTER
 from support.node_model import launch, plan
 
 PATIENCE_S = 3.0
 WAITS = msg.Unrestorable(attempt=2, rank=0, step=40, of=1, why="n5: refused")
 
 
-def at(port: int, allocation: str = "17.0") -> Endpoint:
-    return Endpoint(1, ("n9", "10.0.0.9"), port, "n9", allocation, 1)
+def at(port: int, allocation: str = "17.0", epoch: int = 1) -> Endpoint:
+    return Endpoint(epoch, ("n9", "10.0.0.9"), port, "n9", allocation, 1)
 
 
 def connect(port: int) -> do.Connect:
@@ -28,7 +30,7 @@ def connect(port: int) -> do.Connect:
 
 
 def link(hint: tuple[str, int] | None = None, nodes: int = 1, ranks: Ranks | None = None) -> Link:
-    return Link("17.0", hint, PATIENCE_S, nodes, 0.5, ranks or Ranks(5.0))
+    return Link("17.0", hint, PATIENCE_S, nodes, 0.5, ranks or Ranks(5.0), Hearing(ANSWER_INTERVAL_S))
 
 
 def connected(made: Link | None = None) -> Link:
@@ -99,14 +101,70 @@ def test_thousands_share_the_looks_into_the_run_directory() -> None:
 def test_silence_is_the_end_of_a_supervisor() -> None:
     """After a power loss there is no other sign."""
     made = connected()
-    made.heard(msg.GoOn(time=0.0, patience_s=9.0, heard=0), 11.0)
-    assert made.wake_at == 20.0
+    made.heard(msg.GoOn(time=0.0, patience_s=9.0, epoch=1), 11.0)
     made.heard(msg.Dismiss(), 15.0)
-    assert made.tick(20.0) == []
-    hangs_up, *others = made.tick(24.0)
+    now = 15.0
+    while (now := made.wake_at) < 24.0:
+        assert made.tick(now) == [do.Find()], "is there another?"
+        assert made.found(at(7), now) == []
+    hangs_up, *others = made.tick(now)
     assert hangs_up == do.Say(msg.HangsUp()), "one that was only late must not take it for an end"
     assert others == [do.HangUp(), connect(7)]
     assert not made.connected
+    made.check()
+
+
+def answered(made: Link, every_s: float = ANSWER_INTERVAL_S, epoch: int = 1) -> float:
+    """By a supervisor that answers so often; when it did so last."""
+    now = 10.2
+    for _ in range(KNOWN_AFTER + 1):
+        now += every_s
+        made.heard(msg.GoOn(time=0.0, patience_s=60.0, epoch=epoch), now)
+    return now
+
+
+def test_a_supervisor_that_is_silent_for_longer_than_usual_is_left_for_a_newer_one() -> None:
+    made = connected()
+    last = answered(made)
+    assert made.wake_at == pytest.approx(last + BEATS * ANSWER_INTERVAL_S, abs=0.01)
+    now = made.wake_at
+    assert made.tick(now) == [do.Find()]
+    assert made.wake_at == last + 60.0, "one look at a time"
+    assert made.found(at(7), now + 0.1) == [], "it is still the newest"
+    now = made.wake_at
+    assert made.tick(now) == [do.Find()]
+    effects = made.found(at(8, epoch=2), now)
+    assert effects == [do.Say(msg.HangsUp()), do.HangUp(), connect(8)]
+    made.check()
+    assert made.connected_to(now + 0.1) == [do.Greet()]
+
+
+def test_who_is_slow_by_habit_is_not_soon_suspected() -> None:
+    made = connected()
+    last = answered(made, every_s=2.0)
+    assert made.wake_at == pytest.approx(last + FACTOR * 2.0, abs=0.01)
+
+
+@pytest.mark.parametrize("place", [None, at(8, epoch=0), at(8, "16.0", 2)])
+def test_only_a_newer_supervisor_of_this_allocation_is_a_reason(place: Endpoint | None) -> None:
+    made = connected()
+    answered(made)
+    now = made.wake_at
+    made.tick(now)
+    assert made.found(place, now) == []
+    assert made.connected
+
+
+def test_a_look_that_is_answered_after_the_connection_was_lost_ends_no_other_try() -> None:
+    made = connected()
+    answered(made)
+    now = made.wake_at
+    assert made.tick(now) == [do.Find()]
+    assert made.lost(now) == [connect(7)]
+    assert made.found(at(7), now) == []
+    assert made.wake_at == do.NEVER, "the try goes on"
+    assert made.unreached(now + 1.0) == []
+    assert made.wake_at == pytest.approx(now + 1.0 + machine.RECONNECT_S)
     made.check()
 
 
@@ -191,9 +249,9 @@ def test_an_agent_leaves_when_nobody_comes_but_never_from_its_ranks() -> None:
 def test_after_a_sigterm_the_supervisor_has_a_while_to_say_leave() -> None:
     made = connected()
     assert made.terminated(20.0) == [do.Say(msg.Terminated())]
-    made.heard(msg.GoOn(time=0.0, patience_s=100.0, heard=0), 20.0)
-    assert made.wake_at == 20.0 + machine.TERMINATED_LIMIT_S
-    assert made.tick(made.wake_at) == [do.Leave()]
+    made.heard(msg.GoOn(time=0.0, patience_s=100.0), 20.0)
+    assert made.wake_at <= 20.0 + machine.TERMINATED_LIMIT_S
+    assert made.tick(20.0 + machine.TERMINATED_LIMIT_S) == [do.Leave()]
     alone = link()
     alone.start(10.0)
     assert alone.terminated(11.0) == [do.Leave()]

@@ -17,7 +17,7 @@ from jurymast.core.instructions import Finish
 from jurymast.core.settings import RunPlan
 from jurymast.core.state import Phase
 from jurymast.errors import RunDirectoryError
-from jurymast.journal import VERSION, JournalWriter, events, read, read_file, replay
+from jurymast.journal import VERSION, Follower, JournalWriter, events, read, read_file, replay
 from jurymast.report.tail import JournalTail
 from jurymast.rundir import RunDirectory
 from support.waiting import wait_until
@@ -195,6 +195,36 @@ def test_replay_rebuilds_the_state(directory: RunDirectory, writer: JournalWrite
     assert tuple(state.nodes) == nodes
     assert state.nodes["local-2"].pid == 77
     assert replay(directory) == state
+
+
+def test_who_follows_a_journal_has_what_a_replay_says(directory: RunDirectory, writer: JournalWriter) -> None:
+    """Also after a new supervisor has begun, while the last one still writes, and between two halves of a
+    line."""
+    follower = Follower(directory)
+    assert follower.catch_up() == replay(directory)
+
+    def write(to: JournalWriter, *events: ev.Event) -> None:
+        for event in events:
+            to.event(event)
+        assert to.flush()
+        assert follower.catch_up() == replay(directory)
+
+    joined = [ev.NodeJoined(t=2.0, node=f"n{i}", address="a", incarnation="i") for i in range(20)]
+    write(writer, ev.SupervisorStarted(t=1.0, epoch=1, node="n1"), *joined)
+    write(writer, ev.Noted(t=9.0, message="too late, as is said below"))
+    successor = JournalWriter(directory.journal, 2)
+    assert follower.catch_up() == replay(directory), "it has said nothing yet"
+    write(successor, ev.SupervisorStarted(t=6.0, epoch=2, node="n2"))
+    assert not follower.catch_up().notes
+    write(writer, ev.Noted(t=10.0, message="it had been stopped for a while"))
+    line = b'{"v":1,"epoch":2,"n":9,"event":"Noted","t":11.0,"message":"in two halves"}\n'
+    with open(successor.path, "ab", buffering=0) as file:
+        file.write(line[:30])
+        assert follower.catch_up() == replay(directory)
+        file.write(line[30:])
+    assert follower.catch_up() == replay(directory)
+    assert [message for _, message in follower.catch_up().notes] == ["in two halves"]
+    successor.close()
 
 
 def test_replay_without_a_plan_says_so(directory: RunDirectory) -> None:

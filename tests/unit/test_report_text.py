@@ -16,6 +16,7 @@ from jurymast.core import events as ev
 from jurymast.core.messages import Condition
 from jurymast.core.settings import Settings
 from jurymast.core.state import Alert
+from jurymast.journal import FileTail
 from jurymast.report import follow, gantt
 from jurymast.report.follow import Follower, Progress, end_lines, wait
 from jurymast.report.html import page
@@ -24,7 +25,6 @@ from jurymast.report.liveness import Liveness, judge
 from jurymast.report.report import account_of, compare, report_view
 from jurymast.report.report_text import compare_blocks, report_blocks
 from jurymast.report.sentences import sentence
-from jurymast.report.tail import FileTail
 from jurymast.report.text import status_blocks
 from jurymast.report.view import Watcher, read_status, status_view
 from jurymast.report.words import duration, node_time, size, some, squeue_time

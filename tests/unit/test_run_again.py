@@ -98,8 +98,18 @@ def test_the_node_that_a_supervisor_left_behind_is_known() -> None:
     assert story.state.abandoned == ""
     story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node=first))
     assert story.state.abandoned == "", "its process was started again"
-    story.feed(ev.SupervisorStarted(t=story.t, epoch=3, node="n3"))
-    assert story.state.abandoned == first
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=3, node="n3", silent_s=1.5))
+    assert (story.state.abandoned, story.state.abandoned_at) == (first, story.t - 1.5)
+
+
+def test_a_node_was_not_lost_before_a_step_that_it_took_part_in() -> None:
+    story = Story(active=2, spares=1).running()
+    stepped_at = story.t
+    story.stepped(40)
+    story.t += 2.0
+    story.feed(ev.NodeLost(t=story.t, node=story.state.placement[1], how="silent", silent_s=5.0))
+    assert story.incident.fault_at == story.state.stepped_at >= stepped_at
+    assert story.incident.seconds()["detect"] < 5.0
 
 
 def test_an_attempt_found_while_the_one_before_stops_is_stopped_as_well() -> None:

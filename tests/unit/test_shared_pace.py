@@ -14,6 +14,7 @@ import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.core.agent.effects import ReadPulse
+from jurymast.core.agent.hearing import Hearing
 from jurymast.core.agent.succession import Succession
 from jurymast.health.probe import Context
 from jurymast.storage.job import Job, StorageFailure
@@ -27,7 +28,7 @@ LIMIT_S = 20.0
 
 def looks_of(node: str, until_s: float) -> int:
     """How often it reads the pulse of a supervisor that answers it no more, but lives, in so many seconds."""
-    succession = Succession(node, NAMES, enabled=True)
+    succession = Succession(node, NAMES, Hearing(0.5), enabled=True)
     succession.answered(0.0)
     effects, now = succession.unanswered(0.0), 0.0
     for count in itertools.count():
@@ -42,8 +43,8 @@ def looks_of(node: str, until_s: float) -> int:
 
 
 def test_who_would_take_over_late_looks_seldom() -> None:
-    assert looks_of(NAMES[0], 1.0) == 4
-    assert looks_of(NAMES[150], 1.0) == 1
+    assert looks_of(NAMES[0], 3.0) == 5
+    assert looks_of(NAMES[150], 3.0) == 1
 
 
 def test_the_storage_probe_writes_at_first_and_then_in_turn_with_other_nodes(tmp_path: Path) -> None:

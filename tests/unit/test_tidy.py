@@ -142,12 +142,15 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             # Processes without a terminal: what they print is their log.
             "launcher/jurymast/agent/__main__.py",
             "launcher/jurymast/agent/agent.py",
+            "launcher/jurymast/agent/succeeding.py",
             "launcher/jurymast/cluster/batch.py",
             "launcher/jurymast/cluster/entry.py",
             "launcher/jurymast/cluster/lift.py",
             "launcher/jurymast/supervisor/__main__.py",
             "launcher/jurymast/supervisor/door.py",
+            "launcher/jurymast/supervisor/epoch.py",
             "launcher/jurymast/supervisor/hold.py",
+            "launcher/jurymast/supervisor/standby.py",
             "launcher/jurymast/supervisor/supervisor.py",
             "launcher/jurymast/demo/train_gpt.py",  # a user's script
             "plugins/jurymast_nvidia/__main__.py",  # a command

@@ -26,7 +26,7 @@ from jurymast.wire import channel
 from jurymast.wire.ask import ask
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection, ConnectionClosed
-from jurymast.wire.endpoint import NEWEST, Endpoint, announce, claim_epoch, find, newest_epoch
+from jurymast.wire.endpoint import NEWEST, Endpoint, announce, claim, claim_epoch, find, newest_epoch
 from jurymast.wire.seal import TAG_BYTES
 from support.reports import STEPPING
 from support.wire import served
@@ -519,6 +519,13 @@ def test_two_claimants_never_get_the_same_epoch(tmp_path: Path) -> None:
     assert sorted(epochs) == list(range(1, 201))
     assert newest_epoch(tmp_path) == 200
     assert claim_epoch(tmp_path) == 201
+
+
+def test_one_successor_alone_gets_the_epoch_after_the_last(tmp_path: Path) -> None:
+    assert claim_epoch(tmp_path) == 1
+    assert claim(tmp_path, 2)
+    assert not claim(tmp_path, 2)
+    assert newest_epoch(tmp_path) == 2
 
 
 def test_the_newest_endpoint_that_can_be_read_is_found(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import random
 import secrets
 import shutil
 import signal
-import sys
 import time
 
 from jurymast.agent import node as here
@@ -19,6 +18,7 @@ from jurymast.agent.hosting import Hosting
 from jurymast.agent.keeping import Keeping, own_domain
 from jurymast.agent.probing import Probing
 from jurymast.agent.ranks import RankMemory, RankWatch
+from jurymast.agent.succeeding import Succeeding
 from jurymast.agent.verdict import leave_verdict
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import messages as msg
@@ -30,7 +30,6 @@ from jurymast.core.message import Strange
 from jurymast.core.messages import beat_of
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
-from jurymast.wire import endpoint
 from jurymast.wire.strangers import Strangers
 
 
@@ -60,7 +59,7 @@ class Agent:
             directory, plan, self._temporary, self._driver, self._memory, self._keeping, self._probing,
             self._strangers, self._environment,
         )  # fmt: skip
-        self._supervisor: asyncio.subprocess.Process | None = None
+        self._succeeding = Succeeding(directory, node, self._driver)
         self._beat_timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
@@ -84,8 +83,7 @@ class Agent:
             await self._hosting.close()
             await self._probing.close()
             await self._keeping.close()
-            if self._supervisor is not None:  # it ends the job after its last agent has left
-                await self._supervisor.wait()
+            await self._succeeding.close()
             shutil.rmtree(self._temporary, ignore_errors=True)
             os.close(self._lock)
         if driver.failure is not None:
@@ -107,10 +105,8 @@ class Agent:
                 self._greet()
             case do.HangUp():
                 self._connecting.hang_up()
-            case do.ReadPulse():
-                self._driver.spawn(self._read_pulse())
-            case do.StartSupervisor():
-                self._driver.spawn(self._supervise())
+            case do.ReadPulse() | do.StandBy() | do.EndStandby() | do.StartSupervisor():
+                self._succeeding.carry_out(effect)
             case do.StartWrite():
                 self._keeping.write(effect.order)
             case do.CancelWrite():
@@ -172,22 +168,6 @@ class Agent:
     def _beat_again(self) -> None:
         if self._machine.link.connected:
             self._beat(self._machine.ranks.beat())
-
-    async def _read_pulse(self) -> None:
-        try:
-            pulse: str | None = await asyncio.to_thread(endpoint.read_pulse, self._directory.epochs)
-        except OSError:
-            pulse = None
-        self._driver.act(self._machine.pulse(pulse, self._driver.now))
-
-    async def _supervise(self) -> None:
-        print(f"{self._node}: no supervisor answers, starting one here", flush=True)
-        self._supervisor = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "jurymast.supervisor", str(self._directory.root), "--takeover", self._node,
-            stdin=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
-        await self._supervisor.wait()
-        self._driver.act(self._machine.supervisor_ended(self._driver.now))
 
     # From and for the ranks.
 

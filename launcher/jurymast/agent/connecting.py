@@ -17,6 +17,8 @@ from jurymast.wire.channel import Channel
 from jurymast.wire.strangers import Strangers
 
 CONNECT_LIMIT_S = 1.5
+# An answer that comes sooner, and is no connection, is a refusal.
+REFUSED_S = 0.5
 FIND_LIMIT_S = 2.0
 
 
@@ -64,9 +66,12 @@ class Connecting:
         task.add_done_callback(self._tries.discard)
 
     async def _connect(self, targets: tuple[tuple[str, int], ...]) -> None:
+        began = self._driver.now
         found = await channel.connect_any(targets, self._secret, msg.read_order, CONNECT_LIMIT_S)
         if found is None:
-            self._driver.act(self._machine.unreached(self._driver.now))
+            now = self._driver.now
+            refused = now < began + REFUSED_S
+            self._driver.act(self._machine.unreached(now, refused=refused))
         elif self._channel is not None:  # another one was first
             found.close()
         else:

@@ -14,7 +14,7 @@ from jurymast.errors import RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
-    from jurymast.report.tail import FileTail
+    from jurymast.journal import FileTail
 
 FOLLOW_EVERY_S = 0.2
 LOOK_EVERY_S = 5.0
@@ -117,7 +117,7 @@ def _job_files(directory: RunDirectory) -> dict[str, Path]:
 
 def _print(find: _Finder, attempt: int, *, tail: int | None, follow: bool, fixed: bool) -> None:
     """All there is, in rank order; then, with `follow`, what comes, and later attempts unless `fixed`."""
-    from jurymast.report.tail import FileTail
+    from jurymast.journal import FileTail
 
     directory = find.directory
     tails: dict[Path, FileTail] = {}

@@ -32,7 +32,9 @@ class Answer:
 
     node: str
     patience_s: float
-    heard: int
+    heard: int = 0
+    epoch: int = 0
+    heir: int | None = None
 
 
 @dataclass(frozen=True)

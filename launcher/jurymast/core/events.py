@@ -51,10 +51,12 @@ class AllocationEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorStarted(Event):
-    """A supervisor took the run over under this epoch."""
+    """A supervisor took the run over under this epoch. Nobody had heard the one before for `silent_s`, if it
+    was taken over from another node."""
 
     epoch: int
     node: str
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,9 @@ KNOWN_AFTER = 6  # gaps
 FACTOR = 2.5
 LIMIT_MAX_S = 15.0
 # How often a heartbeat is answered, so that agents know that a supervisor is there.
-ANSWER_INTERVAL_S = 1.0
+ANSWER_INTERVAL_S = 0.5
+# An agent that hears nothing stays so much longer than three answers take, in seconds.
+LOYAL_S = 1.5
 # Ranks that have done fewer steps are looked at so often.
 YOUNG_BEATS = 3
 YOUNG_HEARTBEAT_S = 0.1
@@ -32,7 +34,6 @@ LATE_TIMES = 4.0
 # Agents look for a supervisor that has just taken over for so long; so many come in each second.
 REJOIN_LIMIT_S = 6.5
 REJOINS_A_SECOND = 400.0
-ABANDONED_LIMIT_S = 1.0
 MEMORY = 240  # gaps remembered: two minutes at the default heartbeat
 
 
@@ -68,11 +69,10 @@ def steady_limit_s(heartbeat_s: float, fixed_s: float | None = None) -> float:
     return arrivals.limit_s(fixed_s)
 
 
-def rejoin_limit_s(nodes: int, *, abandoned: bool = False) -> float:
-    """Seconds that the agents of so many nodes have to find a supervisor that has just taken over; on top
-    comes the limit of a node of which nothing is known. `abandoned`: of the node of the supervisor before,
-    which most likely ended because the node did."""
-    return (ABANDONED_LIMIT_S if abandoned else REJOIN_LIMIT_S) + nodes / REJOINS_A_SECOND
+def rejoin_limit_s(nodes: int, limit_s: float = REJOIN_LIMIT_S) -> float:
+    """Seconds that the agents of so many nodes have to come in, a single one `limit_s`: by default to find a
+    supervisor that has just taken over, where on top comes the limit of a node of which nothing is known."""
+    return limit_s + nodes / REJOINS_A_SECOND
 
 
 def beat_every_s(heartbeat_s: float, ranks: Sequence[RankReport]) -> float:
@@ -88,9 +88,9 @@ def answer_every_s(heartbeat_s: float, nodes: int) -> float:
 
 
 def patience_s(heartbeat_s: float, nodes: int, late_s: float = 0.0) -> float:
-    """So long an agent hears nothing of its supervisor before it looks for another, in seconds: three
-    answers, each to a heartbeat; longer for more nodes, and when the supervisor was `late_s` late."""
-    return BEATS * answer_every_s(heartbeat_s, nodes) + LATE_TIMES * late_s
+    """So long an agent hears nothing of its supervisor before it hangs up, in seconds: three answers, each to
+    a heartbeat, and a little; longer for more nodes, and when the supervisor was `late_s` late."""
+    return BEATS * answer_every_s(heartbeat_s, nodes) + LOYAL_S + LATE_TIMES * late_s
 
 
 class WatcherClock:

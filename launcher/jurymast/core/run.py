@@ -134,6 +134,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
 def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[Instruction]:
     state.epoch = event.epoch
     state.abandoned = state.supervised_on if event.node != state.supervised_on else ""
+    state.abandoned_at = event.t - event.silent_s
     state.supervised_on = event.node
     if state.placement:
         state.rejoin_until = event.t + rejoin_limit_s(len(state.nodes))
@@ -201,7 +202,7 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
             state.incident.evidence += f"; then {node.name}: {node.reason}"
         return []
     state.findings.lost.append(event)
-    return recovery.begin(state, event.t, event.t - event.silent_s)
+    return recovery.begin(state, event.t, max(event.t - event.silent_s, state.stepped_at))  # all lived then
 
 
 def _workers_started(state: RunState, event: ev.WorkersStarted) -> list[Instruction]:

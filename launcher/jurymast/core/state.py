@@ -187,6 +187,7 @@ class RunState:
     supervised_on: str = ""  # the newest supervisor's node
     abandoned: str = ""  # the node of the one before it, if that was another
     rejoin_until: float = 0.0  # so long its placed nodes had to find it, after a take-over
+    abandoned_at: float = 0.0  # when it was last heard
     allocation: str = ""  # job.restarts: a requeued job keeps its id
     slurm_jobs: list[str] = field(default_factory=list)
     restarts: int = 0  # requeues so far

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jurymast.report.tail import FileTail
+from jurymast.journal import FileTail
 from jurymast.rundir import RunDirectory
 
 _LINE = re.compile(rb"step (\d+) loss (\S+)")

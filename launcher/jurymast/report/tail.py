@@ -8,37 +8,9 @@ from pathlib import Path
 from jurymast.core.events import Event
 from jurymast.core.ledger import Ledger
 from jurymast.core.state import RunState
-from jurymast.journal import Entry, entry_of, initial_state, take
+from jurymast.journal import Entry, FileTail, entry_of, initial_state, take
 from jurymast.report.words import count, some
 from jurymast.rundir import RunDirectory
-
-
-class FileTail:
-    """The whole lines of one file that were not read yet; a line still being written waits."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.more = False  # the last call left something, because of its limit
-        self._offset = 0
-
-    def lines(self, limit_bytes: int = 1 << 24, *, partial: bool = False) -> list[bytes]:
-        """The next lines, at most `limit_bytes` of them at once; [] when there are none for now.
-
-        A line longer than the limit comes in pieces. `partial`: the rest of a last line comes too.
-        """
-        self.more = False
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read(limit_bytes)
-        except FileNotFoundError:
-            return []
-        self.more = len(data) == limit_bytes
-        end = data.rfind(b"\n") + 1
-        if (end == 0) if self.more else partial:
-            end = len(data)
-        self._offset += end
-        return data[:end].splitlines()
 
 
 class _EpochTail:

@@ -87,7 +87,10 @@ class Supervisor:
                 case do.Send():
                     self._tell(effect.node, effect.message)
                 case do.Answer():
-                    go_on = msg.GoOn(time=time.time(), patience_s=effect.patience_s, heard=effect.heard)
+                    go_on = msg.GoOn(
+                        time=time.time(), patience_s=effect.patience_s, heard=effect.heard,
+                        epoch=effect.epoch, heir=effect.heir,
+                    )  # fmt: skip
                     self._tell(effect.node, go_on)
                 case do.Journal():
                     self._write(effect)

@@ -14,10 +14,10 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from jurymast.core.agent.succession import PULSE_INTERVAL_S as PULSE_INTERVAL_S
 from jurymast.core.endpoint import Endpoint as Endpoint
 from jurymast.rundir import write_atomically
 
-PULSE_INTERVAL_S = 1.0
 PULSE, NEWEST = "pulse", "newest.json"
 
 
@@ -32,12 +32,18 @@ def _place(epochs: Path, epoch: int) -> Path:
 def claim_epoch(epochs: Path) -> int:
     """Take the next epoch; two claimants never get the same one. Raises OSError."""
     epoch = newest_epoch(epochs) + 1
-    while True:
-        try:
-            os.close(os.open(_claim(epochs, epoch), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            return epoch
-        except FileExistsError:
-            epoch += 1
+    while not claim(epochs, epoch):
+        epoch += 1
+    return epoch
+
+
+def claim(epochs: Path, epoch: int) -> bool:
+    """Take this epoch, unless another has it. Raises OSError."""
+    try:
+        os.close(os.open(_claim(epochs, epoch), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True
 
 
 def newest_epoch(epochs: Path) -> int:

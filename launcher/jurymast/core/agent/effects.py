@@ -116,14 +116,16 @@ class EndTests:
 
 @dataclass(frozen=True)
 class Connect:
-    """To the first of these (host, port) that answers. Answered by `connected` or `unreached`."""
+    """To the first of these (host, port) that answers. Answered by `connected` or `unreached`, unless there
+    was a Greet meanwhile."""
 
     targets: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Find:
-    """See in the run directory where the newest supervisor listens. Answered by `found`."""
+    """See in the run directory where the newest supervisor listens. Answered by `found`, unless there was a
+    Greet meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,22 @@ class ReadPulse:
 
 
 @dataclass(frozen=True)
+class StandBy:
+    """Get a process ready that can supervise at once. Its end is no event."""
+
+
+@dataclass(frozen=True)
+class EndStandby:
+    """End that process: another node is the first to take over."""
+
+
+@dataclass(frozen=True)
 class StartSupervisor:
-    """On this node. Its end is an event."""
+    """On this node: the process that stands by, or a new one. Its end is an event. It replaces the supervisor
+    of the epoch `after`, unless another does, which nobody has heard for `silent_s`."""
+
+    after: int
+    silent_s: float
 
 
 # Checkpoints.
@@ -190,6 +206,7 @@ ToRanks = (
 )  # fmt: skip
 ForCheckpoints = StartWrite | CancelWrite | WarmWriter | SayForeseen
 ToOthers = (
-    Say | Beat | Obey | Leave | Connect | Find | Greet | HangUp | ReadPulse | StartSupervisor
+    Say | Beat | Obey | Leave | Connect | Find | Greet | HangUp | ReadPulse | StandBy | EndStandby
+    | StartSupervisor
 )  # fmt: skip
 Effect = WakeAt | ToOthers | ToRanks | ForCheckpoints

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from jurymast.core import messages as msg
 from jurymast.core.agent.effects import NEVER, Connect, Effect, Find, Greet, HangUp, Leave, Say
+from jurymast.core.agent.hearing import Hearing
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.endpoint import Endpoint
 
 RECONNECT_S = 0.1
 # All nodes of a run that lose their supervisor look for the next in the run directory, so often together.
 FINDS_A_SECOND = 10_000.0
+# While it is silent for longer than usual, each looks so often whether there is a newer one.
+PEEK_EVERY_S = 0.25
 # Ranks go on without a supervisor; once they have ended and still none is there, the agent leaves too. One
 # without ranks (a spare) may be all that a supervisor has which comes back when storage does.
 ALONE_LIMIT_S = 60.0
@@ -25,7 +28,8 @@ class Link:
 
     Without a connection it tries in rounds: where the last supervisor was, and at the same time where the
     newest is by the run directory, since storage may need longer for its answer than a supervisor that lives
-    waits for its agent. The next round begins when all tries of one have come to nothing.
+    waits for its agent. The next round begins when all tries of one have come to nothing. One that is silent
+    for longer than usual is left as soon as there is a newer one.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Link:
         nodes: int,
         share: float,
         ranks: Ranks,
+        hearing: Hearing,
     ) -> None:
         """`hint`: (host, port) of the first supervisor. `share`: from 0 to 1, when this one of the run's
         `nodes` looks in the run directory, after all have lost their supervisor at once. `ranks` are only
@@ -47,12 +52,14 @@ class Link:
         self._find_every_s = nodes / FINDS_A_SECOND
         self._share = share
         self._ranks = ranks
+        self._hearing = hearing
         self.connected = False
+        self._peeking = False  # a look for a newer one was not answered yet
         self._last: Endpoint | None = None
         self._tries = 0
         self._round_at = NEVER
         self._find_at = 0.0
-        self._heard_at = self._alone_since = 0.0
+        self._alone_since = 0.0
         self._leave_at = NEVER
         # What no supervisor is known to have heard, with its number among those said over this connection.
         self._kept: list[tuple[int, msg.Kept]] = []
@@ -60,8 +67,14 @@ class Link:
 
     @property
     def wake_at(self) -> float:
-        next_at = self._heard_at + self._patience_s if self.connected else self._round_at
-        return min(next_at, self._leave_at)
+        if not self.connected:
+            return min(self._round_at, self._leave_at)
+        peek_at = NEVER if self._peeking else self._find_at
+        return min(self._hang_up_at, peek_at, self._leave_at)
+
+    @property
+    def _hang_up_at(self) -> float:
+        return self._hearing.heard_at + self._patience_s
 
     def check(self) -> None:
         """What holds between any two events. Raises AssertionError."""
@@ -97,9 +110,10 @@ class Link:
 
     def found(self, place: Endpoint | None, now: float) -> list[Effect]:
         """None: none is there, or shared storage is in trouble, which is no reason to end the ranks."""
+        peeked, self._peeking = self._peeking, False
         if self.connected:
-            return []
-        self._tries -= 1
+            return self._change_over(place, now)
+        self._tries -= not peeked
         new = place is not None and place != self._last
         self._last = place or self._last
         return (self._connect(place) if new else []) or self._over(now)
@@ -124,16 +138,27 @@ class Link:
             return NEVER
         return ALONE_LIMIT_S if self._ranks.state == "finished" else IDLE_ALONE_LIMIT_S
 
+    def _change_over(self, place: Endpoint | None, now: float) -> list[Effect]:
+        """To a newer one."""
+        epoch = self._hearing.epoch
+        if place is None or not epoch or place.epoch <= epoch or place.allocation != self._allocation:
+            return []
+        self._last = place
+        return self._hang_up(now)
+
     # Having one.
 
     def connected_to(self, now: float) -> list[Effect]:
         """To the first that answered; what becomes of the other tries is no news any more."""
-        self.connected, self._heard_at, self._tries, self._round_at = True, now, 0, NEVER
+        self.connected, self._peeking, self._tries, self._round_at = True, False, 0, NEVER
+        self._hearing.begin(now)
+        self._peek_later()
         kept, self._kept, self._said = self._kept, [], 0
         return [Greet(), *(effect for _, message in kept for effect in self.say(message))]
 
     def heard(self, order: msg.Order, now: float) -> list[Effect]:
-        self._heard_at = now
+        self._hearing.heard(order, now)
+        self._peek_later()
         match order:
             case msg.GoOn():
                 self._patience_s = order.patience_s
@@ -141,6 +166,9 @@ class Link:
             case msg.Leave():
                 return [Leave(order.over)]
         return []
+
+    def _peek_later(self) -> None:
+        self._find_at = self._hearing.suspect_at + self._find_every_s * self._share
 
     def say(self, message: msg.ToSupervisor) -> list[Effect]:
         """Now; and what no hello tells again over the next connection, unless it is known to have been heard:
@@ -164,9 +192,16 @@ class Link:
             return [Leave()]
         if now < self.wake_at:
             return []
-        if self.connected:  # one that was only late must not take this for an end
-            return [Say(msg.HangsUp()), HangUp(), *self.lost(now)]
-        return self._round(now)
+        if not self.connected:
+            return self._round(now)
+        if now >= self._hang_up_at:
+            return self._hang_up(now)
+        self._peeking, self._find_at = True, now + max(PEEK_EVERY_S, self._find_every_s)
+        return [Find()]
+
+    def _hang_up(self, now: float) -> list[Effect]:
+        """One that was only late must not take this for an end."""
+        return [Say(msg.HangsUp()), HangUp(), *self.lost(now)]
 
     def terminated(self, now: float) -> list[Effect]:
         """A SIGTERM: Slurm ends the job or takes the node. The supervisor finds out which; until it says

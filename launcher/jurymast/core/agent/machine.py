@@ -19,12 +19,13 @@ from jurymast.core.agent.effects import (
     StartProbes,
     WakeAt,
 )
+from jurymast.core.agent.hearing import Hearing
 from jurymast.core.agent.link import Link
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.agent.succession import Succession
 from jurymast.core.agent.writes import Writes
 from jurymast.core.endpoint import Endpoint
-from jurymast.core.heartbeat import patience_s
+from jurymast.core.heartbeat import answer_every_s, patience_s
 from jurymast.core.message import Strange
 from jurymast.core.settings import RunPlan
 
@@ -47,9 +48,10 @@ class AgentMachine:
     ) -> None:
         """`nodes`: of the allocation, in its order. `hint`, `share`: see Link."""
         patience = patience_s(plan.settings.heartbeat_s, plan.nodes)
+        hearing = Hearing(answer_every_s(plan.settings.heartbeat_s, plan.nodes))
         self.ranks = Ranks(plan.settings.stop_grace_s)
-        self.link = Link(allocation, hint, patience, plan.nodes, share, self.ranks)
-        self.succession = Succession(node, nodes, enabled=plan.cluster == "slurm")
+        self.link = Link(allocation, hint, patience, plan.nodes, share, self.ranks, hearing)
+        self.succession = Succession(node, nodes, hearing, enabled=plan.cluster == "slurm")
         self.writes = Writes(plan.ranks_per_node)
         self.left = False
         self._wake_at = self._probe_at = NEVER
@@ -118,7 +120,10 @@ class AgentMachine:
     def found(self, place: Endpoint | None, now: float) -> list[Effect]:
         return self._out(self.link.found(place, now), now)
 
-    def unreached(self, now: float) -> list[Effect]:
+    def unreached(self, now: float, *, refused: bool = False) -> list[Effect]:
+        """`refused`: nobody listens there."""
+        if refused:
+            self.succession.refused(now)
         return self._out(self.link.unreached(now), now)
 
     def connected(self, now: float) -> list[Effect]:
@@ -126,10 +131,14 @@ class AgentMachine:
         return self._out([*self.link.connected_to(now), self.ranks.beat(), *begun], now)
 
     def lost(self, now: float) -> list[Effect]:
+        """The connection was closed."""
+        if self.link.connected:
+            self.succession.closed(now)
         return self._out(self.link.lost(now), now)
 
     def heard(self, order: msg.Order, now: float) -> list[Effect]:
-        return self._out(self.link.heard(order, now) + self._said(self._ordered(order, now)), now)
+        heard = self.link.heard(order, now)
+        return self._out([*heard, *self.succession.heard(now), *self._said(self._ordered(order, now))], now)
 
     def _ordered(self, order: msg.Order, now: float) -> list[Effect]:
         match order:

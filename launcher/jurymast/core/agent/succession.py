@@ -4,84 +4,149 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jurymast.core.agent.effects import NEVER, Effect, ReadPulse, StartSupervisor
+from jurymast.core.agent.effects import NEVER, Effect, EndStandby, ReadPulse, StandBy, StartSupervisor
+from jurymast.core.agent.hearing import Hearing, recent
 
-# The batch process restarts a supervisor that merely crashed well before this.
-PATIENCE_S = 2.0
-# Agents try one after the other, in the allocation's order; the claim of an epoch settles a tie.
+# So often a supervisor shows that it lives.
+PULSE_INTERVAL_S = 0.5
+# A process that merely crashed is started again within this time, by the batch process.
+RESTART_S = 4.0
+# Agents try one after the other; the claim of an epoch settles a tie.
 STAGGER_S = 2.0
-PLACE_UNKNOWN = 10
+# Those that the supervisor named, then all others in the allocation's order.
+HEIRS, PLACE_UNKNOWN = 3, 10
 LOOK_S = 0.25
 # Who is late in the order looks seldom: thousands that all looked so often would keep the storage busy.
 LOOK_SHARE = 0.1
+# The first heir gets a process ready, but not while everything starts.
+STANDBY_AFTER_S = 5.0
 
 
 class Succession:
-    """One agent's part in it, decided from its own connection, from readings of the supervisor's pulse in the
-    run directory, and from the order of the nodes. `now` is monotonic, in seconds.
+    """One agent's part in it, decided from what it hears of the supervisor, from readings of the supervisor's
+    pulse in the run directory, and from its place in the order. `now` is monotonic, in seconds.
 
     - That two successors never both supervise is not settled here: each has to claim an epoch first, and an
       epoch has one claimant. The order of the nodes only keeps them from trying at once.
+    - The first few in the order, whom the supervisor names, read the pulse all the time; the others once they
+      have lost their supervisor.
+    - A supervisor that is heard is never replaced, nor is one whose connection closed, as long as its batch
+      process may start it again: that listens for it meanwhile.
     - A node that is merely cut off does not take over: while the pulse changes the supervisor lives, and
       others hear it. Quiet is the time from the answer of one reading to the question of a later one that
       reads the same, so that a storage that answers late, or not at all, is not taken for a quiet supervisor.
+      A pulse that has been slow before has more time, as with heartbeats.
     - Who never met a supervisor starts none: it is the batch process's to bring the first one up.
     - An agent has at most one supervisor here, and reads one pulse at a time.
     """
 
-    def __init__(self, node: str, nodes: Sequence[str], *, enabled: bool) -> None:
-        """`nodes`: all of the allocation, in its order. Not `enabled`: the batch process cannot die alone."""
+    def __init__(self, node: str, nodes: Sequence[str], hearing: Hearing, *, enabled: bool) -> None:
+        """`nodes`: all of the allocation, in its order. Not `enabled`: the batch process cannot die alone.
+        `hearing` is only looked at."""
         self._enabled = enabled
-        place = nodes.index(node) if node in nodes else PLACE_UNKNOWN
-        self._patience_s = PATIENCE_S + STAGGER_S * place
-        self._look_s = max(LOOK_S, LOOK_SHARE * STAGGER_S * place)
+        self._hearing = hearing
+        self._own_place = HEIRS + (nodes.index(node) if node in nodes else PLACE_UNKNOWN)
         self._met = False
         self._alone = False  # a supervisor was there and is not any more
+        self._restarts_until = 0.0
+        self._stands_by = False
+        self._stand_by_at = NEVER
         self._look_at = 0.0
         self._asked_at: float | None = None  # a reading that was not answered yet
         self._pulse = ""
         self._quiet_since: float | None = None
+        self._quiet_s = 0.0
+        self._pulses = recent(PULSE_INTERVAL_S, 0.0)
         self._supervises = False
 
     @property
+    def _place(self) -> int:
+        return self._own_place if self._hearing.heir is None else self._hearing.heir
+
+    @property
+    def _looks(self) -> bool:
+        wants = self._alone or (self._met and self._hearing.heir is not None)
+        return wants and not self._supervises
+
+    @property
     def wake_at(self) -> float:
-        looks = self._alone and not self._supervises and self._asked_at is None
-        return self._look_at if looks else NEVER
+        look_at = self._look_at if self._looks and self._asked_at is None else NEVER
+        return min(look_at, self._stand_by_at)
 
     def check(self) -> None:
         """What holds between any two events. Raises AssertionError."""
         assert self._met or not self._alone, "who never met a supervisor misses one"
         assert self._enabled or self.wake_at == NEVER, "a run whose batch process cannot die alone is watched"
-        assert self._alone or self._quiet_since is None, "a supervisor that answers is thought quiet"
+        assert not (self._stands_by and self._supervises), "one process stands by and another supervises"
+
+    # The supervisor.
 
     def answered(self, now: float) -> list[Effect]:
         """This agent is connected to a supervisor."""
         self._met, self._alone, self._quiet_since = self._enabled, False, None
+        self._restarts_until = 0.0
         return []
 
+    def heard(self, now: float) -> list[Effect]:
+        """From it, and by now this node may have another place."""
+        first = self._met and self._hearing.heir == 0 and not self._supervises
+        if first and not self._stands_by and self._stand_by_at == NEVER:
+            self._stand_by_at = now + STANDBY_AFTER_S
+        if first or self._hearing.epoch is None:
+            return []
+        self._stand_by_at = NEVER
+        ended, self._stands_by = self._stands_by, False
+        return [EndStandby()] if ended else []
+
+    def closed(self, now: float) -> None:
+        """Its process ended, or it wants no connection with this agent."""
+        self._restarts_until = now + RESTART_S
+
+    def refused(self, now: float) -> None:
+        """Nobody listens where it was: neither does its batch process live."""
+        self._restarts_until = 0.0
+
     def unanswered(self, now: float) -> list[Effect]:
-        """It is not any more."""
+        """This agent is not connected any more."""
         self._alone = self._met
         return self.tick(now)
 
+    # Its pulse.
+
     def tick(self, now: float) -> list[Effect]:
-        if now < self.wake_at:
-            return []
-        self._asked_at = now
-        return [ReadPulse()]
+        effects: list[Effect] = []
+        if now >= self._stand_by_at:
+            self._stand_by_at, self._stands_by = NEVER, True
+            effects.append(StandBy())
+        if now >= self.wake_at:
+            self._asked_at = now
+            effects.append(ReadPulse())
+        return effects
 
     def pulse(self, value: str | None, now: float) -> list[Effect]:
-        """`value`: what was read; None: storage did not answer."""
+        """`value`: what was read, "EPOCH:COUNT"; None: storage did not answer."""
         asked_at, self._asked_at = self._asked_at, None
-        self._look_at = now + self._look_s
-        if value is None or asked_at is None or not self._alone:
+        self._look_at = now + self._look_every_s()
+        if value is None or asked_at is None or not self._looks:
             return []
         if self._quiet_since is None or value != self._pulse:
-            self._pulse, self._quiet_since = value, now
-        elif asked_at - self._quiet_since > self._patience_s:
-            self._quiet_since, self._supervises = None, True
-            return [StartSupervisor()]
-        return []
+            if self._quiet_since is not None:
+                self._pulses.gaps.append(self._quiet_s)
+            self._pulse, self._quiet_since, self._quiet_s = value, now, 0.0
+            return []
+        self._quiet_s = asked_at - self._quiet_since
+        if self._quiet_s <= self._pulses.limit_s() + STAGGER_S * self._place or self._may_live(now):
+            return []
+        silent_s = now - max(self._quiet_since - LOOK_S, self._hearing.heard_at)
+        self._quiet_since, self._supervises = None, True
+        self._stand_by_at, self._stands_by = NEVER, False
+        return [StartSupervisor(int(value.partition(":")[0]), silent_s)]
+
+    def _look_every_s(self) -> float:
+        return LOOK_S if self._place < HEIRS else max(LOOK_S, LOOK_SHARE * STAGGER_S * self._place)
+
+    def _may_live(self, now: float) -> bool:
+        return now < self._restarts_until if self._alone else now < self._hearing.suspect_at
 
     def supervisor_ended(self, now: float) -> list[Effect]:
         """The one that was started here."""

@@ -135,12 +135,15 @@ class Cadence(ToAgent, frozen=True, kw_only=True):
 
 class GoOn(ToAgent, frozen=True, kw_only=True):
     """The supervisor lives. `time`: its clock, seconds since the epoch; an agent that hears nothing for
-    `patience_s` seconds looks for another one. So many of the messages that are Kept were `heard` over this
-    connection."""
+    `patience_s` seconds looks for another one, of a newer epoch than this `epoch`. So many of the messages
+    that are Kept were `heard` over this connection. `heir`: this node's place among those that are to take
+    over first, from 0 on; None: it is none of them."""
 
     time: float
     patience_s: float
-    heard: int
+    heard: int = 0
+    epoch: int = 0
+    heir: int | None = None
 
 
 class Leave(ToAgent, frozen=True, kw_only=True):

@@ -5,9 +5,11 @@ and that is not back soon, or that says so. But the supervisor being late is no 
 
 - its clock stands still while the supervisor does, and after it stood still a node is given up only at the
   next tick: what had come meanwhile is heard by then;
-- an agent that had no answer for too long looks for another supervisor. One that says so, that hangs up
-  after a pause of the supervisor, or that goes together with others, has as long to come back as after a
-  take-over;
+- an agent that had no answer for too long looks for another supervisor. One that says so, or that hangs up
+  after a pause of the supervisor, has as long to come back as after a take-over; one that goes together with
+  others has a few seconds;
+- the node of a supervisor that was taken over from was silent for long before that: it is lost if its agent
+  does not come back with (nearly) all others;
 - a supervisor that hears nobody is more likely cut off than all others dead. Another may then take over,
   and only if nobody does are the others given up.
 
@@ -24,6 +26,7 @@ from jurymast.core import events as ev
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
 from jurymast.core.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock, rejoin_limit_s
 from jurymast.core.messages import Beat
+from jurymast.core.nodes.heirs import Heirs
 from jurymast.core.nodes.lateness import Lateness
 from jurymast.core.nodes.reports import Reports
 from jurymast.core.state import Phase, Role, RunState
@@ -42,19 +45,27 @@ ISOLATION_LIMIT_S = 15.0
 # this (up to the second where ticks of the supervisor are late), and after a reset, of which it learns when
 # it says something next, a heartbeat later,
 RECONNECT_GRACE_S, RECONNECT_LIMIT_S = 0.25, 1.0
-# unless so many connections broke within so many seconds,
-MANY, MANY_WITHIN_S = 3, 1.0
+# (many that come back together, so many seconds) unless so many connections broke within so many seconds,
+MANY, MANY_WITHIN_S, MANY_LIMIT_S = 3, 1.0, 2.0
 # or the supervisor stood still for so long; both up to so many seconds ago.
 LATE_S, LENIENT_S = 0.5, 2.0
+# The agent of the last supervisor's node has so long once nearly all others are back, and so long at most.
+AFTER_OTHERS_S, ABANDONED_LIMIT_S = 0.5, 3.0
+NEARLY_ALL = 0.98
+# An answered heartbeat may come so much of the interval early: no other will come just in time.
+EARLY = 0.8
 
 
 @dataclass
 class Away:
-    """Not connected, `since` then. So long it may be away; `how` it is lost if it does not come back."""
+    """Not connected, `since` then, and silent `before_s` before. So long it may be away; `how` it is lost if
+    it does not come back. `many` went with it."""
 
     since: float
     limit_s: float
     how: str
+    before_s: float = 0.0
+    many: bool = False
 
 
 @dataclass
@@ -84,7 +95,9 @@ class Watch:
         self.here: set[str] = set()  # connected
         self._broken: dict[str, None] = {}  # whose connection closed a moment ago
         self._broke_at: deque[float] = deque(maxlen=MANY)
-        self._lenient_until = -math.inf
+        self._many_until = self._late_until = -math.inf
+        self._abandoned = ""  # the last supervisor's node, while it is to connect
+        self._heirs = Heirs(state, self.here)
         self._doubted: set[str] = set()
         self._isolated_since: float | None = None
 
@@ -95,14 +108,18 @@ class Watch:
         self.clock.tick(now)
         for name, node in self._state.nodes.items():
             if node.incarnation and node.role is not Role.FAILED:
-                self.expect(name, abandoned=name == self._state.abandoned)
+                self.expect(name)
+        last = self.nodes.get(self._state.abandoned)
+        if last is not None and last.away is not None:
+            self._abandoned = self._state.abandoned
+            last.away.before_s = max(0.0, now - self._state.abandoned_at)
+            last.away.limit_s = rejoin_limit_s(len(self._state.nodes), ABANDONED_LIMIT_S)
 
-    def expect(self, node: str, *, abandoned: bool = False) -> None:
-        """A node that is known is to connect. `abandoned`: it most likely does not."""
+    def expect(self, node: str) -> None:
+        """A node that is known is to connect."""
         arrivals = Arrivals(self._heartbeat_s, self.clock.now)
-        limit_s = rejoin_limit_s(len(self._state.nodes), abandoned=abandoned)
-        away = Away(self.clock.now, limit_s + arrivals.limit_s(self._fixed_s), "silent")
-        self._put(node, NodeWatch(arrivals, away=away))
+        limit_s = rejoin_limit_s(len(self._state.nodes)) + arrivals.limit_s(self._fixed_s)
+        self._put(node, NodeWatch(arrivals, away=Away(self.clock.now, limit_s, "silent")))
         self.reports.expect(node)
 
     def joined(self, node: str, connection: int) -> None:
@@ -121,13 +138,23 @@ class Watch:
         self._broken[node] = None
         self._broke_at.append(at)
         if len(self._broke_at) == MANY and at < self._broke_at[0] + MANY_WITHIN_S:
-            if at >= self._lenient_until and not self._is_over():
-                text = f"the connections of {MANY} nodes or more broke at once: none of them is blamed for it"
+            if at >= max(self._many_until, self._late_until) and not self._is_over():
+                text = (
+                    f"the connections of {MANY} nodes or more broke at once: "
+                    f"they have {self._many_limit_s():.0f} s to come back"
+                )
                 effects.append(Record(ev.Noted(t=now, message=text)))
-            self._lenient_until = at + LENIENT_S
-        if at < self._lenient_until:
+            self._many_until = at + LENIENT_S
+        if at < self._late_until:
             self._give_time()
+        elif at < self._many_until:
+            for name in self._broken:
+                if (away := self.nodes[name].away) and not away.many:
+                    away.limit_s, away.many = self._many_limit_s(), True
         return effects
+
+    def _many_limit_s(self) -> float:
+        return rejoin_limit_s(len(self._state.nodes), MANY_LIMIT_S)
 
     def hung_up(self, node: str, connection: int) -> list[Effect]:
         """Its agent heard nothing here, and is back once it has looked for a supervisor."""
@@ -160,6 +187,8 @@ class Watch:
         self.nodes.pop(node, None)
         self.here.discard(node)
         self._broken.pop(node, None)
+        if node == self._abandoned:
+            self._abandoned = ""
 
     def _give_time(self) -> None:
         """No connection that broke a moment ago is evidence against its node."""
@@ -175,10 +204,12 @@ class Watch:
             return []
         watch.arrivals.beat(self.clock.now)
         self.reports.beat(node, beat)
-        if now < watch.answered_at + self._lateness.answer_every_s:
+        if now < watch.answered_at + EARLY * self._lateness.answer_every_s:
             return []
         watch.answered_at = now
-        return [Answer(node, self._lateness.patience_s, watch.heard)]
+        return [
+            Answer(node, self._lateness.patience_s, watch.heard, self._state.epoch, self._heirs.place(node))
+        ]
 
     def heard(self, node: str, connection: int) -> None:
         """What its agent keeps until then."""
@@ -198,6 +229,8 @@ class Watch:
             self._was_late(late_s, counted_s)
         if self._is_over():
             return effects
+        self._heirs.look(self.clock.now)
+        self._look_for_the_last_supervisor()
         quiet = self._quiet()
         effects += self._listen(quiet)
         lost = {} if self.cut_off else self._beyond_limit(quiet, now)
@@ -213,11 +246,22 @@ class Watch:
     def _was_late(self, seconds: float, counted_s: float) -> None:
         """Nobody could come back meanwhile, although the clock counts a little of it."""
         if seconds >= LATE_S:
-            self._lenient_until = self.clock.now + LENIENT_S
+            self._late_until = self.clock.now + LENIENT_S
             self._give_time()
         for name in self._broken:
             if away := self.nodes[name].away:
-                away.limit_s = max(away.limit_s, min(RECONNECT_LIMIT_S, away.limit_s + counted_s))
+                most_s = RECONNECT_LIMIT_S + (self._many_limit_s() if away.many else 0.0)
+                away.limit_s = max(away.limit_s, min(most_s, away.limit_s + counted_s))
+
+    def _look_for_the_last_supervisor(self) -> None:
+        """Its agent, if it lives, looks for this one just as the others do."""
+        watch = self.nodes.get(self._abandoned)
+        if watch is None or watch.away is None:
+            return
+        others = len(self.nodes) - 1
+        if others and len(self.here) >= NEARLY_ALL * others:
+            soon_s = self.clock.now - watch.away.since + AFTER_OTHERS_S
+            watch.away.limit_s, self._abandoned = min(watch.away.limit_s, soon_s), ""
 
     @property
     def cut_off(self) -> bool:
@@ -236,12 +280,13 @@ class Watch:
     def _beyond_limit(self, quiet: dict[str, NodeWatch], now: float) -> dict[str, ev.NodeLost]:
         lost = {}
         for name, watch in quiet.items():
-            how, silent_s = "silent", watch.arrivals.silent_s(self.clock.now)
-            if watch.away is not None:
-                how, silent_s = watch.away.how, self.clock.now - watch.away.since
-            limit_s = self._limit_s(name, watch)
+            away = watch.away or Away(watch.arrivals.last, 0.0, "silent")
+            silent_s, limit_s = self.clock.now - away.since, self._limit_s(name, watch)
             if silent_s > limit_s:
-                lost[name] = ev.NodeLost(t=now, node=name, how=how, silent_s=silent_s, limit_s=limit_s)
+                lost[name] = ev.NodeLost(
+                    t=now, node=name, how=away.how, silent_s=away.before_s + silent_s,
+                    limit_s=away.before_s + limit_s,
+                )  # fmt: skip
         return lost
 
     def _limit_s(self, name: str, watch: NodeWatch) -> float:
@@ -280,9 +325,8 @@ class Watch:
             return watch.arrivals.silent_s(self.clock.now) > limit_s
         own_s = watch.arrivals.limit_s(self._fixed_s)
         return (
-            watch.away.how != "closed"
-            and self.clock.now - watch.away.since > watch.away.limit_s - own_s + limit_s
-        )
+            watch.away.how != "closed" or watch.away.many
+        ) and self.clock.now - watch.away.since > watch.away.limit_s - own_s + limit_s
 
     def _lose(self, node: str, event: ev.NodeLost) -> list[Effect]:
         self._drop(node)

@@ -1,0 +1,114 @@
+"""One epoch of supervision, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jurymast import __version__
+from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
+from jurymast.cluster.batch import SUPERSEDED, tell_of_requeue
+from jurymast.cluster.control import requeue, why_ending
+from jurymast.core import events as ev
+from jurymast.core.state import Phase, Role, RunState
+from jurymast.journal import JournalWriter, first_events
+from jurymast.rundir import RunDirectory
+from jurymast.supervisor.door import allow_files
+from jurymast.supervisor.hold import Hold
+from jurymast.supervisor.supervisor import Supervisor
+from jurymast.wire.endpoint import claim, claim_epoch
+
+BATCH_LIMIT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """The batch host is gone, and this acts for it on `node`. It replaces the supervisor of the epoch `after`
+    (unless another does), which nobody has heard for `silent_s`."""
+
+    node: str
+    after: int
+    silent_s: float
+
+
+async def supervise(
+    directory: RunDirectory,
+    allocation: Allocation,
+    node: str,
+    listener: socket.socket,
+    replayed: Callable[[], RunState],
+    takeover: Takeover | None,
+) -> RunState | None:
+    """The state at the end, None when a newer epoch took over. `replayed`: the state that the journal leads
+    to. Raises RunDirectoryError when the run directory cannot be read or written."""
+    plan = directory.plan()
+    epoch = takeover.after + 1 if takeover else claim_epoch(directory.epochs)
+    if takeover and not claim(directory.epochs, epoch):
+        return None
+    hold = Hold(directory.epochs, epoch)
+    hold.begin()  # now: until the journal of months is read, agents must not take this one for dead
+    directory.hold_reserve()
+    state = await asyncio.to_thread(replayed)
+    journal = JournalWriter(directory.journal, epoch)
+
+    def why() -> str:
+        return "cancelled" if plan.cluster == "local" else why_ending(allocation)
+
+    supervisor = Supervisor(directory, state, journal, why, hold)
+    if state.epoch == 0:
+        for event in first_events(directory, supervisor.now(), __version__):
+            supervisor.feed(event)
+    supervisor.feed(
+        ev.SupervisorStarted(
+            t=supervisor.now(), epoch=epoch, node=node, silent_s=takeover.silent_s if takeover else 0.0
+        )
+    )
+    if trouble := allow_files(plan.nodes):
+        supervisor.feed(ev.Noted(t=supervisor.now(), message=trouble))
+    if state.allocation != allocation.key:
+        supervisor.feed(
+            ev.AllocationStarted(
+                t=supervisor.now(), slurm_job=allocation.job, restarts=allocation.restarts,
+                nodes=allocation.nodes, host=allocation.host, eligible_at=allocation.eligible_at,
+            )
+        )  # fmt: skip
+    if (newest := await asyncio.to_thread(directory.newest_attempt)) > state.attempt:
+        supervisor.feed(ev.AttemptFound(t=supervisor.now(), node="", attempt=newest))
+    assert state.phase is not Phase.QUEUED
+    hosts = ["127.0.0.1"] if plan.cluster == "local" else announced_hosts()
+    await supervisor.run(listener, hosts, allocation.key, node, os.getpid())
+    return None if supervisor.superseded else supervisor.state
+
+
+def end_job(directory: RunDirectory, allocation: Allocation, state: RunState) -> None:
+    """After a takeover no batch process carries the outcome out, unless its node was only cut off."""
+    if state.phase is Phase.REQUEUED:
+        lost = [node.name for node in state.nodes.values() if node.role is Role.FAILED]
+        requeue(directory.plan(), allocation, lost, sorted(state.excluded), tell_of_requeue)
+        return
+    time.sleep(BATCH_LIMIT_S)  # a batch process that lives reads the outcome and ends the job with its code
+    run_command(["scancel", allocation.job])
+
+
+def serve(
+    directory: RunDirectory,
+    replayed: Callable[[], RunState],
+    *,
+    takeover: Takeover | None = None,
+    listener: socket.socket | None = None,
+) -> int:
+    """Exit code of the process; see `supervise`. Raises JurymastError."""
+    print(f"supervisor: pid {os.getpid()} at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}", flush=True)
+    allocation = Allocation.load(directory)
+    listener = listener or socket.create_server(("", 0))
+    node = takeover.node if takeover else allocation.host
+    state = asyncio.run(supervise(directory, allocation, node, listener, replayed, takeover))
+    if state is None:
+        return SUPERSEDED
+    if takeover and (state.ended or state.phase is Phase.REQUEUED):
+        end_job(directory, allocation, state)
+    return 0
