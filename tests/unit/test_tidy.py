@@ -147,6 +147,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/cluster/lift.py",
             "launcher/jurymast/supervisor/__main__.py",
             "launcher/jurymast/supervisor/door.py",
+            "launcher/jurymast/sim/cluster/__main__.py",  # a command
             "launcher/jurymast/supervisor/hold.py",
             "launcher/jurymast/supervisor/supervisor.py",
             "launcher/jurymast/demo/train_gpt.py",  # a user's script

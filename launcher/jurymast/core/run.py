@@ -135,6 +135,8 @@ def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[In
     state.epoch = event.epoch
     state.abandoned = state.supervised_on if event.node != state.supervised_on else ""
     state.supervised_on = event.node
+    if state.deadline is not None:  # while no supervisor was there nobody could do what it is for
+        state.deadline = max(state.deadline, event.t + recovery.limit_s(state))
     return []
 
 
