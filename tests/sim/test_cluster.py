@@ -6,7 +6,7 @@ from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import run
 from jurymast.sim.cluster.plans import Plan, random_plan
 
-SEEDS = range(100)
+SEEDS = range(200)
 
 
 def test_no_rule_is_broken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any, Protocol
 
 from jurymast.sim.cluster.world import Process, World
@@ -51,8 +52,8 @@ class Network:
     def joins(self, one: str, other: str) -> bool:
         return self.cut_until(one, other) <= self.world.now
 
-    def delay_s(self) -> float:
-        chance = self.world.chance
+    def delay_s(self, chance: Random | None = None) -> float:
+        chance = chance or self.world.chance
         late_s = LATE_S * chance.random() if chance.random() < LATE_SHARE else 0.0
         return DELAY_S[0] + (DELAY_S[1] - DELAY_S[0]) * chance.random() ** 3 + late_s
 
@@ -76,6 +77,8 @@ class Connection:
         self.network, self.ends = network, ends
         self.open = [True, True]
         self.broken = False
+        # Its own: in which order one instant's messages are sent must make no difference.
+        self._chance = Random(network.world.chance.random())
         self._arrived = [0.0, 0.0]  # the last message that is on its way to this end
 
     def send(self, sender: End, message: Any) -> None:
@@ -87,7 +90,7 @@ class Connection:
         network = self.network
         world = network.world
         one, other = self.ends[0].site.name, self.ends[1].site.name
-        at = max(world.now, network.cut_until(one, other)) + network.delay_s()
+        at = max(world.now, network.cut_until(one, other)) + network.delay_s(self._chance)
         self._arrived[end] = at = max(at, self._arrived[end])
         receiver = self.ends[end]
         world.at(at, receiver.process if receiver.process.alive else None, then, end, *args)

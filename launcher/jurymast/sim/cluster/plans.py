@@ -20,7 +20,7 @@ KINDS: dict[str, tuple[float, float]] = {
     "snap": (1.5, 0.0),  # its connection breaks
     "half": (1, 0.0),  # its connection breaks, and one end does not learn it
     "rank": (2, 0.0),
-    "hang": (1, 0.0),
+    "hang": (1, 40.0),  # until they are stopped; so long it is watched at the least
     "host": (1, 0.0),  # its torchrun host dies
     "supervisor": (3, 0.0),  # is killed
     "stall": (1.5, 8.0),  # the supervisor's process stands still
@@ -75,13 +75,15 @@ class Plan:
         return cls(faults=faults, **values)
 
 
-def random_plan(seed: int) -> Plan:
+def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
+    """`only`: of these kinds of faults, else of all."""
     chance = random.Random(seed)
     active = chance.choice((2, 2, 3, 4))
     spares = min(chance.choice((0, 1, 1, 2)), 6 - active)
     nodes = active + spares
     faults = []
-    kinds, weights = list(KINDS), [weight for weight, _ in KINDS.values()]
+    kinds = list(only or KINDS)
+    weights = [KINDS[kind][0] for kind in kinds]
     for _ in range(chance.randint(1, MOST_FAULTS)):
         kind = chance.choices(kinds, weights)[0]
         longest_s = KINDS[kind][1]
@@ -93,8 +95,8 @@ def random_plan(seed: int) -> Plan:
         at = round(chance.uniform(FIRST_AT_S, LAST_AT_S), 2)
         faults.append(Fault(at, kind, node, other, seconds))
         if chance.random() < 0.35:  # the next one soon after
-            kind = chance.choice(("power", "supervisor", "rank", "freeze", "snap", "storage hangs"))
-            seconds = 0.0 if kind in ("power", "supervisor", "rank", "snap") else 4.0
+            kind = chance.choice(only or ("power", "supervisor", "rank", "freeze", "snap", "storage hangs"))
+            seconds = 0.0 if kind == "power" or not KINDS[kind][1] else 4.0
             soon = round(at + chance.expovariate(0.5), 2)
             faults.append(Fault(soon, kind, chance.randrange(nodes), other, seconds))
     faults.sort(key=lambda fault: fault.at)
