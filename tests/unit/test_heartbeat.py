@@ -92,7 +92,12 @@ def test_agents_are_as_patient_as_answers_take() -> None:
     assert patience_s(0.5, 4) == pytest.approx(3.0, abs=0.1)
     assert patience_s(3.2, 4) > 2.5 * 3.2  # an answer comes to a heartbeat
     assert patience_s(0.5, 10_000) > patience_s(0.5, 100) + 3.0
-    assert patience_s(0.5, 4, late_s=2.0) > 10.0
+    assert patience_s(0.5, 4, late_s=0.5) > patience_s(0.5, 4) + 1.5
+
+
+def test_no_agent_clings_to_a_late_supervisor_for_longer_than_its_successor_waits() -> None:
+    for nodes in (4, 100, 10_000):
+        assert patience_s(0.5, nodes) < patience_s(0.5, nodes, late_s=5.0) <= rejoin_limit_s(nodes)
 
 
 @given(st.floats(0.1, 5.0), st.integers(1, 20_000), st.integers(1, 20_000))

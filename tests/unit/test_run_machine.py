@@ -515,6 +515,22 @@ def test_a_torchrun_host_that_takes_long_to_come_back_is_waited_for(requeue: boo
     assert set(story.state.placement) == {victim, other}
 
 
+def test_a_node_whose_host_is_coming_back_needs_no_spare_beside_the_one_for_a_lost_node() -> None:
+    story = Story(active=3, spares=1).running()
+    victim, lost, other = story.state.placement
+    failed = ev.WorkerFailed(
+        t=story.t, node=victim, attempt=1, rank=-1, exit_code=-9, error="TorchrunHostDied"
+    )
+    story.feed(failed)
+    story.lost(lost)
+    for node, port in ((victim, 0), (other, 29001)):
+        story.feed(ev.WorkersStopped(t=story.t, node=node, attempt=1, store_port=port))
+    assert phase(story) is Phase.WAITING
+    story.feed(ev.NodeReady(t=story.t, node=victim, store_port=29002))
+    assert phase(story) is Phase.LAUNCHING
+    assert lost not in story.state.placement
+
+
 def test_an_agent_that_dies_with_its_torchrun_host_is_not_waited_for() -> None:
     story = Story(active=2, spares=0).running()
     victim, other = story.state.placement

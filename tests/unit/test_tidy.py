@@ -149,6 +149,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/supervisor/__main__.py",
             "launcher/jurymast/supervisor/door.py",
             "launcher/jurymast/supervisor/epoch.py",
+            "launcher/jurymast/sim/cluster/__main__.py",  # a command
             "launcher/jurymast/supervisor/hold.py",
             "launcher/jurymast/supervisor/standby.py",
             "launcher/jurymast/supervisor/supervisor.py",

@@ -176,7 +176,7 @@ def test_a_supervisor_that_overslept_blames_nobody_and_asks_for_patience() -> No
     ears.beats("n1")
     (answer,) = ears.effects
     assert isinstance(answer, Answer)
-    assert answer.patience_s > 20.0
+    assert answer.patience_s > 6.0
 
 
 def test_a_short_pause_is_not_told() -> None:

@@ -89,8 +89,10 @@ def answer_every_s(heartbeat_s: float, nodes: int) -> float:
 
 def patience_s(heartbeat_s: float, nodes: int, late_s: float = 0.0) -> float:
     """So long an agent hears nothing of its supervisor before it hangs up, in seconds: three answers, each to
-    a heartbeat, and a little; longer for more nodes, and when the supervisor was `late_s` late."""
-    return BEATS * answer_every_s(heartbeat_s, nodes) + LOYAL_S + LATE_TIMES * late_s
+    a heartbeat, and a little; longer for more nodes, and when the supervisor was `late_s` late, but no longer
+    for that than its successor would wait for the agent."""
+    answers_s = BEATS * answer_every_s(heartbeat_s, nodes) + LOYAL_S
+    return max(answers_s, min(answers_s + LATE_TIMES * late_s, rejoin_limit_s(nodes)))
 
 
 class WatcherClock:

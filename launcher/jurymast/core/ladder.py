@@ -59,9 +59,8 @@ def decide(state: RunState, cause: Cause) -> Decision:
     if not bad:
         wait_s = patient_s(_patient_tries(state, cause)) if cause.kind in PATIENT else wait_s
         return Decision("restart", f"{cause.evidence}; {why}", backoff_s=wait_s)
-    coming = [
-        n for n in state.nodes.values() if n.role is Role.JOINING and n.incarnation and n.name not in bad
-    ]
+    joining = [n.name for n in state.nodes.values() if n.role is Role.JOINING and n.incarnation]
+    coming = [name for name in joining if name not in bad]
     if len(spares) + len(coming) >= len(bad):
         names = some(bad, NODES_TOLD)
         return Decision(
@@ -76,6 +75,10 @@ def decide(state: RunState, cause: Cause) -> Decision:
             f"{cause.evidence}; {why}, but no spare is left: tried again in place",
             backoff_s=wait_s,
         )
+    # Of those, who lacks no more than a torchrun host takes its own place again.
+    if len(spares) + len(joining) >= len(bad) and not blames:
+        names = some(bad, NODES_TOLD)
+        return Decision("swap", f"{cause.evidence}; {why}: {names} out, or back soon", bad, wait_s)
     if state.may_requeue:
         return Decision(
             "requeue",

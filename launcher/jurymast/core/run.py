@@ -138,8 +138,8 @@ def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[In
     state.supervised_on = event.node
     if state.placement:
         state.rejoin_until = event.t + rejoin_limit_s(len(state.nodes))
-    if state.phase is Phase.STOPPING and state.deadline is not None:
-        state.deadline = recovery.stop_deadline(state, event.t)
+    if state.deadline is not None:  # while no supervisor was there nobody could do what it is for
+        state.deadline = max(state.deadline, event.t + recovery.limit_s(state))
     return []
 
 

@@ -71,7 +71,7 @@ class Checkpoints:
         self._replicas.joined(node, hello.domain)
         self._shortages.joined(node, hello.room)
         effects += self._writes.joined(node)
-        return effects + self._held(node, hello.copies, now)
+        return [*effects, *self._held(node, hello.copies, now), *self._replicas.tell_safe(node)]
 
     def lost(self, node: str, now: float) -> list[Effect]:
         self.copies.drop_where(node=node)
@@ -106,9 +106,13 @@ class Checkpoints:
                 return never(message)
 
     def _held(self, node: str, reports: Iterable[msg.CopyReport], now: float) -> list[Effect]:
+        effects: list[Effect] = []
         for report in reports:
             key = report.step, report.attempt
-            if key in self._void or self._restore.is_void(key):
+            if self._restore.is_void(key):
+                continue
+            if key in self._void:  # it was away when it was told so, and has no room until it is
+                effects.append(Send(node, msg.Void(step=key[0], attempt=key[1])))
                 continue
             copies = report.on(node)
             for copy in copies:
@@ -117,7 +121,7 @@ class Checkpoints:
             self._commit.held(key, report.stall_s)
         committed = self._commit.look(now)
         # At once: until the state is replicated, a lost node costs it.
-        return committed + self.look(now) if committed else []
+        return [*effects, *committed, *(self.look(now) if committed else [])]
 
     def _dropped(self, node: str, message: msg.Dropped, now: float) -> list[Effect]:
         for copy in message.copy.on(node):

@@ -7,7 +7,7 @@ which whoever drives this hears others, and which it takes the time of.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jurymast.core import copies as cp
@@ -67,6 +67,11 @@ class Replicas:
             self._safe = None
         self._ordered.pop(node, None)
         self._reach.forget(node)
+
+    def tell_safe(self, node: str) -> list[Effect]:
+        """To one that is here again, and may not have been told: else it keeps older images, and has no room
+        for newer ones."""
+        return [] if self._safe is None else self._give_up_older(self._safe, [node])
 
     def lost(self, node: str) -> None:
         self._ordered.pop(node, None)
@@ -230,14 +235,18 @@ class Replicas:
             self._told_safe = key
             size_bytes, took_s = self._copies.replica_bytes(key), now - self._commit.at
             effects.append(copied(cp.PEER, key, now, size_bytes=size_bytes, seconds=took_s))
-        committed = msg.Committed(step=key[0], attempt=key[1])
-        effects += [Send(node, committed) for node in self._holders]
-        for other in self._copies.newest_first():
-            if cp.age(other) < cp.age(key):
-                self._ask_again(other)
-                self._copies.drop_where(other, tiers=(cp.MEMORY, cp.PEER))
+        effects += self._give_up_older(key, self._holders)
         self._ordered.clear()
         return effects
+
+    def _give_up_older(self, key: Key, nodes: Iterable[str]) -> list[Effect]:
+        committed = msg.Committed(step=key[0], attempt=key[1])
+        older = [one for one in self._copies.newest_first() if cp.age(one) < cp.age(key)]
+        for one in older:
+            self._ask_again(one)
+            for node in nodes:
+                self._copies.drop_where(one, node=node, tiers=(cp.MEMORY, cp.PEER))
+        return [Send(node, committed) for node in nodes]
 
     def _ask_again(self, key: Key) -> None:
         """Nodes give their replicas of these images up: then they may have room for parity after all."""

@@ -1,0 +1,97 @@
+"""`python -m jurymast.sim.cluster --plans 10000`: random plans of faults against simulated clusters.
+
+Every plan has a seed (`--seed N` begins there; with `--plans 1` it is that one alone). A plan that breaks a
+rule is made as small as it still breaks it, and printed as a line of JSON, which `--plan JSON` runs again.
+Exit code 1 when any did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+from jurymast.sim.cluster.cluster import Result, run, smallest
+from jurymast.sim.cluster.plans import Plan, random_plan
+
+AT_ONCE = 20
+TOLD_EVERY_S = 10.0
+
+
+def several(shrink: bool, seeds: range) -> list[Result]:
+    """One result a seed, the smallest of those that broke something."""
+    results = []
+    for seed in seeds:
+        result = run(random_plan(seed))
+        results.append(smallest(result) if result.broken and shrink else result)
+    return results
+
+
+def every(seeds: range, processes: int, *, shrink: bool = True) -> Iterator[Result]:
+    """In their order."""
+    parts = [seeds[first : first + AT_ONCE] for first in range(0, len(seeds), AT_ONCE)]
+    if processes < 2:
+        for part in parts:
+            yield from several(shrink, part)
+        return
+    with ProcessPoolExecutor(processes) as pool:
+        for results in pool.map(partial(several, shrink), parts):
+            yield from results
+
+
+def tell(result: Result, *, as_json: bool) -> None:
+    if as_json:
+        line = {"seed": result.plan.seed, "broken": result.broken, "plan": json.loads(result.plan.to_json())}
+        print(json.dumps(line), flush=True)
+    else:
+        print(f"seed {result.plan.seed}: {result.broken}\n  --plan '{result.plan.to_json()}'", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="jurymast.sim.cluster", description=__doc__)
+    parser.add_argument("--plans", type=int, default=200, metavar="N", help="so many (200)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first (0)")
+    parser.add_argument("--plan", default="", metavar="JSON", help="this one only")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each plan that fails")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
+    arguments = parser.parse_args()
+    if arguments.plan:
+        try:
+            plan = Plan.from_json(arguments.plan)
+        except (ValueError, KeyError, TypeError) as error:
+            print(f"--plan: {error}", file=sys.stderr)
+            return 2
+        result = run(plan)
+        tell(result, as_json=arguments.json)
+        return int(bool(result.broken))
+    began = told_at = time.monotonic()
+    broken: Counter[str] = Counter()
+    seconds, done = 0.0, 0
+    for result in every(range(arguments.seed, arguments.seed + arguments.plans), arguments.processes):
+        done, seconds = done + 1, seconds + result.seconds
+        if result.broken:
+            broken[result.broken.partition(":")[0]] += 1
+            tell(result, as_json=arguments.json)
+        if time.monotonic() > told_at + TOLD_EVERY_S:
+            told_at = time.monotonic()
+            print(f"{done} plans, {sum(broken.values())} broken", file=sys.stderr, flush=True)
+    took_s = time.monotonic() - began
+    print(
+        f"{done} plans, {seconds / 3600:.1f} simulated hours, {took_s:.0f} s "
+        f"({done / took_s:.1f} plans a second): {sum(broken.values())} broken {dict(broken) or ''}",
+        file=sys.stderr,
+    )
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":  # else sets have another order in each process
+        command = [sys.executable, "-m", "jurymast.sim.cluster", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})
+    sys.exit(main())

@@ -1,0 +1,464 @@
+"""A node, and the agent on it: the real `AgentMachine`, with a torchrun host, a keeper and ranks that are
+simulated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jurymast.core import messages as msg
+from jurymast.core import within
+from jurymast.core.agent import effects as do
+from jurymast.core.agent.machine import AgentMachine
+from jurymast.core.endpoint import Endpoint
+from jurymast.core.heartbeat import beat_every_s
+from jurymast.core.messages import CadenceReport, RankReport, beat_of
+from jurymast.core.stacks import COLLECTIVE, Stand
+from jurymast.sim.cluster.keeper import SimKeeper
+from jurymast.sim.cluster.network import Connection
+from jurymast.sim.cluster.training import Group, Member, Page, follower
+from jurymast.sim.cluster.world import BEGINNING, Process
+
+if TYPE_CHECKING:
+    from jurymast.sim.cluster.cluster import Cluster
+
+CONNECT_LIMIT_S = 1.5
+FIND_LIMIT_S = 2.0
+WARM_S, START_S, STOP_S = (0.3, 2.0), (0.02, 0.3), (0.02, 0.3)
+
+
+class SimSite:
+    """A node. `clock_s`: how wrong its clock is."""
+
+    def __init__(self, cluster: Cluster, name: str, clock_s: float, room: int) -> None:
+        self.cluster, self.name, self.clock_s, self.room = cluster, name, clock_s, room
+        self.up = True
+        self.stopped_until = 0.0
+        self.processes: list[Process] = []
+        self.agent: SimAgent | None = None
+
+    @property
+    def wall(self) -> float:
+        return BEGINNING + self.cluster.world.now + self.clock_s
+
+    def process(self) -> Process:
+        """A new one."""
+        process = Process()
+        process.until = self.stopped_until
+        self.processes = [one for one in self.processes if one.alive]
+        self.processes.append(process)
+        return process
+
+    def freeze(self, seconds: float) -> None:
+        self.stopped_until = max(self.stopped_until, self.cluster.world.now + seconds)
+        for process in self.processes:
+            process.stop_until(self.stopped_until)
+
+    def die(self) -> None:
+        """Everything on it is gone, and nobody says so."""
+        self.up = False
+        for process in self.processes:
+            process.alive = False
+        if self.agent is not None:
+            self.agent.gone(loud=False)
+
+    def boot(self) -> None:
+        self.up, self.stopped_until = True, 0.0
+        self.start_agent()
+
+    def start_agent(self) -> None:
+        if self.up and not self.cluster.over:
+            self.agent = SimAgent(self.cluster, self)
+
+
+class SimHost:
+    """As `worker.elastic`: one attempt at a time, each after a word that it waits."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self.agent, self.site, self.world = agent, agent.site, agent.world
+        self.process = agent.site.process()
+        self.port = 0
+        self.attempt = 0  # that runs
+        self.stop_up_to = 0
+        self.member: Member | None = None
+        self.group: Group | None = None
+        self.world.after(self.world.between(*WARM_S), self.process, self._wait)
+
+    def _wait(self) -> None:
+        self.attempt, self.port = 0, self.agent.cluster.new_port()
+        self.agent.host_said(within.Waiting(store_port=self.port))
+
+    def start(self, order: msg.Launch) -> None:
+        self.world.after(self.world.between(*START_S), self.process, self._started, order)
+
+    def _started(self, order: msg.Launch) -> None:
+        if order.attempt <= self.stop_up_to:
+            self.agent.host_said(within.Waiting(store_port=self.port))
+            return
+        cluster = self.agent.cluster
+        self.attempt = order.attempt
+        pids = tuple(cluster.new_port() for _ in range(cluster.ranks_per_node))
+        page = self.agent.page = Page()
+        self.member = Member(self.agent, self, order, page, follower(cluster, page), self.world.now)
+        self.group = cluster.group(order)
+        self.agent.host_said(within.Started(attempt=order.attempt, pids=pids))
+        self.world.after(
+            self.world.between(0.02, 0.2), self.process, self._join, self.group, order, self.member
+        )
+
+    def _join(self, group: Group, order: msg.Launch, member: Member) -> None:
+        if not member.gone:
+            group.join(order.rank, member)
+
+    def stop(self, attempt: int) -> None:
+        self.stop_up_to = max(self.stop_up_to, attempt)
+        if self.attempt and self.attempt <= self.stop_up_to:
+            hung = self.member is not None and self.member.hung
+            seconds = self.agent.cluster.plan.settings.stop_grace_s if hung else self.world.between(*STOP_S)
+            self.world.after(seconds, self.process, self._stopped, self.attempt)
+
+    def _stopped(self, attempt: int) -> None:
+        if self.attempt == attempt:
+            self._leave(loud=False)
+            self._wait()
+
+    def _leave(self, *, loud: bool) -> None:
+        if self.group is not None and self.member is not None:
+            self.group.leave(self.member, loud=loud)
+        self.attempt = 0
+
+    def fail(self, group: Group, code: int, why: str) -> None:
+        """A rank of the group ends badly, and the others of the node with it."""
+        if self.group is not group or not self.attempt or self.member is None or self.member.gone:
+            return
+        attempt, place = self.attempt, self.member.order.rank
+        self._leave(loud=True)
+        error = "" if code < 0 else "RuntimeError"
+        rank = place * self.agent.cluster.ranks_per_node
+        failed = within.Failed(attempt=attempt, rank=rank, exit_code=code, error=error, message=why)
+        self.agent.host_failed(failed)
+        self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
+
+    def die(self, *, loud: bool) -> None:
+        self.process.alive = False
+        self._leave(loud=loud)
+
+
+class SimAgent:
+    """One process: a new incarnation."""
+
+    def __init__(self, cluster: Cluster, site: SimSite) -> None:
+        self.cluster, self._site, self.world = cluster, site, cluster.world
+        self.process = site.process()
+        self.incarnation = f"{site.name}-{cluster.new_port()}"
+        self.data_port = cluster.new_port()
+        self.clock_s = self.world.chance.uniform(0.0, 1e6)
+        nodes = tuple(cluster.sites)
+        hint = (cluster.batch_host, cluster.batch_port)
+        key = cluster.allocation
+        self.machine = AgentMachine(cluster.plan, site.name, key, nodes, hint, self.world.chance.random())
+        self.keeper = SimKeeper(self, site.room)
+        cluster.keepers[site.name, self.data_port] = self.keeper
+        self.page = Page()
+        self.host: SimHost | None = None
+        self.connection: Connection | None = None
+        self._tries = self._beats = self._wakes = 0
+        self._writes: dict[str, bool] = {}  # by id: whether it was cancelled
+        self._carry_out(self.machine.start(self.now, reachable=True))
+
+    @property
+    def site(self) -> SimSite:
+        return self._site
+
+    @property
+    def now(self) -> float:
+        return self.world.now + self.clock_s
+
+    def gone(self, *, loud: bool) -> None:
+        """The process has ended. `loud`: its node lives and says so."""
+        self.process.alive = False
+        self.site.agent = None if self.site.agent is self else self.site.agent
+        self.cluster.keepers.pop((self.site.name, self.data_port), None)
+        if self.host is not None:
+            self.host.die(loud=loud)
+        self.cluster.oracle.lost(self.keeper)
+        if loud:
+            self.cluster.network.ended(self)
+
+    # ---- effects
+
+    def _carry_out(self, effects: list[do.Effect]) -> None:
+        if effects:
+            self.machine.check()
+        for effect in effects:
+            if not self.process.alive:
+                return
+            self._one(effect)
+
+    def _one(self, effect: do.Effect) -> None:
+        match effect:
+            case do.WakeAt():
+                self._wakes += 1
+                if effect.at < do.NEVER:
+                    at = effect.at - self.clock_s
+                    self.world.at(at, self.process, self._wake, self._wakes, effect.at)
+            case do.Say():
+                self._send(effect.message)
+            case do.Beat():
+                self._beat(effect)
+            case do.Obey():
+                self._obey(effect.order)
+            case do.Connect():
+                (host, port), *_ = effect.targets
+                self._dial(host, port, self._tries, self.world.now + CONNECT_LIMIT_S)
+            case do.Find():
+                self._find()
+            case do.Greet():
+                self._tries += 1
+                self._greet()
+            case do.HangUp():
+                if self.connection is not None:
+                    self.connection.close(self)
+                self.connection = None
+            case do.ReadPulse():
+                disk, name = self.cluster.disk, self.site.name
+                self.cluster.storage.do(name, self.process, lambda: disk.read_pulse(name), self._pulse)
+            case do.StartSupervisor():
+                self.cluster.start_supervisor(self.site, takeover=self)
+            case do.Leave():
+                self.gone(loud=True)
+            case _:
+                self._for_ranks(effect)
+
+    def _for_ranks(self, effect: do.Effect) -> None:
+        match effect:
+            case do.StartHost():
+                self.host = SimHost(self)
+            case do.Prepare():
+                self.keeper.launch(effect.order, self.cluster.ranks_per_node)
+                self.world.after(
+                    self.world.between(0.0, 0.05), self.process, self._prepared, effect.order.attempt
+                )
+            case do.StartRanks():
+                if self.host is not None:
+                    self.host.start(effect.order)
+            case do.StopRanks():
+                if self.host is not None:
+                    self.host.stop(effect.attempt)
+            case do.TakeStacks():
+                self.world.after(0.3, self.process, self._stacks_taken, effect.attempt)
+            case do.LookAtRanks():
+                self.world.after(0.05, self.process, self._looked, effect.number)
+            case do.KillHost():
+                self.kill_host()
+            case do.StartWrite():
+                self._write(effect.order)
+            case do.CancelWrite():
+                if effect.id in self._writes:
+                    self._writes[effect.id] = True
+                    self.world.after(0.005, self.process, self._write_ended, effect.id)
+            case _:
+                pass
+
+    def say(self, message: msg.ToSupervisor) -> None:
+        self._carry_out(self.machine.say(message, self.now))
+
+    def _send(self, message: Any) -> None:
+        if self.connection is not None:
+            self.connection.send(self, message)
+
+    def _wake(self, number: int, at: float) -> None:
+        if number == self._wakes:
+            self._carry_out(self.machine.tick(max(at, self.now)))
+
+    # ---- the supervisor
+
+    def _dial(self, host: str, port: int, number: int, until: float) -> None:
+        if number != self._tries:
+            return
+        site = self.cluster.sites[host]
+        joined = site.up and self.cluster.network.joins(self.site.name, host)
+        supervisor = self.cluster.ports.get((host, port))
+        answers = supervisor is not None and supervisor.listens
+        if joined and supervisor is not None and answers and supervisor.process.until <= self.world.now:
+            self.world.after(self.cluster.network.delay_s(), self.process, self._dialled, host, port, number)
+        elif joined and supervisor is None and (host, port) != self.cluster.batch_place:
+            self.world.after(0.002, self.process, self._unreached, number)
+        elif self.world.now >= until:
+            self._unreached(number)
+        else:
+            self.world.after(0.1, self.process, self._dial, host, port, number, until)
+
+    def _dialled(self, host: str, port: int, number: int) -> None:
+        supervisor = self.cluster.ports.get((host, port))
+        if number != self._tries or self.connection is not None:
+            return
+        if supervisor is None or not supervisor.listens:
+            self._unreached(number)
+            return
+        self.connection = self.cluster.network.connect(self, supervisor)
+        self._carry_out(self.machine.connected(self.now))
+
+    def _unreached(self, number: int) -> None:
+        if number == self._tries:
+            self._carry_out(self.machine.unreached(self.now))
+
+    def _find(self) -> None:
+        number, answered = self._tries, [False]
+
+        def found(place: Endpoint | OSError | None) -> None:
+            if not answered[0] and number == self._tries:
+                answered[0] = True
+                known = None if isinstance(place, OSError) else place
+                self._carry_out(self.machine.found(known, self.now))
+
+        disk, name = self.cluster.disk, self.site.name
+        self.cluster.storage.do(name, self.process, lambda: disk.find(name), found)
+        self.world.after(FIND_LIMIT_S, self.process, found, None)
+
+    def _pulse(self, value: str | OSError) -> None:
+        known = None if isinstance(value, OSError) else value
+        self._carry_out(self.machine.pulse(known, self.now))
+
+    def supervisor_ended(self) -> None:
+        if self.process.alive:
+            self._carry_out(self.machine.supervisor_ended(self.now))
+
+    def hear(self, connection: Connection, message: Any) -> None:
+        if connection is self.connection:
+            self._carry_out(self.machine.heard(message, self.now))
+
+    def closed(self, connection: Connection) -> None:
+        if connection is self.connection:
+            self.connection = None
+            self._carry_out(self.machine.lost(self.now))
+
+    def _greet(self) -> None:
+        ranks = self.machine.ranks
+        self._send(
+            msg.Hello(
+                node=self.site.name, allocation=self.cluster.allocation, address=self.site.name,
+                incarnation=self.incarnation, pid=1, boot_id="b", gpus=0, attempt=ranks.attempt,
+                ranks=ranks.state, store_port=ranks.store_port, pids=ranks.pids,
+                data_port=self.data_port, copies=self.keeper.inventory(),
+            )
+        )  # fmt: skip
+
+    def _reports(self) -> list[RankReport]:
+        host = self.host
+        if host is None or host.group is None or host.member is None:
+            return []
+        return host.group.reports(host.member)
+
+    def _beat(self, beat: do.Beat) -> None:
+        ranks = self._reports() if beat.pids else []
+        settings, record = self.cluster.plan.settings, self.page.record
+        cadence = CadenceReport(record.number, record.decided, settings.cadence_steps, None)
+        self._send(beat_of(beat.attempt, ranks, cadence))
+        self._beats += 1
+        next_s = beat_every_s(settings.heartbeat_s, ranks)
+        self.world.after(next_s, self.process, self._beat_again, self._beats)
+
+    def _beat_again(self, number: int) -> None:
+        if number == self._beats and self.machine.link.connected:
+            self._beat(self.machine.ranks.beat())
+
+    def _obey(self, order: do.Obeyed) -> None:
+        match order:
+            case msg.Cadence():
+                if order.schedule.number != self.page.record.number:
+                    self.page.record.propose(order.schedule)
+                if order.decided:
+                    self.page.record.decide(order.decided)
+            case msg.GoOn() | msg.LeaveVerdict() | msg.TestAlone() | msg.TestPair():
+                pass
+            case _:
+                self.keeper.obey(order)
+
+    # ---- the host and its ranks
+
+    def _prepared(self, attempt: int) -> None:
+        self._carry_out(self.machine.prepared(attempt, self.now))
+
+    def _stacks_taken(self, attempt: int) -> None:
+        self._carry_out(self.machine.stacks_taken(attempt, self.now))
+
+    def _looked(self, number: int) -> None:
+        host = self.host
+        if host is None or host.member is None or not host.attempt:
+            return
+        count, place = self.cluster.ranks_per_node, host.member.order.rank
+        stuck = host.group is not None and bool(self._reports()) and self._reports()[0].idle_s > 0
+        mark = "all_reduce" if stuck else str(self.world.now)
+        stands = {place * count + local: Stand(COLLECTIVE, mark) for local in range(count)}
+        self.say(msg.Looked(attempt=host.attempt, number=number, stands=stands))
+
+    def host_said(self, word: within.Waiting | within.Started | within.Finished) -> None:
+        self.world.after(0.0005, self.process, self._host_said, self.host, word)
+
+    def _host_said(self, host: SimHost, word: within.Waiting | within.Started | within.Finished) -> None:
+        if host is self.host:
+            self._carry_out(self.machine.host_said(word, self.now))
+
+    def host_failed(self, failed: within.Failed) -> None:
+        self.world.after(0.0005, self.process, self._host_failed, self.host, failed)
+
+    def _host_failed(self, host: SimHost, failed: within.Failed) -> None:
+        if host is self.host:
+            self._carry_out(self.machine.rank_failed(failed, {}, self.now))
+
+    def kill_host(self) -> None:
+        if self.host is not None and self.host.process.alive:
+            self.host.die(loud=True)
+            self.world.after(0.01, self.process, self._host_ended, self.host)
+
+    def _host_ended(self, host: SimHost) -> None:
+        if host is self.host:
+            self.host = None
+            self._carry_out(self.machine.host_ended(-9, {}, self.now))
+
+    def rank_said(self, event: within.ForSupervisor) -> None:
+        self.world.after(0.001, self.process, self._rank_said, event)
+
+    def _rank_said(self, event: within.ForSupervisor) -> None:
+        self._carry_out(self.machine.rank_said(event, self.now))
+
+    # ---- writes to storage
+
+    def _write(self, order: msg.Drain) -> None:
+        self._writes[order.id] = False
+        key = (order.step, order.attempt)
+        tokens = [i.token for r in order.ranks for i in self.keeper.of(key, r) if not i.corrupt]
+        if len(tokens) < len(order.ranks):
+            self._drained(order, "an image is not here any more")
+            return
+        write = self.cluster.disk.parts.setdefault(order.id, set())
+
+        def part(_: object = None) -> None:
+            write.update(order.ranks)
+
+        def written(result: OSError | None) -> None:
+            if self._writes.get(order.id, True):
+                return
+            if result is not None:
+                self._drained(order, str(result))
+            elif order.lead and len(write) < order.world:
+                self.world.after(0.05, self.process, written, None)
+            else:
+                if order.lead:
+                    self.cluster.publish(key, tokens[0])
+                self._drained(order, "")
+
+        name = self.site.name
+        self.world.after(
+            self.world.between(0.05, 0.4), self.process,
+            lambda: self.cluster.storage.do(name, self.process, part, written, writes=True),
+        )  # fmt: skip
+
+    def _drained(self, order: msg.Drain, why: str) -> None:
+        size = 0 if why else 100
+        self.say(msg.Drained(id=order.id, tier=order.tier, ok=not why, size_bytes=size, why=why))
+        self._write_ended(order.id)
+
+    def _write_ended(self, id: str) -> None:
+        if self._writes.pop(id, None) is not None:
+            self._carry_out(self.machine.write_ended(id, self.now))

@@ -1,0 +1,250 @@
+"""The cluster: its nodes, and what a plan does to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jurymast.core import messages as msg
+from jurymast.core.copies import Key
+from jurymast.core.settings import Budget, RunPlan, Settings
+from jurymast.core.state import RunState
+from jurymast.sim.cluster.agent import SimAgent, SimSite
+from jurymast.sim.cluster.keeper import SimKeeper
+from jurymast.sim.cluster.network import Network
+from jurymast.sim.cluster.oracle import Oracle, Violation
+from jurymast.sim.cluster.plans import Fault, Plan, smaller
+from jurymast.sim.cluster.storage import RunDisk, Storage, Token
+from jurymast.sim.cluster.supervisor import SimSupervisor
+from jurymast.sim.cluster.training import Group
+from jurymast.sim.cluster.world import World
+
+BATCH_RESTART_S = 0.2
+LOOK_S = 1.0
+JUMP_S = 400.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """`broken`: the rule that was, and how, or ""."""
+
+    plan: Plan
+    broken: str
+    seconds: float  # of simulated time
+    events: int
+    steps: int
+    restores: tuple[str, ...]
+
+
+class Cluster:
+    allocation = "7.0"
+
+    def __init__(self, wanted: Plan) -> None:
+        self.wanted = wanted
+        self.world = World(wanted.seed)
+        self.checks = True
+        chance = self.world.chance
+        self.ranks_per_node = wanted.ranks
+        settings = Settings(
+            cadence_steps=wanted.cadence_steps, max_loss_s=4.0, join_limit_s=30.0, preflight_s=0.0,
+            application=Budget(), shared_every_s=chance.choice((None, 10.0)), straggler=0.0,
+        )  # fmt: skip
+        self.plan = RunPlan(
+            run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,
+            spares=wanted.spares, ranks_per_node=wanted.ranks, script="x", settings=settings,
+        )  # fmt: skip
+        self.network = Network(self.world)
+        self.storage = Storage(self.world)
+        self.disk = RunDisk(self.storage, self.plan)
+        self.oracle = Oracle(self)
+        self.step_s = chance.uniform(0.1, 0.4)
+        self.over = False
+        self._port = 1000
+        self.ports: dict[tuple[str, int], SimSupervisor] = {}
+        self.keepers: dict[tuple[str, int], SimKeeper] = {}
+        self.groups: dict[tuple[int, str, int], Group] = {}
+        names = [f"n{number + 1}" for number in range(wanted.nodes)]
+        self.batch_host, self.batch_port = names[0], self.new_port()
+        self.batch_place = (self.batch_host, self.batch_port)
+        self.sites: dict[str, SimSite] = {}
+        for name in names:
+            self.sites[name] = SimSite(self, name, chance.uniform(-2.0, 2.0), wanted.room)
+        self.start_supervisor(self.sites[self.batch_host], takeover=None)
+        for site in self.sites.values():
+            self.world.after(self.world.between(0.1, 1.5), None, site.start_agent)
+        for fault in wanted.faults:
+            self.world.at(fault.at, None, self._strike, fault)
+        self.world.after(LOOK_S, None, self._look)
+
+    def run(self) -> None:
+        """Raises Violation."""
+        self.world.run(self.wanted.seconds)
+        if not self.over:
+            self.oracle.at_the_end()
+
+    def new_port(self) -> int:
+        self._port += 1
+        return self._port
+
+    def _look(self) -> None:
+        self.oracle.look()
+        self.world.after(LOOK_S, None, self._look)
+
+    # ---- what happens in it
+
+    def start_supervisor(self, site: SimSite, takeover: SimAgent | None) -> None:
+        if site.up and not self.over:
+            SimSupervisor(self, site, takeover)
+
+    def supervisor_ended(self, supervisor: SimSupervisor) -> None:
+        if supervisor.takeover is not None:
+            self.world.after(0.05, supervisor.takeover.process, supervisor.takeover.supervisor_ended)
+        elif not supervisor.superseded:
+            self.world.after(BATCH_RESTART_S, None, self.start_supervisor, supervisor.site, None)
+
+    def group(self, order: msg.Launch) -> Group:
+        name = (order.attempt, order.master_address, order.master_port)
+        if name not in self.groups:
+            self.groups[name] = Group(self, order, name)
+        return self.groups[name]
+
+    def publish(self, key: Key, token: Token) -> None:
+        """Into the checkpoints on shared storage."""
+        self.disk.shared[key] = self.world.now, token
+
+    def end(self, state: RunState) -> None:
+        self.over = self.world.over = True
+        self.oracle.ends(state)
+
+    # ---- faults
+
+    def _strike(self, fault: Fault) -> None:
+        site, other = [*self.sites.values()][fault.node], [*self.sites.values()][fault.other]
+        now, until = self.world.now, self.world.now + fault.seconds
+        touch = self.oracle.touch
+        match fault.kind:
+            case "power":
+                touch(site.name, until if fault.seconds else 1e9)
+                self._power(site, fault.seconds)
+            case "agent":
+                touch(site.name, until if fault.seconds else 1e9)
+                if site.agent is not None:
+                    site.agent.gone(loud=True)
+                if fault.seconds:
+                    self.world.after(fault.seconds, None, self._start_agent, site)
+            case "freeze":
+                touch(site.name, until)
+                site.freeze(fault.seconds)
+            case "isolate":
+                touch(site.name, until)
+                for name in self.sites:
+                    if name != site.name:
+                        self.oracle.touch(self.oracle.pair(name, site.name), until)
+                        self.network.cut(name, site.name, until)
+            case "cut":
+                touch(self.oracle.pair(site.name, other.name), until)
+                self.network.cut(site.name, other.name, until)
+            case "snap" | "half":
+                touch(site.name, now)
+                if site.agent is not None and site.agent.connection is not None:
+                    site.agent.connection.snap(half=fault.kind == "half")
+            case "clock":
+                site.clock_s += self.world.chance.uniform(-JUMP_S, JUMP_S)
+            case "supervisor" | "stall" | "restart":
+                self._strike_supervisor(fault)
+            case "rank" | "hang" | "host" | "corrupt":
+                self._strike_ranks(fault, site)
+            case _:
+                self._strike_storage(fault, site)
+
+    def _power(self, site: SimSite, seconds: float) -> None:
+        if not site.up:
+            return
+        ended = [one for one in self.ports.values() if one.site is site]
+        site.die()
+        for supervisor in ended:
+            del self.ports[site.name, supervisor.port]
+            supervisor.listens = False
+        if seconds:
+            self.world.after(max(5.0, seconds), None, site.boot)
+
+    def _start_agent(self, site: SimSite) -> None:
+        if site.agent is None:
+            site.start_agent()
+
+    def _strike_supervisor(self, fault: Fault) -> None:
+        supervisor = self.oracle.supervisor
+        if supervisor is None or not supervisor.process.alive:
+            return
+        match fault.kind:
+            case "supervisor":
+                supervisor.end()
+            case "stall":
+                supervisor.process.stop_until(self.world.now + fault.seconds)
+                supervisor.thread.stop_until(self.world.now + fault.seconds)
+            case _:
+                self.world.after(0.0, supervisor.process, supervisor.ask, msg.Ask(what="restart", by="you"))
+
+    def _strike_ranks(self, fault: Fault, site: SimSite) -> None:
+        agent = site.agent
+        host = agent.host if agent is not None else None
+        if agent is None or host is None:
+            return
+        match fault.kind:
+            case "rank":
+                if host.group is not None:
+                    host.fail(host.group, -9, "")
+            case "hang":
+                if host.member is not None and host.group is not None and host.group.phase == "training":
+                    host.member.hung = True
+            case "host":
+                agent.kill_host()
+            case _:
+                if agent.keeper.held:
+                    self.world.chance.choice(agent.keeper.held).corrupt = True
+
+    def _strike_storage(self, fault: Fault, site: SimSite) -> None:
+        until = self.world.now + fault.seconds
+        if fault.kind.startswith("storage") and fault.kind != "storage hangs here":
+            self.oracle.storage_touched = max(self.oracle.storage_touched, until)
+        else:
+            self.oracle.touch(site.name, until)
+        match fault.kind:
+            case "storage hangs":
+                self.storage.hung_until = max(self.storage.hung_until, until)
+            case "storage full":
+                self.storage.full_until = max(self.storage.full_until, until)
+            case "storage slow":
+                self.storage.slow_until = max(self.storage.slow_until, until)
+            case "storage hangs here":
+                self.storage.hung_on[site.name] = until
+            case "old view":
+                self.storage.old[site.name] = (until, self.world.chance.uniform(2.0, 40.0))
+            case "unmounted":
+                self.storage.unmounted[site.name] = until
+            case kind:
+                raise ValueError(f"there is no fault {kind!r}")
+
+
+def run(plan: Plan) -> Result:
+    """What came of it. An error of a machine is a broken rule as well."""
+    broken = ""
+    cluster = Cluster(plan)
+    try:
+        cluster.run()
+    except Violation as error:
+        broken = str(error)
+    except Exception as error:
+        broken = f"0: a machine failed: {type(error).__name__}: {error} (at {cluster.world.now:.3f} s)"
+    oracle = cluster.oracle
+    return Result(
+        plan, broken, cluster.world.now, cluster.world.events, oracle.steps, tuple(oracle.restores_from)
+    )
+
+
+def smallest(result: Result) -> Result:
+    """Faults are left out as long as the same rule is broken."""
+    for plan in smaller(result.plan):
+        tried = run(plan)
+        if tried.broken[:2] == result.broken[:2]:
+            return smallest(tried)
+    return result

@@ -1,0 +1,263 @@
+"""What must hold in a simulated cluster, whatever happens: each rule by its name. It sees everything, and
+nobody in the cluster sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jurymast.core import events as ev
+from jurymast.core.copies import MEMORY, Key, age
+from jurymast.core.state import Phase, RunState
+from jurymast.sim.cluster.keeper import Image, SimKeeper, whole
+
+if TYPE_CHECKING:
+    from jurymast.sim.cluster.agent import SimSite
+    from jurymast.sim.cluster.cluster import Cluster
+    from jurymast.sim.cluster.storage import Token
+    from jurymast.sim.cluster.supervisor import SimSupervisor
+    from jurymast.sim.cluster.training import Group
+
+NOTHING_LOST = "1: no committed step is lost while it can be reached"
+ONE_STATE = "2: all ranks of an attempt restore the same state"
+ONE_WORLD = "3: never two worlds that train"
+NOT_FROM_0 = "4: a restart from 0 only if nothing was saved"
+SLOTS_FREE = "5: memory for images comes free again"
+NO_SILENCE = "6: no run stands still without a word"
+NO_BLAME = "7: nobody healthy is blamed"
+AGREES = "8: journal and reality agree"
+NO_GROWTH = "9: state does not grow with time"
+RULES = (
+    NOTHING_LOST, ONE_STATE, ONE_WORLD, NOT_FROM_0, SLOTS_FREE, NO_SILENCE, NO_BLAME, AGREES, NO_GROWTH
+)  # fmt: skip
+
+# Who was touched by a fault so long ago has nothing more to do with it.
+STEADY_S = 12.0
+BLAME_S = 30.0
+# Known to the supervisor by then, if nothing is wrong.
+TOLD_S = 2.0
+STILL_LIMIT_S = 40.0
+SLOTS_LIMIT_S = 25.0
+AGREE_LIMIT_S = 12.0
+KEYS_MAX, IMAGES_PER_RANK_MAX, LINES_A_SECOND = 8, 4, 8.0
+
+
+class Violation(AssertionError):
+    """A rule was broken. `args`: the rule, and how."""
+
+
+@dataclass
+class Oracle:
+    cluster: Cluster
+    touched: dict[str, float] = field(default_factory=dict)  # node, or pair of nodes: until when
+    storage_touched: float = -1e9
+    supervisor: SimSupervisor | None = None  # the newest that listens
+    lines: int = 0
+    restores_from: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._shadow: dict[SimKeeper, list[Image]] = {}  # that no order could take away rightly
+        self._complete: dict[Key, float] = {}
+        self._planned: dict[int, int] = {}
+        self._newest: Group | None = None
+        self._word_at = self._step_at = self._supervised_at = self._supervises_since = 0.0
+        self._saved_at: dict[str, float] = {}
+        self._differ_since: dict[str, float] = {}
+        self.steps = 0
+
+    def fail(self, rule: str, how: str) -> None:
+        raise Violation(f"{rule}: {how} (at {self.cluster.world.now:.3f} s)")
+
+    # ---- faults
+
+    def touch(self, name: str, until: float) -> None:
+        self.touched[name] = max(until, self.touched.get(name, -1e9))
+
+    def pair(self, one: str, other: str) -> str:
+        return "|".join(sorted((one, other)))
+
+    def untouched(self, node: str, seconds: float, *, seen_from: str = "") -> bool:
+        names = [node, self.pair(node, seen_from)] if seen_from else [node]
+        return all(self.touched.get(name, -1e9) < self.cluster.world.now - seconds for name in names)
+
+    def storage_fine(self, seconds: float) -> bool:
+        return self.storage_touched < self.cluster.world.now - seconds
+
+    # ---- images
+
+    def held(self, keeper: SimKeeper, image: Image) -> None:
+        self._shadow.setdefault(keeper, []).append(image)
+        if image.tier == MEMORY and image.key not in self._complete:
+            held = (one for other in self.cluster.keepers.values() for one in other.held)
+            mine = [one for one in held if one.key == image.key and one.tier == MEMORY and one.part == "all"]
+            if len({one.rank for one in mine}) == image.world:
+                self._complete[image.key] = self.cluster.world.now
+
+    def lost(self, keeper: SimKeeper) -> None:
+        self._shadow.pop(keeper, None)
+
+    def may_go(self, keeper: SimKeeper, committed: tuple[int, int]) -> None:
+        mine = self._shadow.get(keeper, [])
+        self._shadow[keeper] = [image for image in mine if age(image.key) >= committed]
+
+    def forgotten(self, keeper: SimKeeper, key: Key, ranks: Iterable[int]) -> None:
+        """Replicas that make room for parity."""
+        mine, gone = self._shadow.get(keeper, []), set(ranks)
+        self._shadow[keeper] = [i for i in mine if i.key != key or i.rank not in gone or i.tier == MEMORY]
+
+    def best(self, seen_from: str, failed: Iterable[Key] = ()) -> Key | None:
+        """The newest complete state that can be reached for certain."""
+        images = [
+            image
+            for keeper, mine in self._shadow.items()
+            if keeper.agent.process.alive
+            and self.untouched(keeper.agent.site.name, STEADY_S, seen_from=seen_from)
+            for image in mine
+        ]
+        world = self.cluster.plan.active * self.cluster.ranks_per_node
+        known = {k for k, t in self._complete.items() if t < self.cluster.world.now - TOLD_S}
+        return max((key for key in known - set(failed) if whole(images, key, world)), default=None)
+
+    # ---- what a supervisor does
+
+    def supervises(self, supervisor: SimSupervisor) -> None:
+        if self.supervisor is None or supervisor.epoch > self.supervisor.epoch:
+            self.supervisor, self._supervises_since = supervisor, self.cluster.world.now
+
+    def recorded(self, supervisor: SimSupervisor, event: ev.Event) -> None:
+        self.lines += 1
+        if not isinstance(event, ev.Progress | ev.Saved | ev.Tick | ev.CadenceSet):
+            self._word_at = self.cluster.world.now
+        if supervisor is not self.supervisor:
+            return
+        match event:
+            case ev.RestorePlanned():
+                self._choice(supervisor, event)
+            case ev.NodeLost():
+                self._blamed(supervisor, event)
+            case ev.RanksHung() if "did not start" in event.evidence and not self.storage_fine(60.0):
+                self.fail(NO_BLAME, f"ranks are said to hang while storage does: {event.evidence}")
+
+    def _choice(self, supervisor: SimSupervisor, event: ev.RestorePlanned) -> None:
+        self._planned[event.attempt] = event.step
+        if not self.storage_fine(STEADY_S):
+            return
+        best = self.best(supervisor.site.name, supervisor.state.failed_to_restore())
+        if best is not None and event.step < best[0]:
+            self.fail(NOTHING_LOST, f"attempt {event.attempt} restores {event.step}, {best} is there")
+
+    def _blamed(self, supervisor: SimSupervisor, event: ev.NodeLost) -> None:
+        if self.untouched(event.node, BLAME_S, seen_from=supervisor.site.name):
+            self.fail(NO_BLAME, f"{event.node} is lost ({event.how}, {event.evidence})")
+
+    def ends(self, state: RunState) -> None:
+        fine = [
+            site.name
+            for site in self.cluster.sites.values()
+            if site.agent is not None and self.untouched(site.name, STILL_LIMIT_S)
+        ]
+        supervisor = self.supervisor
+        node = supervisor.site.name if supervisor is not None else ""
+        reached = [name for name in fine if self.untouched(name, STILL_LIMIT_S, seen_from=node)]
+        if "there is no checkpoint in sight" in state.end_reason:
+            return  # as good as if it had told people to mount it
+        if state.phase is Phase.FAILED or len(reached) >= self.cluster.plan.active:
+            self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {state.end_reason}")
+
+    # ---- the ranks
+
+    def group_started(self, group: Group) -> None:
+        if self._newest is None or group.attempt >= self._newest.attempt:
+            self._newest = group
+
+    def restores(self, group: Group, found: list[tuple[Key, Token]]) -> None:
+        if len({key for key, _ in found}) > 1 or len({token.history for _, token in found}) > 1:
+            self.fail(ONE_STATE, f"attempt {group.attempt} restores {found}")
+
+    def restored(self, group: Group, key: Key | None) -> None:
+        step, planned = key[0] if key is not None else 0, self._planned.get(group.attempt, 0)
+        self.restores_from.append(f"{group.attempt}:{key}")
+        if step < planned:
+            self.fail(NOTHING_LOST, f"attempt {group.attempt} restores {step}, {planned} was chosen")
+        if key is None and self.cluster.disk.shared:
+            self.fail(
+                NOT_FROM_0, f"attempt {group.attempt}, shared storage has {[*self.cluster.disk.shared]}"
+            )
+        for keeper, images in self._shadow.items():
+            self._shadow[keeper] = [
+                one for one in images if one.key == key or one.key[0] <= step or one.key[1] >= group.attempt
+            ]
+
+    def stepped(self, group: Group) -> None:
+        self.steps += 1
+        self._step_at = self.cluster.world.now
+        newest = self._newest
+        if newest is None or newest is group or newest.over:
+            return
+        nodes = [member.agent.site.name for member in group.members.values()]
+        node = self.supervisor.site.name if self.supervisor is not None else ""
+        cut_off = not all(self.untouched(name, STEADY_S, seen_from=node) for name in nodes)
+        fenced = group.attempt < self.cluster.disk.attempt or not self.storage_fine(STEADY_S)
+        if not (cut_off and fenced):
+            self.fail(ONE_WORLD, f"attempt {group.attempt} steps, and attempt {newest.attempt} has started")
+
+    def saved(self, node: str) -> None:
+        self._saved_at[node] = self.cluster.world.now
+
+    def skipped(self, group: Group, node: str) -> None:
+        since = max(self._saved_at.get(node, 0.0), group.stepping_since, self._supervises_since)
+        now, supervisor = self.cluster.world.now, self.supervisor
+        if now > since + SLOTS_LIMIT_S and supervisor is not None and supervisor.listens:
+            self.fail(SLOTS_FREE, f"{node} could not save since {since:.1f} s")
+
+    # ---- now and then
+
+    def look(self) -> None:
+        now = self.cluster.world.now
+        supervisor = self.supervisor
+        if supervisor is not None and supervisor.listens or not self.storage_fine(10.0):
+            self._supervised_at = now
+        if not any(site.agent and self.untouched(site.name, 1e8) for site in self.cluster.sites.values()):
+            return  # none is left that has met a supervisor, and Slurm ends the job
+        if now > max(self._word_at, self._step_at) + STILL_LIMIT_S and self.storage_fine(STILL_LIMIT_S):
+            self.fail(NO_SILENCE, f"no step since {self._step_at:.1f} s, no word since {self._word_at:.1f} s")
+        if now > self._supervised_at + STILL_LIMIT_S:
+            self.fail(NO_SILENCE, f"no supervisor since {self._supervised_at:.1f} s")
+        if supervisor is not None and supervisor.listens:
+            self._compare(supervisor)
+
+    def _compare(self, supervisor: SimSupervisor) -> None:
+        now = self.cluster.world.now
+        for site in self.cluster.sites.values():
+            differ = self._difference(supervisor, site)
+            if not differ or not self.untouched(site.name, 0.0, seen_from=supervisor.site.name):
+                self._differ_since.pop(site.name, None)
+            elif now > self._differ_since.setdefault(site.name, now) + AGREE_LIMIT_S:
+                self.fail(AGREES, f"{site.name} {differ}")
+
+    def _difference(self, supervisor: SimSupervisor, site: SimSite) -> str:
+        """Between what a supervisor thinks of the node's ranks and what is there."""
+        state, agent = supervisor.state, site.agent
+        if agent is None or not supervisor.connected(site.name):
+            return ""
+        ranks = agent.machine.ranks
+        if ranks.attempt > state.attempt:
+            return f"has attempt {ranks.attempt}, the journal {state.attempt}"
+        runs = state.phase is Phase.RUNNING and site.name in state.places
+        if runs and (ranks.attempt != state.attempt or ranks.state in ("waiting", "warming")):
+            return f"{ranks.state} in attempt {ranks.attempt}, running is {state.attempt}"
+        return ""
+
+    def at_the_end(self) -> None:
+        supervisor, now = self.supervisor, self.cluster.world.now
+        if self.lines > 100 + LINES_A_SECOND * now:
+            self.fail(NO_GROWTH, f"{self.lines} lines in the journal after {now:.0f} s")
+        if supervisor is not None and supervisor.listens:
+            keys = supervisor.machine.checkpoints.copies.newest_first()
+            if len(keys) > KEYS_MAX:
+                self.fail(NO_GROWTH, f"{len(keys)} states are kept in mind: {keys}")
+        ranks = self.cluster.plan.active * self.cluster.ranks_per_node
+        for keeper in self.cluster.keepers.values():
+            if len(keeper.held) > IMAGES_PER_RANK_MAX * ranks:
+                self.fail(NO_GROWTH, f"{keeper.agent.site.name} holds {len(keeper.held)} images")

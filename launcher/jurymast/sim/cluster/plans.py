@@ -1,0 +1,114 @@
+"""What is simulated: a small cluster and what goes wrong in it. By seed, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass, replace
+
+MOST_FAULTS = 5
+FIRST_AT_S, LAST_AT_S = 1.0, 20.0
+AFTER_S = 18.0
+
+# kind: how often, and how long it lasts at the most, in seconds (0.0: it does not last).
+KINDS: dict[str, tuple[float, float]] = {
+    "power": (3, 40.0),  # the node is gone without a word; it boots again after so long, or (0) not
+    "agent": (1, 20.0),  # its agent is killed; another is started after so long, or not
+    "freeze": (2, 9.0),
+    "isolate": (1.5, 30.0),  # from all other nodes
+    "cut": (2, 45.0),  # two nodes from each other
+    "snap": (1.5, 0.0),  # its connection breaks
+    "half": (1, 0.0),  # its connection breaks, and one end does not learn it
+    "rank": (2, 0.0),
+    "hang": (1, 40.0),  # until they are stopped; so long it is watched at the least
+    "host": (1, 0.0),  # its torchrun host dies
+    "supervisor": (3, 0.0),  # is killed
+    "stall": (1.5, 8.0),  # the supervisor's process stands still
+    "storage hangs": (1.5, 70.0),
+    "storage full": (1, 30.0),
+    "storage slow": (1, 30.0),
+    "storage hangs here": (1, 20.0),  # on one node
+    "old view": (1, 40.0),  # a node's view of storage is old
+    "unmounted": (0.5, 40.0),  # a node does not see the checkpoints
+    "corrupt": (1.5, 0.0),  # one image
+    "clock": (1, 0.0),  # jumps
+    "restart": (0.5, 0.0),  # somebody asks for it
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    at: float
+    kind: str
+    node: int = 0
+    other: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    seed: int
+    active: int
+    spares: int
+    ranks: int
+    cadence_steps: int | None
+    room: int  # images of others that a node's memory takes
+    faults: tuple[Fault, ...]
+
+    @property
+    def nodes(self) -> int:
+        return self.active + self.spares
+
+    @property
+    def seconds(self) -> float:
+        """How long it is watched."""
+        return max((fault.at + fault.seconds for fault in self.faults), default=10.0) + AFTER_S
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Raises ValueError, KeyError and TypeError for what is no plan."""
+        values = json.loads(text)
+        faults = tuple(Fault(**fault) for fault in values.pop("faults"))
+        return cls(faults=faults, **values)
+
+
+def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
+    """`only`: of these kinds of faults, else of all."""
+    chance = random.Random(seed)
+    active = chance.choice((2, 2, 3, 4))
+    spares = min(chance.choice((0, 1, 1, 2)), 6 - active)
+    nodes = active + spares
+    faults = []
+    kinds = list(only or KINDS)
+    weights = [KINDS[kind][0] for kind in kinds]
+    for _ in range(chance.randint(1, MOST_FAULTS)):
+        kind = chance.choices(kinds, weights)[0]
+        longest_s = KINDS[kind][1]
+        seconds = round(0.3 + (longest_s - 0.3) * chance.random() ** 3, 2) if longest_s else 0.0
+        if kind in ("power", "agent") and chance.random() < 0.6:
+            seconds = 0.0
+        node = chance.randrange(nodes)
+        other = (node + chance.randrange(1, nodes)) % nodes
+        at = round(chance.uniform(FIRST_AT_S, LAST_AT_S), 2)
+        faults.append(Fault(at, kind, node, other, seconds))
+        if chance.random() < 0.35:  # the next one soon after
+            kind = chance.choice(only or ("power", "supervisor", "rank", "freeze", "snap", "storage hangs"))
+            seconds = 0.0 if kind == "power" or not KINDS[kind][1] else 4.0
+            soon = round(at + chance.expovariate(0.5), 2)
+            faults.append(Fault(soon, kind, chance.randrange(nodes), other, seconds))
+    faults.sort(key=lambda fault: fault.at)
+    return Plan(
+        seed, active, spares, chance.choice((1, 1, 2)), chance.choice((5, 5, None)),
+        chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]),
+    )  # fmt: skip
+
+
+def smaller(plan: Plan) -> list[Plan]:
+    """The same with a fault less."""
+    return [
+        replace(plan, faults=plan.faults[:number] + plan.faults[number + 1 :])
+        for number in range(len(plan.faults))
+    ]

@@ -1,0 +1,371 @@
+"""The supervisor's process: the real `Supervision`, and around it what `jurymast.supervisor` does with files,
+timers and connections, in simulated time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jurymast.core import effects as do
+from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core.endpoint import Endpoint
+from jurymast.core.state import Phase, RunState
+from jurymast.core.supervision.machine import Supervision
+from jurymast.journal import FLUSH_LIMIT_S
+from jurymast.sim.cluster.network import Connection
+from jurymast.sim.cluster.storage import Item
+from jurymast.wire.endpoint import PULSE_INTERVAL_S
+
+if TYPE_CHECKING:
+    from jurymast.sim.cluster.agent import SimAgent, SimSite
+    from jurymast.sim.cluster.cluster import Cluster
+
+START_S = (0.2, 0.7)
+GATHER_S = 0.01
+WORK_S = 0.0005
+ASK_AGAIN_S = 0.5
+
+
+class Journal:
+    """Written on a thread: what was not on the disk when the process died is lost."""
+
+    def __init__(self, supervisor: SimSupervisor, items: list[Item]) -> None:
+        self._supervisor, self._items = supervisor, items
+        self._unwritten: list[Item] = []
+        self._writing = False
+        self.error: OSError | None = None
+        self._waits = 0
+        self._flushed: Callable[[], None] | None = None
+
+    def add(self, items: Sequence[Item]) -> None:
+        self._unwritten += items
+        if not self._writing:
+            self._writing = True
+            world = self._supervisor.world
+            world.after(GATHER_S, self._supervisor.thread, self._write)
+
+    def flush(self, then: Callable[[], None]) -> None:
+        """`then`, once all is on the disk, or that took too long."""
+        if not self._unwritten:
+            then()
+            return
+        self._flushed = then
+        world, process = self._supervisor.world, self._supervisor.process
+        self._waits += 1
+        world.at(world.now + FLUSH_LIMIT_S, process, self._enough, self._waits, first=True)
+        process.stop_until(world.now + FLUSH_LIMIT_S)
+
+    def _enough(self, number: int) -> None:
+        if number == self._waits and self._flushed is not None:
+            then, self._flushed = self._flushed, None
+            then()
+
+    def _write(self) -> None:
+        batch = list(self._unwritten)
+        supervisor = self._supervisor
+        node = supervisor.site.name
+
+        def write() -> None:
+            self._items.extend(batch)
+
+        supervisor.cluster.storage.do(
+            node, supervisor.thread, write, lambda result: self._written(batch, result), writes=True
+        )
+
+    def _written(self, batch: list[Item], error: OSError | None) -> None:
+        supervisor = self._supervisor
+        self.error = error
+        if error is None:
+            del self._unwritten[: len(batch)]
+        if self._unwritten and error is None:
+            self._write()
+        else:
+            self._writing = False
+        if self._flushed is not None and (error is not None or not self._unwritten):
+            self._waits += 1
+            then, self._flushed = self._flushed, None
+            supervisor.unblock()
+            supervisor.world.at(supervisor.world.now, supervisor.process, then, first=True)
+
+
+class SimSupervisor:
+    """One process. `takeover`: the agent that has started it, else the batch host has."""
+
+    def __init__(self, cluster: Cluster, site: SimSite, takeover: SimAgent | None) -> None:
+        self.cluster, self._site, self.world, self.takeover = cluster, site, cluster.world, takeover
+        self.process, self.thread = site.process(), site.process()
+        self.port = cluster.batch_port if takeover is None else cluster.new_port()
+        self.listens = False
+        self.superseded = False
+        self.epoch = 0
+        self._offset = 0.0
+        self._silent = False
+        self._channels: dict[str, Connection] = {}
+        self._numbers: dict[Connection, tuple[str, int]] = {}  # node, and number
+        self._number = 0
+        self._todo: deque[do.Effect] = deque()
+        self._blocked = self._working = False
+        self.machine: Supervision
+        self.state: RunState
+        self.started_at = self.world.now
+        self.world.after(self.world.between(*START_S), self.process, self._claim)
+
+    @property
+    def site(self) -> SimSite:
+        return self._site
+
+    @property
+    def now(self) -> float:
+        return self.world.now + self._offset
+
+    def unblock(self) -> None:
+        """It waited for the disk."""
+        self.process.until = max(self.site.stopped_until, min(self.process.until, self.world.now))
+
+    # ---- the beginning
+
+    def _on_disk(self, work: Callable[[], Any], then: Callable[[Any], None], *, writes: bool = False) -> None:
+        def checked(result: Any) -> None:
+            if isinstance(result, OSError):
+                self.end()
+            else:
+                self.world.at(self.world.now, self.process, then, result)
+
+        self.cluster.storage.do(self.site.name, self.thread, work, checked, writes=writes)
+
+    def _claim(self) -> None:
+        self._on_disk(lambda: self.cluster.disk.claim(self.site.name), self._claimed, writes=True)
+
+    def _claimed(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._hold(0)
+        self._on_disk(self.cluster.disk.replay, self._replayed)
+
+    def _replayed(self, state: RunState) -> None:
+        self.state = state
+        self._offset = max(self.site.wall, state.now) - self.world.now
+        self._journal = Journal(self, self.cluster.disk.journal[self.epoch])
+        self.machine = Supervision(state, "/run", self.now)
+        plan, cluster = self.cluster.plan, self.cluster
+        if state.epoch == 0:
+            self.feed(
+                ev.RunStarted(
+                    t=self.now, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
+                    ranks_per_node=plan.ranks_per_node, script="x", submitted_at=0.0,
+                )
+            )  # fmt: skip
+        self.feed(ev.SupervisorStarted(t=self.now, epoch=self.epoch, node=self.site.name))
+        if state.allocation != cluster.allocation:
+            self.feed(
+                ev.AllocationStarted(
+                    t=self.now, slurm_job="7", restarts=0, nodes=tuple(cluster.sites),
+                    host=cluster.batch_host, eligible_at=0.0,
+                )
+            )  # fmt: skip
+        self._on_disk(lambda: cluster.disk.attempt, self._knows_attempt)
+
+    def _knows_attempt(self, newest: int) -> None:
+        if newest > self.state.attempt:
+            self.feed(ev.AttemptFound(t=self.now, node="", attempt=newest))
+        place = Endpoint(self.epoch, (self.site.name,), self.port, self.site.name, self.cluster.allocation, 1)
+        self._on_disk(lambda: self.cluster.disk.announce(place), self._announced, writes=True)
+
+    def _announced(self, _: None) -> None:
+        self.listens = True
+        self.cluster.ports[self.site.name, self.port] = self
+        self.cluster.oracle.supervises(self)
+        self._do(self.machine.start(self.now))
+        self._tick()
+        disk = self.cluster.disk
+
+        def sizes() -> dict[Any, int]:
+            return dict.fromkeys(disk.shared, 100)
+
+        def found(result: Any) -> None:
+            if isinstance(result, OSError):
+                self._do(self.machine.note("", str(result), self.now))
+            else:
+                self.machine.found_on_storage(result, [])
+
+        self.cluster.storage.do(self.site.name, self.process, sizes, found)
+
+    # ---- holding the epoch
+
+    def _hold(self, count: int) -> None:
+        disk, name = self.cluster.disk, self.site.name
+
+        def beat() -> int:
+            if not self._silent:
+                disk.pulse(self.epoch, count)
+            return disk.newest_epoch(name)
+
+        def held(newest: int | OSError) -> None:
+            if not isinstance(newest, OSError) and newest > self.epoch:
+                self.superseded = True
+                self.end()
+                return
+            self.world.after(PULSE_INTERVAL_S, self.process, self._hold, count + 1)
+
+        self.cluster.storage.do(name, self.process, beat, held)
+
+    # ---- effects
+
+    def feed(self, event: ev.Event) -> None:
+        self._do(self.machine.record(event))
+
+    def _do(self, effects: Sequence[do.Effect]) -> None:
+        self._todo.extend(effects)
+        if effects and self.cluster.checks:  # what says nothing has hardly changed anything
+            self.machine.check()
+        if not self._blocked:
+            self._carry_on()
+
+    def _carry_on(self) -> None:
+        self._blocked = False
+        while self._todo and self.process.alive:
+            effect = self._todo.popleft()
+            if isinstance(effect, do.Journal):
+                told: list[Item] = [effect.event, *((effect.event.t, one) for one in effect.decided)]
+                self._journal.add(told)
+                self.cluster.oracle.recorded(self, effect.event)
+                if effect.flush:
+                    self._blocked = True
+                    self._journal.flush(self._carry_on)
+                    if self._blocked:
+                        return
+            else:
+                self._one(effect)
+        if self.process.alive and self.machine.has_work and not self._working:
+            self._working = True
+            self.world.after(WORK_S, self.process, self._work)
+
+    def _one(self, effect: do.Effect) -> None:
+        match effect:
+            case do.Send():
+                self._send(effect.node, effect.message)
+            case do.Answer():
+                self._send(effect.node, msg.GoOn(time=self.site.wall, patience_s=effect.patience_s))
+            case do.Disconnect():
+                connection = self._channels.pop(effect.node, None)
+                if connection is not None:
+                    connection.close(self)
+                    self.world.after(0.0, self.process, self._lost, connection)
+            case do.Pulse():
+                self._silent = not effect.on
+            case do.End():
+                self._over()
+            case do.Fence():
+                self._fence(effect.attempt)
+            case do.GiveBack():
+                self.world.after(1.0, self.process, self._given_back, effect.node)
+            case do.WhyEnding():
+                self.world.after(0.2, self.process, self._why_ending, effect)
+            case do.AskSuperseded():
+                self._ask_superseded()
+            case _:
+                raise AssertionError(f"{effect} has left the machine")
+
+    def _send(self, node: str, message: Any) -> None:
+        connection = self._channels.get(node)
+        if connection is not None:
+            connection.send(self, message)
+
+    def _work(self) -> None:
+        self._working = False
+        if self.machine.has_work:
+            self._do(self.machine.work(self.now))
+            self.machine.worked(WORK_S, self.now)
+
+    def _tick(self) -> None:
+        self._do(self.machine.tick(self.now))
+        self.world.after(self.machine.interval_s, self.process, self._tick)
+
+    def _fence(self, attempt: int) -> None:
+        disk = self.cluster.disk
+
+        def write() -> None:
+            disk.attempt = max(disk.attempt, attempt) if self._fenced >= attempt else attempt
+
+        def fenced(result: OSError | None) -> None:
+            why = f"cannot write the attempt: {result}" if result is not None else ""
+            self._do(self.machine.fenced(attempt, why, self.now))
+
+        self._fenced = attempt
+        self.cluster.storage.do(self.site.name, self.process, write, fenced, writes=True)
+
+    _fenced = 0
+
+    def _given_back(self, node: str) -> None:
+        self._do(self.machine.given_back(node, True, "", self.now))
+
+    def _why_ending(self, effect: do.WhyEnding) -> None:
+        self._do(self.machine.why_ending(effect, "running", "", self.now))
+
+    def _ask_superseded(self) -> None:
+        disk, name = self.cluster.disk, self.site.name
+
+        def asked(newest: int | OSError) -> None:
+            if isinstance(newest, OSError) or newest < self.epoch:
+                self.world.after(ASK_AGAIN_S, self.process, self._ask_superseded)
+                return
+            self.superseded = newest > self.epoch
+            self._do(self.machine.superseded(self.superseded, self.now))
+
+        self.cluster.storage.do(name, self.process, lambda: disk.newest_epoch(name), asked)
+
+    # ---- agents
+
+    def hear(self, connection: Connection, message: Any) -> None:
+        known = self._numbers.get(connection)
+        if isinstance(message, msg.Hello):
+            self._number += 1
+            node = message.node
+            before, self._channels[node] = self._channels.get(node), connection
+            self._numbers[connection] = (node, self._number)
+            if before is not None:
+                before.close(self)
+                self.world.after(0.0, self.process, self._lost, before)
+            self._do(self.machine.joined(node, self._number, message, self.now))
+        elif known is not None:
+            self._do(self.machine.heard(known[0], known[1], message, self.now))
+
+    def closed(self, connection: Connection) -> None:
+        self._lost(connection)
+
+    def _lost(self, connection: Connection) -> None:
+        known = self._numbers.pop(connection, None)
+        if known is None:
+            return
+        node, number = known
+        if self._channels.get(node) is connection:
+            del self._channels[node]
+        self._do(self.machine.closed(node, number, self.now))
+
+    def ask(self, ask: msg.Ask) -> None:
+        if self.listens:
+            _, effects = self.machine.asked(ask, self.now)
+            self._do(effects)
+
+    def connected(self, node: str) -> bool:
+        return node in self._channels
+
+    # ---- the end
+
+    def _over(self) -> None:
+        """The machine wants no more: what follows is for the batch host, or who took over."""
+        state = self.state
+        if not self.superseded and (state.ended or state.phase is Phase.REQUEUED):
+            self.cluster.end(state)
+        self.end()
+
+    def end(self) -> None:
+        """The process ends, or is killed; its node says so."""
+        if not self.process.alive:
+            return
+        self.process.alive = self.thread.alive = self.listens = False
+        if self.cluster.ports.get((self.site.name, self.port)) is self:
+            del self.cluster.ports[self.site.name, self.port]
+        self.cluster.network.ended(self)
+        self.cluster.supervisor_ended(self)

@@ -1,0 +1,267 @@
+"""The ranks of one attempt: they meet, restore, go in step, save by the agreed cadence, and fail together."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jurymast.core import messages as msg
+from jurymast.core import within
+from jurymast.core.copies import MEMORY, SHARED, Key
+from jurymast.core.messages import RankReport
+from jurymast.sim.cluster.keeper import SIZE_BYTES, Restored
+from jurymast.sim.cluster.storage import Token
+from jurymast.sim.cluster.world import Process
+from jurymast.worker.schedule import SCHEDULE_BYTES, Follower, ScheduleRecord
+
+if TYPE_CHECKING:
+    from jurymast.sim.cluster.agent import SimAgent, SimHost
+    from jurymast.sim.cluster.cluster import Cluster
+
+RETRY_S = 0.1
+DOUBT_LIMIT_S = 30.0
+STALL_S = (0.001, 0.02)
+_serial = itertools.count(1)
+
+
+class Waits(Exception):
+    """A rank waits at a step for word of the schedule."""
+
+
+class Page:
+    """Of one node's ranks: what the agent writes there of the cadence."""
+
+    def __init__(self) -> None:
+        self.record = ScheduleRecord(memoryview(bytearray(SCHEDULE_BYTES)))
+        self.settled = 0
+        self.doubts_since: float | None = None
+
+
+@dataclass(eq=False)
+class Member:
+    """One node's ranks in a group."""
+
+    agent: SimAgent
+    host: SimHost
+    order: msg.Launch
+    page: Page
+    follower: Follower
+    joined_at: float
+    hung: bool = False
+    gone: bool = False
+
+
+@dataclass(eq=False)
+class Group:
+    """Ranks that met at one store."""
+
+    cluster: Cluster
+    order: msg.Launch
+    name: tuple[int, str, int]
+    members: dict[int, Member] = field(default_factory=dict)
+    phase: str = "starting"
+    step: int = 0
+    beats: int = 0
+    beat_at: float = 0.0
+    longest_s: float = 0.0
+    stepping_since: float = 0.0
+    restored: Key | None = None
+    over: bool = False
+    saved_step: int = -1
+
+    def __post_init__(self) -> None:
+        self.number = next(_serial)
+        self.history: tuple[object, ...] = ()
+
+    @property
+    def attempt(self) -> int:
+        return self.order.attempt
+
+    @property
+    def world(self) -> int:
+        return self.order.world * self.cluster.ranks_per_node
+
+    # ---- meeting
+
+    def join(self, place: int, member: Member) -> None:
+        if self.over:
+            return
+        self.members[place] = member
+        if len(self.members) == self.order.world:
+            self.phase = "restoring"
+            self.cluster.oracle.group_started(self)
+            self._restore()
+
+    def leave(self, member: Member, *, loud: bool) -> None:
+        """Its ranks are gone; `loud`: and the others hear it."""
+        if member.gone:
+            return
+        member.gone = True
+        self.over = True
+        if not loud:
+            return
+        for other in self.members.values():
+            if not other.gone:
+                world = self.cluster.world
+                why = "Connection closed by peer"
+                world.after(world.between(0.02, 0.5), other.host.process, other.host.fail, self, 1, why)
+
+    def fail_all(self, why: str) -> None:
+        self.over = True
+        for member in self.members.values():
+            if not member.gone:
+                self.cluster.world.after(0.02, member.host.process, member.host.fail, self, 1, why)
+
+    # ---- restoring
+
+    def _again(self, seconds: float, then: object) -> None:
+        self.cluster.world.after(seconds, None, then)  # type: ignore[arg-type]
+
+    def _restore(self) -> None:
+        if self.over:
+            return
+        count = range(self.cluster.ranks_per_node)
+        keepers = [member.agent.keeper for member in self.members.values()]
+        status = [keeper.status[local] for keeper in keepers for local in count]
+        if any(one in (Restored.PENDING, Restored.FAILED) for one in status) or self._blocked():
+            self._again(0.03, self._restore)
+        elif all(one is Restored.READY for one in status):
+            found = [keeper.found[local] for keeper in keepers for local in count]
+            self.cluster.oracle.restores(self, [(image.key, image.token) for image in found])
+            if len({image.key for image in found}) > 1:
+                self.fail_all("memory has no one step (and attempt) for all ranks")
+            else:
+                self._begin(found[0].key, found[0].token, MEMORY)
+        elif all(one is Restored.ELSEWHERE for one in status):
+            lead = self.members[0].agent
+            self.cluster.storage.do(lead.site.name, lead.process, self._newest_shared, self._from_shared)
+        else:
+            self.fail_all("memory has no one step (and attempt) for all ranks")
+
+    def _newest_shared(self) -> Key | None:
+        node = self.members[0].agent.site.name
+        if self.cluster.storage.unmounted.get(node, 0.0) > self.cluster.world.now:
+            return None
+        return max(self.cluster.disk.shared, default=None)
+
+    def _from_shared(self, key: Key | None | OSError) -> None:
+        if self.over:
+            return
+        if isinstance(key, OSError):
+            self.fail_all(str(key))
+        elif key is not None:
+            self._begin(key, self.cluster.disk.shared[key][1], SHARED)
+        elif self.order.saved:
+            self.fail_all(
+                f"step {self.order.saved} of this run was saved, and there is no checkpoint in sight"
+            )
+        else:
+            self._begin(None, None, "")
+
+    def _begin(self, key: Key | None, token: Token | None, tier: str) -> None:
+        self.restored = key
+        self.step = key[0] if key is not None else 0
+        self.history = (*((token.history[-1], token.step) if token is not None else ()), self.number)
+        self.cluster.oracle.restored(self, key)
+        lead = self.members[0].agent
+        said = within.Restored(step=self.step, tier=tier, seconds=0.1, size_bytes=SIZE_BYTES)
+        lead.rank_said(said)
+        self.phase, self.stepping_since = "training", self.cluster.world.now
+        for member in self.members.values():
+            member.follower.passed(self.step)
+        self._again(self.cluster.world.between(0.05, 0.4), self._next)
+
+    # ---- training
+
+    def _blocked(self) -> bool:
+        now, network = self.cluster.world.now, self.cluster.network
+        members = list(self.members.values())
+        for member in members:
+            if member.hung or member.gone or not member.host.process.alive or member.host.process.until > now:
+                return True
+        return network.any_cut and any(
+            not network.joins(one.agent.site.name, other.agent.site.name)
+            for one, other in itertools.combinations(members, 2)
+        )
+
+    def _next(self) -> None:
+        if self.over:
+            return
+        world = self.cluster.world
+        if self._blocked():
+            self._again(RETRY_S, self._next)
+            return
+        self.step += 1
+        self.beats += 1
+        if self.beat_at:
+            self.longest_s = max(self.longest_s, world.now - self.beat_at)
+        self.beat_at = world.now
+        self.cluster.oracle.stepped(self)
+        self._save_if_due()
+
+    def _save_if_due(self) -> None:
+        if self.over:
+            return
+        due: list[Member] = []
+        try:
+            for member in self.members.values():
+                if member.follower.due(self.step) or self._own_cadence():
+                    due.append(member)
+        except Waits:
+            self._again(0.05, self._save_if_due)
+            return
+        for member in due:
+            self._save(member)
+        step_s = self.cluster.step_s * (0.9 + 0.2 * self.cluster.world.chance.random())
+        self._again(step_s + (STALL_S[1] if due else 0.0), self._next)
+
+    def _own_cadence(self) -> bool:
+        steps = self.cluster.plan.settings.cadence_steps
+        return steps is not None and self.step % steps == 0
+
+    def _save(self, member: Member) -> None:
+        keeper, key = member.agent.keeper, (self.step, self.attempt)
+        token = Token(self.step, self.history)
+        stall_s = self.cluster.world.between(*STALL_S)
+        for local in range(self.cluster.ranks_per_node):
+            if keeper.free(local):
+                keeper.save(local, key, token, self.world, stall_s)
+                self.cluster.oracle.saved(member.agent.site.name)
+            else:
+                self.cluster.oracle.skipped(self, member.agent.site.name)
+                member.agent.rank_said(within.Skipped(local_rank=local, step=self.step, why="slots are busy"))
+        member.follower.passed(self.step)
+
+    # ---- what is seen of them
+
+    def reports(self, member: Member) -> list[RankReport]:
+        now = self.cluster.world.now
+        since = self.beat_at or member.joined_at
+        quiet_s = now - since
+        stuck = self._blocked() or self.over or self.phase != "training"
+        report = RankReport(
+            self.step if self.beats else 0, self.beats, True, self.phase, quiet_s,
+            now - self.beat_at if self.beats else None, self.longest_s, member.page.settled,
+            quiet_s if stuck else 0.0, 0.0,
+        )  # fmt: skip
+        return [report] * self.cluster.ranks_per_node
+
+
+def follower(cluster: Cluster, page: Page) -> Follower:
+    def settled(number: int) -> None:
+        page.settled = number
+        page.doubts_since = None
+
+    def wait(known: object) -> None:
+        if known():  # type: ignore[operator]
+            return
+        if page.doubts_since is None:
+            page.doubts_since = cluster.world.now
+        if cluster.world.now < page.doubts_since + DOUBT_LIMIT_S:
+            raise Waits
+
+    return Follower(page.record, settled, repeat=cluster.plan.settings.cadence_steps is None, wait=wait)
+
+
+__all__ = ["Group", "Member", "Page", "Process", "follower"]

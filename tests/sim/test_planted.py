@@ -1,0 +1,19 @@
+"""Bugs are planted, one for each rule and for each that was once there: the simulated cluster finds all."""
+
+from __future__ import annotations
+
+import pytest
+
+from jurymast.sim.cluster.cluster import run
+from support.planted import PLANTED, plan_for
+
+PLANS = 1000
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for target, attribute, value in PLANTED[name][1]:
+        monkeypatch.setattr(target, attribute, value)
+    found = next((r for seed in range(PLANS) if (r := run(plan_for(name, seed))).broken), None)
+    assert found is not None, f"not found by {PLANS} plans"
+    print(f"{name}: plan {found.plan.seed}: {found.broken}")

@@ -1,0 +1,52 @@
+"""What an agent is told that was away for a while, and how long a new supervisor waits for what it asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core.state import Phase
+from support.site import Site
+from support.stories import Story
+
+
+def image_of(rank: int, at: int) -> msg.CopyReport:
+    return msg.CopyReport(
+        step=at, attempt=1, rank=rank, world=3, tier="memory", part="all", size_bytes=100, common_bytes=60,
+        common_id=f"same at {at}", stall_s=0.01 * rank,
+    )  # fmt: skip
+
+
+def test_a_node_that_was_away_is_told_what_is_safe_and_what_is_void_and_has_room_again() -> None:
+    site = Site()
+    site.save()
+    site.replicas_made()
+    site.ordered(msg.Committed)
+    site.joined("n2", copies=(image_of(1, 10),))
+    assert [(node, order.step) for node, order in site.ordered(msg.Committed)] == [("n2", 10)]
+    site.skip(20, rank=0, why="both slots are busy")
+    site.ordered(msg.Void)
+    site.hold(1, at=20)
+    assert [(node, order.step) for node, order in site.ordered(msg.Void)] == [("n2", 20)]
+
+
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.STOPPING])
+def test_nobody_is_out_of_time_because_no_supervisor_was_there(phase: Phase) -> None:
+    story = Story(active=2, spares=1)
+    if phase is Phase.STOPPING:
+        story.running()
+        failed = ev.WorkerFailed(t=story.t, node=story.state.placement[0], attempt=1, rank=0, exit_code=1)
+        story.feed(failed)
+    else:
+        names = ("n1", "n2", "n3")
+        allocated = ev.AllocationStarted(
+            t=story.t, slurm_job="7", restarts=0, nodes=names, host="n1", eligible_at=story.t
+        )
+        story.feed(allocated)
+    assert story.state.phase is phase
+    story.t += 1000.0
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node="n2"))
+    story.feed(ev.Tick(t=story.t + 1.0))
+    assert story.state.phase is phase
+    assert not [node for node in story.state.nodes.values() if node.role.value == "failed"]
