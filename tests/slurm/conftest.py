@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.slurm_runs import forget_earlier_runs
 from testcluster import Cluster
 from testcluster.settings import DEFAULT_DIR, DIR_VARIABLE
 
@@ -36,6 +37,7 @@ def cluster(place: Path) -> Iterator[Cluster]:
     running = Cluster.up(
         nodes=6, directory=place, slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system")
     )
+    forget_earlier_runs(running)
     try:
         yield running
     finally:

@@ -17,7 +17,7 @@ from jurymast.cluster.verdicts import verdict
 from jurymast.core.health import HARDWARE, Finding, Verdict
 from support.fake_gpus import FakeGpus, build
 from support.runs import SCRIPTS
-from support.slurm_runs import SlurmRun
+from support.slurm_runs import SlurmRun, forget_earlier_runs
 from support.waiting import wait_until
 from testcluster import Cluster
 from testcluster.settings import SITE_LOG
@@ -40,6 +40,7 @@ def cluster(place: Path) -> Iterator[Cluster]:
         nodes=NODES, directory=place.with_name(f"{place.name}-site"), site=True,
         slurm=os.environ.get("JURYMAST_TESTCLUSTER_SLURM", "system"),
     )  # fmt: skip
+    forget_earlier_runs(running)
     try:
         yield running
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from jurymast.cli.find import find_run
@@ -29,6 +30,12 @@ def jurymast(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
     command = [str(cluster.python.parent / "jurymast"), *arguments]
     done = cluster.login(command, env={"OMP_NUM_THREADS": "1"}, timeout_s=60, check=False)
     return done.returncode, done.stdout, done.stderr
+
+
+def forget_earlier_runs(cluster: Cluster) -> None:
+    """Of tests that were killed: what those tell of nodes is not true of this cluster's."""
+    for left in cluster.shared.glob("test_*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def submit(cluster: Cluster, folder: Path, *options: str, arguments: tuple[str, ...] = TRAIN) -> SlurmRun:

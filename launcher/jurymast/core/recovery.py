@@ -13,7 +13,6 @@ from jurymast.core.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, 
 from jurymast.core.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
 from jurymast.core.frailty import Frail
 from jurymast.core.health import STORAGE, Finding
-from jurymast.core.heartbeat import rejoin_limit_s
 from jurymast.core.incident import Incident
 from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.ladder import Decision, decide
@@ -34,17 +33,17 @@ STARTS_MAX = 3
 NAMED_MAX = 3
 
 
-def limit_s(state: RunState) -> float:
-    """How long the present phase may take a supervisor that has just taken over, in seconds."""
+def deadline(state: RunState, t: float) -> float:
+    """So long the present phase may take a supervisor that takes over at `t`."""
     match state.phase:
         case Phase.STARTING:
-            return state.settings.join_limit_s
-        case Phase.STOPPING:  # first they have to come back
-            return state.settings.stop_grace_s + STOP_LIMIT_S + rejoin_limit_s(len(state.nodes))
+            return t + state.settings.join_limit_s
+        case Phase.STOPPING:
+            return stop_deadline(state, t)
         case Phase.LAUNCHING:
-            return LAUNCH_LIMIT_S
+            return t + LAUNCH_LIMIT_S
         case _:
-            return 0.0
+            return t
 
 
 def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incident:

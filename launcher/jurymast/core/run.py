@@ -139,7 +139,7 @@ def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[In
     if state.placement:
         state.rejoin_until = event.t + rejoin_limit_s(len(state.nodes))
     if state.deadline is not None:  # while no supervisor was there nobody could do what it is for
-        state.deadline = max(state.deadline, event.t + recovery.limit_s(state))
+        state.deadline = max(state.deadline, recovery.deadline(state, event.t))
     return []
 
 
