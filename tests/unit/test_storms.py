@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from jurymast.core.state import Phase
 from jurymast.journal import read, replay
 from support.fleet import Supervised, supervised
 
@@ -18,6 +19,8 @@ def running(run: Supervised) -> None:
     assert run.fleet.run_until(lambda: run.fleet.place() is not None, LIMIT_S)
     run.fleet.start(1.0)
     assert run.fleet.run_until(lambda: run.fleet.runs(run.nodes, 1), LIMIT_S), run.log.read_text()
+    # A supervisor that takes a launch over begins another.
+    assert run.fleet.run_until(lambda: replay(run.directory).phase is Phase.RUNNING, LIMIT_S)
 
 
 def told(run: Supervised, event: str) -> list[dict[str, object]]:
