@@ -111,6 +111,11 @@ class EndTests:
     """End what tests this node."""
 
 
+@dataclass(frozen=True)
+class StartProbes:
+    """Look after the node's health: nothing else on it is in a hurry."""
+
+
 # The connection.
 
 
@@ -136,11 +141,6 @@ class Greet:
 @dataclass(frozen=True)
 class HangUp:
     """Close the connection."""
-
-
-@dataclass(frozen=True)
-class StartProbes:
-    """Look after the node's health: nothing else on it is in a hurry."""
 
 
 # Succession.

@@ -10,9 +10,8 @@ from jurymast.core.state import RunState
 
 
 class Commit:
-    """`key` is the committed state, since `at` (Unix time, seconds); `broken` once it was announced that some
-    of it is gone, `damaged` says why when that was an image in its own node's memory,
-    which nobody brings back."""
+    """`key` is the committed state, since `at` (Unix time, seconds). `broken`: some of it is gone, as was
+    announced. `damaged`: why an image in its own node's memory is, which nobody brings back; "" for none."""
 
     def __init__(self, state: RunState, copies: Copies) -> None:
         self._state, self._copies = state, copies

@@ -38,7 +38,6 @@ class Write:
     waiting: dict[str, msg.Drain]
     late_at: float
     size_bytes: int = 0
-    why: str = ""
 
 
 class Writes:
