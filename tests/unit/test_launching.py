@@ -13,7 +13,7 @@ from jurymast.core.effects import Effect, Fence, Send
 from jurymast.core.heartbeat import rejoin_limit_s
 from jurymast.core.instructions import Launch
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S
-from jurymast.core.state import Role
+from jurymast.core.state import Phase, Role
 from jurymast.core.supervision import launching
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import JournalWriter
@@ -108,9 +108,13 @@ def test_a_launch_that_was_half_told_is_not_told_again_but_replaced_by_the_next(
     ran, waited = story.told().state.placement
     after = Successor(story)
     after.joins(spare)
-    for node, attempt, ranks in ((ran, 2, "running"), (waited, 1, "waiting")):
-        effects = after.joins(node, attempt=attempt, ranks=ranks)
-        assert (launches(effects), effects.count(Send(node, msg.Stop(attempt=2)))) == ({}, 1)
+    stop = msg.Stop(attempt=2)
+    effects = after.joins(ran, attempt=2, ranks="running")
+    assert (launches(effects), effects.count(Send(ran, stop))) == ({}, 0)
+    effects = after.joins(waited, attempt=1, ranks="waiting")
+    assert launches(effects) == {}
+    assert Send(ran, stop) in effects
+    assert Send(waited, stop) in effects
     after.fenced(2)
     assert after.told() == {}
     for node in (ran, waited):
@@ -120,6 +124,16 @@ def test_a_launch_that_was_half_told_is_not_told_again_but_replaced_by_the_next(
     assert {node: one.attempt for node, one in after.told().items()} == {ran: 3, waited: 3}
     incident = story.state.incidents[-1]
     assert (incident.cause, incident.charged, incident.node) == ("restart_asked", "nobody", "")
+
+
+def test_a_launch_that_all_were_told_of_goes_on_under_the_next_supervisor() -> None:
+    story, spare = lost_one()
+    after = Successor(story)
+    after.joins(spare)
+    for node in story.told().state.placement:
+        effects = after.joins(node, attempt=2, ranks="running")
+        assert Send(node, msg.Stop(attempt=2)) not in effects
+    assert (story.state.phase, story.state.attempt) == (Phase.RUNNING, 2)
 
 
 def test_a_supervisor_that_takes_over_a_launch_waits_for_what_agents_hold() -> None:

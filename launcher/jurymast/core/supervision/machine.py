@@ -41,7 +41,7 @@ STEADY_LOOKS = 3
 # Slurm's answer when a job does not end at all.
 STILL_RUNNING = "running"
 # Who asks for a restart, and why, after a take-over.
-HALF_TOLD = "the supervisor that took over: who was told of the launch before is not known"
+HALF_TOLD = "the supervisor that took over: not all nodes were told of the launch before"
 
 AboutNodes = (
     msg.Health | msg.Looked | msg.VerdictLeft | msg.Terminated | msg.HangsUp | msg.Leaving
@@ -77,6 +77,7 @@ class Supervision:
         self._sick = SickNodes(state)
         self._ticks = itertools.count()
         self._terminating = False
+        self._told_by_another = 0  # the attempt whose nodes an earlier supervisor told to launch
 
     def check(self) -> None:
         """What holds between any two events. Raises AssertionError."""
@@ -176,12 +177,11 @@ class Supervision:
     # ---- the clock
 
     def start(self, now: float) -> list[Effect]:
-        """After a take-over: what may not have arrived is done again. Of a launch nobody knows who was told
-        of it, and to restore what: in the next attempt all are told the same."""
+        """After a take-over: what may not have arrived is done again."""
         self.watch.take_over(now)
         out = [effect for one in resume(self.state) for effect in self._carry_out(one, now)]
         if self.state.phase is Phase.LAUNCHING:
-            out += self.record(ev.Asked(t=now, what="restart", by=HALF_TOLD))
+            self._told_by_another = self.state.attempt
         if self.state.ended:  # the last supervisor died between the decision and its outcome
             out += self._do(self.departure.begin(now, hurry=False), now)
         return out
@@ -242,6 +242,7 @@ class Supervision:
         if hello.attempt > self.state.attempt:
             out += self.record(ev.AttemptFound(t=now, node=node, attempt=hello.attempt))
         ours = hello.attempt == self.state.attempt and node in self.state.places
+        out += self._if_half_told(node, hello, now, ours=ours)
         if (missed := self._missed(node, hello, now, ours=ours)) is not None:
             out += self.record(missed)
         elif hello.ranks in ("running", "starting") and not ours:
@@ -249,6 +250,15 @@ class Supervision:
         if node in self.state.places:
             out += self._tell_again(node, hello.attempt)
         return out + self._do(self.launching.look(now), now)
+
+    def _if_half_told(self, node: str, hello: msg.Hello, now: float, *, ours: bool) -> list[Effect]:
+        """To restore what the others were told is not known any more: in the next attempt all are told the
+        same."""
+        launching = (self.state.phase, self.state.attempt) == (Phase.LAUNCHING, self._told_by_another)
+        told = ours and hello.ranks in ("starting", "running", "finished")
+        if told or not launching or node not in self.state.places:
+            return []
+        return self.record(ev.Asked(t=now, what="restart", by=HALF_TOLD))
 
     def _missed(self, node: str, hello: msg.Hello, now: float, *, ours: bool) -> ev.Event | None:
         """What the agent may have said while no connection was there. `ours`: it has this attempt's ranks."""
