@@ -261,7 +261,7 @@ class Node:
         match effect:
             case do.WakeAt(at):
                 self.wake_at = at
-            case do.Say(message):
+            case do.Send(message):
                 self.said(message)
             case do.Greet():
                 self.line, self.arrived = [], 0

@@ -108,7 +108,7 @@ def test_silence_is_the_end_of_a_supervisor() -> None:
         assert made.tick(now) == [do.Find()], "is there another?"
         assert made.found(at(7), now) == []
     hangs_up, *others = made.tick(now)
-    assert hangs_up == do.Say(msg.HangsUp()), "one that was only late must not take it for an end"
+    assert hangs_up == do.Send(msg.HangsUp()), "one that was only late must not take it for an end"
     assert others == [do.HangUp(), connect(7)]
     assert not made.connected
     made.check()
@@ -134,7 +134,7 @@ def test_a_supervisor_that_is_silent_for_longer_than_usual_is_left_for_a_newer_o
     now = made.wake_at
     assert made.tick(now) == [do.Find()]
     effects = made.found(at(8, epoch=2), now)
-    assert effects == [do.Say(msg.HangsUp()), do.HangUp(), connect(8)]
+    assert effects == [do.Send(msg.HangsUp()), do.HangUp(), connect(8)]
     made.check()
     assert made.connected_to(now + 0.1) == [do.Greet()]
 
@@ -175,7 +175,7 @@ def test_what_no_hello_tells_waits_for_the_next_supervisor() -> None:
     assert made.say(WAITS) == []
     assert made.say(msg.Prefetched(step=40, attempt=1, rank=1, tiers={}, seconds=1.0)) == []
     made.found(at(7), 10.1)
-    assert made.connected_to(10.2) == [do.Greet(), do.Say(WAITS)]
+    assert made.connected_to(10.2) == [do.Greet(), do.Send(WAITS)]
     made.heard(msg.GoOn(time=0.0, patience_s=3.0, heard=1), 10.9)
     made.lost(11.0)
     made.unreached(11.0)
@@ -192,13 +192,13 @@ def test_what_no_hello_tells_waits_for_the_next_supervisor() -> None:
 def test_what_was_said_over_a_connection_that_was_dead_already_is_said_again(word: msg.Kept) -> None:
     made = connected()
     made.heard(msg.GoOn(time=0.0, patience_s=3.0, heard=0), 10.5)
-    assert made.say(WAITS) == [do.Say(WAITS)]
-    assert made.say(word) == [do.Say(word)]
+    assert made.say(WAITS) == [do.Send(WAITS)]
+    assert made.say(word) == [do.Send(word)]
     made.heard(msg.GoOn(time=0.0, patience_s=3.0, heard=1), 10.6)
     for now in (11.0, 13.0):
         made.lost(now)
         made.unreached(now)
-        assert made.connected_to(now + 1.0) == [do.Greet(), do.Say(word)], "until it was heard"
+        assert made.connected_to(now + 1.0) == [do.Greet(), do.Send(word)], "until it was heard"
     made.heard(msg.GoOn(time=0.0, patience_s=3.0, heard=1), 15.0)
     made.lost(16.0)
     assert made.connected_to(17.0) == [do.Greet()]
@@ -248,7 +248,7 @@ def test_an_agent_leaves_when_nobody_comes_but_never_from_its_ranks() -> None:
 
 def test_after_a_sigterm_the_supervisor_has_a_while_to_say_leave() -> None:
     made = connected()
-    assert made.terminated(20.0) == [do.Say(msg.Terminated())]
+    assert made.terminated(20.0) == [do.Send(msg.Terminated())]
     made.heard(msg.GoOn(time=0.0, patience_s=100.0), 20.0)
     assert made.wake_at <= 20.0 + machine.TERMINATED_LIMIT_S
     assert made.tick(20.0 + machine.TERMINATED_LIMIT_S) == [do.Leave()]
@@ -278,7 +278,7 @@ def met(cluster: str = "local") -> AgentMachine:
 def test_the_last_word_before_hanging_up_is_said() -> None:
     made = met()
     effects = made.tick(made.link.wake_at)
-    assert effects[:2] == [do.Say(msg.HangsUp()), do.HangUp()]
+    assert effects[:2] == [do.Send(msg.HangsUp()), do.HangUp()]
     assert do.Beat not in map(type, made.host_said(within.Started(attempt=1, pids=(1,)), 20.0))
 
 

@@ -24,7 +24,7 @@ def warm(port: int = PORT) -> Ranks:
     assert ranks.state == "warming"
     assert ranks.begin(0.0) == [do.StartHost()]
     assert ranks.begin(0.0) == []
-    assert ranks.host_said(within.Waiting(store_port=port), 1.0) == [do.Say(msg.Ready(store_port=port))]
+    assert ranks.host_said(within.Waiting(store_port=port), 1.0) == [do.Send(msg.Ready(store_port=port))]
     return ranks
 
 
@@ -42,7 +42,7 @@ def running(attempt: int = 1) -> Ranks:
     ranks = starting(attempt)
     started = msg.Started(attempt=attempt, pids=PIDS)
     effects = ranks.host_said(within.Started(attempt=attempt, pids=PIDS), 3.0)
-    assert effects == [do.Say(started), do.Beat(attempt, PIDS)]
+    assert effects == [do.Send(started), do.Beat(attempt, PIDS)]
     assert ranks.state == "running"
     return ranks
 
@@ -50,17 +50,17 @@ def running(attempt: int = 1) -> Ranks:
 def finished() -> Ranks:
     ranks = running()
     effects = ranks.host_said(within.Finished(attempt=1), 4.0)
-    assert effects == [do.Beat(1, PIDS), do.Say(msg.Finished(attempt=1))]
+    assert effects == [do.Beat(1, PIDS), do.Send(msg.Finished(attempt=1))]
     assert (ranks.state, ranks.pids) == ("finished", ())
     return ranks
 
 
-def stopped(attempt: int = 1, port: int = 0) -> do.Say:
-    return do.Say(msg.Stopped(attempt=attempt, store_port=port))
+def stopped(attempt: int = 1, port: int = 0) -> do.Send:
+    return do.Send(msg.Stopped(attempt=attempt, store_port=port))
 
 
-def host_died(attempt: int = 1) -> do.Say:
-    return do.Say(
+def host_died(attempt: int = 1) -> do.Send:
+    return do.Send(
         msg.Failed(
             attempt=attempt, rank=-1, exit_code=-9, error="TorchrunHostDied", oom_kills=0, shm_used=0.5,
             message="the node's torchrun host ended (code -9) and took its ranks along",
@@ -94,13 +94,13 @@ def test_the_way_back_of_the_host_of_finished_ranks_is_news_to_who_has_asked() -
     ranks = finished()
     assert ranks.stop(1, 5.0) == [stopped(1)]
     assert ranks.state == "warming"
-    assert ranks.host_said(within.Waiting(store_port=4001), 6.0) == [do.Say(msg.Ready(store_port=4001))]
+    assert ranks.host_said(within.Waiting(store_port=4001), 6.0) == [do.Send(msg.Ready(store_port=4001))]
 
 
 def test_ranks_that_finish_while_they_are_stopped_are_told_as_both() -> None:
     ranks = running()
     ranks.stop(1, 4.0)
-    assert do.Say(msg.Finished(attempt=1)) in ranks.host_said(within.Finished(attempt=1), 4.1)
+    assert do.Send(msg.Finished(attempt=1)) in ranks.host_said(within.Finished(attempt=1), 4.1)
     assert stopped(1, 4001) in ranks.host_said(within.Waiting(store_port=4001), 4.2)
     ranks.check()
 
@@ -115,7 +115,7 @@ def test_a_host_that_does_not_stop_its_ranks_is_killed() -> None:
     assert ranks.wake_at == do.NEVER
     ended = ranks.host_ended(-9, EVIDENCE, at + 0.1)
     assert ended == [do.KillRanks(PIDS), stopped(), do.StartHost()], "no failure: it was asked for"
-    assert ranks.host_said(within.Waiting(store_port=5), at + 9.0) == [do.Say(msg.Ready(store_port=5))]
+    assert ranks.host_said(within.Waiting(store_port=5), at + 9.0) == [do.Send(msg.Ready(store_port=5))]
 
 
 def test_ranks_are_looked_at_before_they_are_stopped() -> None:
@@ -197,7 +197,7 @@ def test_rank_0_does_not_start_when_its_store_went_with_the_host_before() -> Non
     ranks = warm(port=4001)
     ranks.launch(launch(2, rank=0, port=PORT), 2.0)
     failed, answer = ranks.prepared(2, 3.0)
-    assert isinstance(failed, do.Say)
+    assert isinstance(failed, do.Send)
     assert isinstance(failed.message, msg.Failed)
     assert (failed.message.attempt, failed.message.error) == (2, "TorchrunHostDied")
     assert answer == stopped(2, 4001)
@@ -240,7 +240,7 @@ def test_a_host_that_dies_again_and_again_is_given_up() -> None:
     for _ in range(machine.HOST_RESTARTS_MAX):
         assert ranks.host_ended(1, EVIDENCE, 5.0)[-1] == do.StartHost()
     leaving = msg.Leaving(why=f"the torchrun host died {machine.HOST_RESTARTS_MAX + 1} times")
-    assert ranks.host_ended(1, EVIDENCE, 6.0) == [do.Say(leaving), do.Leave()]
+    assert ranks.host_ended(1, EVIDENCE, 6.0) == [do.Send(leaving), do.Leave()]
 
 
 def test_a_host_that_has_started_ranks_counts_anew() -> None:
@@ -258,7 +258,7 @@ def test_a_failed_rank_is_told_with_what_the_node_shows() -> None:
     failed = within.Failed(attempt=1, rank=3, exit_code=-9)
     told = msg.Failed(attempt=1, rank=3, exit_code=-9, oom_kills=2, shm_used=0.1, log="")
     evidence = {"oom_kills": 2, "shm_used": 0.1, "log": ""}
-    assert ranks.rank_failed(failed, evidence, 4.0) == [do.Beat(1, PIDS), do.Say(told)]
+    assert ranks.rank_failed(failed, evidence, 4.0) == [do.Beat(1, PIDS), do.Send(told)]
     assert ranks.host_said(within.Waiting(store_port=7), 5.0) == [do.Beat(1, PIDS), stopped(1, 7)]
 
 
@@ -288,7 +288,7 @@ def test_a_supervisor_knows_of_cold_starts_on_other_nodes() -> None:
 def test_a_script_that_cannot_use_what_was_loaded_ahead_starts_cold_from_then_on() -> None:
     ranks = running()
     event = within.ColdStart(why="a fork is of no use", seconds=2.0)
-    assert ranks.rank_said(event, 4.0) == [do.Say(msg.RankEvent(attempt=1, event=event))]
+    assert ranks.rank_said(event, 4.0) == [do.Send(msg.RankEvent(attempt=1, event=event))]
     ranks.host_said(within.Waiting(store_port=PORT), 5.0)
     ranks.launch(launch(2), 6.0)
     assert ranks.prepared(2, 6.0) == [do.StartRanks(launch(2), cold=True)]

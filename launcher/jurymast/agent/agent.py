@@ -91,7 +91,7 @@ class Agent:
 
     def _carry_out(self, effect: do.Effect) -> None:
         match effect:
-            case do.Say():
+            case do.Send():
                 self._connecting.send(effect.message)
             case do.Beat():
                 self._beat(effect)

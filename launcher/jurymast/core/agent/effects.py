@@ -19,7 +19,7 @@ class WakeAt:
 
 
 @dataclass(frozen=True)
-class Say:
+class Send:
     """To the supervisor."""
 
     message: msg.ToSupervisor
@@ -206,7 +206,7 @@ ToRanks = (
 )  # fmt: skip
 ForCheckpoints = StartWrite | CancelWrite | WarmWriter | SayForeseen
 ToOthers = (
-    Say | Beat | Obey | Leave | Connect | Find | Greet | HangUp | ReadPulse | StandBy | EndStandby
+    Send | Beat | Obey | Leave | Connect | Find | Greet | HangUp | ReadPulse | StandBy | EndStandby
     | StartSupervisor
 )  # fmt: skip
 Effect = WakeAt | ToOthers | ToRanks | ForCheckpoints

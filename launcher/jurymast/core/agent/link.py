@@ -4,7 +4,7 @@ is said again to the next supervisor, and when the agent leaves because none com
 from __future__ import annotations
 
 from jurymast.core import messages as msg
-from jurymast.core.agent.effects import NEVER, Connect, Effect, Find, Greet, HangUp, Leave, Say
+from jurymast.core.agent.effects import NEVER, Connect, Effect, Find, Greet, HangUp, Leave, Send
 from jurymast.core.agent.hearing import Hearing
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.endpoint import Endpoint
@@ -177,7 +177,7 @@ class Link:
             self._said += self.connected
             if len(self._kept) < KEPT_MAX:
                 self._kept.append((self._said, message))
-        return [Say(message)] if self.connected else []
+        return [Send(message)] if self.connected else []
 
     def lost(self, now: float) -> list[Effect]:
         """The connection has ended."""
@@ -201,7 +201,7 @@ class Link:
 
     def _hang_up(self, now: float) -> list[Effect]:
         """One that was only late must not take this for an end."""
-        return [Say(msg.HangsUp()), HangUp(), *self.lost(now)]
+        return [Send(msg.HangsUp()), HangUp(), *self.lost(now)]
 
     def terminated(self, now: float) -> list[Effect]:
         """A SIGTERM: Slurm ends the job or takes the node. The supervisor finds out which; until it says
@@ -209,4 +209,4 @@ class Link:
         if not self.connected:
             return [Leave()]
         self._leave_at = min(self._leave_at, now + TERMINATED_LIMIT_S)
-        return [Say(msg.Terminated())]
+        return [Send(msg.Terminated())]

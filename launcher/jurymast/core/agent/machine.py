@@ -15,7 +15,7 @@ from jurymast.core.agent.effects import (
     Leave,
     Obey,
     Prepare,
-    Say,
+    Send,
     StartProbes,
     WakeAt,
 )
@@ -84,7 +84,7 @@ class AgentMachine:
         """What is to be said waits for a supervisor, or is left out, when none is there."""
         out: list[Effect] = []
         for effect in effects:
-            if isinstance(effect, Say):
+            if isinstance(effect, Send):
                 out += self.link.say(effect.message)
             elif self.link.connected or not isinstance(effect, Beat):
                 out.append(effect)

@@ -18,7 +18,7 @@ from jurymast.core.agent.effects import (
     Leave,
     LookAtRanks,
     Prepare,
-    Say,
+    Send,
     StartHost,
     StartRanks,
     StopRanks,
@@ -148,7 +148,7 @@ class Ranks:
             return [] if self._ending else self._begin_stop(stacks and attempt == self._told, now)
         if attempt >= self.attempt or not self.store_port:
             self._finished = False  # without a port the host is on its way to wait: that will be news
-        return [Say(msg.Stopped(attempt=attempt, store_port=self.store_port))]
+        return [Send(msg.Stopped(attempt=attempt, store_port=self.store_port))]
 
     def dismiss(self, now: float) -> list[Effect]:
         return self.stop(self.attempt, now)
@@ -204,14 +204,14 @@ class Ranks:
 
     def rank_said(self, event: within.ForSupervisor, now: float) -> list[Effect]:
         self._cold = self._cold or isinstance(event, within.ColdStart)
-        return [Say(msg.RankEvent(attempt=self._told, event=event))]
+        return [Send(msg.RankEvent(attempt=self._told, event=event))]
 
     def _started(self, message: within.Started) -> list[Effect]:
         self.pids, self.host_starts = message.pids, 1
-        return [Say(msg.Started(attempt=message.attempt, pids=message.pids)), self.beat()]
+        return [Send(msg.Started(attempt=message.attempt, pids=message.pids)), self.beat()]
 
     def _ranks_finished(self, message: within.Finished) -> list[Effect]:
-        effects: list[Effect] = [self.beat(), Say(msg.Finished(attempt=message.attempt))]
+        effects: list[Effect] = [self.beat(), Send(msg.Finished(attempt=message.attempt))]
         if not self._ending:  # else who has them stopped still waits for the host
             self._gone()
             self._finished = True
@@ -226,7 +226,7 @@ class Ranks:
             return last + self._go_on()
         if lived:
             return last + self._tell_stopped()
-        return [] if self._finished else [Say(msg.Ready(store_port=store_port))]
+        return [] if self._finished else [Send(msg.Ready(store_port=store_port))]
 
     def host_ended(self, code: int, evidence: Mapping[str, Any], now: float) -> list[Effect]:
         """It died under its ranks, which die with it, or while it waited. `evidence` as in `rank_failed`."""
@@ -242,7 +242,7 @@ class Ranks:
             effects += self._tell(failed)
         if self.host_starts > HOST_RESTARTS_MAX:
             why = f"the torchrun host died {self.host_starts} times"
-            return [*effects, Say(msg.Leaving(why=why)), Leave()]
+            return [*effects, Send(msg.Leaving(why=why)), Leave()]
         if had_ranks or waited:  # one that waited is as little there as one with ranks
             effects += self._tell_stopped()
         return effects + self._start_host()
@@ -264,4 +264,4 @@ class Ranks:
     def _tell(self, message: msg.Failed | msg.Stopped) -> list[Effect]:
         """But for what the end of the job explains."""
         asked = isinstance(message, msg.Stopped) and self._stopping >= self.attempt
-        return [] if self._terminating and not asked else [Say(message)]
+        return [] if self._terminating and not asked else [Send(message)]

@@ -201,7 +201,7 @@ class SimAgent:
                 if effect.at < do.NEVER:
                     at = effect.at - self.clock_s
                     self.world.at(at, self.process, self._wake, self._wakes, effect.at)
-            case do.Say():
+            case do.Send():
                 self._send(effect.message)
             case do.Beat():
                 self._beat(effect)
