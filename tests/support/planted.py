@@ -112,7 +112,7 @@ PLANTED: dict[str, tuple[tuple[str, ...], list[Patch]]] = {
     ),
     "7: deadlines run while no supervisor is there": (
         ("storage hangs", "supervisor"),
-        [(recovery, "limit_s", lambda _: 0.0)],
+        [(recovery, "deadline", lambda *_: 0.0)],
     ),
     "9: what was given up stays in mind": ((), [(Replicas, "_give_up_older", _no_books)]),
 }
