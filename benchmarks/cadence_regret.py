@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import Row, Target
-from jurymast.core.failure_rate import mtbf_s
-from jurymast.core.optimum import Saving, optimal_s
+from jurymast.core.planning.failure_rate import mtbf_s
+from jurymast.core.planning.optimum import Saving, optimal_s
 from jurymast.sim.cadences import AdaptiveCadence, FixedCadence, goodput_of
 from jurymast.sim.faults import BUNDLED_TRACE, read_trace
 

@@ -19,9 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
-from jurymast.core.copies import ALL, MEMORY, PEER, Copies, Copy, Replication, holders, missing_replicas
-from jurymast.core.copies import plan_restore as restore_plan
-from jurymast.core.parity import keeping
+from jurymast.core.checkpoints.copies import (
+    ALL,
+    MEMORY,
+    PEER,
+    Copies,
+    Copy,
+    Replication,
+    holders,
+    missing_replicas,
+)
+from jurymast.core.checkpoints.copies import plan_restore as restore_plan
+from jurymast.core.checkpoints.parity import keeping
 
 NODES = (256, 2048, 12500)
 ROUNDS = 3

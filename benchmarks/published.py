@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import Row, Target
-from jurymast.core.failure_rate import DAY_S, mtbf_s, prior
-from jurymast.core.forecast import DURABLE_SHARE, Question, forecast, state_bytes
-from jurymast.core.optimum import goodput, linear_ettr, young_s
+from jurymast.core.planning.failure_rate import DAY_S, mtbf_s, prior
+from jurymast.core.planning.forecast import DURABLE_SHARE, Question, forecast, state_bytes
+from jurymast.core.planning.optimum import goodput, linear_ettr, young_s
+from jurymast.core.planning.spares import auto_spares
 from jurymast.core.settings import Settings
-from jurymast.core.spares import auto_spares
 from jurymast.report.plan import plan_view
 from jurymast.sim.cadences import cadence_factory
 from jurymast.sim.durations import Durations

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from jurymast.core import events as ev
-from jurymast.core.instructions import Instruction
-from jurymast.core.run import step, step_quietly
+from jurymast.core.run.instructions import Instruction
+from jurymast.core.run.machine import step, step_quietly
+from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
-from jurymast.core.state import RunState
 from jurymast.rundir import RunDirectory, sync_directory
 
 VERSION = 1
@@ -50,7 +50,7 @@ DIFFER: dict[type[ev.Event], frozenset[str]] = {
     ev.StacksTaken: frozenset({"t", "node", "ranks"}),
 }
 TOGETHER_MIN = 8  # of fewer each has its line
-# Most of what a journal has; see `core.run.step_quietly`.
+# Most of what a journal has; see `core.run.machine.step_quietly`.
 QUIET = {kind.__name__: kind for kind in (ev.WorkersStarted, ev.WorkersStopped)}
 _ALIKE = {
     kind: tuple(field.name for field in fields(kind) if field.name not in differ)

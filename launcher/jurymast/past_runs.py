@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.core import events as ev
-from jurymast.core.incident import Incident
-from jurymast.core.node_history import Departure, PastRun, Span
-from jurymast.core.run import step
-from jurymast.core.state import Node, Phase, Role, RunState
+from jurymast.core.nodes.history import Departure, PastRun, Span
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.machine import step
+from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import initial_state, read, take
 from jurymast.rundir import RunDirectory, write_atomically

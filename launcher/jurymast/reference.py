@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from jurymast.core.health import Verdict
+from jurymast.core.nodes.findings import Verdict
 
 DATA = Path(__file__).parent / "health" / "data"
 
@@ -18,7 +18,7 @@ DATA = Path(__file__).parent / "health" / "data"
 @dataclass(frozen=True)
 class Xid:
     """One code of NVIDIA's driver. `group` is the class of the table: application, informational, reset,
-    drain, decode, text or support; `kind` is one of `core.health.KINDS`."""
+    drain, decode, text or support; `kind` is one of `core.nodes.findings.KINDS`."""
 
     code: int
     group: str

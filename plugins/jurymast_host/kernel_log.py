@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jurymast.core.health import APPLICATION, HARDWARE, HOST, NOT_OBSERVABLE, STORAGE, Finding, Verdict
+from jurymast.core.nodes.findings import (
+    APPLICATION,
+    HARDWARE,
+    HOST,
+    NOT_OBSERVABLE,
+    STORAGE,
+    Finding,
+    Verdict,
+)
 from jurymast.health.probe import Context
 from jurymast.health.tables import xid_finding
 

@@ -1,9 +1,9 @@
 """Health probe: ports of InfiniBand and RoCE devices, and the ordinary network interfaces that a run uses.
 
-Everything comes from /sys/class/infiniband and /sys/class/net (kernel: Documentation/ABI/stable/
-sysfs-class-infiniband, testing/sysfs-class-net). Codes begin with "ib-" for ports, with "net-" for
-interfaces; `core.devices` goes by that. What was down when the job started is not this run's business, unless
-the user names it; a device that goes down is `suspect` while another one of its kind is up, so that the ranks
+Everything comes from /sys/class/infiniband and /sys/class/net (kernel: Documentation/ABI/stable/ sysfs-
+class-infiniband, testing/sysfs-class-net). Codes begin with "ib-" for ports, with "net-" for interfaces;
+`core.nodes.devices` goes by that. What was down when the job started is not this run's business, unless the
+user names it; a device that goes down is `suspect` while another one of its kind is up, so that the ranks
 can do without it, else `bad`.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jurymast.core import devices
-from jurymast.core.health import NETWORK, NOT_OBSERVABLE, Finding, Verdict
+from jurymast.core.nodes import devices
+from jurymast.core.nodes.findings import NETWORK, NOT_OBSERVABLE, Finding, Verdict
 from jurymast.health.probe import Context, Probe
 from jurymast.health.readings import Gains, number, text
 from jurymast.health.tables import threshold

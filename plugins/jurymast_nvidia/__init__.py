@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jurymast.core import health
-from jurymast.core.health import Finding, Verdict
+from jurymast.core.nodes import findings as health
+from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.health.probe import Context, Probe
 
 NAME = "nvidia"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pynvml
 
-from jurymast.core.health import Finding, Verdict
+from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.health.probe import Context
 from jurymast.health.tables import threshold, xid_finding
 from jurymast_nvidia import checks, nvml, visible

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jurymast.core.health import STORAGE, Finding, Verdict
+from jurymast.core.nodes.findings import STORAGE, Finding, Verdict
 from jurymast.health.probe import Context, Probe
 from jurymast.health.tables import threshold
 

@@ -11,7 +11,7 @@ import pytest
 
 from conformance.harness import LIMIT_S, Case, jurymast_run, torchrun_alone
 from jurymast.core import events as ev
-from jurymast.core.state import Phase
+from jurymast.core.run.state import Phase
 from support.runs import RunUnderTest, wait_gone
 from support.waiting import wait_until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.state import Role
+from jurymast.core.run.state import Role
 from support.runs import RunUnderTest, jurymast, local_run, result, wait_gone
 from support.saves import check_restores
 from support.waiting import wait_until
@@ -21,7 +21,7 @@ TRAIN = ("--steps", "160", "--step-time", "0.05", "--save-every", "10 steps")
 # On which nodes something is found says a directory with a file a node, which holds the verdict.
 PROBE = """
 from pathlib import Path
-from jurymast.core.health import Finding, Verdict
+from jurymast.core.nodes.findings import Finding, Verdict
 
 class Gauge:
     name, interval_s = "gauge", 0.1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.stacks import WAITING
+from jurymast.core.nodes.stacks import WAITING
 from support.runs import local_run, wait_gone
 
 pytestmark = pytest.mark.torch

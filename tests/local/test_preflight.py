@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.state import Role, RunState
+from jurymast.core.run.state import Role, RunState
 from support.runs import hosts, jurymast, local_run, processes_of, wait_gone
 
 pytestmark = pytest.mark.torch

@@ -15,8 +15,8 @@ import pytest
 
 from jurymast.agent.probing import Probing
 from jurymast.core import events as ev
-from jurymast.core.health import Finding
 from jurymast.core.messages import Health
+from jurymast.core.nodes.findings import Finding
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.health.probe import Context
 from jurymast.health.watcher import Watcher

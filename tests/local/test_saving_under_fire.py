@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jurymast.core.state import RunState
+from jurymast.core.run.state import RunState
 from support.runs import RunUnderTest, hosts, local_run, result, wait_gone
 from support.saves import check_restores
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jurymast.core.copies import ALL, MEMORY
+from jurymast.core.checkpoints.copies import ALL, MEMORY
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy
 from jurymast.keeper.manifest import Manifest

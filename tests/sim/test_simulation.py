@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.core.events import Event
-from jurymast.core.failure_rate import mtbf_s
-from jurymast.core.optimum import goodput
+from jurymast.core.planning.failure_rate import mtbf_s
+from jurymast.core.planning.optimum import goodput
 from jurymast.core.settings import Settings
 from jurymast.sim.cadences import FixedCadence, cadence_factory
 from jurymast.sim.durations import Durations, Parts

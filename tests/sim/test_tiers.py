@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.copies import MEMORY, SHARED
+from jurymast.core.checkpoints.copies import MEMORY, SHARED
 from jurymast.core.settings import Settings
 from jurymast.errors import UsageError
 from jurymast.sim.cadences import FixedCadence

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.cadence_regret import measure
 
-from jurymast.core.failure_rate import AFTER_REPAIR, MERGE_S
+from jurymast.core.planning.failure_rate import AFTER_REPAIR, MERGE_S
 from jurymast.errors import UsageError
 from jurymast.sim.cadences import FixedCadence, cadence_factory, goodput_of
 from jurymast.sim.durations import Durations

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.state import RunState, TierState
+from jurymast.core.run.state import RunState, TierState
 from support.fake_gpus import FakeGpus, build
 from support.runs import SCRIPTS, result
 from support.slurm_runs import SlurmRun, jurymast

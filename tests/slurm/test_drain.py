@@ -14,7 +14,7 @@ import pytest
 
 from jurymast.cli.find import find_run
 from jurymast.cluster.verdicts import verdict
-from jurymast.core.health import HARDWARE, Finding, Verdict
+from jurymast.core.nodes.findings import HARDWARE, Finding, Verdict
 from support.fake_gpus import FakeGpus, build
 from support.runs import SCRIPTS
 from support.slurm_runs import SlurmRun, forget_earlier_runs

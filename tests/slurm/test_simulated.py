@@ -12,11 +12,11 @@ from statistics import fmean, median, stdev
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.accounting import Account
-from jurymast.core.copies import PEER
-from jurymast.core.incident import Incident
-from jurymast.core.ledger import Ledger
-from jurymast.core.state import RunState
+from jurymast.core.checkpoints.copies import PEER
+from jurymast.core.goodput.accounting import Account
+from jurymast.core.goodput.ledger import Ledger
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.state import RunState
 from jurymast.journal import initial_state
 from jurymast.sim.cadences import FixedCadence
 from jurymast.sim.durations import POWER_LOSS, WORKER_KILL, Durations, Parts

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.incident import Incident
-from jurymast.core.state import RunState
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.state import RunState
 from support.slurm_runs import TRAIN, SlurmRun, jurymast, power_loss, submit, weights
 from support.waiting import wait_until
 from testcluster import Cluster

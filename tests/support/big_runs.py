@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import events as ev
-from jurymast.core.instructions import StopWorkers, Test
-from jurymast.core.state import Phase
+from jurymast.core.run.instructions import StopWorkers, Test
+from jurymast.core.run.state import Phase
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import endpoint
 from support.stories import START, Story

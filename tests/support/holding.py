@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from jurymast.core import messages as msg
-from jurymast.core.copies import LOCAL, MEMORY, OWN, PEER, Copies, Key, age
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, OWN, PEER, Copies, Key, age
 from support.reports import hello
 
 SLOTS = 2

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.foresight import Room
+from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import copies, manifest
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest

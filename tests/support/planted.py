@@ -5,19 +5,20 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from jurymast.core import copies as cp
 from jurymast.core import events as ev
-from jurymast.core import heartbeat, recovery, run
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import restore as restoring
 from jurymast.core.checkpoints.holders import spelled
+from jurymast.core.checkpoints.reach import Reach
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.effects import Send
-from jurymast.core.nodes import lateness
+from jurymast.core.nodes import heartbeat, lateness
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.watch import Watch
-from jurymast.core.reach import Reach
-from jurymast.core.state import RunState
+from jurymast.core.run import machine as run
+from jurymast.core.run import recovery
+from jurymast.core.run.state import RunState
 from jurymast.sim.cluster.agent import SimHost
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 

@@ -17,7 +17,7 @@ import psutil
 
 from jurymast.cli.find import find_run
 from jurymast.core import events as ev
-from jurymast.core.state import RunState
+from jurymast.core.run.state import RunState
 from jurymast.journal import events, read, replay
 from jurymast.rundir import RunDirectory
 from support.waiting import wait_until

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from jurymast.core import events as ev
-from jurymast.core.cadence import Schedule
+from jurymast.core.checkpoints.cadence import Schedule
 from support.runs import RunUnderTest
 
 

@@ -24,10 +24,10 @@ import re
 from dataclasses import dataclass, field
 
 from jurymast.core import events as ev
-from jurymast.core.incident import Incident
-from jurymast.core.instructions import RaiseAlert
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.instructions import RaiseAlert
+from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
-from jurymast.core.state import Phase, Role
 from support.findings import FINDINGS
 from support.stories import Story
 

@@ -1,7 +1,7 @@
 """Scripted runs without a cluster: events as the supervisor would feed them, answered as agents would.
 
-A `Story` drives `core.run.step` with a clock of its own, checks the state's invariants after every event,
-and can write the journal that a real supervisor would have written.
+A `Story` drives `core.run.machine.step` with a clock of its own, checks the state's invariants after every
+event, and can write the journal that a real supervisor would have written.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from jurymast.core import events as ev
-from jurymast.core.incident import Incident
-from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.run import step
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.run.machine import step
+from jurymast.core.run.state import Phase, RunState
 from jurymast.core.settings import RunPlan, Settings
-from jurymast.core.state import Phase, RunState
 from jurymast.journal import JournalWriter, initial_state
 from jurymast.rundir import RunDirectory
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
-from jurymast.core.accounting import CATEGORIES, PLACED, Account, to_us
-from jurymast.core.ledger import Ledger
-from jurymast.core.reliability import gamma_quantile, mtbf, poisson_below
-from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.goodput.accounting import CATEGORIES, PLACED, Account, to_us
+from jurymast.core.goodput.ledger import Ledger
+from jurymast.core.planning.reliability import gamma_quantile, mtbf, poisson_below
+from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.journal import initial_state
 from support.random_events import Moment, moments, next_event
 from support.stories import START, Story
@@ -180,7 +180,7 @@ def expected_node_time(events: list[ev.Event], state: RunState) -> tuple[int, in
 
     Follows the definition in the plainest way, node by node, with a fresh run of the state machine.
     """
-    from jurymast.core.run import step
+    from jurymast.core.run.machine import step
 
     allocated = queued = 0
     since: dict[str, int] = {}

@@ -12,9 +12,9 @@ from jurymast.core.agent.hearing import Hearing
 from jurymast.core.agent.link import Link
 from jurymast.core.agent.machine import PROBE_ANYWAY_S, AgentMachine
 from jurymast.core.agent.ranks import Ranks
-from jurymast.core.cadence import Schedule
+from jurymast.core.checkpoints.cadence import Schedule
 from jurymast.core.endpoint import Endpoint
-from jurymast.core.heartbeat import ANSWER_INTERVAL_S, BEATS, FACTOR, KNOWN_AFTER
+from jurymast.core.nodes.heartbeat import ANSWER_INTERVAL_S, BEATS, FACTOR, KNOWN_AFTER
 from support.node_model import launch, plan
 
 PATIENCE_S = 3.0

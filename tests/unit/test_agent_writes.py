@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jurymast.core import copies as cp
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.writes import Writes
+from jurymast.core.checkpoints import copies as cp
 from support.node_model import launch
 
 

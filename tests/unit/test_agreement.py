@@ -10,11 +10,11 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.agreement import HOLD_S, MARGIN_BEATS, SAMPLE_S, Agreement
 from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.messages import Beat, CadenceReport
-from jurymast.core.run import step as take
+from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
+from jurymast.core.run.machine import step as take
+from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import RunPlan, Settings
-from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.report.cadence import cadence_json, cadence_lines
 from support.reports import reported
 

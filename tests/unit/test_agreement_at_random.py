@@ -17,13 +17,13 @@ from jurymast.agent.ranks import RankMemory
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.cadence import NEVER, Schedule
 from jurymast.core.checkpoints.agreement import Agreement
+from jurymast.core.checkpoints.cadence import NEVER, Schedule
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.messages import Beat, CadenceReport
-from jurymast.core.run import step as take
+from jurymast.core.run.machine import step as take
+from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
-from jurymast.core.state import Node, Phase, Role, RunState
 from jurymast.worker.link import Link, open_page
 from jurymast.worker.schedule import Follower
 from support.reports import reported

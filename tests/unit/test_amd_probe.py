@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.core.health import HARDWARE, Verdict
+from jurymast.core.nodes.findings import HARDWARE, Verdict
 from jurymast.health.probe import Context, Probe
 from jurymast_amd import AmdProbe, gpus
 from support.sysfs_trees import Sysfs

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from jurymast.core.attribution import attribute, describe_exit, is_communication
 from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
+from jurymast.core.run.attribution import attribute, describe_exit, is_communication
 
 
 def failed(rank: int, exit_code: int = 1, error: str = "", message: str = "", node: str = "") -> WorkerFailed:

@@ -11,16 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jurymast.core import attribution, clues, recovery, run
 from jurymast.core import events as ev
-from jurymast.core.blame import HOUR_S, PER_HOUR, acts, escalated
-from jurymast.core.causes import CAUSES, FROM_FINDINGS
-from jurymast.core.clues import exception_class
-from jurymast.core.health import Finding, Verdict
-from jurymast.core.instructions import Instruction, RaiseAlert, Requeue, StopWorkers
-from jurymast.core.run import step
+from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.run import attribution, clues, recovery
+from jurymast.core.run import machine as run
+from jurymast.core.run.blame import HOUR_S, PER_HOUR, acts, escalated
+from jurymast.core.run.causes import CAUSES, FROM_FINDINGS
+from jurymast.core.run.clues import exception_class
+from jurymast.core.run.instructions import Instruction, RaiseAlert, Requeue, StopWorkers
+from jurymast.core.run.machine import step
+from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
-from jurymast.core.state import Phase, Role
 from jurymast.journal import initial_state
 from jurymast.report.layout import render
 from jurymast.report.liveness import Liveness

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.cadence import (
+from jurymast.core.checkpoints.cadence import (
     DURABLE_SHARE_ALONE,
     HYSTERESIS,
     best_interval_s,
@@ -22,13 +22,13 @@ from jurymast.core.cadence import (
     why_interval,
 )
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.durable import IDLE_SHARE, durable_every_s
+from jurymast.core.checkpoints.durable import IDLE_SHARE, durable_every_s
 from jurymast.core.effects import Effect, Send
-from jurymast.core.forecast import DURABLE_SHARE
-from jurymast.core.incident import Incident
-from jurymast.core.optimum import Saving, async_goodput
+from jurymast.core.planning.forecast import DURABLE_SHARE
+from jurymast.core.planning.optimum import Saving, async_goodput
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.state import Node, Phase, RunState
 from jurymast.core.settings import Settings
-from jurymast.core.state import Node, Phase, RunState
 from support.reports import hello
 
 HOUR_S = 3600.0

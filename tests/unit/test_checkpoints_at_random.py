@@ -13,13 +13,13 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.copies import LOCAL, MEMORY, Key
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, Key
+from jurymast.core.checkpoints.reach import PAUSE_MAX_S
 from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.instructions import Launch
-from jurymast.core.reach import PAUSE_MAX_S
-from jurymast.core.run import step
+from jurymast.core.run.instructions import Launch
+from jurymast.core.run.machine import step
+from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
-from jurymast.core.state import Node, Phase, Role, RunState
 from support.holding import Agent, Nodes, report
 
 ACTIVE = 3

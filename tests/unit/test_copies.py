@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core import copies as cp
-from jurymast.core.copies import (
+from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.copies import (
     ALL,
     COMMON,
     COMMON_SOURCES,

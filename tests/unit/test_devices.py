@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from jurymast.agent.around import Around, interfaces, rdma_ports
-from jurymast.core.devices import leave_out, lets_through, names, work_around
-from jurymast.core.health import HARDWARE, NETWORK, Finding, Verdict
 from jurymast.core.messages import Health
+from jurymast.core.nodes.devices import leave_out, lets_through, names, work_around
+from jurymast.core.nodes.findings import HARDWARE, NETWORK, Finding, Verdict
 from support.sysfs_trees import Sysfs
 
 PORTS = [f"mlx5_{number}:1" for number in (*range(4), 10)]

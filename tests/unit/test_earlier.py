@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.earlier import parse_accounting, watched_in, with_earlier
-from jurymast.core.failure_rate import DAY_S, FailureRate, Watched, learned_before, node_rate, prior
-from jurymast.core.node_history import PastRun, Span
+from jurymast.core.nodes.history import PastRun, Span
+from jurymast.core.planning.failure_rate import DAY_S, FailureRate, Watched, learned_before, node_rate, prior
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.journal import initial_state
 

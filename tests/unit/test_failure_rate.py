@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core.failure_rate import (
+from jurymast.core.planning.failure_rate import (
     DAY_S,
     HALF_LIFE_DAYS,
     FailureRate,
@@ -19,8 +19,8 @@ from jurymast.core.failure_rate import (
     mtbf_s,
     prior,
 )
-from jurymast.core.incident import Incident
-from jurymast.core.reliability import gamma_below, gamma_quantile, poisson_below
+from jurymast.core.planning.reliability import gamma_below, gamma_quantile, poisson_below
+from jurymast.core.run.incident import Incident
 
 
 def test_gamma_at_shapes_that_are_no_whole_numbers() -> None:

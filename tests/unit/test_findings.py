@@ -12,7 +12,7 @@ import pytest
 
 from jurymast.agent.probing import OFFSETS, Probing
 from jurymast.core import messages as msg
-from jurymast.core.health import Finding
+from jurymast.core.nodes.findings import Finding
 from jurymast.health.probe import Context
 from jurymast.health.watcher import WEDGED
 from jurymast_host import HostProbe

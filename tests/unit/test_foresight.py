@@ -12,10 +12,10 @@ from jurymast.checkpoint.image import Drafter
 from jurymast.checkpoint.state import State
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.foresight import Foreseen, Need, Room, needs
+from jurymast.core.checkpoints.parity import Keeping, keeping
 from jurymast.core.checkpoints.shortages import Shortages
 from jurymast.core.effects import Record
-from jurymast.core.foresight import Foreseen, Need, Room, needs
-from jurymast.core.parity import Keeping, keeping
 
 GIB = 1 << 30
 NODES = ("n1", "n2")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from jurymast.cluster.earlier import with_earlier
 from jurymast.core import events as ev
-from jurymast.core.failure_rate import AFTER_REPAIR, DAY_S, FailureRate, counted, prior
-from jurymast.core.frailty import Frail, frail_nodes, more_exposure
-from jurymast.core.instructions import Launch
-from jurymast.core.node_history import Departure, PastRun, Span, comebacks, first_days, history
+from jurymast.core.nodes.frailty import Frail, frail_nodes, more_exposure
+from jurymast.core.nodes.history import Departure, PastRun, Span, comebacks, first_days, history
+from jurymast.core.planning.failure_rate import AFTER_REPAIR, DAY_S, FailureRate, counted, prior
+from jurymast.core.run.instructions import Launch
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.journal import initial_state
 from jurymast.past_runs import past_runs
@@ -216,7 +216,7 @@ def test_who_was_drained_by_hand_did_not_fail() -> None:
 
 
 def test_a_placed_one_shortens_the_expected_time_between_failures() -> None:
-    from jurymast.core.recovery import expected_mtbf_s
+    from jurymast.core.run.recovery import expected_mtbf_s
 
     plain = Story(active=2, spares=0).allocated()
     story = Story(active=2, spares=0)

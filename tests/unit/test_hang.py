@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jurymast.core.hang import (
+from jurymast.core.nodes.silence import (
     BLOCKED_S,
     BUSY_BYTES,
     BUSY_FLOOR_S,
@@ -26,7 +26,7 @@ from jurymast.core.hang import (
     judge,
     works,
 )
-from jurymast.core.stacks import BACKWARD, BLOCKED, CODE, COLLECTIVE, LOADER, Stand
+from jurymast.core.nodes.stacks import BACKWARD, BLOCKED, CODE, COLLECTIVE, LOADER, Stand
 
 AUTO = HangLimits(fixed_s=None, start_s=1800.0)
 VIEW = RankView(

@@ -11,7 +11,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record
-from jurymast.core.health import KINDS, Finding, Verdict
+from jurymast.core.nodes.findings import KINDS, Finding, Verdict
 from jurymast.core.nodes.health import Health
 from jurymast.errors import PolicyError
 from jurymast.health.probe import Context

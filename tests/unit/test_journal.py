@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.instructions import Finish
+from jurymast.core.run.instructions import Finish
+from jurymast.core.run.state import Phase
 from jurymast.core.settings import RunPlan
-from jurymast.core.state import Phase
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import VERSION, Follower, JournalWriter, events, read, read_file, replay
 from jurymast.report.tail import JournalTail

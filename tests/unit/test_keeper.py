@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.foresight import Room
+from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import loans, scrub
 from jurymast.keeper.buffers import ROUND_BYTES, Buffer
 from jurymast.keeper.keeper import Keeper

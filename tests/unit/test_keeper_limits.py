@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.foresight import Room
+from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import limits
 from jurymast.keeper.buffers import ROUND_BYTES, Buffer
 from jurymast.keeper.limits import Refused

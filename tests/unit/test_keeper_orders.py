@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.copies import ALL
+from jurymast.core.checkpoints.copies import ALL
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copy
 from jurymast.keeper.keeper import Keeper

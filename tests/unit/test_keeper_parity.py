@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.foresight import Room
+from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import parity
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.keeper import Keeper

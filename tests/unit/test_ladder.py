@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch
-from jurymast.core.run import HANG_PATIENCE
+from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch
+from jurymast.core.run.machine import HANG_PATIENCE
+from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Budget, Settings
-from jurymast.core.state import Phase, Role
 from support.stories import Story
 
 

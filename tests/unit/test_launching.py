@@ -8,12 +8,12 @@ from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.copies import ALL, MEMORY, Copies, Copy
+from jurymast.core.checkpoints.copies import ALL, MEMORY, Copies, Copy
 from jurymast.core.effects import Effect, Fence, Send
-from jurymast.core.heartbeat import rejoin_limit_s
-from jurymast.core.instructions import Launch
+from jurymast.core.nodes.heartbeat import rejoin_limit_s
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S
-from jurymast.core.state import Phase, Role
+from jurymast.core.run.instructions import Launch
+from jurymast.core.run.state import Phase, Role
 from jurymast.core.supervision import launching
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import JournalWriter

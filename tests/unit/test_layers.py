@@ -29,8 +29,8 @@ def test_the_layers_hold() -> None:
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [
-        ("core/run.py", "import subprocess", "core decides, and touches nothing"),
-        ("core/cadence.py", "import jurymast.journal", "imports go downwards only"),
+        ("core/run/machine.py", "import subprocess", "core decides, and touches nothing"),
+        ("core/checkpoints/cadence.py", "import jurymast.journal", "imports go downwards only"),
         ("cluster/batch.py", "from jurymast.supervisor import clock", "imports go downwards only"),
         ("report/words.py", "import torch", "the agent, the supervisor and the commands start without torch"),
     ],

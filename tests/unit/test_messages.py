@@ -21,14 +21,14 @@ from jurymast.cluster.allocation import Allocation
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.cadence import Schedule
-from jurymast.core.flight import Entered
-from jurymast.core.foresight import Room
-from jurymast.core.health import Finding, Verdict
-from jurymast.core.preflight import Alone
+from jurymast.core.checkpoints.cadence import Schedule
+from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.nodes.flight import Entered
+from jurymast.core.nodes.stacks import Stand
+from jurymast.core.nodes.tests import Alone
+from jurymast.core.run.state import Alert
 from jurymast.core.settings import RunPlan
-from jurymast.core.stacks import Stand
-from jurymast.core.state import Alert
 from jurymast.journal import JournalWriter, events, read
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import Door

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
-from jurymast.core.failure_rate import DAY_S
-from jurymast.core.node_history import (
+from jurymast.core.nodes.history import (
     BURST_NODES,
     BURST_S,
     STRIKES_MAX,
@@ -24,6 +23,7 @@ from jurymast.core.node_history import (
     Span,
     history,
 )
+from jurymast.core.planning.failure_rate import DAY_S
 from jurymast.past_runs import forgive, forgiven_nodes, past_runs, summary_file
 from support.stories import START, Story
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.core import copies as cp
-from jurymast.core import parity
-from jurymast.core.copies import ALL, COMMON, MEMORY, OWN, PEER, Copies, Copy, Member, Source
-from jurymast.core.parity import Keeping, keeping
+from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints import parity
+from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Copies, Copy, Member, Source
+from jurymast.core.checkpoints.parity import Keeping, keeping
 
 KEY = (10, 1)
 SIZE, COMMON_SIZE = 1000, 600

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jurymast.cli.main import main
 from jurymast.cli.plan import command
-from jurymast.core.failure_rate import prior
-from jurymast.core.forecast import Question, forecast, goodput_at
+from jurymast.core.planning.failure_rate import prior
+from jurymast.core.planning.forecast import Question, forecast, goodput_at
 from jurymast.report.layout import render
 from jurymast.report.plan import plan_view
 from jurymast.report.plan_html import page

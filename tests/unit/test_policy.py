@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.core.planning.spares import auto_spares
 from jurymast.core.settings import Budget, Settings
-from jurymast.core.spares import auto_spares
 from jurymast.errors import PolicyError
 from jurymast.policy import values
 from jurymast.policy.load import file_layers, pairs_layer, site_layers

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from jurymast.cli.main import main
-from jurymast.core.instructions import Launch
+from jurymast.core.run.instructions import Launch
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.policy.load import file_layers
 from jurymast.policy.resolve import Resolved, resolve

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
-from jurymast.core import instructions as ins
-from jurymast.core.health import Verdict
-from jurymast.core.preflight import (
+from jurymast.core.nodes.findings import Verdict
+from jurymast.core.nodes.tests import (
     AUTO_LIMIT_S,
     ROUNDS_MAX,
     Alone,
@@ -21,9 +20,10 @@ from jurymast.core.preflight import (
     limit_s,
     next_round,
 )
-from jurymast.core.run import resume
+from jurymast.core.run import instructions as ins
+from jurymast.core.run.machine import resume
+from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
-from jurymast.core.state import Phase, Role
 from support.stories import Story
 
 LATENCY, TRANSFER = "gloo latency", "gloo transfer"

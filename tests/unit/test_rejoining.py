@@ -6,7 +6,7 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.state import Phase
+from jurymast.core.run.state import Phase
 from support.site import Site
 from support.stories import Story
 

@@ -14,8 +14,8 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.messages import Condition
+from jurymast.core.run.state import Alert
 from jurymast.core.settings import Settings
-from jurymast.core.state import Alert
 from jurymast.journal import FileTail
 from jurymast.report import follow, gantt
 from jurymast.report.follow import Follower, Progress, end_lines, wait
@@ -392,7 +392,7 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
 
 
 def test_coarse_intervals_keep_order_and_gaps() -> None:
-    from jurymast.core.accounting import Interval
+    from jurymast.core.goodput.accounting import Interval
 
     marks = [(0, 10, "step"), (10, 11, "rework"), (11, 30, "step"), (60, 99, "hang")]
     fine = [Interval(*mark) for mark in marks]

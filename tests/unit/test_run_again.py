@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jurymast.core import events as ev
-from jurymast.core.instructions import Launch, StopWorkers
-from jurymast.core.state import Phase
+from jurymast.core.run.instructions import Launch, StopWorkers
+from jurymast.core.run.state import Phase
 from support.stories import Story
 
 

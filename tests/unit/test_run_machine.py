@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
-from jurymast.core.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.recovery import not_stopped
-from jurymast.core.run import resume, step
-from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.run.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.run.machine import resume, step
+from jurymast.core.run.recovery import not_stopped
+from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.journal import initial_state
 from support.random_events import NODES, Moment, moments, next_event
 from support.stories import START, Story

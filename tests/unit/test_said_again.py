@@ -3,13 +3,13 @@ twice."""
 
 from __future__ import annotations
 
-from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
+from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.effects import Answer, Effect, Record, Send
-from jurymast.core.state import Phase
+from jurymast.core.run.state import Phase
 from jurymast.core.supervision.machine import Supervision
 from support.reports import hello
 from support.stories import Story

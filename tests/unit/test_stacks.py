@@ -21,9 +21,8 @@ from jurymast.agent.ranks import process_state
 from jurymast.agent.stacks import Stacks
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core import stacks
-from jurymast.core.settings import RunPlan
-from jurymast.core.stacks import (
+from jurymast.core.nodes import stacks
+from jurymast.core.nodes.stacks import (
     BACKWARD,
     BLOCKED,
     CODE,
@@ -41,6 +40,7 @@ from jurymast.core.stacks import (
     place,
     stand,
 )
+from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder
 from jurymast.worker import stack_signal
 from support.stories import Story

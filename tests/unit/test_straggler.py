@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.core import events as ev
-from jurymast.core import straggler
 from jurymast.core.effects import Effect, Record, SaveFirst
-from jurymast.core.instructions import RaiseAlert
 from jurymast.core.messages import beat_of
+from jurymast.core.nodes import slowness as straggler
+from jurymast.core.nodes.slowness import Mean, Slow, Timed, Windows, slowest
 from jurymast.core.nodes.stragglers import Stragglers
+from jurymast.core.run.instructions import RaiseAlert
+from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
-from jurymast.core.state import Phase, Role
-from jurymast.core.straggler import Mean, Slow, Timed, Windows, slowest
 from jurymast.worker.link import SLOT_BYTES, Link, read_slot
 from support.stories import Story
 

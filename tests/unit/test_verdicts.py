@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from jurymast.cluster import verdicts as written
-from jurymast.core.health import HARDWARE, Finding
-from jurymast.core.health import Verdict as Grade
+from jurymast.core.nodes.findings import HARDWARE, Finding
+from jurymast.core.nodes.findings import Verdict as Grade
 from jurymast.errors import ClusterUnavailableError
 from jurymast_site.healthcheck import Look, confirming, parsed
 from jurymast_site.system import Failed

@@ -8,8 +8,8 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
-from jurymast.core.heartbeat import ANSWER_INTERVAL_S, KNOWN_AFTER, LIMIT_MAX_S, LOYAL_S, rejoin_limit_s
 from jurymast.core.messages import beat_of
+from jurymast.core.nodes.heartbeat import ANSWER_INTERVAL_S, KNOWN_AFTER, LIMIT_MAX_S, LOYAL_S, rejoin_limit_s
 from jurymast.core.nodes.heirs import HEIRS, LOOK_EVERY_S
 from jurymast.core.nodes.lateness import TOLD_S
 from jurymast.core.nodes.watch import (
@@ -24,8 +24,8 @@ from jurymast.core.nodes.watch import (
     WATCH_INTERVAL_S,
     Watch,
 )
+from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
-from jurymast.core.state import Node, Phase, Role, RunState
 from support.reports import reported
 
 NAMES = ("n1", "n2", "n3")

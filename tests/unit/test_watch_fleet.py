@@ -18,8 +18,8 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.effects import Answer, Disconnect, Effect, Record
-from jurymast.core.heartbeat import LIMIT_MAX_S, UNKNOWN_BEATS, patience_s, rejoin_limit_s
 from jurymast.core.messages import beat_of
+from jurymast.core.nodes.heartbeat import LIMIT_MAX_S, UNKNOWN_BEATS, patience_s, rejoin_limit_s
 from jurymast.core.nodes.watch import (
     MANY_LIMIT_S,
     RECONNECT_GRACE_S,
@@ -27,8 +27,8 @@ from jurymast.core.nodes.watch import (
     STEADY_INTERVAL_S,
     Watch,
 )
+from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
-from jurymast.core.state import Node, Phase, Role, RunState
 
 SEEDS = range(40)
 START, HEARTBEAT_S = 1000.0, 0.5

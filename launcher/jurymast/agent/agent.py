@@ -25,9 +25,9 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
-from jurymast.core.heartbeat import beat_every_s
 from jurymast.core.message import Strange
 from jurymast.core.messages import beat_of
+from jurymast.core.nodes.heartbeat import beat_every_s
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
 from jurymast.wire.strangers import Strangers

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jurymast.core import devices
 from jurymast.core import messages as msg
-from jurymast.core.devices import WorkAround, work_around
-from jurymast.core.health import NETWORK, Finding, Verdict
+from jurymast.core.nodes import devices
+from jurymast.core.nodes.devices import WorkAround, work_around
+from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
 
 WORKED_AROUND = "worked-around"
 

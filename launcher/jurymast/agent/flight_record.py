@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jurymast.core.flight import Entered, entered
+from jurymast.core.nodes.flight import Entered, entered
 
 RECORD_BYTES_MAX = 64 << 20
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jurymast.core import copies as cp
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.foresight import Room
+from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.settings import RunPlan
 from jurymast.errors import never
 from jurymast.keeper.keeper import Keeper

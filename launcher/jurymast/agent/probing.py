@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from jurymast.core import messages as msg
-from jurymast.core.health import HOST, NOT_OBSERVABLE, Finding, Verdict
+from jurymast.core.nodes.findings import HOST, NOT_OBSERVABLE, Finding, Verdict
 from jurymast.core.settings import RunPlan
 from jurymast.health.probe import Context, granted_gpus
 from jurymast.health.watcher import Watcher, names_to_ask

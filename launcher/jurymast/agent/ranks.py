@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.hang import IDLE_SHARE
 from jurymast.core.messages import CadenceReport, RankReport, Times
+from jurymast.core.nodes.silence import IDLE_SHARE
 from jurymast.worker.link import SLOT_BYTES, Beat, read_slot
 from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.core import messages as msg
-from jurymast.core.preflight import LOCAL, Alone, limit_s
+from jurymast.core.nodes.tests import LOCAL, Alone, limit_s
 from jurymast.core.settings import RunPlan
 
 # Slurm may grant devices that no driver stands behind.

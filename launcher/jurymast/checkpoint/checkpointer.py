@@ -16,7 +16,7 @@ from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import State
 from jurymast.checkpoint.tier import Candidate, Saved, Source, Tier
 from jurymast.core import within
-from jurymast.core.cadence import (
+from jurymast.core.checkpoints.cadence import (
     NEVER,
     Cadence,
     first_interval_s,
@@ -25,7 +25,7 @@ from jurymast.core.cadence import (
     parse_cadence,
     young_interval_s,
 )
-from jurymast.core.failure_rate import default_mtbf_s
+from jurymast.core.planning.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError, RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.worker import link

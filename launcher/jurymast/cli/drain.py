@@ -13,7 +13,7 @@ from jurymast.core.nearest import did_you_mean
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
-    from jurymast.core.state import RunState
+    from jurymast.core.run.state import RunState
 
 
 @click.command()
@@ -42,7 +42,7 @@ def command(run: str, node: str, runs: Path | None) -> None:
 
 def what_follows(state: RunState, node: str) -> str:
     """In words, as the restart ladder decides it when the ranks stand still."""
-    from jurymast.core.state import Role
+    from jurymast.core.run.state import Role
 
     if node not in state.placement:
         return "it has no ranks"

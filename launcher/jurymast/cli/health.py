@@ -91,7 +91,7 @@ async def _watch(watcher: Watcher) -> None:
 
 
 def _view(watcher: Watcher, node: str) -> dict[str, Any]:
-    from jurymast.core.health import Verdict
+    from jurymast.core.nodes.findings import Verdict
 
     findings = watcher.findings()
     verdicts = {finding.verdict for finding in findings}

@@ -18,7 +18,7 @@ from jurymast.cli.options import (
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
-    from jurymast.core.forecast import Question
+    from jurymast.core.planning.forecast import Question
     from jurymast.policy.resolve import Resolved
 
 POSITIVE = click.FloatRange(min=0.0, min_open=True)
@@ -58,7 +58,7 @@ def command(
     policy: Path | None, figures: Path | None, html: Path | None, as_json: bool, **given: Any
 ) -> None:
     """Tell how often a run will fail, how often to save, how many spares it needs, and what remains."""
-    from jurymast.core.forecast import forecast
+    from jurymast.core.planning.forecast import forecast
     from jurymast.report.assumed import restart_lines
     from jurymast.report.plan import plan_view
     from jurymast.sim.measured import read_measured
@@ -87,8 +87,8 @@ def command(
 def _question(policy: Resolved, given: dict[str, Any]) -> Question:
     """What was said on the command line, then in the policy. Raises UsageError for a policy that cannot be
     planned for."""
-    from jurymast.core.failure_rate import prior
-    from jurymast.core.forecast import Question
+    from jurymast.core.planning.failure_rate import prior
+    from jurymast.core.planning.forecast import Question
 
     settings = policy.settings()
     if settings.cadence_steps is not None:

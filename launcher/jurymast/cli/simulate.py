@@ -117,7 +117,7 @@ def command(
     nodes: int, days: float, seeds: int, policy: Path | None, html: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Run the state machine, the cadence and the accounting through simulated failures."""
-    from jurymast.core.spares import auto_spares
+    from jurymast.core.planning.spares import auto_spares
     from jurymast.report.assumed import simulated_lines
     from jurymast.report.simulate_text import simulate_blocks
     from jurymast.sim.cadences import cadence_factory
@@ -225,7 +225,7 @@ def _durations(measured: Measured, nodes: int, settings: Settings, options: dict
 
 def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tuple[float, str, Draw]:
     """The rate, what to call the faults, and how to draw them for a number of nodes."""
-    from jurymast.core.failure_rate import PRIOR_RATE
+    from jurymast.core.planning.failure_rate import PRIOR_RATE
     from jurymast.sim.faults import FaultModel, parse_patterns, read_trace
 
     if options["trace"] is not None:

@@ -8,9 +8,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from jurymast.core.failure_rate import AFTER_REPAIR, DAY_S, Watched, learned_before, prior
-from jurymast.core.frailty import frail_nodes, more_exposure
-from jurymast.core.node_history import PastRun, comebacks, history
+from jurymast.core.nodes.frailty import frail_nodes, more_exposure
+from jurymast.core.nodes.history import PastRun, comebacks, history
+from jurymast.core.planning.failure_rate import AFTER_REPAIR, DAY_S, Watched, learned_before, prior
 from jurymast.core.settings import RunPlan
 from jurymast.past_runs import forgiven_nodes, past_runs
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from jurymast.cluster.allocation import run_command
-from jurymast.core.node_history import NodeRecord, history
+from jurymast.core.nodes.history import NodeRecord, history
 from jurymast.core.settings import Avoided, RunPlan
 from jurymast.errors import ClusterUnavailableError
 from jurymast.past_runs import forgiven_nodes, past_runs

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from jurymast.cluster.gpus import ranks_per_node
 from jurymast.cluster.sbatch_options import CommandLine, Given
+from jurymast.core.planning.spares import auto_spares
 from jurymast.core.settings import RunPlan
-from jurymast.core.spares import auto_spares
 from jurymast.errors import ScriptError, UsageError
 from jurymast.policy.resolve import Resolved
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.cluster.allocation import COMMAND_LIMIT_S
-from jurymast.core.health import Finding
+from jurymast.core.nodes.findings import Finding
 from jurymast.errors import ClusterUnavailableError
 from jurymast.rundir import write_atomically
 

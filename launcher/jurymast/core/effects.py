@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jurymast.core.events import Event
-from jurymast.core.instructions import Instruction
 from jurymast.core.message import ToAgent
+from jurymast.core.run.instructions import Instruction
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Record:
-    """The event goes into the journal, and `core.run` decides what follows from it. Never leaves
+    """The event goes into the journal, and `core.run.machine` decides what follows from it. Never leaves
     `core.supervision`."""
 
     event: Event

@@ -193,7 +193,8 @@ class Saved(Event):
     """A checkpoint of `step` is complete in `tier`, or (`ok` False) was not saved.
 
     `stall_s` is how long the training stood still for it; `copied` says that agents copied it there from
-    memory while the training went on. Of a run that is no longer young not each is told: see `core.telling`.
+    memory while the training went on. Of a run that is no longer young not each is told: see
+    `core.run.telling`.
     """
 
     attempt: int
@@ -312,7 +313,8 @@ class CadenceSet(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthFound(Event):
-    """A probe's finding on a node; the fields are `core.health.Finding`'s, `at` seconds since the epoch."""
+    """A probe's finding on a node: the fields of `core.nodes.findings.Finding`, `at` in seconds since the
+    epoch."""
 
     node: str
     probe: str
@@ -360,9 +362,9 @@ class Straggling(Event):
 @dataclass(frozen=True, kw_only=True)
 class StacksTaken(Event):
     """Where the ranks of a node stood just before they were stopped for a hang: for each of `ranks` the kind
-    of place (see `core.stacks`) and its description. `records` are the ranks whose flight recorder has
+    of place (see `core.nodes.stacks`) and its description. `records` are the ranks whose flight recorder has
     written what collectives it saw, `recorded` tells whether any was asked to, and `flights` what those say
-    (`core.flight.Entered`, as JSON). All of it is in `folder`."""
+    (`core.nodes.flight.Entered`, as JSON). All of it is in `folder`."""
 
     node: str
     attempt: int

@@ -7,8 +7,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jurymast.core.incident import Incident
-from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.demo.local_run import LocalRun, Wanted
 from jurymast.demo.losses import ASCII_BLOCKS, BLOCKS, LossCurve, blocks
 from jurymast.demo.screen import Screen

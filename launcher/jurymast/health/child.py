@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jurymast.core.health import Finding, Verdict
+from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.health import discover
 from jurymast.health.probe import Context, Probe
 from jurymast.health.tables import threshold

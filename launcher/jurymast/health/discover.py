@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
 
-from jurymast.core.health import HOST, Finding, Verdict
+from jurymast.core.nodes.findings import HOST, Finding, Verdict
 from jurymast.health.probe import ENTRY_POINTS, Context, Probe
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from jurymast.core.health import Finding
+from jurymast.core.nodes.findings import Finding
 
 # [project.entry-points."jurymast.probes"]  NAME = "package:function"; function(context) -> Probe | None
 ENTRY_POINTS = "jurymast.probes"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jurymast.core import health
-from jurymast.core.health import Finding, Verdict
 from jurymast.core.nearest import did_you_mean
+from jurymast.core.nodes import findings as health
+from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.health.probe import Context
 from jurymast.reference import Xid, recovery_actions, thresholds, xids
 

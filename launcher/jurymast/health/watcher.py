@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from jurymast.core.health import HOST, STORAGE, Finding, Verdict
+from jurymast.core.nodes.findings import HOST, STORAGE, Finding, Verdict
 from jurymast.health.discover import installed
 from jurymast.health.probe import Context
 from jurymast.health.readings import stands_in, waits_for_storage

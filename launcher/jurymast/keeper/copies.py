@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jurymast.core import messages as msg
-from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
 from jurymast.keeper.private import NotOurs, check_private, open_own

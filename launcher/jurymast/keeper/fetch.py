@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import xxhash
 
-from jurymast.core.copies import ALL, LOCAL
+from jurymast.core.checkpoints.copies import ALL, LOCAL
 from jurymast.core.message import Strange
 from jurymast.core.messages.keepers import (
     BytesFollow,

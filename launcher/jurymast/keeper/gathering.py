@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jurymast.core import messages as msg
-from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import parity
 from jurymast.keeper.copies import Copies, Copy, Group, Key

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jurymast.core import messages as msg
-from jurymast.core.copies import ALL, LOCAL, MEMORY, PEER
-from jurymast.core.foresight import Room
+from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import limits, scrub
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy, Key, local_copies

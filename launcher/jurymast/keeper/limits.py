@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from jurymast.core.foresight import Room
+from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.texts import size as size
 
 RESERVE_SHARE = 0.05

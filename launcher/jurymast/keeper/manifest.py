@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from jurymast.core.copies import COMMON, OWN
+from jurymast.core.checkpoints.copies import COMMON, OWN
 
 FORMAT = 1
 BLOCK_BYTES = 16 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from jurymast.core.foresight import Room
+from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper.buffers import Buffer, round_up
 from jurymast.keeper.limits import Refused
 from jurymast.keeper.threads import in_thread

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from jurymast.core.copies import ALL, PEER
+from jurymast.core.checkpoints.copies import ALL, PEER
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Block, Group, Key, blocks_of
 from jurymast.keeper.fetch import Filling

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jurymast.core import messages as msg
-from jurymast.core.copies import ALL, MEMORY, PEER
+from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.keeper import limits, parity
 from jurymast.keeper.copies import Copy, Group, Key
 from jurymast.keeper.fetch import Filling

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
-from jurymast.core.copies import ALL, MEMORY, PEER
+from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.keeper import limits
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copy, Key

@@ -2,7 +2,7 @@
 
 JSON lines. In: {"do": "alone"} or {"do": "group", "name", "host", "port", "rank", "world", "limit_s"}. Out:
 {"said": "ready", "port"} once torch is there, then an answer an order, {"said": "done", "times", "wrong",
-"error"}; see `core.preflight.Alone` for the last three. It ends with its standard input.
+"error"}; see `core.nodes.tests.Alone` for the last three. It ends with its standard input.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jurymast.core.cadence import NEVER, Schedule, cost_if, next_save_step
-from jurymast.core.copies import SHARED
-from jurymast.core.durable import IDLE_SHARE, durable_every_s
-from jurymast.core.failure_rate import failure_times
-from jurymast.core.optimum import Saving
-from jurymast.core.recovery import failure_rate
+from jurymast.core.checkpoints.cadence import NEVER, Schedule, cost_if, next_save_step
+from jurymast.core.checkpoints.copies import SHARED
+from jurymast.core.checkpoints.durable import IDLE_SHARE, durable_every_s
+from jurymast.core.planning.failure_rate import failure_times
+from jurymast.core.planning.optimum import Saving
+from jurymast.core.run.recovery import failure_rate
+from jurymast.core.run.state import Phase, RunState
 from jurymast.core.settings import RunPlan
-from jurymast.core.state import Phase, RunState
 from jurymast.report.words import count, duration
 
 LEVEL = 0.95

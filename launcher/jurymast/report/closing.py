@@ -8,8 +8,8 @@ import time
 
 from jurymast import __version__
 from jurymast.core import events as ev
-from jurymast.core.run import step
-from jurymast.core.state import RunState
+from jurymast.core.run.machine import step
+from jurymast.core.run.state import RunState
 from jurymast.journal import JournalWriter, first_events, replay
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.wire.endpoint import claim_epoch

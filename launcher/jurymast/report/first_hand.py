@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jurymast.core.state import RunState
+from jurymast.core.run.state import RunState
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import find

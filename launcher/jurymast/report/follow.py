@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from jurymast.core.state import RunState
+from jurymast.core.run.state import RunState
 from jurymast.journal import Entry
 from jurymast.report.layout import one_line
 from jurymast.report.liveness import Liveness, look

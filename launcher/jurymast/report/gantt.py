@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 
-from jurymast.core.accounting import Account, Interval
-from jurymast.core.incident import Incident
+from jurymast.core.goodput.accounting import Account, Interval
+from jurymast.core.run.incident import Incident
 from jurymast.report.words import duration
 
 COLOURS = {

@@ -8,8 +8,8 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from jurymast.core.accounting import CATEGORIES, Account
-from jurymast.core.state import RunState
+from jurymast.core.goodput.accounting import CATEGORIES, Account
+from jurymast.core.run.state import RunState
 from jurymast.report.gantt import chart, colour
 from jurymast.report.layout import clean
 from jurymast.report.report import share

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from jurymast.core.state import RunState
+from jurymast.core.run.state import RunState
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import PULSE
 

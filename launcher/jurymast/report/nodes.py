@@ -10,9 +10,9 @@ from typing import Any
 
 from jurymast.cluster.earlier import watched_in
 from jurymast.cluster.exclusions import out_of_service, until_text
-from jurymast.core.failure_rate import AFTER_REPAIR, learned_before, node_rate, prior
-from jurymast.core.frailty import more_exposure
-from jurymast.core.node_history import NodeRecord, comebacks, history
+from jurymast.core.nodes.frailty import more_exposure
+from jurymast.core.nodes.history import NodeRecord, comebacks, history
+from jurymast.core.planning.failure_rate import AFTER_REPAIR, learned_before, node_rate, prior
 from jurymast.past_runs import forgiven_nodes, past_runs
 from jurymast.report.layout import Block, Line, Table
 from jurymast.report.words import clock, count, duration, iso

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jurymast.core.failure_rate import DAY_S
-from jurymast.core.forecast import (
+from jurymast.core.planning.failure_rate import DAY_S
+from jurymast.core.planning.forecast import (
     COPY_BYTES_PER_S,
     REPLICATE_BYTES_PER_S,
     Forecast,
@@ -15,8 +15,8 @@ from jurymast.core.forecast import (
     Way,
     durable_per_day,
 )
-from jurymast.core.optimum import RATE_FACTOR
-from jurymast.core.reliability import LEVEL
+from jurymast.core.planning.optimum import RATE_FACTOR
+from jurymast.core.planning.reliability import LEVEL
 
 GB = 1e9
 DEFINITIONS = {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jurymast.core.forecast import Forecast, goodput_at
+from jurymast.core.planning.forecast import Forecast, goodput_at
 from jurymast.report.html import ALLOWED, STYLE, embedded, text
 from jurymast.report.plan_text import WAYS, facts, gains, minutes, percent_fine
 from jurymast.report.words import count, duration, percent

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jurymast import __version__
-from jurymast.core.accounting import RATIOS, Account, ordered
-from jurymast.core.cadence import young_interval_s
-from jurymast.core.failure_rate import default_mtbf_s, mtbf_s
-from jurymast.core.ledger import Saves
-from jurymast.core.reliability import LEVEL, Mtbf, mtbf
+from jurymast.core.checkpoints.cadence import young_interval_s
+from jurymast.core.goodput.accounting import RATIOS, Account, ordered
+from jurymast.core.goodput.ledger import Saves
+from jurymast.core.planning.failure_rate import default_mtbf_s, mtbf_s
+from jurymast.core.planning.reliability import LEVEL, Mtbf, mtbf
+from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan, Settings
-from jurymast.core.state import RunState
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.view import Watcher, amiss, incident_json, public_state, shown_step
 from jurymast.report.words import iso

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from jurymast.core.accounting import CATEGORIES
+from jurymast.core.goodput.accounting import CATEGORIES
 from jurymast.report.layout import Block, Line, Table, one_line
 from jurymast.report.report import share
 from jurymast.report.sentences import own_words

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jurymast.core.attribution import describe_exit
-from jurymast.core.copies import MEMORY
-from jurymast.core.health import APPLICATION, SYMPATHETIC
+from jurymast.core.checkpoints.copies import MEMORY
+from jurymast.core.nodes.findings import APPLICATION, SYMPATHETIC
+from jurymast.core.run.attribution import describe_exit
 from jurymast.journal import single
 from jurymast.report.layout import one_line
 from jurymast.report.words import amounts, count, duration, size, some

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jurymast.core.accounting import RATIOS, ordered
-from jurymast.core.incident import Incident
+from jurymast.core.goodput.accounting import RATIOS, ordered
+from jurymast.core.run.incident import Incident
 from jurymast.report.gantt import colour
 from jurymast.report.html import ALLOWED, RATIO_NAMES, STYLE, embedded, text
 from jurymast.report.report_text import MEANINGS

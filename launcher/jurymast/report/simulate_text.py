@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jurymast.core.accounting import RATIOS
+from jurymast.core.goodput.accounting import RATIOS
 from jurymast.report.layout import Block, Line, Table
 from jurymast.report.report_text import MEANINGS
 from jurymast.report.words import count, duration, node_time, percent

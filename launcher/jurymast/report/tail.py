@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jurymast.core.events import Event
-from jurymast.core.ledger import Ledger
-from jurymast.core.state import RunState
+from jurymast.core.goodput.ledger import Ledger
+from jurymast.core.run.state import RunState
 from jurymast.journal import Entry, FileTail, entry_of, initial_state, take
 from jurymast.report.words import count, some
 from jurymast.rundir import RunDirectory

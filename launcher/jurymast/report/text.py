@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jurymast.core.causes import CAUSES
+from jurymast.core.run.causes import CAUSES
 from jurymast.report.cadence import cadence_lines
 from jurymast.report.layout import STYLES, Block, Line, Table, one_line
 from jurymast.report.sentences import own_words, short_reason

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from jurymast.core.causes import meaning
-from jurymast.core.copies import MEMORY, PEER
-from jurymast.core.incident import Incident
-from jurymast.core.state import Phase, Role, RunState
-from jurymast.core.telling import pause_s
+from jurymast.core.checkpoints.copies import MEMORY, PEER
+from jurymast.core.run.causes import meaning
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.run.telling import pause_s
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.cadence import cadence_json, next_save

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jurymast.core.cadence import best_interval_s, moved, parse_cadence
-from jurymast.core.failure_rate import FailureRate, mtbf_s, prior
-from jurymast.core.optimum import Saving, optimal_s, young_s
+from jurymast.core.checkpoints.cadence import best_interval_s, moved, parse_cadence
+from jurymast.core.planning.failure_rate import FailureRate, mtbf_s, prior
+from jurymast.core.planning.optimum import Saving, optimal_s, young_s
 from jurymast.sim.durations import START, Durations
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jurymast.core.recovery import LAUNCH_LIMIT_S, STOP_LIMIT_S
+from jurymast.core.run.recovery import LAUNCH_LIMIT_S, STOP_LIMIT_S
 
 # A run begins here: a time of 0 would read as "not known".
 START = 86_400.0

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from jurymast.core.forecast import SLOWDOWN
-from jurymast.core.heartbeat import steady_limit_s
 from jurymast.core.nearest import did_you_mean
+from jurymast.core.nodes.heartbeat import steady_limit_s
+from jurymast.core.planning.forecast import SLOWDOWN
 from jurymast.core.settings import Settings
 from jurymast.errors import UsageError
 from jurymast.sim.durations import KINDS, POWER_LOSS, Durations, Parts

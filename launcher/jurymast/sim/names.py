@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from jurymast.core.attribution import MANY_LOST, MANY_LOST_FRACTION
+from jurymast.core.run.attribution import MANY_LOST, MANY_LOST_FRACTION
 from jurymast.sim.faults import Fault
 
 OTHERS = "others"

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jurymast.core.accounting import ordered
-from jurymast.core.incident import Incident
+from jurymast.core.goodput.accounting import ordered
+from jurymast.core.run.incident import Incident
 from jurymast.sim.cadences import Factory
 from jurymast.sim.faults import Fault
 from jurymast.sim.simulation import Outcome, Setup, Simulation

@@ -1,8 +1,8 @@
-"""One simulated run: faults come in, `core.run.step` decides, and what it orders takes its time.
+"""One simulated run: faults come in, `core.run.machine.step` decides, and what it orders takes its time.
 
 Discrete events: the clock jumps from one to the next, and neither steps nor heartbeats are among them. The
 state machine gets the events that a supervisor would give it (of all steps, those at which it learns
-something), and `core.ledger` books them as it books a real run's journal.
+something), and `core.goodput.ledger` books them as it books a real run's journal.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jurymast.core import events as ev
-from jurymast.core.accounting import Account, ordered, to_us
-from jurymast.core.copies import SHARED
-from jurymast.core.hang import WAITING_S, HangLimits, RankView, judge
-from jurymast.core.incident import Incident
-from jurymast.core.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.ledger import Ledger
-from jurymast.core.recovery import SPARE_GRACE_S
+from jurymast.core.checkpoints.copies import SHARED
+from jurymast.core.goodput.accounting import Account, ordered, to_us
+from jurymast.core.goodput.ledger import Ledger
+from jurymast.core.nodes.silence import WAITING_S, HangLimits, RankView, judge
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.run.recovery import SPARE_GRACE_S
+from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.settings import Settings
-from jurymast.core.state import Phase, Role, RunState
 from jurymast.sim.cadences import SimCadence
 from jurymast.sim.durations import HANG, NODE_CRASH, POWER_LOSS, START, WORKER_KILL, Durations
 from jurymast.sim.faults import Fault

@@ -1,11 +1,11 @@
 """Which saves of a simulated run are held where, and which of them outlives a failure.
 
 As in a run: the copy in a node's own memory is there when its stall is over and outlives dead ranks; a while
-later (`Durations.drain_s`) the nodes that `core.parity` names hold replicas, or the XOR of groups; some saves
-are written to durable storage, one at a time. What a failure leaves of all that, `core.copies.plan_restore`
-is asked, with the ranks of only those nodes in its books that matter: the lost ones, the others of their XOR
-groups, and one that stands for the rest. Before nodes are given back the newest save that memory still has is
-written. What was written during a recovery is not counted.
+later (`Durations.drain_s`) the nodes that `core.checkpoints.parity` names hold replicas, or the XOR of
+groups; some saves are written to durable storage, one at a time. What a failure leaves of all that,
+`core.checkpoints.copies.plan_restore` is asked, with the ranks of only those nodes in its books that matter:
+the lost ones, the others of their XOR groups, and one that stands for the rest. Before nodes are given back
+the newest save that memory still has is written. What was written during a recovery is not counted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,22 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from jurymast.core.cadence import durable_interval_s
-from jurymast.core.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, RestorePlan, plan_restore
-from jurymast.core.durable import IDLE_SHARE
-from jurymast.core.failure_rate import mtbf_s
-from jurymast.core.forecast import DURABLE_SHARE
-from jurymast.core.optimum import Saving
-from jurymast.core.parity import Keeping, keeping
+from jurymast.core.checkpoints.cadence import durable_interval_s
+from jurymast.core.checkpoints.copies import (
+    ALL,
+    MEMORY,
+    PEER,
+    SHARED,
+    Copies,
+    Copy,
+    RestorePlan,
+    plan_restore,
+)
+from jurymast.core.checkpoints.durable import IDLE_SHARE
+from jurymast.core.checkpoints.parity import Keeping, keeping
+from jurymast.core.planning.failure_rate import mtbf_s
+from jurymast.core.planning.forecast import DURABLE_SHARE
+from jurymast.core.planning.optimum import Saving
 from jurymast.core.settings import Settings
 from jurymast.sim.durations import Durations
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from jurymast.core.copies import LOCAL, OBJECT, SHARED
+from jurymast.core.checkpoints.copies import LOCAL, OBJECT, SHARED
 from jurymast.core.message import Strange, kind_of, reader
 
 LIMIT_S = 1800.0

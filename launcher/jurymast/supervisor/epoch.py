@@ -14,7 +14,7 @@ from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
 from jurymast.cluster.batch import SUPERSEDED, tell_of_requeue
 from jurymast.cluster.control import requeue, why_ending
 from jurymast.core import events as ev
-from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.journal import JournalWriter, first_events
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import allow_files

@@ -21,7 +21,7 @@ from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.message import Strange, out_of_place
-from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import ClusterUnavailableError, SubmissionError, never
 from jurymast.journal import JournalWriter

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
-from jurymast.core.cadence import NEVER, Schedule
+from jurymast.core.checkpoints.cadence import NEVER, Schedule
 from jurymast.worker.fence import fence
 
 SCHEDULE_BYTES = 64

@@ -6,7 +6,7 @@ from collections import deque
 
 from jurymast.core import messages as msg
 from jurymast.core.agent.effects import NEVER
-from jurymast.core.heartbeat import Arrivals
+from jurymast.core.nodes.heartbeat import Arrivals
 
 # Gaps remembered: half a minute. While everything starts, all is slow.
 MEMORY = 60

@@ -25,8 +25,8 @@ from jurymast.core.agent.ranks import Ranks
 from jurymast.core.agent.succession import Succession
 from jurymast.core.agent.writes import Writes
 from jurymast.core.endpoint import Endpoint
-from jurymast.core.heartbeat import answer_every_s, patience_s
 from jurymast.core.message import Strange
+from jurymast.core.nodes.heartbeat import answer_every_s, patience_s
 from jurymast.core.settings import RunPlan
 
 # Probes wait for the torchrun host; one that does not get warm may have its reason in what they would find.

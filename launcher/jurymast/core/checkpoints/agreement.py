@@ -14,14 +14,14 @@ from statistics import median
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.cadence import Schedule, best_interval_s, first_interval_s, moved, why_interval
-from jurymast.core.copies import PEER
+from jurymast.core.checkpoints.cadence import Schedule, best_interval_s, first_interval_s, moved, why_interval
+from jurymast.core.checkpoints.copies import PEER
 from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.forecast import SLOWDOWN
 from jurymast.core.messages import Beat, CadenceReport, RankReport
-from jurymast.core.optimum import Saving
-from jurymast.core.recovery import expected_mtbf_s
-from jurymast.core.state import Phase, RunState
+from jurymast.core.planning.forecast import SLOWDOWN
+from jurymast.core.planning.optimum import Saving
+from jurymast.core.run.recovery import expected_mtbf_s
+from jurymast.core.run.state import Phase, RunState
 
 LOOK_INTERVAL_S = 0.5
 # Between two changes; the first schedules of an attempt go by the times of its first steps.

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import asdict
 
-from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.commit import Commit
+from jurymast.core.checkpoints.copies import Copies, Key
 from jurymast.core.checkpoints.holders import Holder
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.restore import Restore
@@ -24,10 +25,9 @@ from jurymast.core.checkpoints.retries import RETRY_S
 from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.checkpoints.shortages import Shortages
 from jurymast.core.checkpoints.writes import Writes
-from jurymast.core.copies import Copies, Key
 from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.instructions import Launch
-from jurymast.core.state import RunState
+from jurymast.core.run.instructions import Launch
+from jurymast.core.run.state import RunState
 from jurymast.core.within import REFUSED
 from jurymast.errors import never
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jurymast.core import copies as cp
 from jurymast.core import events as ev
-from jurymast.core.copies import Copies, Copy, Key
+from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.copies import Copies, Copy, Key
 from jurymast.core.effects import Effect, Record
-from jurymast.core.state import RunState
+from jurymast.core.run.state import RunState
 
 
 class Commit:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jurymast.core import messages as msg
-from jurymast.core.copies import Member, Source
+from jurymast.core.checkpoints.copies import Member, Source
 
 
 @dataclass

@@ -10,17 +10,17 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jurymast.core import copies as cp
 from jurymast.core import messages as msg
-from jurymast.core import parity
+from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints import parity
 from jurymast.core.checkpoints.commit import Commit
+from jurymast.core.checkpoints.copies import Copies, Copy, Key
 from jurymast.core.checkpoints.holders import Holder, spelled, spelled_members
+from jurymast.core.checkpoints.reach import Reach
 from jurymast.core.checkpoints.retries import RETRY_S
 from jurymast.core.checkpoints.saves import copied
-from jurymast.core.copies import Copies, Copy, Key
 from jurymast.core.effects import Effect, Send
-from jurymast.core.reach import Reach
-from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.run.state import Phase, Role, RunState
 
 SLICE_NODES = 32
 # At most a tenth of the time goes into looking.

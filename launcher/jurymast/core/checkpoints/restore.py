@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from jurymast.core import copies as cp
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.copies import Copies, Key, RestorePlan
 from jurymast.core.checkpoints.holders import Holder, spelled
 from jurymast.core.checkpoints.rollback import Rollback
-from jurymast.core.copies import Copies, Key, RestorePlan
 from jurymast.core.effects import Effect, Record
-from jurymast.core.instructions import Launch
-from jurymast.core.state import RunState
+from jurymast.core.run.instructions import Launch
+from jurymast.core.run.state import RunState
 
 
 class Restore:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from jurymast.core import events as ev
-from jurymast.core.copies import Key
+from jurymast.core.checkpoints.copies import Key
 from jurymast.core.effects import Record
-from jurymast.core.state import RunState
-from jurymast.core.telling import is_news, pause_s
+from jurymast.core.run.state import RunState
+from jurymast.core.run.telling import is_news, pause_s
 
 
 def copied(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jurymast.core import events as ev
-from jurymast.core import foresight
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints import foresight
+from jurymast.core.checkpoints.foresight import Foreseen, Need, Room
+from jurymast.core.checkpoints.parity import Keeping
 from jurymast.core.effects import Effect, Record
-from jurymast.core.foresight import Foreseen, Need, Room
-from jurymast.core.parity import Keeping
 from jurymast.core.texts import size
 
 

@@ -11,15 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jurymast.core import copies as cp
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.copies import Copies, Key
+from jurymast.core.checkpoints.durable import IDLE_SHARE, durable_every_s, late_after_s
 from jurymast.core.checkpoints.holders import Holder
 from jurymast.core.checkpoints.retries import Retries
 from jurymast.core.checkpoints.saves import copied
-from jurymast.core.copies import Copies, Key
-from jurymast.core.durable import IDLE_SHARE, durable_every_s, late_after_s
 from jurymast.core.effects import Effect, Send
-from jurymast.core.state import RunState
+from jurymast.core.run.state import RunState
 
 SHARED_PAUSE_MIN_S = 1.0
 # Agents that are silent about a write for this long have lost it; a hung storage is theirs to notice earlier.

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import msgspec
 
-from jurymast.core import copies as cp
-from jurymast.core.foresight import Room
+from jurymast.core.checkpoints import copies as cp
+from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.message import ToAgent, ToSupervisor
 
 Part = Annotated[str, msgspec.Meta(pattern=f"^({cp.ALL}|{cp.COMMON}|{cp.OWN})$")]
@@ -55,7 +55,8 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`core.copies.Source` with the address of its node: `hosts` to try in this order, and the port there."""
+    """`core.checkpoints.copies.Source` with the address of its node: `hosts` to try in this order, and the
+    port there."""
 
     tier: str
     node: str

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jurymast.core.flight import Entered
-from jurymast.core.health import Finding
 from jurymast.core.message import ToAgent, ToSupervisor
-from jurymast.core.preflight import Alone
-from jurymast.core.stacks import Stand
+from jurymast.core.nodes.findings import Finding
+from jurymast.core.nodes.flight import Entered
+from jurymast.core.nodes.stacks import Stand
+from jurymast.core.nodes.tests import Alone
 
 
 class Look(ToAgent, frozen=True, kw_only=True):

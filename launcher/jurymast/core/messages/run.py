@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from jurymast.core import within
-from jurymast.core.cadence import Schedule
-from jurymast.core.foresight import Room
-from jurymast.core.health import Finding
+from jurymast.core.checkpoints.cadence import Schedule
+from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.message import ToAgent, ToSupervisor
 from jurymast.core.messages.checkpoints import CopyReport, Restore
+from jurymast.core.nodes.findings import Finding
 
 RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.hang import HangVerdict, Looks
 from jurymast.core.nodes.reports import Reports
-from jurymast.core.stacks import UNKNOWN, Stand
-from jurymast.core.state import Phase, RunState
+from jurymast.core.nodes.silence import HangVerdict, Looks
+from jurymast.core.nodes.stacks import UNKNOWN, Stand
+from jurymast.core.run.state import Phase, RunState
 
 
 class Hangs:

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from jurymast.core import events as ev
 from jurymast.core.effects import Effect, Record
-from jurymast.core.health import Finding
+from jurymast.core.nodes.findings import Finding
 
 MESSAGE_MAX = 1000
 _FIELDS = [

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Set
 
-from jurymast.core.state import Role, RunState
+from jurymast.core.run.state import Role, RunState
 
 HEIRS = 3
 LOOK_EVERY_S = 5.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jurymast.core.heartbeat import answer_every_s, patience_s
+from jurymast.core.nodes.heartbeat import answer_every_s, patience_s
 
 # A loop that stood still for so long is told of.
 TOLD_S = 2.0

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record, Send
-from jurymast.core.instructions import Test
-from jurymast.core.preflight import ROUNDS_MAX, Alone, Pairing, judge, next_round
-from jurymast.core.state import Role, RunState
+from jurymast.core.nodes.tests import ROUNDS_MAX, Alone, Pairing, judge, next_round
+from jurymast.core.run.instructions import Test
+from jurymast.core.run.state import Role, RunState
 
 # Shares of the time allowed: for tests alone, and for all of it, so that the verdicts come before its end.
 ALONE_SHARE = 0.5

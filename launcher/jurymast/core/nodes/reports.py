@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from jurymast.core.hang import IDLE_FLOOR_S, HangLimits, HangVerdict, RankView, judge
-from jurymast.core.heartbeat import WatcherClock
 from jurymast.core.messages import Beat, RankReport
-from jurymast.core.state import RunState
+from jurymast.core.nodes.heartbeat import WatcherClock
+from jurymast.core.nodes.silence import IDLE_FLOOR_S, HangLimits, HangVerdict, RankView, judge
+from jurymast.core.run.state import RunState
 
 
 @dataclass

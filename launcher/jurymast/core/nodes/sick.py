@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, GiveBack, Record, Send
-from jurymast.core.health import Finding, Verdict
-from jurymast.core.state import Phase, RunState
+from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.run.state import Phase, RunState
 
 # munge on a busy node; the health check looks every few minutes anyway.
 ANSWER_LIMIT_S = 30.0

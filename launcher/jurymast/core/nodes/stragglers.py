@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jurymast.core import events as ev
-from jurymast.core import straggler
 from jurymast.core.effects import Effect, Record, SaveFirst
 from jurymast.core.messages import Beat
-from jurymast.core.state import Phase, RunState
-from jurymast.core.straggler import Timed, Windows
+from jurymast.core.nodes import slowness as straggler
+from jurymast.core.nodes.slowness import Timed, Windows
+from jurymast.core.run.state import Phase, RunState
 
 # A rank that is only slow can wait for a save as long as a drain by hand does.
 SAVE_LIMIT_S = 60.0

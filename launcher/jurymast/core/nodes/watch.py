@@ -1,7 +1,8 @@
 """Which nodes are there, by their connections and heartbeats, and which of them are lost.
 
-A node is lost that is silent for longer than its own limit (see `core.heartbeat`), whose connection closed
-and that is not back soon, or that says so. But the supervisor being late is no evidence against a node:
+A node is lost that is silent for longer than its own limit (see `core.nodes.heartbeat`), whose connection
+closed and that is not back soon, or that says so. But the supervisor being late is no evidence against a
+node:
 
 - its clock stands still while the supervisor does, and after it stood still a node is given up only at the
   next tick: what had come meanwhile is heard by then;
@@ -24,12 +25,12 @@ from dataclasses import dataclass
 
 from jurymast.core import events as ev
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
-from jurymast.core.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock, rejoin_limit_s
 from jurymast.core.messages import Beat
+from jurymast.core.nodes.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock, rejoin_limit_s
 from jurymast.core.nodes.heirs import Heirs
 from jurymast.core.nodes.lateness import Lateness
 from jurymast.core.nodes.reports import Reports
-from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.run.state import Phase, Role, RunState
 
 # Between two ticks.
 WATCH_INTERVAL_S = 0.05

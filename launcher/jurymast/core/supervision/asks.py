@@ -9,7 +9,7 @@ from jurymast.core.checkpoints.agreement import Agreement
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.effects import Effect, Record, SaveFirst
 from jurymast.core.messages import Accepted, Ask, Declined
-from jurymast.core.state import Phase, RunState
+from jurymast.core.run.state import Phase, RunState
 
 KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
 # A drain by hand can wait so long for a save; with steps of minutes it loses some of them instead.

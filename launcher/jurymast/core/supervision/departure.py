@@ -7,7 +7,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.effects import AskSuperseded, Effect, End, Record, Send
 from jurymast.core.nodes.watch import Watch
-from jurymast.core.state import RunState
+from jurymast.core.run.state import RunState
 from jurymast.core.supervision.asks import Asks
 
 # Agents have so long to go.

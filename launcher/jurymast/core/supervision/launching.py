@@ -8,11 +8,11 @@ from collections.abc import Collection
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.copies import SHARED, Copies
+from jurymast.core.checkpoints.copies import SHARED, Copies
 from jurymast.core.effects import Effect, Fence, Record, Send
-from jurymast.core.instructions import Launch
 from jurymast.core.nodes.watch import Watch
-from jurymast.core.state import Phase, RunState
+from jurymast.core.run.instructions import Launch
+from jurymast.core.run.state import Phase, RunState
 from jurymast.core.texts import some
 
 # A launch that waits for so long is told of, and again each time as much has passed.

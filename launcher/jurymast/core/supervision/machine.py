@@ -1,8 +1,8 @@
 """Everything that a supervisor decides, as one machine: what agents, people, Slurm and the clock say goes in,
 what is to be done comes out, in its order.
 
-Inside, the machines of the rooms say what they want with `Record`: the event is journalled, and `core.run`
-decides what follows from it, before anything else happens.
+Inside, the machines of the rooms say what they want with `Record`: the event is journalled, and
+`core.run.machine` decides what follows from it, before anything else happens.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.agreement import Agreement
 from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.checkpoints.copies import SHARED, Key
 from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.checkpoints.saves import Saves
-from jurymast.core.copies import SHARED, Key
 from jurymast.core.effects import Effect, Journal, Record, SaveFirst, Send, WhyEnding
-from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.health import Health
 from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.sick import SickNodes
 from jurymast.core.nodes.stragglers import Stragglers
 from jurymast.core.nodes.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
-from jurymast.core.run import resume, step
-from jurymast.core.state import Phase, RunState
+from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
+from jurymast.core.run.machine import resume, step
+from jurymast.core.run.state import Phase, RunState
 from jurymast.core.supervision.asks import Asks
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
@@ -90,7 +90,7 @@ class Supervision:
     # ---- what follows from what
 
     def record(self, event: ev.Event, *, flush: bool = False) -> list[Effect]:
-        """Something has happened: journal it, and do what `core.run` decides on it."""
+        """Something has happened: journal it, and do what `core.run.machine` decides on it."""
         out = self._ahead_of(event)
         before = (self.state.phase, self.state.deadline)
         decided = step(self.state, event)

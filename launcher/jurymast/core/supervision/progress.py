@@ -7,8 +7,8 @@ from dataclasses import replace
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.saves import Saves
 from jurymast.core.nodes.reports import Reach, Reports
-from jurymast.core.state import Phase, RunState
-from jurymast.core.telling import pause_s
+from jurymast.core.run.state import Phase, RunState
+from jurymast.core.run.telling import pause_s
 
 PROGRESS_INTERVAL_S = 2.0
 

@@ -10,7 +10,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.effects import Effect, Record
-from jurymast.core.state import RunState
+from jurymast.core.run.state import RunState
 from jurymast.errors import never
 
 # What agents say again is among so many last saves.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jurymast.core import messages as msg
-from jurymast.core.copies import Key
+from jurymast.core.checkpoints.copies import Key
+from jurymast.core.run.state import RunState
 from jurymast.core.settings import Budget, RunPlan, Settings
-from jurymast.core.state import RunState
 from jurymast.sim.cluster.agent import SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.network import Network

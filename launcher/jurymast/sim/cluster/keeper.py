@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
-from jurymast.core.copies import ALL, COMMON, MEMORY, OWN, PEER, Key, age
+from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Key, age
 from jurymast.sim.cluster.storage import Token
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jurymast.core import events as ev
-from jurymast.core.copies import MEMORY, Key, age
-from jurymast.core.state import Phase, RunState
+from jurymast.core.checkpoints.copies import MEMORY, Key, age
+from jurymast.core.run.state import Phase, RunState
 from jurymast.sim.cluster.keeper import Image, SimKeeper, whole
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jurymast.core.copies import Key
+from jurymast.core.checkpoints.copies import Key
 from jurymast.core.endpoint import Endpoint
 from jurymast.core.events import Event
-from jurymast.core.instructions import Instruction
-from jurymast.core.run import step
+from jurymast.core.run.instructions import Instruction
+from jurymast.core.run.machine import step
+from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
-from jurymast.core.state import RunState
 from jurymast.journal import initial_state, take, together
 from jurymast.sim.cluster.world import Process, World
 

@@ -11,7 +11,7 @@ from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.endpoint import Endpoint
-from jurymast.core.state import Phase, RunState
+from jurymast.core.run.state import Phase, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import FLUSH_LIMIT_S
 from jurymast.sim.cluster.network import Connection

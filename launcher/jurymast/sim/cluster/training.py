@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.copies import MEMORY, SHARED, Key
+from jurymast.core.checkpoints.copies import MEMORY, SHARED, Key
 from jurymast.core.messages import RankReport
 from jurymast.sim.cluster.keeper import SIZE_BYTES, Restored
 from jurymast.sim.cluster.storage import Token

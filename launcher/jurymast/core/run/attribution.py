@@ -17,7 +17,8 @@ A node that was chosen to leave for its slowness is the cause unless ranks faile
 
 Within one of these the earliest report.
 
-What ranks say when they end is read with the tables in `core.clues`; classes are those of `core.causes`.
+What ranks say when they end is read with the tables in `core.run.clues`; classes are those of
+`core.run.causes`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jurymast.core import causes, clues, health, stacks
-from jurymast.core.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
-from jurymast.core.causes import APPLICATION, CAUSES
-from jurymast.core.clues import SIGNAL_NAMES
 from jurymast.core.events import Asked, NodeLost, RanksHung, StacksTaken, Straggling, WorkerFailed
-from jurymast.core.health import Finding, Verdict
+from jurymast.core.nodes import findings as health
+from jurymast.core.nodes import stacks
+from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.run import causes, clues
+from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
+from jurymast.core.run.causes import APPLICATION, CAUSES
+from jurymast.core.run.clues import SIGNAL_NAMES
 from jurymast.core.texts import NODES_TOLD, some
 
 # A finding so long before an end of ranks, or after it, has to do with it (seconds).

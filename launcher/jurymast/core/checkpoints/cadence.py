@@ -14,9 +14,9 @@ import re
 import sys
 from dataclasses import dataclass
 
-from jurymast.core.failure_rate import DAY_S
-from jurymast.core.forecast import DURABLE_SHARE
-from jurymast.core.optimum import Saving, async_goodput, optimal_interval_s, two_levels, young_s
+from jurymast.core.planning.failure_rate import DAY_S
+from jurymast.core.planning.forecast import DURABLE_SHARE
+from jurymast.core.planning.optimum import Saving, async_goodput, optimal_interval_s, two_levels, young_s
 
 # Stalls may take at most a tenth of the time, however short the time between failures.
 STALLS_PER_INTERVAL_MIN = 10.0

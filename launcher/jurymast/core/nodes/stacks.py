@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jurymast.core.events import StacksTaken
-from jurymast.core.flight import Entered, Missing, missing
+from jurymast.core.nodes.flight import Entered, Missing, missing
 
 COLLECTIVE, BACKWARD, LOADER, CODE, UNKNOWN = "collective", "backward", "loader", "code", "unknown"
 BLOCKED = "blocked"  # by a process of its own that is stopped, or gone

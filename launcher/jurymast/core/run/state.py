@@ -1,4 +1,4 @@
-"""The state of a run: a fold over its journal. Only `core.run.step` changes it."""
+"""The state of a run: a fold over its journal. Only `core.run.machine.step` changes it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jurymast.core.events import (
     Straggling,
     WorkerFailed,
 )
-from jurymast.core.failure_rate import FailureRate
-from jurymast.core.frailty import Frail
-from jurymast.core.health import Finding, Verdict
-from jurymast.core.incident import Incident
-from jurymast.core.preflight import MATTERS
+from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.nodes.frailty import Frail
+from jurymast.core.nodes.tests import MATTERS
+from jurymast.core.planning.failure_rate import FailureRate
+from jurymast.core.run.incident import Incident
 from jurymast.core.settings import Settings
 
 

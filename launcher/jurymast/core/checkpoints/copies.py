@@ -13,7 +13,7 @@ import bisect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from jurymast.core.reach import Pair
+from jurymast.core.checkpoints.reach import Pair
 
 MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "object"
 ALL, COMMON, OWN = "all", "common", "own"

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jurymast.core.stacks import BLOCKED, CODE, WAITING, Stand
+from jurymast.core.nodes.stacks import BLOCKED, CODE, WAITING, Stand
 
 FROZEN_S = 1.0
 WAITING_S = 1.0

@@ -28,10 +28,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from jurymast.core import blame
 from jurymast.core.events import Straggling
-from jurymast.core.recovery import expected_mtbf_s
-from jurymast.core.state import Phase, Role, RunState
+from jurymast.core.run import blame
+from jurymast.core.run.recovery import expected_mtbf_s
+from jurymast.core.run.state import Phase, Role, RunState
 
 WINDOW_S = 10.0
 WINDOW_STEPS = 20

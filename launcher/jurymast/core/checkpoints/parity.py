@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from jurymast.core.copies import (
+from jurymast.core.checkpoints.copies import (
     ALL,
     COMMON,
     NODES_PER_SPARE,
@@ -21,7 +21,7 @@ from jurymast.core.copies import (
     holders,
     missing_replicas,
 )
-from jurymast.core.reach import Pair
+from jurymast.core.checkpoints.reach import Pair
 
 # Nodes in a group when nodes turn out to have no memory for whole replicas.
 AUTO_NODES = 4

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from jurymast.core.health import Verdict
+from jurymast.core.nodes.findings import Verdict
 from jurymast.core.settings import Settings
 
 # What `auto` allows nodes with GPUs. NCCL's first connections take seconds, torch's import on a busy shared

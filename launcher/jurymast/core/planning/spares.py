@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jurymast.core.failure_rate import DAY_S, PRIOR_RATE
+from jurymast.core.planning.failure_rate import DAY_S, PRIOR_RATE
 
 KAPPA = 2.0
 EPSILON = 0.01

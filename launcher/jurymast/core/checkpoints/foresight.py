@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jurymast.core.parity import Keeping
+from jurymast.core.checkpoints.parity import Keeping
 
 # An image or replica stays until a newer one is whole and safe.
 AT_ONCE = 2

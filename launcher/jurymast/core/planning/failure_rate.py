@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jurymast.core.incident import Incident
-from jurymast.core.reliability import LEVEL, gamma_below, gamma_quantile
+from jurymast.core.planning.reliability import LEVEL, gamma_below, gamma_quantile
+from jurymast.core.run.incident import Incident
 
 DAY_S = 86_400.0
 PER = 1000.0

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jurymast.core.failure_rate import DAY_S, Posterior, mtbf_s, prior
-from jurymast.core.optimum import (
+from jurymast.core.planning.failure_rate import DAY_S, Posterior, mtbf_s, prior
+from jurymast.core.planning.optimum import (
     RATE_FACTOR,
     Saving,
     async_goodput,
@@ -21,7 +21,7 @@ from jurymast.core.optimum import (
     sensitivity,
     two_levels,
 )
-from jurymast.core.spares import REPLACE_S, outages, size_spares
+from jurymast.core.planning.spares import REPLACE_S, outages, size_spares
 
 # From a node's death to new steps, when nothing was measured. jurymast's own part takes seconds;
 # communicators, compilation and data loaders of a real training take the rest.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jurymast.core.failure_rate import AFTER_REPAIR, Watched, node_rate
-from jurymast.core.node_history import NodeRecord, PastRun, first_days
+from jurymast.core.nodes.history import NodeRecord, PastRun, first_days
+from jurymast.core.planning.failure_rate import AFTER_REPAIR, Watched, node_rate
 
 # Below that a difference may be chance, and is not worth another order than the one that Slurm has nodes in.
 MATTERS = 2.0

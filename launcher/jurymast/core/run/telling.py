@@ -6,7 +6,7 @@ from __future__ import annotations
 from statistics import median
 
 from jurymast.core import events as ev
-from jurymast.core.state import Phase, RunState
+from jurymast.core.run.state import Phase, RunState
 
 # Everything is told while a run is young; then about so many lines of a kind until it is twice as old. What
 # nobody wrote down is lost if all nodes die at once: never more than the longest pause.

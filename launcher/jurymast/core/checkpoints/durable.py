@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jurymast.core.cadence import durable_interval_s, durable_share
-from jurymast.core.copies import RATES, SHARED
-from jurymast.core.failure_rate import INFRASTRUCTURE
-from jurymast.core.optimum import Saving
-from jurymast.core.state import RunState
+from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
+from jurymast.core.checkpoints.copies import RATES, SHARED
+from jurymast.core.planning.failure_rate import INFRASTRUCTURE
+from jurymast.core.planning.optimum import Saving
+from jurymast.core.run.state import RunState
 
 # Whatever would lose least: the storage is left idle nine tenths of the time.
 IDLE_SHARE = 9.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jurymast.core import health
+from jurymast.core.nodes import findings as health
 
 INFRASTRUCTURE = "infrastructure"
 APPLICATION = "application"

@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jurymast.core import blame, recovery, straggler, testing
 from jurymast.core import events as ev
-from jurymast.core.attribution import RESTORE_FAILED
-from jurymast.core.copies import MEMORY, SHARED
-from jurymast.core.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.health import Verdict
-from jurymast.core.heartbeat import rejoin_limit_s
-from jurymast.core.instructions import Dismiss, Instruction, Requeue, StopWorkers
-from jurymast.core.state import ENDED, RESTORE_TRIES, Findings, Node, Phase, Role, RunState, TierState
+from jurymast.core.checkpoints.copies import MEMORY, SHARED
+from jurymast.core.nodes import slowness as straggler
+from jurymast.core.nodes.findings import Verdict
+from jurymast.core.nodes.heartbeat import rejoin_limit_s
+from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
+from jurymast.core.run import blame, recovery, testing
+from jurymast.core.run.attribution import RESTORE_FAILED
+from jurymast.core.run.instructions import Dismiss, Instruction, Requeue, StopWorkers
+from jurymast.core.run.state import ENDED, RESTORE_TRIES, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunCancelledError, RunFailedError
 

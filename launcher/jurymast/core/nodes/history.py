@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
-from jurymast.core.failure_rate import AFTER_REPAIR, AFTER_REPAIR_S, DAY_S
+from jurymast.core.planning.failure_rate import AFTER_REPAIR, AFTER_REPAIR_S, DAY_S
 
 WINDOW_S = 28 * DAY_S
 STRIKES_MAX = 3

@@ -18,11 +18,12 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from jurymast.core import causes, health
 from jurymast.core.events import HealthFound
-from jurymast.core.health import Finding, Verdict
-from jurymast.core.instructions import Dismiss, Instruction, RaiseAlert
-from jurymast.core.state import Alert, Blame, Exclusion, Node, Phase, Role, RunState, Sighting
+from jurymast.core.nodes import findings as health
+from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.run import causes
+from jurymast.core.run.instructions import Dismiss, Instruction, RaiseAlert
+from jurymast.core.run.state import Alert, Blame, Exclusion, Node, Phase, Role, RunState, Sighting
 
 FEW_NODES = 2
 MANY_FRACTION = 0.1

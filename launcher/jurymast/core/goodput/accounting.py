@@ -8,7 +8,7 @@ was placed, idle or lost. Waiting in the queue counts for every node asked for: 
 the job could have started, after a requeue from the end of the last allocation (Slurm's own delay is part
 of what a requeue costs).
 
-`core.ledger` books the intervals, event by event.
+`core.goodput.ledger` books the intervals, event by event.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jurymast.core import blame
 from jurymast.core.events import HealthFound, NodeTested
-from jurymast.core.health import HARDWARE, Verdict
-from jurymast.core.instructions import Instruction, Test
-from jurymast.core.preflight import limit_s
-from jurymast.core.state import Node, Phase, Role, RunState
+from jurymast.core.nodes.findings import HARDWARE, Verdict
+from jurymast.core.nodes.tests import limit_s
+from jurymast.core.run import blame
+from jurymast.core.run.instructions import Instruction, Test
+from jurymast.core.run.state import Node, Phase, Role, RunState
 
 # With two partners who are known to work, a test can tell whose fault a slow connection is.
 PARTNERS = 2

@@ -1,4 +1,4 @@
-"""Books a run's events as they come into the exclusive intervals of `core.accounting`.
+"""Books a run's events as they come into the exclusive intervals of `core.goodput.accounting`.
 
 A step counts the first time it is done. Steps at or below the newest one ever done are rework; so is the
 step that a failure cut short, because it is done again. A script that gives no step numbers has no
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jurymast.core import events as ev
-from jurymast.core.accounting import PLACED, Account, Interval, Stay, to_us
-from jurymast.core.instructions import Instruction
-from jurymast.core.run import step
-from jurymast.core.state import Phase, Role, RunState
-from jurymast.core.telling import pause_s
+from jurymast.core.goodput.accounting import PLACED, Account, Interval, Stay, to_us
+from jurymast.core.run.instructions import Instruction
+from jurymast.core.run.machine import step
+from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.run.telling import pause_s
 
 # Of a running run: without news for longer than this (or three steps, or two lines of the journal) nobody
 # knows what it does.

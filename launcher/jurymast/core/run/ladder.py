@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jurymast.core import blame, causes
-from jurymast.core.attribution import Cause
-from jurymast.core.incident import Incident
+from jurymast.core.run import blame, causes
+from jurymast.core.run.attribution import Cause
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.state import Blame, Role, RunState
 from jurymast.core.settings import Budget
-from jurymast.core.state import Blame, Role, RunState
 from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunFailedError
 

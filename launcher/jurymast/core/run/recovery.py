@@ -1,6 +1,6 @@
 """From a finding to the next attempt: open an incident, stop the ranks, name the cause, choose, launch.
 
-The second half of the run's state machine; `core.run` feeds it.
+The second half of the run's state machine; `core.run.machine` feeds it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from jurymast.core import blame, causes, testing
-from jurymast.core.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute
-from jurymast.core.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
-from jurymast.core.frailty import Frail
-from jurymast.core.health import STORAGE, Finding
-from jurymast.core.incident import Incident
-from jurymast.core.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
-from jurymast.core.ladder import Decision, decide
-from jurymast.core.state import Exclusion, Findings, Node, Phase, Role, RunState
+from jurymast.core.nodes.findings import STORAGE, Finding
+from jurymast.core.nodes.frailty import Frail
+from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
+from jurymast.core.run import blame, causes, testing
+from jurymast.core.run.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
+from jurymast.core.run.ladder import Decision, decide
+from jurymast.core.run.state import Exclusion, Findings, Node, Phase, Role, RunState
 from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunFailedError
 
