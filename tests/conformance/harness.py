@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -146,14 +147,21 @@ def _torchrun(case: Case, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-@contextmanager
-def torchrun_alone(case: Case, folder: Path) -> Iterator[None]:
-    """Runs beside what is done meanwhile, and is waited for."""
-    _prepare(case, folder)
-    with _torchrun(case, folder) as process:
-        yield
-        wait_until("end of torchrun", lambda: process.poll() is not None, limit_s=LIMIT_S)
-        assert process.returncode == 0, (folder / "torchrun.log").read_text()
+def torchruns_weights(script: str, folder: Path) -> str:
+    """What the script, undisturbed, leaves in weights.txt under torchrun. It runs once for all that give the
+    same `folder`, in processes beside each other as well."""
+    place = folder / f"torchrun-{script}"
+    place.mkdir(exist_ok=True)
+    weights = place / "work" / "weights.txt"
+    with open(place / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not weights.exists():
+            case = Case(script, (script,), (script,))
+            _prepare(case, place)
+            with _torchrun(case, place) as process:
+                wait_until("end of torchrun", lambda: process.poll() is not None, limit_s=LIMIT_S)
+            assert process.returncode == 0, (place / "torchrun.log").read_text()
+    return weights.read_text()
 
 
 @contextmanager

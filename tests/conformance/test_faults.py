@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conformance.harness import LIMIT_S, Case, jurymast_run, torchrun_alone
+from conformance.harness import LIMIT_S, Case, jurymast_run, torchruns_weights
 from jurymast.core import events as ev
 from jurymast.core.run.state import Phase
 from support.runs import RunUnderTest, wait_gone
@@ -33,29 +33,25 @@ def _assert_one_rank_was_killed(run: RunUnderTest) -> None:
 
 @pytest.mark.parametrize(("script", "needs"), [("trainer_hf.py", "transformers"),
                                                ("trainer_lightning.py", "lightning")])  # fmt: skip
-def test_a_trainer_goes_on_from_its_own_checkpoint(script: str, needs: str, tmp_path: Path) -> None:
+def test_a_trainer_goes_on_from_its_own_checkpoint(
+    script: str, needs: str, tmp_path: Path, session_folder: Path
+) -> None:
     pytest.importorskip(needs)
     killed = Case(script, (script,), (script, "--stop-at", "5"))
-    with (
-        torchrun_alone(Case(script, (script,), (script,)), tmp_path / "torchrun"),
-        jurymast_run(killed, tmp_path / "jurymast", policy=RESTARTED) as run,
-    ):
+    with jurymast_run(killed, tmp_path / "jurymast", policy=RESTARTED) as run:
         wait_until("step 5", (tmp_path / "jurymast" / "work" / "stopped").exists, limit_s=LIMIT_S)
         os.kill(run.pids("local-1")[1], signal.SIGKILL)
         state = run.wait_end(LIMIT_S)
         wait_gone(run.directory.root)
     assert state.phase is Phase.SUCCEEDED, run.story()
     _assert_one_rank_was_killed(run)
-    assert _weights(tmp_path / "jurymast") == _weights(tmp_path / "torchrun")
+    assert _weights(tmp_path / "jurymast") == torchruns_weights(script, session_folder)
 
 
-def test_loader_workers_of_a_killed_rank_are_gone_soon(tmp_path: Path) -> None:
+def test_loader_workers_of_a_killed_rank_are_gone_soon(tmp_path: Path, session_folder: Path) -> None:
     script = "loader_killed.py"
     stopping = Case(script, (script,), (script, "--stop"))
-    with (
-        torchrun_alone(Case(script, (script,), (script,)), tmp_path / "torchrun"),
-        jurymast_run(stopping, tmp_path / "jurymast", policy=RESTARTED) as run,
-    ):
+    with jurymast_run(stopping, tmp_path / "jurymast", policy=RESTARTED) as run:
         work = tmp_path / "jurymast" / "work"
         wait_until("its stop", (work / "stopped").exists, limit_s=LIMIT_S)
         workers = [
@@ -69,4 +65,4 @@ def test_loader_workers_of_a_killed_rank_are_gone_soon(tmp_path: Path) -> None:
         wait_gone(run.directory.root)
     assert state.phase is Phase.SUCCEEDED, run.story()
     _assert_one_rank_was_killed(run)
-    assert _weights(tmp_path / "jurymast") == _weights(tmp_path / "torchrun")
+    assert _weights(tmp_path / "jurymast") == torchruns_weights(script, session_folder)

@@ -183,7 +183,7 @@ def test_a_page_fault_of_the_program_s_restarts_in_place(
     assert "xid-31" in told
 
 
-@pytest.mark.parametrize("writes", ["every rank", "rank 0", "run directory"])
+@pytest.mark.parametrize("writes", ["rank 0", "run directory"])
 def test_a_script_that_finds_the_shared_storage_full_costs_no_spare(
     cluster: Cluster, tmp_path: Path, share: Path, out: Path, writes: str
 ) -> None:
@@ -205,8 +205,7 @@ def test_a_script_that_finds_the_shared_storage_full_costs_no_spare(
         run.wait("the cause", lambda s: bool(s.incidents) and bool(s.incidents[0].action))
         _, told, _ = jurymast(cluster, "status", directory)
         assert "storage_full" in told, told
-        # torch.save does not pass the errno on.
-        assert ("unexpected pos" if writes == "rank 0" else "No space left on device") in told, told
+        assert "unexpected pos" in told, told  # torch.save does not pass the errno on
     filler.unlink()
     state = run.wait_end(120)
     assert state.exit_code == 0, run.story()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.harness import ENVIRONMENT, LIMIT_S, SCRIPTS, Case, torchrun_alone
+from conformance.harness import ENVIRONMENT, LIMIT_S, SCRIPTS, torchruns_weights
 from support.slurm_runs import SlurmRun, power_loss
 from support.waiting import wait_until
 from testcluster import Cluster
@@ -19,27 +19,26 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 @pytest.mark.parametrize(("script", "needs"), [("trainer_hf.py", "transformers"),
                                                ("trainer_lightning.py", "lightning")])  # fmt: skip
 def test_a_trainer_goes_on_after_a_power_loss(
-    cluster: Cluster, tmp_path: Path, script: str, needs: str
+    cluster: Cluster, tmp_path: Path, session_folder: Path, script: str, needs: str
 ) -> None:
     pytest.importorskip(needs)
     work = cluster.shared / f"{tmp_path.name}-work"
     shutil.rmtree(work, ignore_errors=True)  # an earlier session's
     cluster.login(["mkdir", str(work)])
     shutil.copy(SCRIPTS / script, work)
-    with torchrun_alone(Case(script, (script,), (script,)), tmp_path / "torchrun"):
-        done = cluster.login(
-            [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(cluster.shared / tmp_path.name),
-             "--json", "--nodes", "2", "--spares", "1", "--", script, "--stop-at", "5"],
-            cwd=work, env=ENVIRONMENT, timeout_s=60,
-        )  # fmt: skip
-        told = json.loads(done.stdout)
-        run = SlurmRun(cluster, Path(told["directory"]), told["slurm_job"])
-        stopped = run.wait("a rank", lambda s: bool(s.started), limit_s=LIMIT_S)
-        wait_until("step 5", (work / "stopped").exists, limit_s=LIMIT_S)
-        victim = stopped.placement[1]
-        power_loss(run, victim)
-        state = run.wait_end(LIMIT_S)
+    done = cluster.login(
+        [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(cluster.shared / tmp_path.name),
+         "--json", "--nodes", "2", "--spares", "1", "--", script, "--stop-at", "5"],
+        cwd=work, env=ENVIRONMENT, timeout_s=60,
+    )  # fmt: skip
+    told = json.loads(done.stdout)
+    run = SlurmRun(cluster, Path(told["directory"]), told["slurm_job"])
+    stopped = run.wait("a rank", lambda s: bool(s.started), limit_s=LIMIT_S)
+    wait_until("step 5", (work / "stopped").exists, limit_s=LIMIT_S)
+    victim = stopped.placement[1]
+    power_loss(run, victim)
+    state = run.wait_end(LIMIT_S)
     assert state.exit_code == 0, run.story()
     assert [(i.cause, i.action) for i in state.incidents] == [("node_lost", "swap")], run.story()
     assert victim not in state.placement
-    assert (work / "weights.txt").read_text() == (tmp_path / "torchrun" / "work" / "weights.txt").read_text()
+    assert (work / "weights.txt").read_text() == torchruns_weights(script, session_folder)

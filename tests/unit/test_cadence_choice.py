@@ -130,6 +130,14 @@ def test_where_a_run_was_restored_from_says_what_the_memory_tiers_survive() -> N
     assert IDLE_SHARE == 9.0
 
 
+# Saves that the node's memory has room for while the oldest of them is being drained.
+KEPT = 20
+
+
+def image(step: int) -> msg.CopyReport:
+    return msg.CopyReport(tier="memory", step=step, attempt=1, rank=0, world=1, part="all", size_bytes=1)
+
+
 class Storage:
     """Decisions about checkpoints over one node of one rank, whose drains take as long as is said."""
 
@@ -149,10 +157,9 @@ class Storage:
         """Save every second; when drains to the shared tier began."""
         while self.time < until_s:
             self.time += 1.0
-            copy = msg.CopyReport(
-                tier="memory", step=int(self.time), attempt=1, rank=0, world=1, part="all", size_bytes=1
-            )
-            self.do(self.checkpoints.hear("a", msg.Held(copies=(copy,)), self.time))
+            self.do(self.checkpoints.hear("a", msg.Held(copies=(image(int(self.time)),)), self.time))
+            overwritten = msg.Dropped(copy=image(int(self.time) - KEPT))
+            self.do(self.checkpoints.hear("a", overwritten, self.time))
             for began, order in self.drains[-1:]:
                 if self.time >= began + drain_s:
                     done = msg.Drained(id=order.id, tier="shared", ok=True)

@@ -230,6 +230,9 @@ def _ask(ranks: list[_Rank], end: float) -> None:
             waiting.append(rank)
     for rank in ranks:
         rank.proc = {name: _text_of(f"/proc/{rank.pid}/{name}") for name in PROC_FILES}
+        # Seen from outside for now: one that is stopped or gone is told even if the time runs out.
+        workers = enumerate(_loader_workers(rank.pid))
+        rank.workers = [stacks.LoaderWorker(number, process_state(pid)[0], ()) for number, pid in workers]
     while waiting and time.monotonic() < end:
         time.sleep(POLL_S)
         waiting = [rank for rank in waiting if _can_answer(rank) and not rank.answered()]
@@ -242,16 +245,16 @@ def _ask(ranks: list[_Rank], end: float) -> None:
 
 def _ask_workers(rank: _Rank, end: float) -> None:
     """Those that were forked from the rank answer into the same file; each has it to itself for a moment."""
-    own = rank.text
+    own, found = rank.text, list[stacks.LoaderWorker]()
     for number, pid in enumerate(_loader_workers(rank.pid)):
         worker = _Rank(rank.rank, pid, rank.dump)
         if _can_answer(worker) and stack_signal.listens(pid):
             _ask_one(worker, min(end, time.monotonic() + WORKER_LIMIT_S))
         text = worker.text or _from_outside(pid, end - time.monotonic())
         state = process_state(pid)[0]
-        rank.workers.append(stacks.LoaderWorker(number, state, tuple(stacks.frames(text))))
+        found.append(stacks.LoaderWorker(number, state, tuple(stacks.frames(text))))
         own += f"\nloader worker {number}, process {pid} (state {state or 'gone'}):\n{text}"
-    rank.text = own
+    rank.text, rank.workers = own, found
 
 
 def _ask_one(process: _Rank, end: float) -> None:
