@@ -158,14 +158,16 @@ def end_all(processes: list[psutil.Process]) -> None:
 
 def processes_of(directory: Path) -> list[psutil.Process]:
     """Every process on this machine whose environment or command line names the run directory."""
+    named = os.fsencode(directory)
     found = []
-    for process in psutil.process_iter():
+    for number in filter(str.isdigit, os.listdir("/proc")):
         try:
-            names = [*process.cmdline(), process.environ().get("JURYMAST_RUN_DIR", "")]
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-        if process.pid != os.getpid() and str(directory) in names:
-            found.append(process)
+            command = Path("/proc", number, "cmdline").read_bytes().split(b"\0")
+            variables = Path("/proc", number, "environ").read_bytes().split(b"\0")
+            if int(number) != os.getpid() and (named in command or b"JURYMAST_RUN_DIR=" + named in variables):
+                found.append(psutil.Process(int(number)))
+        except (OSError, psutil.NoSuchProcess):
+            continue  # gone meanwhile
     return found
 
 
