@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jurymast.core.nodes.findings import HARDWARE, Finding, Verdict
-from jurymast.health.probe import Context, Probe
+from jurymast.health.probe import HARDWARE, Context, Finding, Probe, Verdict
 from jurymast.health.readings import Gains, number, text
 from jurymast.health.tables import threshold
 

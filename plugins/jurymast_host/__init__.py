@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jurymast.core.nodes.findings import APPLICATION, HARDWARE, HOST, STORAGE, Finding, Verdict
-from jurymast.health.probe import Context, Probe
+from jurymast.health.probe import APPLICATION, HARDWARE, HOST, STORAGE, Context, Finding, Probe, Verdict
 from jurymast.health.readings import number, stands_in, text, waits_for_storage
 from jurymast.health.tables import threshold
 from jurymast_host.cgroup import own_memory_cgroup

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jurymast.core.nodes.findings import (
+from jurymast.health.probe import (
     APPLICATION,
     HARDWARE,
     HOST,
     NOT_OBSERVABLE,
     STORAGE,
+    Context,
     Finding,
     Verdict,
 )
-from jurymast.health.probe import Context
 from jurymast.health.tables import xid_finding
 
 RECORD_BYTES_MAX = 8192

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jurymast.core.nodes import devices
-from jurymast.core.nodes.findings import NETWORK, NOT_OBSERVABLE, Finding, Verdict
-from jurymast.health.probe import Context, Probe
+from jurymast.health.probe import NETWORK, NOT_OBSERVABLE, Context, Finding, Probe, Verdict
 from jurymast.health.readings import Gains, number, text
 from jurymast.health.tables import threshold
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jurymast.core.nodes import findings as health
-from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.health.probe import Context, Probe
+from jurymast.health import probe as health
+from jurymast.health.probe import Context, Finding, Probe, Verdict
 
 NAME = "nvidia"
 AMD_DRIVER = Path("/dev/kfd")

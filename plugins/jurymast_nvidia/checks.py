@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from jurymast.core.nodes.findings import Verdict
+from jurymast.health.probe import Verdict
 from jurymast_nvidia.history import History
 from jurymast_nvidia.nvml import GONE, Gpu, NvmlError, Problem, problem_of
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import pynvml
 
-from jurymast.core.nodes.findings import HARDWARE, HOST, Verdict
+from jurymast.health.probe import HARDWARE, HOST, Verdict
 
 NvmlError: TypeAlias = pynvml.NVMLError
 
@@ -27,7 +27,7 @@ _VALUES = tuple(struct.Struct(f"={letter}") for letter in "dIQQqiH")
 
 @dataclass(frozen=True)
 class Problem:
-    """What a check found wrong with one GPU; the words of `core.nodes.findings.Finding`."""
+    """What a check found wrong with one GPU; the words of `jurymast.health.probe.Finding`."""
 
     code: str
     verdict: Verdict

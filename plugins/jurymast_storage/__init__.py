@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jurymast.core.nodes.findings import STORAGE, Finding, Verdict
-from jurymast.health.probe import Context, Probe
+from jurymast.health.probe import STORAGE, Context, Finding, Probe, Verdict
 from jurymast.health.tables import threshold
 
 INTERVAL_S = 60.0

@@ -21,7 +21,7 @@ TRAIN = ("--steps", "100000", "--step-time", "0.05", "--save-every", "10 steps")
 # On which nodes something is found says a directory with a file a node, which holds the verdict.
 PROBE = """
 from pathlib import Path
-from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.health.probe import Finding, Verdict
 
 class Gauge:
     name, interval_s = "gauge", 0.1

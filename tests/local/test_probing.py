@@ -16,9 +16,8 @@ import pytest
 from jurymast.agent.probing import Probing
 from jurymast.core import events as ev
 from jurymast.core.messages import Health
-from jurymast.core.nodes.findings import Finding
 from jurymast.core.settings import RunPlan, Settings
-from jurymast.health.probe import Context
+from jurymast.health.probe import Context, Finding
 from jurymast.health.watcher import Watcher
 from jurymast.rundir import RunDirectory
 from support.probes import Acme

@@ -8,7 +8,7 @@ from pathlib import Path
 MODULE = """
 import os, signal, time
 from pathlib import Path
-from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.health.probe import Finding, Verdict
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from jurymast.core.nodes.findings import Finding
+from jurymast.core.nodes.findings import (
+    APPLICATION,
+    HARDWARE,
+    HOST,
+    NETWORK,
+    NOT_OBSERVABLE,
+    STORAGE,
+    SYMPATHETIC,
+    Finding,
+    Verdict,
+)
+
+# All that a package with probes needs of jurymast.
+__all__ = [
+    "APPLICATION",
+    "ENTRY_POINTS",
+    "HARDWARE",
+    "HOST",
+    "NETWORK",
+    "NOT_OBSERVABLE",
+    "STORAGE",
+    "SYMPATHETIC",
+    "Context",
+    "Finding",
+    "Probe",
+    "Verdict",
+    "granted_gpus",
+]
 
 # [project.entry-points."jurymast.probes"]  NAME = "package:function"; function(context) -> Probe | None
 ENTRY_POINTS = "jurymast.probes"
