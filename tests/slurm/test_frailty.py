@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,12 @@ POLICY = {"nodes_policy": {"expire": "1s"}, "health": {"preflight": "off"}}
 
 
 def test_a_node_that_failed_a_run_is_a_spare_in_the_next(cluster: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path.with_name(f"frailty-{uuid.uuid4().hex[:8]}")  # no earlier session's runs in it
-    policy = cluster.shared / f"{folder.name}.yaml"
+    policy = cluster.shared / f"{tmp_path.name}.yaml"
     policy.write_text(json.dumps(POLICY))
     policy.chmod(0o644)
     names = sorted(cluster.nodes)[:4]
     options = ("--nodes", "3", "--spares", "1", "--policy", str(policy), f"--nodelist={','.join(names)}")
-    first = submit(cluster, folder, *options)
+    first = submit(cluster, tmp_path, *options)
     victim = first.wait_step(30).placement[1]
     power_loss(first, victim)
     state = first.wait_end()
@@ -32,7 +30,7 @@ def test_a_node_that_failed_a_run_is_a_spare_in_the_next(cluster: Cluster, tmp_p
     cluster.repair(victim)
     cluster.wait_idle(names)
 
-    second = submit(cluster, folder, *options, arguments=("--steps", "60"))
+    second = submit(cluster, tmp_path, *options, arguments=("--steps", "60"))
     state = second.wait_end()
     assert (state.exit_code, state.attempt, state.incidents) == (0, 1, []), second.story()
     assert set(state.placement) == set(names) - {victim}, second.story()
