@@ -100,6 +100,10 @@ def _be_rank(script: Path, arguments: tuple[str, ...], environment: dict[str, st
     os.environ.update(environment)
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
+    # Without the end of the interpreter: now and then torch's threads abort it, or keep it for ever.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def stop_server() -> None:
