@@ -170,6 +170,7 @@ class Group:
         self.phase, self.stepping_since = "training", self.cluster.world.now
         for member in self.members.values():
             member.follower.passed(self.step)
+            member.agent.keeper.wants()
         self._again(self.cluster.world.between(0.05, 0.4), self._next)
 
     # ---- training
