@@ -452,12 +452,9 @@ class SimKeeper:
 
 
 def whole(images: Iterable[Image], key: Key, world: int) -> bool:
-    """Whether these give every rank's image of a state."""
-    own: set[int] = set()
-    common = False
-    for image in images:
-        if image.key == key and not image.corrupt:
-            common = common or image.has(COMMON)
-            if image.has(OWN):
-                own.add(image.rank)
-    return common and len(own) >= world
+    """Whether these give every rank's image of a state, or the others of its group and their XOR."""
+    good = [image for image in images if image.key == key and not image.corrupt]
+    own = {image.rank for image in good if image.has(OWN)}
+    xors = [set(image.group) for image in good if image.group and image.part in (ALL, OWN)]
+    own |= {rank for group in xors if len(group - own) == 1 for rank in group}
+    return any(image.has(COMMON) for image in good) and len(own) >= world
