@@ -192,7 +192,10 @@ class KeeperNode:
                 for buffer, content in self.readers:
                     if buffer == copy.buffer:
                         content.pop(bad, None)  # who reads it finds that it is corrupt
-        self.act(self.machine.verified(effect.number, intact))
+        unseen = not fails and intact and self.chance.random() < 0.05
+        if unseen:
+            del self.works[effect.number]
+        self.act(self.machine.verified(effect.number, None if unseen else intact))
 
     def fetch(self, effect: do.Fetch, fails: bool) -> None:
         content, known = self.content[effect.buffer], self.works.get(effect.number, {})

@@ -258,6 +258,27 @@ def test_what_a_killed_rank_left_is_mended() -> None:
     run(work())
 
 
+def test_an_older_safe_image_stays_until_the_rank_goes_on_from_the_newer() -> None:
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            older = await saved(one, rank, 10)
+            one.obey(msg.Committed(step=10, attempt=1))
+            await saved(one, rank, 20)
+            one.launch(2, [0], 1, plan(20, 1, {0: [source(one, 0, tier="memory")]}))
+            await until("restore", lambda: rank.answer is Restore.READY)
+            one.look()
+            assert [copy.step for copy in one.inventory()] == [10, 20]
+            rank.want(SIZE + 4096)
+            one.look()
+            assert [copy.step for copy in one.inventory()] == [20]
+            assert [dropped.copy.step for dropped in told.of(msg.Dropped)] == [10]
+            assert rank.writable() == [older]
+
+    run(work())
+
+
 def test_the_same_step_of_two_attempts_is_not_mixed() -> None:
     async def work() -> None:
         async with keeper() as (one, _):

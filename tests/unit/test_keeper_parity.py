@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -204,6 +205,27 @@ def test_a_node_without_the_memory_says_for_what() -> None:
             assert word.group == (0, 1, 2)
             assert "the parity of 3 ranks" in word.why
             assert one.inventory() == ()
+
+    run(work())
+
+
+def test_what_goes_wrong_in_making_it_is_told_and_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def broken(*_: object) -> None:
+        raise OSError("too many open files")
+
+    async def work() -> None:
+        async with group_of_three() as (members, spare, told):
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+            with monkeypatch.context() as patch:
+                patch.setattr(parity, "build", broken)
+                for part in ("own", "all"):  # as many as are made at a time
+                    spare.obey(order(members, part))
+                await until("words", lambda: len(told.of(msg.Unreplicated)) == 2)
+            assert "too many open files" in told.of(msg.Unreplicated)[0].why
+            await settled(spare)
+            await made(members, spare, told)
 
     run(work())
 

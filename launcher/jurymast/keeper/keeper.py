@@ -21,6 +21,7 @@ from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.slots import State
+from jurymast.core.keeper.work import Fetched, Found
 from jurymast.errors import never
 from jurymast.keeper import limits, scrub, slots
 from jurymast.keeper.buffers import Buffer
@@ -299,13 +300,16 @@ class Keeper:
         size, step = words[SlotWord.IMAGE], words[SlotWord.STEP]
         try:
             copy = await in_thread(_read_image, buffer, size, words[SlotWord.MANIFEST], step, rank)
-        except BadImage as error:
+        except (BadImage, RuntimeError) as error:
             self.act(self.machine.unhashed(local, slot, number, rank, step, size, str(error)))
         else:
             self.act(self.machine.hashed(local, slot, number, copy))
 
     async def _measure(self) -> None:
-        room = await in_thread(self._room)
+        try:
+            room = await in_thread(self._room)
+        except RuntimeError as error:  # there is no thread for it
+            room = Room(0, str(error))
         allocated = {number: buffer.allocated for number, buffer in self.buffers.items()}
         self.act(self.machine.measured(room, allocated))
 
@@ -326,23 +330,44 @@ class Keeper:
         buffer, why = self.buffers[number], ""
         try:
             await in_thread(buffer.prefault)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             why = str(error)
         self.act(self.machine.reserved(number, buffer.allocated, why))
 
     async def _work(self, effect: do.Find | do.Verify | do.Fetch | do.Mix) -> None:
+        """What goes wrong in it, whatever that is, is its answer as well: others wait for their turn."""
         number = effect.number
+        try:
+            answer = await self._answer(effect)
+        except Exception as error:
+            why = (f"{type(error).__name__}: {error}",)
+            match effect:
+                case do.Find():
+                    self.act(self.machine.found(number, Found((), passed_over=why)))
+                case do.Verify():
+                    self.act(self.machine.verified(number, None))
+                case do.Fetch() | do.Mix():
+                    allocated = self.buffers[effect.buffer].allocated
+                    nothing = Fetched(None, passed_over=why, allocated=allocated)
+                    self.act(self.machine.fetched(number, nothing, time.monotonic()))
+            raise
+        if isinstance(answer, Found):
+            self.act(self.machine.found(number, answer))
+        elif isinstance(answer, Fetched):
+            self.act(self.machine.fetched(number, answer, time.monotonic()))
+        else:
+            self.act(self.machine.verified(number, answer))
+
+    async def _answer(self, effect: do.Find | do.Verify | do.Fetch | do.Mix) -> Found | Fetched | bool:
         match effect:
             case do.Find():
-                self.act(self.machine.found(number, await self._works.find(effect)))
+                return await self._works.find(effect)
             case do.Verify():
-                self.act(self.machine.verified(number, await self._works.verify(effect)))
+                return await self._works.verify(effect)
             case do.Fetch():
-                fetched = await self._works.fetch(effect, self.buffers[effect.buffer])
-                self.act(self.machine.fetched(number, fetched, time.monotonic()))
+                return await self._works.fetch(effect, self.buffers[effect.buffer])
             case do.Mix():
-                fetched = await self._works.mix(effect, self.buffers[effect.buffer])
-                self.act(self.machine.fetched(number, fetched, time.monotonic()))
+                return await self._works.mix(effect, self.buffers[effect.buffer])
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

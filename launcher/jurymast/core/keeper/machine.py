@@ -206,7 +206,8 @@ class KeeperMachine:
         self._works.going[number].found(found)
         return self._out()
 
-    def verified(self, number: int, intact: bool) -> list[do.Effect]:
+    def verified(self, number: int, intact: bool | None) -> list[do.Effect]:
+        """None: that could not be seen."""
         self._works.going[number].verified(intact)
         return self._out()
 

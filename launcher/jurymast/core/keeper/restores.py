@@ -42,12 +42,12 @@ class Bringing(Work):
             self.own(buffer)  # a newer attempt must not write into it at the same time
         self.do(do.Verify(self.number, base))
 
-    def verified(self, intact: bool) -> None:
+    def verified(self, intact: bool | None) -> None:
         base = self._base
         assert base is not None
         if self.stopped:
             self._over()
-        elif not self.holding.has(base):  # dropped meanwhile
+        elif intact is None or not self.holding.has(base):  # dropped meanwhile
             if self.buffer is not None:
                 self.holding.release(self.buffer)
                 self.buffer = None

@@ -62,7 +62,7 @@ class Work:
     def found(self, found: Found) -> None:
         raise NotImplementedError
 
-    def verified(self, intact: bool) -> None:
+    def verified(self, intact: bool | None) -> None:
         raise NotImplementedError
 
     def fetched(self, fetched: Fetched, now: float) -> None:
