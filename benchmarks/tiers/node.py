@@ -90,11 +90,12 @@ class Node:
             restore = msgspec.convert(told, msg.Restore, str_keys=True) if told else None
             keeper.launch(order["attempt"], order["ranks"], len(order["ranks"]), restore)
         elif do == "committed":
-            keeper.committed(order["step"], order["attempt"])
+            keeper.obey(msg.Committed(step=order["step"], attempt=order["attempt"]))
         elif do == "replicate":
-            keeper.replicate(msgspec.convert(order, msg.Replicate))
+            keeper.obey(msgspec.convert(order, msg.Replicate))
         elif do == "forget":
-            keeper.forget(order["step"], order["attempt"], order["ranks"])
+            ranks = tuple(order["ranks"])
+            keeper.obey(msg.Forget(step=order["step"], attempt=order["attempt"], ranks=ranks))
         elif do == "drain":
             return await self._drain(order)
         elif do == "write":

@@ -20,7 +20,7 @@ from benchmarks.tiers.child import Child, ChildError, Message
 
 HOST = "127.0.0.1"
 STREAMS = 2  # of one replica, as in keeper.fetch
-AT_ONCE = 2  # replicas, as in keeper.replicas
+AT_ONCE = 2  # replicas, as in core.keeper.replicas
 SAMPLE_S = 0.02
 GIB = 1 << 30
 WINDOW_BYTES = 2 * GIB

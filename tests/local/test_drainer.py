@@ -256,7 +256,7 @@ def test_local_images_are_the_images(tmp_path: Path, processes: list[StorageProc
     images = simple_images(tmp_path / "i", world=2)
     processes[0].done(to_local(root, images))
     held = local_copies(root)  # as agents find them
-    assert [copy.key for copy in held] == [(10, 1, 0), (10, 1, 1)]
+    assert [copy.image for copy in held] == [(10, 1, 0), (10, 1, 1)]
     for copy, given in zip(held, images, strict=True):
         assert isinstance(copy.place, Path)
         assert copy.manifest == Manifest.from_bytes(given.manifest.encode())

@@ -52,6 +52,7 @@ async def settled(one: Keeper) -> None:
     """All that the keeper began has ended, but for the reading again that never does."""
     await until("end of what was begun", lambda: len(one._tasks) <= 1)
     await asyncio.sleep(0)
+    one.machine.check()
 
 
 def use_small_blocks(patch: pytest.MonkeyPatch, size: int = BLOCK) -> None:

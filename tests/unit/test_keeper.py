@@ -11,8 +11,9 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.keeper.memory import ROUND_BYTES
 from jurymast.keeper import loans, scrub
-from jurymast.keeper.buffers import ROUND_BYTES, Buffer
+from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import SLOTS, Restore, SlotWord, Word
 from support.keepers import (
@@ -76,7 +77,7 @@ def test_an_image_is_hashed_held_and_told() -> None:
             )
             assert copy.common_bytes == COMMON_BYTES
             assert len(copy.common_id) == 32
-            assert one.inventory() == [copy]
+            assert one.inventory() == (copy,)
             one.look()
             assert len(told.of(msg.Held)) == 1
 
@@ -89,15 +90,15 @@ def test_a_held_slot_is_never_written_and_the_committed_one_stays() -> None:
             one.launch(1, [0], 1, None)
             rank = await ready_rank(one)
             first = await saved(one, rank, 10)
-            one.committed(10, 1)
+            one.obey(msg.Committed(step=10, attempt=1))
             second = await saved(one, rank, 20)
             assert {first, second} == {0, 1}
             assert rank.writable() == []
-            one.committed(10, 1)  # again: nothing newer is safe
+            one.obey(msg.Committed(step=10, attempt=1))  # again: nothing newer is safe
             assert rank.writable() == []
-            one.committed(20, 1)
+            one.obey(msg.Committed(step=20, attempt=1))
             assert rank.writable() == [first]
-            one.committed(10, 1)  # late: the newest stays
+            one.obey(msg.Committed(step=10, attempt=1))  # late: the newest stays
             assert [copy.step for copy in one.inventory()] == [20]
 
     run(work())
@@ -114,7 +115,7 @@ def test_a_freed_slot_waits_for_its_readers() -> None:
             assert one.copies.acquire((10, 1, 0)) is lent
             assert one.copies.acquire((10, 2, 0)) is None
             await saved(one, rank, 20)
-            one.committed(20, 1)
+            one.obey(msg.Committed(step=20, attempt=1))
             assert one.copies.acquire((10, 1, 0)) is None  # nobody new
             one.copies.release(lent)
             await settled(one)
@@ -141,7 +142,7 @@ def test_the_drainer_reads_a_copy_where_memory_allows_and_keeps_no_slot_busy(sca
             assert loan is not None
             assert await one.lend(10, 2, 0) is None
             await saved(one, rank, 20)
-            one.committed(20, 1)
+            one.obey(msg.Committed(step=20, attempt=1))
             await settled(one)
             assert rank.writable() == ([] if scarce else [first])
             assert Path(loan.path).read_bytes()[:SIZE] == image_bytes(10, 0)
@@ -190,16 +191,17 @@ def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
             with pytest.raises(asyncio.CancelledError):
                 await lending
             if during == "the copy":
-                (other,) = await one.memory.take(1, SIZE, "the next who asks")
+                other = await one.borrow(SIZE, "the next who asks")
                 assert written
                 assert other not in written
-                one.recycle(other)
+                assert other is not None
+                one.give_back(other)
             asking.clear()
             go_on.set()
             await saved(one, rank, 20)
-            one.committed(20, 1)
+            one.obey(msg.Committed(step=20, attempt=1))
             await until("the slot", lambda: rank.writable() == [first])
-            await until("its copy", lambda: one.memory.idle_bytes > 0)
+            await until("its copy", lambda: one.machine.memory.idle)
 
     try:
         run(work())
@@ -219,14 +221,14 @@ def test_images_of_dead_ranks_void_steps_and_other_ranks_are_not_held() -> None:
             one.look()
             await until("free slots", lambda: len(rank.writable()) == SLOTS)
             assert "another image's" in told.of(msg.Dropped)[0].why
-            one.void(20, 2)
+            one.obey(msg.Void(step=20, attempt=2))
             rank.save(20, attempt=2)
             one.look()
             await until("free slots", lambda: len(rank.writable()) == SLOTS)
             await saved(one, rank, 30, attempt=2)
-            one.void(30, 2)
+            one.obey(msg.Void(step=30, attempt=2))
             assert len(rank.writable()) == SLOTS
-            assert one.inventory() == []
+            assert one.inventory() == ()
             assert [held[0] for held in told.held()] == [30]
 
     run(work())
@@ -249,9 +251,30 @@ def test_what_a_killed_rank_left_is_mended() -> None:
             assert word.tiers == {"memory": SIZE}
             assert word.passed_over == ()
             await saved(one, rank, 20, attempt=2)
-            one.committed(20, 2)
+            one.obey(msg.Committed(step=20, attempt=2))
             assert len(rank.writable()) == 1
             assert [copy.step for copy in one.inventory()] == [20]
+
+    run(work())
+
+
+def test_an_older_safe_image_stays_until_the_rank_goes_on_from_the_newer() -> None:
+    async def work() -> None:
+        async with keeper() as (one, told):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            older = await saved(one, rank, 10)
+            one.obey(msg.Committed(step=10, attempt=1))
+            await saved(one, rank, 20)
+            one.launch(2, [0], 1, plan(20, 1, {0: [source(one, 0, tier="memory")]}))
+            await until("restore", lambda: rank.answer is Restore.READY)
+            one.look()
+            assert [copy.step for copy in one.inventory()] == [10, 20]
+            rank.want(SIZE + 4096)
+            one.look()
+            assert [copy.step for copy in one.inventory()] == [20]
+            assert [dropped.copy.step for dropped in told.of(msg.Dropped)] == [10]
+            assert rank.writable() == [older]
 
     run(work())
 
@@ -266,7 +289,7 @@ def test_the_same_step_of_two_attempts_is_not_mixed() -> None:
             await until("restore", lambda: rank.answer is Restore.READY)
             await saved(one, rank, 10, attempt=2, data=b"2" * SIZE)
             assert {(copy.step, copy.attempt) for copy in one.inventory()} == {(10, 1), (10, 2)}
-            one.committed(10, 2)
+            one.obey(msg.Committed(step=10, attempt=2))
             one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
             await until("answer", lambda: rank.answer is not Restore.PENDING)
             assert rank.answer is Restore.FAILED
@@ -280,9 +303,9 @@ def test_without_a_plan_nothing_in_memory_is_kept() -> None:
             one.launch(1, [0], 1, None)
             rank = await ready_rank(one)
             await saved(one, rank, 10)
-            one.committed(10, 1)
+            one.obey(msg.Committed(step=10, attempt=1))
             one.launch(2, [0], 1, None)
-            assert one.inventory() == []
+            assert one.inventory() == ()
             assert len(rank.writable()) == SLOTS
 
     run(work())
@@ -301,7 +324,7 @@ def test_an_image_that_does_not_hold_what_it_says_is_dropped() -> None:
                 one.look()
                 await until("free", lambda number=number: number in rank.writable())  # type: ignore[misc]
                 assert rank.slots[number][SlotWord.SEQ] == before + 2
-            assert one.inventory() == []
+            assert one.inventory() == ()
             assert len(told.of(msg.Dropped)) == 3
 
     run(work())
@@ -326,7 +349,7 @@ def test_a_rank_that_grows_gets_larger_slots_but_not_in_place_of_what_is_held() 
                 assert place[:SIZE] == image_bytes(10, 0)
             generation = rank.slots[held][SlotWord.GENERATION]
             await saved(one, rank, 20)
-            one.committed(20, 1)
+            one.obey(msg.Committed(step=20, attempt=1))
             assert rank.writable() == [held]
             assert rank.slots[held][SlotWord.CAPACITY] == 8 << 20
             assert rank.slots[held][SlotWord.GENERATION] != generation
@@ -359,7 +382,7 @@ def test_ranks_that_change_nodes_leave_their_images_for_others() -> None:
             ranks = [await ready_rank(one, local) for local in (0, 1)]
             for local, rank in enumerate(ranks):
                 await saved(one, rank, 10, local, world=2)
-            one.committed(10, 1)
+            one.obey(msg.Committed(step=10, attempt=1))
             one.launch(2, [1, 0], 2, plan(10, 1, {0: [source(one, 0)], 1: [source(one, 1)]}))
             for local, rank in enumerate(ranks):
                 await until("restore", lambda rank=rank: rank.answer is Restore.READY)  # type: ignore[misc]
@@ -367,7 +390,7 @@ def test_ranks_that_change_nodes_leave_their_images_for_others() -> None:
             for local, rank in enumerate(ranks):
                 again = await ready_other_slot(one, rank)
                 await saved(one, again, 20, 1 - local, attempt=2, world=2)
-            one.committed(20, 2)
+            one.obey(msg.Committed(step=20, attempt=2))
             assert {copy.step for copy in one.inventory()} == {20}
 
     run(work())
@@ -392,7 +415,7 @@ def test_a_flipped_bit_in_memory_is_found_at_restore() -> None:
             assert rank.answer is Restore.FAILED
             assert "corrupt" in told.of(msg.Dropped)[0].why
             assert "corrupt" in told.of(msg.Unrestorable)[0].why
-            assert one.inventory() == []
+            assert one.inventory() == ()
             await ready_rank(one)  # the memory is not lost
 
     run(work())
@@ -472,17 +495,17 @@ def test_going_back_forgets_what_is_newer(tmp_path: Path) -> None:
             one.launch(1, [0], 1, None)
             rank = await ready_rank(one)
             await saved(one, rank, 10)
-            one.committed(10, 1)
+            one.obey(msg.Committed(step=10, attempt=1))
             await saved(one, rank, 20)
-            one.committed(20, 1)
+            one.obey(msg.Committed(step=20, attempt=1))
             put_local(tmp_path, image_bytes(20, 0), one, (20, 1, 0))
             one.scan_local(tmp_path)
             await until("two copies", lambda: len(one.inventory()) == 2)
-            one.forget_newer(10)
-            assert one.inventory() == []
+            one.obey(msg.ForgetNewer(step=10))
+            assert one.inventory() == ()
             one.scan_local(tmp_path)
             await settled(one)
-            assert one.inventory() == []
+            assert one.inventory() == ()
 
     run(work())
 

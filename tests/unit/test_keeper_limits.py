@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
-from jurymast.keeper import limits
-from jurymast.keeper.buffers import ROUND_BYTES, Buffer
-from jurymast.keeper.limits import Refused
-from jurymast.keeper.memory import Memory
+from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.memory import ROUND_BYTES, Buffer, Memory
+from jurymast.keeper import buffers, limits
 from jurymast.keeper.page import SLOTS, Restore, Word
 from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
 
@@ -173,7 +173,7 @@ def test_a_replica_and_a_restore_that_do_not_fit_are_refused() -> None:
             a.launch(1, [0], 1, None)
             await saved(a, await ready_rank(a), 10)
             order = msg.Replicate(step=10, attempt=1, rank=0, part="all", sources=(source(a, 0),))
-            b.replicate(order)
+            b.obey(order)
             await until("answer", lambda: told.of(msg.Unreplicated))
             assert "no memory for a replica of rank 0" in told.of(msg.Refused)[0].why
             b.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
@@ -181,41 +181,58 @@ def test_a_replica_and_a_restore_that_do_not_fit_are_refused() -> None:
             await until("answer", lambda: rank.answer is not Restore.PENDING)
             assert rank.answer is Restore.FAILED
             assert "no memory for what rank 0 restores" in told.of(msg.Unrestorable)[0].why
-            assert b.inventory() == []
+            assert b.inventory() == ()
 
     run(work())
+
+
+@dataclass
+class Asking:
+    got: list[Buffer] = field(default_factory=list)
+    why: str = ""
+
+    def granted(self, buffers: list[Buffer]) -> None:
+        self.got = buffers
+
+    def refused(self, why: str) -> None:
+        self.why = why
 
 
 def test_memory_granted_but_not_yet_taken_is_not_granted_twice() -> None:
-    async def work() -> None:
-        left = Room(5 * ROUND_BYTES, "here")
-        memory = Memory(lambda: left)
-        first = await memory.take(2, ROUND_BYTES, "one")
-        with pytest.raises(Refused, match=r"6 MiB can be had"):
-            await memory.take(2, 2 * ROUND_BYTES, "two")
-        second = await memory.take(1, 2 * ROUND_BYTES, "three")
-        for buffer in (*first, *second):
-            memory.give_back(buffer, keep=10)
-        # What waits unused is used before anything new, and goes before anybody is refused.
-        (again,) = await memory.take(1, ROUND_BYTES, "four")
-        assert again in first
-        await memory.reserve(again)
-        with pytest.raises(Refused):
-            await memory.take(1, 6 * ROUND_BYTES, "five")
-        (fresh,) = await memory.take(1, 2 * ROUND_BYTES, "six")
-        assert fresh not in second
-        again.close()
-        fresh.close()
-        memory.close()
+    effects: list[do.Effect] = []
+    memory = Memory(effects.append)
 
-    run(work())
+    def take(count: int, capacity: int) -> Asking:
+        asking = Asking()
+        memory.claim(asking, "somebody", count, capacity)
+        while effects:
+            match effects.pop(0):
+                case do.Measure():
+                    memory.measured(Room(5 * ROUND_BYTES, "here"), {})
+                case do.Make():
+                    memory.made("")
+        return asking
+
+    first = take(2, ROUND_BYTES).got
+    assert "6 MiB can be had" in take(2, 2 * ROUND_BYTES).why
+    second = take(1, 2 * ROUND_BYTES).got
+    for buffer in (*first, *second):
+        memory.give_back(buffer, keep=10)
+    # What waits unused is used before anything new, and goes before anybody is refused.
+    (again,) = take(1, ROUND_BYTES).got
+    assert again in first
+    memory.touched(again, ROUND_BYTES)
+    assert take(1, 6 * ROUND_BYTES).why
+    assert list(memory.buffers.values()) == [again]
+    (fresh,) = take(1, 2 * ROUND_BYTES).got
+    assert fresh not in second
 
 
 def test_the_kernel_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(self: Buffer, start: int, end: int) -> None:
+    def no_memory(self: buffers.Buffer, start: int, end: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Buffer, "reserve", no_memory)
+    monkeypatch.setattr(buffers.Buffer, "reserve", no_memory)
 
     async def work() -> None:
         async with keeper() as (one, told):

@@ -85,26 +85,26 @@ class Cluster:
     async def commit(self) -> None:
         step, attempt = self.dice.choice(self.saved)
         for one, _ in self.keepers:
-            one.committed(step, attempt)
+            one.obey(msg.Committed(step=step, attempt=attempt))
 
     async def void(self) -> None:
         step, attempt = self.saved[-1]
         for one, _ in self.keepers:
-            one.void(step, attempt)
+            one.obey(msg.Void(step=step, attempt=attempt))
 
     async def replicate(self) -> None:
         step, attempt = self.dice.choice(self.saved[-3:])
         holder, rank = self.dice.choice(self.keepers)[0], self.dice.randrange(NODES)
         sources = tuple(source(one, rank) for one, _ in self.keepers if one is not holder)
         part = self.dice.choice(["all", "own", "common"])
-        holder.replicate(msg.Replicate(step=step, attempt=attempt, rank=rank, part=part, sources=sources))
+        holder.obey(msg.Replicate(step=step, attempt=attempt, rank=rank, part=part, sources=sources))
 
     async def mix(self) -> None:
         """The XOR of two ranks' images, or of all."""
         step, attempt = self.dice.choice(self.saved[-3:])
         holder = self.dice.choice(self.keepers)[0]
         group = tuple(sorted(self.dice.sample(range(NODES), self.dice.choice([2, NODES]))))
-        holder.replicate(
+        holder.obey(
             msg.Replicate(
                 step=step, attempt=attempt, rank=group[0], part=self.dice.choice(["all", "own"]),
                 group=group, members=self.members(group),
@@ -116,13 +116,15 @@ class Cluster:
 
     async def forget(self) -> None:
         step, attempt = self.dice.choice(self.saved)
-        self.dice.choice(self.keepers)[0].forget(step, attempt, range(NODES))
+        self.dice.choice(self.keepers)[0].obey(
+            msg.Forget(step=step, attempt=attempt, ranks=tuple(range(NODES)))
+        )
 
     async def lend(self) -> None:
         one = self.dice.choice(self.keepers)[0]
         for copy in one.copies:
-            if copy.part == ALL and not copy.group and (loan := await one.lend(*copy.key)) is not None:
-                self.lent.append((copy.key, loan))
+            if copy.part == ALL and not copy.group and (loan := await one.lend(*copy.image)) is not None:
+                self.lent.append((copy.image, loan))
                 return
 
     async def give_back(self) -> None:
@@ -137,7 +139,7 @@ class Cluster:
         copies = [copy for copy in one.copies if copy.part == ALL and not copy.group]
         if copies and not self.lent:
             copy = self.dice.choice(copies)
-            flip(one, copy.key, self.dice.randrange(SIZE), copy.tier)
+            flip(one, copy.image, self.dice.randrange(SIZE), copy.tier)
             one.doubt(copy)
             await settled(one)
 
@@ -198,8 +200,9 @@ class Cluster:
         for (one, _), rank in zip(self.keepers, self.ranks, strict=True):
             places = [copy.place for copy in one.copies]
             for number in rank.writable():
-                buffer = one.ranks[0].slots[number].buffer
-                assert buffer is not None
+                slot = one.machine.ranks[0].slots[number]
+                assert slot.buffer is not None
+                buffer = one.buffers[slot.buffer.number]
                 assert buffer not in places
                 assert not buffer.readers
             for copy in one.copies:
@@ -209,12 +212,12 @@ class Cluster:
                     continue
                 start, end = (0, SIZE) if copy.part == ALL else copy.manifest.extent(copy.part)
                 assert copy.manifest.common_bytes == COMMON_BYTES
-                assert bytes(copy.place.view(start, end)) == content(*copy.key)[start:end]
+                assert bytes(copy.place.view(start, end)) == content(*copy.image)[start:end]
 
 
 def xor_of(copy: Copy) -> bytes:
     start = 0 if copy.part == ALL else COMMON_BYTES
-    step, attempt, _ = copy.key
+    step, attempt, _ = copy.image
     images = [int.from_bytes(content(step, attempt, rank)[start:], "big") for rank in copy.group]
     return reduce(xor, images).to_bytes(SIZE - start, "big")
 
@@ -244,7 +247,7 @@ def test_any_sequence_of_orders(seed: int) -> None:
             await cluster.settled()
             cluster.check()
             await cluster.save_and_restore()
-            used = {buffer for one, _ in keepers for buffer in one._buffers() | set(one.memory._spares)}
+            used = {buffer for one, _ in keepers for buffer in one.buffers.values()}
             assert not any(buffer.readers for buffer in used)
             await until("every image in sight", lambda: images() == len(used))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -71,8 +72,8 @@ def order(members: list[Keeper], part: str = "own") -> msg.Replicate:
 
 
 async def made(members: list[Keeper], spare: Keeper, told: Told, part: str = "own") -> None:
-    spare.replicate(order(members, part))
-    spare.replicate(order(members, part))  # said twice
+    spare.obey(order(members, part))
+    spare.obey(order(members, part))  # said twice
     await until("parity", told.held)
 
 
@@ -131,8 +132,8 @@ def test_the_spare_that_holds_it_becomes_the_lost_node() -> None:
             assert {(c.tier, bool(c.members)) for c in spare.inventory()} == {
                 ("memory", False), ("peer", True)
             }  # fmt: skip
-            spare.committed(20, 2)
-            assert spare.inventory() == []
+            spare.obey(msg.Committed(step=20, attempt=2))
+            assert spare.inventory() == ()
             assert told.of(msg.Dropped) == []
 
     run(work())
@@ -142,11 +143,11 @@ def test_a_corrupt_member_does_not_get_into_it() -> None:
     async def work() -> None:
         async with group_of_three() as (members, spare, told):
             flip(members[1], ALIKE[1][0] - 5)
-            spare.replicate(order(members))
+            spare.obey(order(members))
             (word,) = await until("word", lambda: told.of(msg.Unreplicated))
             assert "b: the block at" in word.why
             assert (word.part, word.rank, word.group) == ("own", 0, (0, 1, 2))
-            assert spare.inventory() == []
+            assert spare.inventory() == ()
             await until("the bad copy's end", lambda: not members[1].inventory())
 
     run(work())
@@ -174,7 +175,7 @@ def test_a_block_that_is_corrupt_when_it_is_needed(where: str, other: bool) -> N
                 (lost,) = new_told.of(msg.Unrestorable)
                 assert rank.answer is Restore.FAILED
                 assert "corrupt" in lost.why
-                assert new.inventory() == []
+                assert new.inventory() == ()
             await until("the bad copy's end", lambda: not bad.inventory())
 
     run(work())
@@ -189,7 +190,7 @@ def test_two_lost_members_are_not_made_up() -> None:
             await members[1].close()
             assert (await restored(new, 0, sources)).answer is Restore.FAILED
             await settled(new)
-            assert new.inventory() == []
+            assert new.inventory() == ()
 
     run(work())
 
@@ -198,12 +199,33 @@ def test_a_node_without_the_memory_says_for_what() -> None:
     async def work() -> None:
         small = keeper("small", room=lambda: Room(4096, "/nowhere/memory.max"))
         async with group_of_three() as (members, _, _), small as (one, told):
-            one.replicate(order(members))
+            one.obey(order(members))
             await until("word", lambda: told.of(msg.Unreplicated))
             (word,) = told.of(msg.Refused)
             assert word.group == (0, 1, 2)
             assert "the parity of 3 ranks" in word.why
-            assert one.inventory() == []
+            assert one.inventory() == ()
+
+    run(work())
+
+
+def test_what_goes_wrong_in_making_it_is_told_and_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def broken(*_: object) -> None:
+        raise OSError("too many open files")
+
+    async def work() -> None:
+        async with group_of_three() as (members, spare, told):
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+            with monkeypatch.context() as patch:
+                patch.setattr(parity, "build", broken)
+                for part in ("own", "all"):  # as many as are made at a time
+                    spare.obey(order(members, part))
+                await until("words", lambda: len(told.of(msg.Unreplicated)) == 2)
+            assert "too many open files" in told.of(msg.Unreplicated)[0].why
+            await settled(spare)
+            await made(members, spare, told)
 
     run(work())
 
@@ -212,14 +234,14 @@ def test_it_is_given_up_with_the_state_it_is_of() -> None:
     async def work() -> None:
         async with group_of_three() as (members, spare, told):
             await made(members, spare, told)
-            spare.forget(10, 1, [0])
+            spare.obey(msg.Forget(step=10, attempt=1, ranks=(0,)))
             assert len(spare.inventory()) == 1  # that was about a replica of rank 0
-            spare.void(10, 1)
-            assert spare.inventory() == []
-            spare.replicate(order(members))
+            spare.obey(msg.Void(step=10, attempt=1))
+            assert spare.inventory() == ()
+            spare.obey(order(members))
             await until("parity", lambda: len(told.held()) == 2)
             spare.launch(2, [0], 3, None)
-            assert spare.inventory() == []
+            assert spare.inventory() == ()
 
     run(work())
 

@@ -181,7 +181,7 @@ def test_a_source_that_is_killed_half_way(other: bool) -> None:
             else:
                 assert rank.answer is Restore.FAILED
                 assert rank.writable() == []
-                assert new.inventory() == []
+                assert new.inventory() == ()
                 assert told.of(msg.Unrestorable)[0].why.startswith("dying: ")
 
     with serving_process(3) as (process, port):
@@ -211,7 +211,7 @@ def test_a_bit_that_flips_in_a_peer_is_found_there_as_well() -> None:
             assert "own part is corrupt" in told.of(msg.Prefetched)[0].passed_over[0]
             (word,) = await until("word of the bad copy", lambda: told_a.of(msg.Dropped))
             assert "corrupt in memory" in word.why
-            assert a.inventory() == []
+            assert a.inventory() == ()
 
     run(work())
 
@@ -378,8 +378,8 @@ def test_replicas_of_parts_and_a_spare_that_becomes_the_node() -> None:
 
     async def work() -> None:
         async with holding("a", 0, 2) as (a, _), holding("b", 1, 2) as (b, _), keeper("s") as (spare, told):
-            spare.replicate(order("own", source(a, 0)))
-            spare.replicate(order("own", source(a, 0)))  # said twice
+            spare.obey(order("own", source(a, 0)))
+            spare.obey(order("own", source(a, 0)))  # said twice
             await until("replica", lambda: told.held() == [(10, 1, 0, "peer", "own")])
             (copy,) = spare.inventory()
             assert copy.on("s")[0].part_bytes == SIZE - COMMON_BYTES
@@ -400,7 +400,7 @@ def test_replicas_of_parts_and_a_spare_that_becomes_the_node() -> None:
 def test_a_whole_replica_becomes_a_slot_without_a_copy() -> None:
     async def work() -> None:
         async with holding("a") as (a, _), keeper("s") as (spare, told):
-            spare.replicate(order("all", source(a, 0)))
+            spare.obey(order("all", source(a, 0)))
             await until("replica", lambda: told.held() == [(10, 1, 0, "peer", "all")])
             buffer = spare.copies.find(KEY)[0].place
             await a.close()
@@ -425,32 +425,32 @@ async def ready_rank_again(one: Keeper) -> FakeRank:
 def test_an_older_replica_stays_until_the_newer_is_whole_and_safe() -> None:
     async def work() -> None:
         async with holding("a") as (a, _), keeper("s") as (spare, told):
-            spare.replicate(order("all", source(a, 0)))
+            spare.obey(order("all", source(a, 0)))
             await until("replica", told.held)
             first = spare.copies.find(KEY)[0].place
             bad = order("all", source(a, 0, port=1), step=20)
-            spare.replicate(bad)
+            spare.obey(bad)
             await until("word", lambda: told.of(msg.Unreplicated))
             assert "a: " in told.of(msg.Unreplicated)[0].why
             assert [copy.step for copy in spare.inventory()] == [10]
             rank = await ready_rank_again(a)
             await saved(a, rank, 20)
-            spare.replicate(order("all", source(a, 0), step=20))
+            spare.obey(order("all", source(a, 0), step=20))
             await until("two", lambda: len(spare.inventory()) == 2)
-            spare.committed(20, 1)
+            spare.obey(msg.Committed(step=20, attempt=1))
             assert [copy.step for copy in spare.inventory()] == [20]
             await saved(a, await freed(a, rank), 30)
-            spare.replicate(order("all", source(a, 0), step=30))
+            spare.obey(order("all", source(a, 0), step=30))
             await until("third", lambda: spare.copies.find((30, 1, 0)))
             assert spare.copies.find((30, 1, 0))[0].place is first  # its memory is used again
-            spare.forget(30, 1, [0])
+            spare.obey(msg.Forget(step=30, attempt=1, ranks=(0,)))
             assert [copy.step for copy in spare.inventory()] == [20]
 
     run(work())
 
 
 async def freed(one: Keeper, rank: FakeRank) -> FakeRank:
-    one.committed(20, 1)
+    one.obey(msg.Committed(step=20, attempt=1))
     await until("a slot", rank.writable)
     return rank
 
@@ -458,14 +458,14 @@ async def freed(one: Keeper, rank: FakeRank) -> FakeRank:
 def test_a_replica_that_nobody_wants_any_more_is_given_up() -> None:
     async def work(process: subprocess.Popen[bytes], port: int) -> None:
         async with keeper("s") as (spare, told):
-            spare.replicate(order("all", source(spare, 0, node="a", port=port)))
+            spare.obey(order("all", source(spare, 0, node="a", port=port)))
             assert process.stdout is not None
             await asyncio.to_thread(process.stdout.readline)
-            spare.forget(10, 1, [0])
+            spare.obey(msg.Forget(step=10, attempt=1, ranks=(0,)))
             process.kill()
             await settled(spare)
             assert told == []
-            assert spare.inventory() == []
+            assert spare.inventory() == ()
 
     with serving_process(3) as (process, port):
         run(work(process, port))
@@ -530,17 +530,17 @@ def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPat
             a.launch(1, [0], 1, None)
             rank = await ready_rank(a)
             first = await saved(a, rank, 10)
-            spare.replicate(order("all", source(a, 0)))
+            spare.obey(order("all", source(a, 0)))
             await asyncio.to_thread(begun.wait, 20.0)
             await saved(a, rank, 20)
-            a.committed(20, 1)
+            a.obey(msg.Committed(step=20, attempt=1))
             assert rank.writable() == []
             gate.set()
             await until("slot", lambda: rank.writable() == [first])
             # Only what was being sent was sent: the rest is not held any more.
             await until("word", lambda: told.of(msg.Unreplicated))
             assert "not held" in told.of(msg.Unreplicated)[0].why
-            assert spare.inventory() == []
+            assert spare.inventory() == ()
 
     run(work())
 
@@ -551,7 +551,8 @@ def test_a_block_counts_only_when_it_is_whole() -> None:
     async def work() -> None:
         async with holding("a") as (a, _):
             manifest = a.copies.find(KEY)[0].manifest
-            (buffer,) = await a.memory.take(1, SIZE, "a test")
+            buffer = await a.borrow(SIZE, "a test")
+            assert buffer is not None
             filling = Filling(manifest, buffer)
             await asyncio.to_thread(
                 filling.from_peer, Peer("a", ("127.0.0.1",), a.port), SECRET, (10, 1, 1), "all", "peer"
@@ -562,6 +563,6 @@ def test_a_block_counts_only_when_it_is_whole() -> None:
             hosts = ("127.0.0.2:0", "127.0.0.1")  # the first is no address
             await asyncio.to_thread(filling.from_peer, Peer("a", hosts, a.port), SECRET, KEY, "all", "peer")
             assert filling.complete
-            a.recycle(buffer)
+            a.give_back(buffer)
 
     run(work())

@@ -14,7 +14,6 @@ from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.settings import RunPlan
-from jurymast.errors import never
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
@@ -63,7 +62,7 @@ class Keeping:
         return self._keeper.port
 
     def inventory(self) -> tuple[msg.CopyReport, ...]:
-        return tuple(self._keeper.inventory())
+        return self._keeper.inventory()
 
     def room(self) -> Room:
         return self._keeper.room()
@@ -90,19 +89,7 @@ class Keeping:
         self._keeper.launch(order.attempt, here, order.world * count, order.restore)
 
     def obey(self, order: msg.KeeperOrder) -> None:
-        match order:
-            case msg.Committed():
-                self._keeper.committed(order.step, order.attempt)
-            case msg.Void():
-                self._keeper.void(order.step, order.attempt)
-            case msg.Replicate():
-                self._keeper.replicate(order)
-            case msg.Forget():
-                self._keeper.forget(order.step, order.attempt, order.ranks)
-            case msg.ForgetNewer():
-                self._keeper.forget_newer(order.step)
-            case _:
-                never(order)
+        self._keeper.obey(order)
 
     def write(self, order: msg.Drain) -> None:
         task = self._writes[order.id] = asyncio.ensure_future(self._write(order))

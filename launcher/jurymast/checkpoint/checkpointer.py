@@ -37,6 +37,8 @@ log = logging.getLogger("jurymast.checkpoint")
 ERROR_CHARACTERS = 300
 # How long the first save waits for the agent to have memory; later ones do not wait.
 FIRST_MEMORY_S = 30.0
+# A few of the agent's heartbeats: at one of them it sees that all ranks go on, and gives an older image up.
+FIRST_FREE_S = 2.0
 # How long a save that the script asked for waits for earlier ones to be safe.
 FREE_MEMORY_S = 30.0
 
@@ -197,7 +199,8 @@ class Checkpointer:
 
     def _agree_on_memory(self, memory: MemoryTier) -> str:
         """Decide with all ranks, once, whether this attempt saves to memory; why that must wait, or ""."""
-        memory.wait_ready(FIRST_MEMORY_S if not self._waited_for_memory else 0.0)
+        if not self._waited_for_memory and memory.wait_ready(FIRST_MEMORY_S):
+            memory.wait_free(FIRST_FREE_S)
         self._waited_for_memory = True
         gathered = self._open().gather((memory.refused, memory.ready))
         refusing = [rank for rank, (refused, _) in enumerate(gathered) if refused]

@@ -9,31 +9,27 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import itertools
 import mmap
 import os
 
-ROUND_BYTES = 2 << 20
+from jurymast.core.keeper.memory import round_up
+
 _PIECE_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_generations = itertools.count(1)
-
-
-def round_up(count: int) -> int:
-    return max(1, -(-count // ROUND_BYTES)) * ROUND_BYTES
 
 
 class Buffer:
-    """`capacity` bytes at most; only what was reserved takes memory. Raises OSError when made.
+    """`capacity` bytes at most; only what was reserved takes memory. Raises OSError when made. `number`: the
+    keeper's for it.
 
     The size is sealed: nobody can make the pages under a mapping go away, which would end its user by
     SIGBUS. `readers` and `when_idle` belong to `copies.Copies`.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, number: int = 0) -> None:
         self.capacity = round_up(capacity)
-        self.generation = next(_generations)
+        self.number = number
         self.readers = 0
         self._reserved: list[tuple[int, int]] = []
         self.descriptor = os.memfd_create("jurymast-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.checkpoints.copies import ALL, LOCAL
+from jurymast.core.keeper import copies as core
+from jurymast.core.keeper.copies import Image as Key
+from jurymast.core.keeper.holding import TIERS
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
 from jurymast.keeper.private import NotOurs, check_private, open_own
 
-# The order in which a reader is served.
-_TIERS = (MEMORY, PEER, LOCAL)
 _STEP_NAME = re.compile(r"step-(\d+)\.a(\d+)")
 _RANK_NAME = re.compile(r"rank-(\d+)\.manifest")
 
-# (step, attempt, rank): the same step of another attempt is another state.
-Key = tuple[int, int, int]
 # Ranks whose parts are XORed; the lowest is the rank of that XOR's key and manifest.
 Group = tuple[int, ...]
 
@@ -72,37 +71,30 @@ def trusted(data: bytes, key: Key) -> Manifest:
     return manifest
 
 
-@dataclass(eq=False)
-class Copy:
+class Copy(core.Copy):
     """One image or part of one. Its bytes lie where the manifest says, in a buffer as in a file.
 
     With `members` it is the XOR of that part of their images, block by block, and `manifest` is its own: it
     is served and read again like any, and found by its group only.
     """
 
-    manifest: Manifest
-    tier: str
-    part: str
-    place: Buffer | Path
-    stall_s: float = 0.0
-    manifest_bytes: bytes = b""
-    verified_at: float = 0.0  # time.monotonic()
-    members: tuple[Manifest, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.manifest_bytes = self.manifest_bytes or self.manifest.to_bytes()
-
-    @property
-    def key(self) -> Key:
-        return self.manifest.step, self.manifest.attempt, self.manifest.rank
-
-    @property
-    def group(self) -> Group:
-        return tuple(member.rank for member in self.members)
-
-    @property
-    def entry(self) -> tuple[Key, str, str, Group]:
-        return self.key, self.tier, self.part, self.group
+    def __init__(
+        self,
+        manifest: Manifest,
+        tier: str,
+        part: str,
+        place: Buffer | Path,
+        *,
+        manifest_bytes: bytes = b"",
+        members: Sequence[Manifest] = (),
+    ) -> None:
+        number = place.number if isinstance(place, Buffer) else 0
+        super().__init__(report_of(manifest, tier, part, members), number)
+        self.manifest = manifest
+        self.place = place
+        self.members = tuple(members)
+        self.manifest_bytes = manifest_bytes or manifest.to_bytes()
+        self.verified_at = 0.0  # time.monotonic()
 
     @property
     def path(self) -> str:
@@ -119,22 +111,21 @@ class Copy:
             start, end = self.manifest.extent(self.part)
         return start <= at and length >= 0 and at + length <= end
 
-    def said(self) -> msg.CopyReport:
-        """As the supervisor is told."""
-        manifest = self.manifest
-        return msg.CopyReport(
-            tier=self.tier, step=manifest.step, attempt=manifest.attempt, rank=manifest.rank,
-            world=manifest.world, part=self.part, size_bytes=manifest.size_bytes,
-            common_bytes=manifest.common_bytes, common_id=manifest.common_id,
-            members=tuple(
-                msg.MemberReport(
-                    rank=one.rank, size_bytes=one.size_bytes, common_bytes=one.common_bytes,
-                    common_id=one.common_id,
-                )
-                for one in self.members
-            ),
-            stall_s=self.stall_s if self.tier == MEMORY else 0.0,
-        )  # fmt: skip
+
+def report_of(manifest: Manifest, tier: str, part: str, members: Sequence[Manifest] = ()) -> msg.CopyReport:
+    """As the supervisor is told."""
+    return msg.CopyReport(
+        tier=tier, step=manifest.step, attempt=manifest.attempt, rank=manifest.rank, world=manifest.world,
+        part=part, size_bytes=manifest.size_bytes, common_bytes=manifest.common_bytes,
+        common_id=manifest.common_id,
+        members=tuple(
+            msg.MemberReport(
+                rank=one.rank, size_bytes=one.size_bytes, common_bytes=one.common_bytes,
+                common_id=one.common_id,
+            )
+            for one in members
+        ),
+    )  # fmt: skip
 
 
 @dataclass
@@ -146,7 +137,7 @@ class Copies:
     """
 
     idle: Callable[[Callable[[], None]], None] = lambda then: then()
-    _copies: dict[tuple[Key, str, str, Group], Copy] = field(default_factory=dict)
+    _copies: dict[core.Entry, Copy] = field(default_factory=dict)
     _waiting: dict[Buffer, Callable[[], None]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -168,15 +159,15 @@ class Copies:
             if self._copies.get(copy.entry) is copy:
                 del self._copies[copy.entry]
 
-    def find(self, key: Key, tiers: tuple[str, ...] = _TIERS, group: Group = ()) -> list[Copy]:
+    def find(self, key: Key, tiers: tuple[str, ...] = TIERS, group: Group = ()) -> list[Copy]:
         """Copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
         with self._lock:
             found = [
                 copy
                 for copy in self._copies.values()
-                if copy.key == key and copy.tier in tiers and copy.group == group
+                if copy.image == key and copy.tier in tiers and copy.group == group
             ]
-        return sorted(found, key=lambda copy: (copy.part != ALL, _TIERS.index(copy.tier)))
+        return sorted(found, key=lambda copy: (copy.part != ALL, TIERS.index(copy.tier)))
 
     def manifest(self, key: Key, group: Group = ()) -> tuple[Manifest, int] | None:
         """(the image's manifest, capacity of the largest buffer it has here or 0); also that of an image
@@ -184,7 +175,7 @@ class Copies:
         found = self.find(key, group=group)
         if found:
             return found[0].manifest, max(copy.capacity for copy in found)
-        members = [one for copy in self if copy.key[:2] == key[:2] for one in copy.members]
+        members = [one for copy in self if copy.image[:2] == key[:2] for one in copy.members]
         return next(((one, 0) for one in members if one.rank == key[2]), None) if not group else None
 
     def acquire(self, key: Key, at: int = 0, length: int | None = None, group: Group = ()) -> Copy | None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import xxhash
 
 from jurymast.core.checkpoints.copies import ALL, LOCAL
+from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.message import Strange
 from jurymast.core.messages.keepers import (
     BytesFollow,
@@ -34,7 +35,7 @@ from jurymast.core.messages.keepers import (
 )
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Block, Group, Key, blocks_of, parts_of, trusted
+from jurymast.keeper.copies import Block, Group, blocks_of, parts_of, trusted
 from jurymast.keeper.manifest import BadImage, Manifest, hash_block
 from jurymast.keeper.private import open_own
 from jurymast.wire import stream

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.keeper.copies import Image as Key
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import parity
-from jurymast.keeper.copies import Copies, Copy, Group, Key
+from jurymast.keeper.copies import Copies, Copy, Group
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.threads import in_thread
@@ -34,6 +35,10 @@ class Source:
 
     def of_rank(self, rank: int) -> Source:
         return replace(self, rank=rank, members=())
+
+
+def sources_of(told: Sequence[msg.Source]) -> list[Source]:
+    return [Source.of(one) for one in told]
 
 
 def members_of(told: Sequence[msg.Member]) -> tuple[tuple[int, tuple[Source, ...]], ...]:

@@ -1,8 +1,5 @@
-"""The keeper: what a node's agent holds of checkpoints, in memory that outlives the ranks.
-
-A rank writes an image into a free slot; the keeper hashes it, holds it, serves it to other agents, lends it
-to the drainer, and gives the slot back when the supervisor says that a newer step is safe. It pulls replicas
-of other nodes' images, and before an attempt starts it brings what its ranks restore into their slots.
+"""The keeper: what a node's agent holds of checkpoints, in memory that outlives the ranks. What it decides is
+decided in `core.keeper`; this is its memory, its words to ranks, its sockets, and its clock.
 
 All of it runs in the agent's loop; what takes time runs in threads, which touch only what they were given.
 """
@@ -10,29 +7,32 @@ All of it runs in the agent's loop; what takes time runs in threads, which touch
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.checkpoints.copies import ALL, MEMORY
 from jurymast.core.checkpoints.foresight import Room
-from jurymast.keeper import limits, scrub
+from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.machine import KeeperMachine
+from jurymast.core.keeper.slots import State
+from jurymast.core.keeper.work import Fetched, Found
+from jurymast.errors import never
+from jurymast.keeper import limits, scrub, slots
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Copies, Copy, Key, local_copies
-from jurymast.keeper.fetch import Filling
-from jurymast.keeper.gathering import Gathering, Source
-from jurymast.keeper.limits import Refused
+from jurymast.keeper.copies import Copies, Copy, local_copies
+from jurymast.keeper.gathering import Gathering
 from jurymast.keeper.loans import Loan, lend
 from jurymast.keeper.manifest import BadImage, Manifest
-from jurymast.keeper.memory import Memory
-from jurymast.keeper.page import RankRecord, Restore, SlotWord, Word, create_page
-from jurymast.keeper.replicas import Replicas
-from jurymast.keeper.restoring import Plan, Restoring
+from jurymast.keeper.page import RankRecord, Restore, SlotRecord, SlotWord, Word, create_page
 from jurymast.keeper.serve import Server
-from jurymast.keeper.slots import RankSlots, Slot, State
 from jurymast.keeper.threads import in_thread
+from jurymast.keeper.works import Works
 
 SCAN_LIMIT_S = 5.0
 
@@ -56,23 +56,22 @@ class Keeper:
         self._secret = secret
         self.node = node
         self.tell = tell
-        self.attempt = 0
         self.port = 0
+        self.machine = KeeperMachine(node, ranks_per_node)
         self.copies = Copies(self._in_loop)
-        self.memory = Memory(room)
-        self._page_fd, self._page = create_page(ranks_per_node)
-        self.ranks = [RankSlots(RankRecord(self._page, local), local) for local in range(ranks_per_node)]
+        self.buffers: dict[int, Buffer] = {}
+        self._room = room
+        self._page_fd, page = create_page(ranks_per_node)
+        self._records = [RankRecord(page, local) for local in range(ranks_per_node)]
         self._local_root = local_root
         self._server: Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self.gathering = Gathering(self.copies, secret, node, self.distrust)
-        self.filling: set[Buffer] = set()  # being written by a thread of ours
-        self._restoring: Restoring | None = None
-        self._replicas = Replicas(self)
-        self._committed = (0, -1)  # (attempt, step): of two states the newer one compares greater
-        self._void: set[tuple[int, int]] = set()  # (step, attempt)
-        self._unwanted: set[Key] = set()  # rolled back: what the disk has of them is not looked at
+        self._works = Works(self.copies, Gathering(self.copies, secret, node, self.distrust))
+        self._borrowers: dict[int, asyncio.Future[Buffer | None]] = {}
+        self._numbers = itertools.count(1)
+        self._due: deque[do.Effect] = deque()
+        self._acting = self._closed = False
 
     async def start(self) -> None:
         """Serve other agents, look at the local disk, and re-read what is held from now on."""
@@ -88,17 +87,15 @@ class Keeper:
 
     async def close(self) -> None:
         tasks = list(self._tasks)
-        if self._restoring is not None:
-            self._restoring.stop.set()
-        self._replicas.stop()
+        self._closed = True
+        self._works.hurry_all()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._server is not None:
             self._server.close()
-        for buffer in self._buffers():
+        for buffer in self.buffers.values():
             buffer.close()
-        self.memory.close()
         if self._page_fd >= 0:
             os.close(self._page_fd)
             self._page_fd = -1
@@ -108,245 +105,52 @@ class Keeper:
         """Where ranks open the page with their words."""
         return f"/proc/{os.getpid()}/fd/{self._page_fd}"
 
-    def inventory(self) -> list[msg.CopyReport]:
+    def inventory(self) -> tuple[msg.CopyReport, ...]:
         """All copies held, as the supervisor is told of them."""
-        return [copy.said() for copy in self.copies]
+        return self.machine.inventory()
 
     def room(self) -> Room:
         """What this node can give to checkpoints, with what it gives now."""
-        taken = sum(buffer.allocated for buffer in self._buffers()) + self.memory.idle_bytes
-        room = self.memory.room()
+        taken = sum(buffer.allocated for buffer in self.buffers.values())
+        room = self._room()
         return Room(room.free + taken, room.limit)
 
-    # ---- an attempt
+    # ---- events
 
     def launch(self, attempt: int, ranks: list[int], world: int, restore: msg.Restore | None) -> None:
-        """The ranks of earlier attempts are dead, those of this one (`ranks` by local rank) about to start.
+        """The ranks of earlier attempts are dead, those of this one (`ranks` by local rank) are about
+        to start."""
+        self.act(self.machine.launch(attempt, ranks, world, restore, time.monotonic()))
 
-        Without `restore` nothing in memory is of use: they will save other states under the same steps.
-        """
-        if self._restoring is not None:
-            self._restoring.stop.set()
-        self.attempt = attempt
-        self._void.clear()
-        plan = Plan.of(restore) if restore else None
-        self._give_up_for(plan)
-        for local, mine in enumerate(self.ranks):
-            mine.begin(ranks[local] if local < len(ranks) else -1)
-            for slot in mine.slots:
-                if slot.copy is not None and slot.copy.manifest.rank != mine.rank:
-                    slot.detach()  # another rank's now; it is held all the same, for whoever has that rank
-                self._settle(slot)
-        self._restoring = Restoring(self, attempt, plan, world)
-        for mine in self.ranks:
-            if mine.rank >= 0 and plan is not None and mine.rank in plan.sources:
-                self._restoring.begin(mine)
-            else:
-                mine.record[Word.RESTORE] = Restore.ELSEWHERE
-
-    def _give_up_for(self, plan: Plan | None) -> None:
-        """Only what is restored, and the newest that is safe, are still of use."""
-        wanted = {self._committed} if plan is not None else set()
-        if plan is not None:
-            wanted.add((plan.attempt, plan.step))
-            self._committed = (plan.attempt, plan.step)
-        else:
-            self._committed = (0, -1)
-            self._replicas.stop()
-        for copy in self.copies:
-            unused = (copy.manifest.attempt, copy.manifest.step) not in wanted
-            if (copy.tier == MEMORY and unused) or (copy.tier == PEER and plan is None):
-                self.drop(copy, say=plan is not None)
+    def obey(self, order: msg.KeeperOrder) -> None:
+        self.act(self.machine.ordered(order))
 
     def look(self) -> None:
         """See what ranks have published or asked for since; cheap."""
-        for mine in self.ranks:
-            if mine.rank < 0:
-                continue
+        for local, mine in enumerate(self.machine.ranks):
             for slot in mine.slots:
-                if slot.published:
-                    self._take(mine, slot, 0.0)
-            if not mine.growing and (want := mine.wish()):
-                mine.growing = True
-                self.spawn(self._grow(mine, want))
+                if slot.state is State.FREE and slots.published(self._words(local, slot.number)):
+                    self.act(self.machine.published(local, slot.number))
+            if (want := self._records[local][Word.WANT]) > 0:
+                self.act(self.machine.wants(local, want))
 
     def image_published(self, local_rank: int, slot: int, stall_s: float) -> None:
         """A rank says so; `stall_s`: how long its training stood still for it."""
-        if 0 <= local_rank < len(self.ranks) and 0 <= slot < len(self.ranks[local_rank].slots):
-            place = self.ranks[local_rank].slots[slot]
-            place.stall_s = stall_s  # also when `look` saw the image first
-            if place.published:
-                self._take(self.ranks[local_rank], place, stall_s)
-
-    def _take(self, mine: RankSlots, slot: Slot, stall_s: float) -> None:
-        slot.state, slot.stall_s = State.TAKING, stall_s
-        assert slot.buffer is not None
-        self.spawn(self._hash(mine.rank, slot, slot.buffer))
-
-    async def _hash(self, rank: int, slot: Slot, buffer: Buffer) -> None:
-        words = slot.record
-        size, step = words[SlotWord.IMAGE], words[SlotWord.STEP]
-        copy, why = None, ""
-        try:
-            copy = await in_thread(_read_image, buffer, size, words[SlotWord.MANIFEST], step, rank)
-        except BadImage as error:
-            why = str(error)
-        if slot.buffer is not buffer:  # the slot was needed for a restore meanwhile
-            self.recycle(buffer)
-        elif copy is None or not self._counts(copy.manifest):
-            slot.free()
-            self._settle(slot)
-            if why:
-                bad = Manifest(step, self.attempt, rank, len(self.ranks), "", max(0, size), 0)
-                self.tell(msg.Dropped(copy=Copy(bad, MEMORY, ALL, buffer).said(), why=why))
-        else:
-            slot.state = State.HELD
-            slot.copy, copy.stall_s = copy, slot.stall_s
-            self.hold(copy)
-
-    def _counts(self, manifest: Manifest) -> bool:
-        """False for an image of ranks that are dead, of a step that cannot be complete, or of one passed."""
-        if manifest.attempt != self.attempt or (manifest.step, manifest.attempt) in self._void:
-            return False
-        return (manifest.attempt, manifest.step) >= self._committed
-
-    # ---- memory for slots
-
-    async def _grow(self, mine: RankSlots, want: int) -> None:
-        """Two slots of the size that the rank wants, or what lacks of them."""
-        attempt, lacking = self.attempt, mine.lacking(want)
-        active = [one for one in self.ranks if one.rank >= 0]
-        # What the others will want as well: better to refuse now than half-way.
-        unserved = [one for one in active if one is not mine and not one.growing and one.lacking(1)]
-        each = f" for each of {len(active)} ranks" if len(active) > 1 else ""
-        asked = f"two slots of {limits.size(want)}{each}{self._besides()}"
-        taken: list[Buffer] = []
-        try:
-            also = sum(len(one.lacking(1)) for one in unserved) * want
-            taken = await self.memory.take(len(lacking), want, asked, also=also)
-            for buffer in taken:
-                await self.memory.reserve(buffer)
-            if attempt == self.attempt:
-                for slot in mine.lacking(want):
-                    if taken:
-                        old, slot.following = slot.following, taken.pop()
-                        if old is not None:
-                            self.recycle(old)
-                        self._settle(slot)
-        except Refused as refused:
-            if attempt == self.attempt:
-                mine.refused = want
-                mine.record[Word.REFUSED] = 1
-            self.tell(msg.Refused(why=f"{refused}. Until then all ranks save to shared storage"))
-        finally:
-            mine.growing = False
-            for buffer in taken:
-                self.recycle(buffer)
-
-    def _besides(self) -> str:
-        held = sum(copy.place.allocated for copy in self.copies if isinstance(copy.place, Buffer))
-        return f" (besides {limits.size(held)} of checkpoints held here)" if held else ""
-
-    def _settle(self, slot: Slot) -> None:
-        """A larger buffer that was waiting for this slot gets in, if it is free."""
-        if slot.following is None or slot.state not in (State.EMPTY, State.FREE):
-            return
-        old = None
-        if slot.state is State.FREE:
-            old = slot.withdraw()
-            if old is None:
-                return  # the rank is writing: when that image goes
-        slot.offer(slot.following)
-        slot.following = None
-        if old is not None:
-            self.recycle(old)
-
-    def recycle(self, buffer: Buffer) -> None:
-        """Nobody uses it any more, except maybe readers."""
-        held = sum(copy.tier != LOCAL for copy in self.copies)
-        self.copies.when_idle(buffer, lambda: self.memory.give_back(buffer, max(held, len(self.ranks))))
-
-    # ---- what is held
-
-    def hold(self, copy: Copy) -> Copy:
-        """It counts from now on."""
-        copy.verified_at = scrub.now()
-        self.copies.add(copy)
-        self.tell(msg.Held(copies=(copy.said(),)))
-        return copy
-
-    def drop(self, copy: Copy, why: str = "", *, say: bool = True) -> None:
-        """It counts no more; its memory is free when the last reader is done."""
-        self.copies.remove(copy)
-        slot = self.slot_of(copy)
-        if slot is not None:
-            slot.state, slot.copy, buffer = State.LEAVING, None, slot.buffer
-            assert buffer is not None
-            self.copies.when_idle(buffer, lambda: self._left(slot, buffer))
-        elif isinstance(copy.place, Buffer) and copy.place not in self.filling:
-            self.recycle(copy.place)
-        if say:
-            self.tell(msg.Dropped(copy=copy.said(), why=why))
-
-    def _left(self, slot: Slot, buffer: Buffer) -> None:
-        if slot.buffer is buffer and slot.state is State.LEAVING:
-            slot.free()
-            self._settle(slot)
-        elif slot.buffer is not buffer:
-            self.recycle(buffer)
-
-    def slot_of(self, copy: Copy) -> Slot | None:
-        return next((slot for mine in self.ranks for slot in mine.slots if slot.copy is copy), None)
+        ranks = self.machine.ranks
+        if 0 <= local_rank < len(ranks) and 0 <= slot < len(ranks[local_rank].slots):
+            there = ranks[local_rank].slots[slot]
+            if there.state is State.FREE and slots.published(self._words(local_rank, slot)):
+                self.act(self.machine.published(local_rank, slot, stall_s))
+            else:
+                self.machine.stalled(local_rank, slot, stall_s)
 
     def distrust(self, copy: Copy, why: str) -> None:
         """Its bytes are not what they were when it was taken: then it is no copy."""
-        if copy in self.copies:
-            self.drop(copy, why)
+        self.act(self.machine.distrusted(copy, why))
 
     def doubt(self, copy: Copy) -> None:
         """Another agent got bytes from it that were wrong, or became so on the way: read it again."""
         self.spawn(scrub.read_again(self.copies, copy, self.distrust))
-
-    def committed(self, step: int, attempt: int) -> None:
-        """This state is safe: older ones, and those of earlier attempts, may go."""
-        self._committed = max(self._committed, (attempt, step))
-        for copy in self.copies:
-            if copy.tier != LOCAL and (copy.manifest.attempt, copy.manifest.step) < self._committed:
-                self.drop(copy, say=False)
-
-    def void(self, step: int, attempt: int) -> None:
-        """Some rank could not save this step, so it will never be complete."""
-        self._void.add((step, attempt))
-        for copy in self.copies:
-            if copy.tier != LOCAL and copy.key[:2] == (step, attempt):
-                self.drop(copy, say=False)
-
-    def forget(self, step: int, attempt: int, ranks: Iterable[int]) -> None:
-        """Drop replicas of these images."""
-        for rank in ranks:
-            key = (step, attempt, rank)
-            self._replicas.stop(key)
-            for copy in self.copies.find(key, (PEER,)):
-                self.drop(copy, say=False)
-
-    def forget_newer(self, step: int) -> None:
-        """The run goes back to `step`: nothing newer is restored, from wherever."""
-        for copy in self.copies:
-            if copy.manifest.step > step:
-                self._unwanted.add(copy.key)
-                self.drop(copy, say=False)
-        if self._committed[1] > step:
-            self._committed = (0, -1)
-
-    def replicate(self, order: msg.Replicate) -> None:
-        """Hold a part of another node's image here."""
-        self._replicas.order(order)
-
-    # ---- the drainer
-
-    async def lend(self, step: int, attempt: int, rank: int) -> Loan | None:
-        """The whole image for the drainer; None when it is not here."""
-        return await lend(self, (step, attempt, rank))
 
     def scan_local(self, root: Path) -> None:
         """See what has come to the local disk, or gone from it, and tell."""
@@ -354,32 +158,216 @@ class Keeper:
 
     async def _scan(self, root: Path) -> None:
         try:
-            found = {copy.key: copy for copy in await in_thread(local_copies, root)}
+            found = await in_thread(local_copies, root)
         except OSError:
             return  # the disk is in trouble: what is known of it will show when it is used
-        known = {copy.key: copy for copy in self.copies if copy.tier == LOCAL}
-        for key in known.keys() - found.keys():
-            self.drop(known[key])
-        fresh = [found[key] for key in sorted(found.keys() - known.keys() - self._unwanted)]
-        for copy in fresh:
-            self.copies.add(copy)
-        if fresh:
-            self.tell(msg.Held(copies=tuple(copy.said() for copy in fresh)))
+        self.act(self.machine.scanned(found))
 
-    # ---- helpers
+    # ---- the drainer
 
-    async def fill(
-        self, filling: Filling, extent: tuple[int, int], key: Key, sources: Sequence[Source]
-    ) -> None:
-        """Take the memory for `extent` of the buffer, and at the same time fetch into it. Raises Refused,
-        when nobody writes into the buffer any more."""
-        reserving = asyncio.ensure_future(self.memory.reserve(filling.buffer, extent))
+    async def lend(self, step: int, attempt: int, rank: int) -> Loan | None:
+        """The whole image for the drainer; None when it is not here."""
+        return await lend(self, (step, attempt, rank))
+
+    def is_slot(self, copy: Copy) -> bool:
+        """Whether it keeps a slot from its rank."""
+        return self.machine.holding.slot_of(copy) is not None
+
+    async def borrow(self, size: int, asked: str) -> Buffer | None:
+        """Memory for a while, until `give_back`; None where it is short."""
+        number = next(self._numbers)
+        borrower: asyncio.Future[Buffer | None] = asyncio.get_running_loop().create_future()
+        self._borrowers[number] = borrower
+        self.act(self.machine.borrow(number, size, asked))
+        return await borrower
+
+    def give_back(self, buffer: Buffer) -> None:
+        self.act(self.machine.returned(buffer.number))
+
+    def _lend(self, effect: do.Lend) -> None:
+        borrower = self._borrowers.pop(effect.number)
+        if not borrower.done():
+            borrower.set_result(self.buffers.get(effect.buffer))
+        elif effect.buffer:
+            self.act(self.machine.returned(effect.buffer))
+
+    # ---- effects
+
+    def act(self, effects: list[do.Effect]) -> None:
+        """Carry these out, and what follows at once, in order."""
+        self._due += effects
+        if self._acting or self._closed:
+            return
+        self._acting = True
         try:
-            await self.gathering.fill(filling, key, sources)
-        except BaseException:
-            reserving.cancel()
+            while self._due:
+                self._one(self._due.popleft())
+        finally:
+            self._acting = False
+
+    def _one(self, effect: do.Effect) -> None:
+        match effect:
+            case do.Tell():
+                self.tell(effect.message)
+            case do.Measure() | do.Make() | do.Reserve() | do.Unmake() | do.Lend():
+                self._for_memory(effect)
+            case do.Serve():
+                assert isinstance(effect.copy, Copy)
+                effect.copy.verified_at = scrub.now()
+                self.copies.add(effect.copy)
+            case do.Unserve():
+                assert isinstance(effect.copy, Copy)
+                self.copies.remove(effect.copy)
+            case do.AwaitReaders():
+                number = effect.buffer
+                self.copies.when_idle(self.buffers[number], lambda: self.act(self.machine.unread(number)))
+            case do.Find() | do.Verify() | do.Fetch() | do.Mix():
+                self.spawn(self._work(effect))
+            case do.Hurry():
+                self._works.hurry(effect.number)
+            case do.End():
+                self._works.end(effect.number)
+            case _:
+                self._for_ranks(effect)
+
+    def _for_memory(self, effect: do.ForMemory) -> None:
+        match effect:
+            case do.Measure():
+                self.spawn(self._measure())
+            case do.Make():
+                self.act(self.machine.made(self._make(effect)))
+            case do.Reserve():
+                self.spawn(self._reserve(effect.buffer))
+            case do.Unmake():
+                self.buffers.pop(effect.buffer).close()
+            case do.Lend():
+                self._lend(effect)
+            case _:
+                never(effect)
+
+    def _for_ranks(self, effect: do.ForRanks) -> None:
+        record = self._records[effect.local]
+        match effect:
+            case do.Begin():
+                for word in (Word.WANT, Word.REFUSED, Word.SKIPPED, Word.SKIPPED_STEP):
+                    record[word] = 0
+                record[Word.RESTORE] = Restore.PENDING
+            case do.Mend():
+                slots.mend(self._words(effect.local, effect.slot))
+            case do.Offer():
+                slots.offer(self._words(effect.local, effect.slot), self.buffers[effect.buffer])
+            case do.Install():
+                slots.install(self._words(effect.local, effect.slot), self.buffers[effect.buffer])
+            case do.Free():
+                slots.free(self._words(effect.local, effect.slot))
+            case do.Withdraw():
+                if slots.withdraw(self._words(effect.local, effect.slot)):
+                    self.act(self.machine.withdrawn(effect.local, effect.slot, effect.buffer))
+            case do.Detach():
+                slots.detach(self._words(effect.local, effect.slot))
+            case do.Hash():
+                self.spawn(self._hash(effect))
+            case do.Refuse():
+                record[Word.REFUSED] = 1
+            case do.Ready():
+                self._ready(record, effect)
+            case do.Elsewhere():
+                record[Word.RESTORE] = Restore.ELSEWHERE
+            case do.Fail():
+                record[Word.RESTORE] = Restore.FAILED
+            case _:
+                never(effect)
+
+    def _ready(self, record: RankRecord, effect: do.Ready) -> None:
+        report = effect.report
+        words = {
+            Word.RESTORE_SLOT: effect.slot, Word.RESTORE_STEP: report.step,
+            Word.RESTORE_ATTEMPT: report.attempt, Word.RESTORE_IMAGE: report.size_bytes,
+            Word.RESTORE_MANIFEST: effect.behind,
+        }  # fmt: skip
+        for word, value in words.items():
+            record[word] = value
+        record[Word.RESTORE] = Restore.READY  # the last: the rank goes by it
+
+    def _words(self, local: int, slot: int) -> SlotRecord:
+        return self._records[local].slot(slot)
+
+    # ---- what takes time
+
+    async def _hash(self, effect: do.Hash) -> None:
+        local, slot, number, rank = effect.local, effect.slot, effect.buffer, effect.rank
+        words, buffer = self._words(local, slot), self.buffers[number]
+        size, step = words[SlotWord.IMAGE], words[SlotWord.STEP]
+        try:
+            copy = await in_thread(_read_image, buffer, size, words[SlotWord.MANIFEST], step, rank)
+        except (BadImage, RuntimeError) as error:
+            self.act(self.machine.unhashed(local, slot, number, rank, step, size, str(error)))
+        else:
+            self.act(self.machine.hashed(local, slot, number, copy))
+
+    async def _measure(self) -> None:
+        try:
+            room = await in_thread(self._room)
+        except RuntimeError as error:  # there is no thread for it
+            room = Room(0, str(error))
+        allocated = {number: buffer.allocated for number, buffer in self.buffers.items()}
+        self.act(self.machine.measured(room, allocated))
+
+    def _make(self, effect: do.Make) -> str:
+        """Why that fails, or ""."""
+        made: dict[int, Buffer] = {}
+        try:
+            for number in effect.buffers:
+                made[number] = Buffer(effect.capacity, number)
+        except OSError as error:
+            for buffer in made.values():
+                buffer.close()
+            return str(error)
+        self.buffers |= made
+        return ""
+
+    async def _reserve(self, number: int) -> None:
+        buffer, why = self.buffers[number], ""
+        try:
+            await in_thread(buffer.prefault)
+        except (OSError, RuntimeError) as error:
+            why = str(error)
+        self.act(self.machine.reserved(number, buffer.allocated, why))
+
+    async def _work(self, effect: do.Find | do.Verify | do.Fetch | do.Mix) -> None:
+        """What goes wrong in it, whatever that is, is its answer as well: others wait for their turn."""
+        number = effect.number
+        try:
+            answer = await self._answer(effect)
+        except Exception as error:
+            why = (f"{type(error).__name__}: {error}",)
+            match effect:
+                case do.Find():
+                    self.act(self.machine.found(number, Found((), passed_over=why)))
+                case do.Verify():
+                    self.act(self.machine.verified(number, None))
+                case do.Fetch() | do.Mix():
+                    allocated = self.buffers[effect.buffer].allocated
+                    nothing = Fetched(None, passed_over=why, allocated=allocated)
+                    self.act(self.machine.fetched(number, nothing, time.monotonic()))
             raise
-        await reserving
+        if isinstance(answer, Found):
+            self.act(self.machine.found(number, answer))
+        elif isinstance(answer, Fetched):
+            self.act(self.machine.fetched(number, answer, time.monotonic()))
+        else:
+            self.act(self.machine.verified(number, answer))
+
+    async def _answer(self, effect: do.Find | do.Verify | do.Fetch | do.Mix) -> Found | Fetched | bool:
+        match effect:
+            case do.Find():
+                return await self._works.find(effect)
+            case do.Verify():
+                return await self._works.verify(effect)
+            case do.Fetch():
+                return await self._works.fetch(effect, self.buffers[effect.buffer])
+            case do.Mix():
+                return await self._works.mix(effect, self.buffers[effect.buffer])
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -400,13 +388,6 @@ class Keeper:
                 self._loop.call_soon_threadsafe(then)
             except RuntimeError:
                 pass  # the loop is closed, and the agent with it
-
-    def _buffers(self) -> set[Buffer]:
-        found = {copy.place for copy in self.copies if isinstance(copy.place, Buffer)} | self.filling
-        for mine in self.ranks:
-            for slot in mine.slots:
-                found |= {one for one in (slot.buffer, slot.following) if one is not None}
-        return found
 
 
 def _read_image(buffer: Buffer, size: int, manifest_size: int, step: int, rank: int) -> Copy:

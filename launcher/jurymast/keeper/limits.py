@@ -11,21 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jurymast.core.checkpoints.foresight import Room
-from jurymast.core.texts import size as size
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 512 << 20
 _MOUNT = Path("/sys/fs/cgroup")
-
-
-class Refused(Exception):
-    """This node cannot give the memory; one line says why and what to do."""
-
-    def __init__(self, asked: str, room: Room) -> None:
-        super().__init__(
-            f"no memory for {asked}: {size(room.free)} can be had (limit: {room.limit}); "
-            "ask Slurm for more --mem, or set checkpoint.tiers.memory: off"
-        )
 
 
 def room(proc: Path = Path("/proc"), mount: Path = _MOUNT) -> Room:

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jurymast.keeper import limits
+from jurymast.core.keeper.copies import Image as Key
+from jurymast.core.texts import size as spelled
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Key
-from jurymast.keeper.limits import Refused
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.threads import in_thread
 
@@ -34,40 +33,46 @@ async def lend(keeper: Keeper, key: Key) -> Loan | None:
     copy = keeper.copies.acquire(key)
     if copy is None:
         return None
-    slot, place, size = keeper.slot_of(copy), copy.place, copy.manifest.size_bytes
+    place, size = copy.place, copy.manifest.size_bytes
 
     def release() -> None:
         keeper.copies.release(copy)
 
-    if slot is None or not isinstance(place, Buffer):
+    if not keeper.is_slot(copy) or not isinstance(place, Buffer):
         return Loan(copy.path, copy.manifest, release)
-    asked = f"a copy for storage of rank {key[2]}, {limits.size(size)}"
-    making = asyncio.ensure_future(_copied(keeper, place, size, asked))
+    making = asyncio.ensure_future(
+        _copied(keeper, place, size, f"a copy for storage of rank {key[2]}, {spelled(size)}")
+    )
 
     def give_up(_: object) -> None:
-        if not making.cancelled() and making.exception() is None:
-            keeper.recycle(making.result())
+        if not making.cancelled() and making.exception() is None and (made := making.result()) is not None:
+            keeper.give_back(made)
         release()
 
     try:
         buffer = await asyncio.shield(making)
-    except Refused:
-        return Loan(copy.path, copy.manifest, release)
     except BaseException:  # cancelled, maybe: the thread that copies is not, and both buffers are its own
         making.add_done_callback(give_up)
         raise
+    if buffer is None:
+        return Loan(copy.path, copy.manifest, release)
     release()
-    return Loan(buffer.path, copy.manifest, lambda: keeper.recycle(buffer))
+    return Loan(buffer.path, copy.manifest, lambda: keeper.give_back(buffer))
 
 
-async def _copied(keeper: Keeper, source: Buffer, size: int, asked: str) -> Buffer:
-    """A buffer with the same image. Raises Refused."""
-    (buffer,) = await keeper.memory.take(1, size, asked, extent=(0, size))
+async def _copied(keeper: Keeper, source: Buffer, size: int, asked: str) -> Buffer | None:
+    """A buffer with the same image, None when there is no memory for one."""
+    buffer = await keeper.borrow(size, asked)
+    if buffer is None:
+        return None
     try:
-        await keeper.memory.reserve(buffer, (0, size))
+        await in_thread(buffer.reserve, 0, size)
         await in_thread(_copy, source, buffer, size)
+    except OSError:
+        keeper.give_back(buffer)
+        return None
     except BaseException:
-        keeper.recycle(buffer)
+        keeper.give_back(buffer)
         raise
     return buffer
 

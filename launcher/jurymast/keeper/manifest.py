@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from jurymast.core.checkpoints.copies import COMMON, OWN
+from jurymast.core.keeper.copies import Image
 
 FORMAT = 1
 BLOCK_BYTES = 16 << 20
@@ -71,6 +72,10 @@ class Manifest:
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     blocks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     format: int = FORMAT
+
+    @property
+    def image(self) -> Image:
+        return self.step, self.attempt, self.rank
 
     @property
     def hashed(self) -> bool:

@@ -14,8 +14,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jurymast.core.checkpoints.copies import ALL, PEER
+from jurymast.core.keeper.copies import Image as Key
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Block, Group, Key, blocks_of
+from jurymast.keeper.copies import Block, Group, blocks_of
 from jurymast.keeper.fetch import Filling
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.threads import in_thread

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.message import Strange
 from jurymast.core.messages.keepers import (
     BytesFollow,
@@ -23,7 +24,7 @@ from jurymast.core.messages.keepers import (
 )
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Copies, Copy, Key
+from jurymast.keeper.copies import Copies, Copy
 from jurymast.keeper.private import open_own
 from jurymast.wire import stream
 from jurymast.wire.stream import Stream

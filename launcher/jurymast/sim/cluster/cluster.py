@@ -47,6 +47,7 @@ class Cluster:
         settings = Settings(
             cadence_steps=wanted.cadence_steps, max_loss_s=4.0, join_limit_s=30.0, preflight_s=0.0,
             application=Budget(), shared_every_s=chance.choice((None, 10.0)), straggler=0.0,
+            parity=wanted.parity,
         )  # fmt: skip
         self.plan = RunPlan(
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,

@@ -1,24 +1,33 @@
-"""A node's keeper, simulated: it holds images, copies others' when told to, refuses when memory is short, and
-loses everything with its agent."""
+"""A node's keeper, simulated: the real `KeeperMachine` over memory, hashes and transfers that are simulated.
+It loses everything with its agent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Key, age
+from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Key
+from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.keeper import copies as core
+from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.machine import KeeperMachine
+from jurymast.core.keeper.memory import round_up
+from jurymast.core.keeper.slots import SLOTS, State
+from jurymast.core.keeper.work import Fetched, Found
 from jurymast.sim.cluster.storage import Token
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent
 
-SLOTS = 2
-SIZE_BYTES, COMMON_BYTES = 100_000_000, 60_000_000
-HASH_S, COPY_S = (0.002, 0.08), (0.01, 0.25)
+SIZE_BYTES, COMMON_BYTES, MANIFEST_BYTES = 100_000_000, 60_000_000, 1000
+SLOT_BYTES = round_up(SIZE_BYTES + MANIFEST_BYTES)
+HASH_S, COPY_S, MEMORY_S = (0.002, 0.08), (0.01, 0.25), (0.001, 0.03)
 UNREACHABLE_S = 3.0
+WRONG = "wrong bytes"
 
 
 class Restored(Enum):
@@ -28,301 +37,424 @@ class Restored(Enum):
     FAILED = "failed"
 
 
-@dataclass(eq=False)
-class Image:
-    """A part of one rank's image. `slot`: the local rank in whose memory it lies, if it does."""
+class Image(core.Copy):
+    """What a keeper holds. `tokens`: what is in it, by rank; more than one in an XOR."""
 
-    key: Key
-    rank: int
-    world: int
-    token: Token
-    tier: str
-    part: str
-    slot: int | None = None
-    corrupt: bool = False
-    stall_s: float = 0.0
+    def __init__(
+        self, image: core.Image, world: int, tier: str, part: str, buffer: int, tokens: Mapping[int, Token]
+    ) -> None:
+        group = tuple(tokens) if len(tokens) > 1 else ()
+        super().__init__(report(image, world, tier, part, tokens[image[2]], group), buffer)
+        self.tokens = dict(tokens)
+        self.corrupt = False
+
+    @property
+    def key(self) -> Key:
+        return self.image[:2]
+
+    @property
+    def rank(self) -> int:
+        return self.image[2]
+
+    @property
+    def world(self) -> int:
+        return self.report.world
+
+    @property
+    def token(self) -> Token:
+        return self.tokens[self.rank]
 
     def has(self, part: str) -> bool:
-        return self.part in (ALL, part)
+        """By itself."""
+        return not self.group and self.part in (ALL, part)
 
-    def said(self) -> msg.CopyReport:
-        return msg.CopyReport(
-            tier=self.tier, step=self.key[0], attempt=self.key[1], rank=self.rank, world=self.world,
-            part=self.part, size_bytes=SIZE_BYTES, common_bytes=COMMON_BYTES,
-            common_id="-".join(map(str, self.token.history)), stall_s=self.stall_s,
-        )  # fmt: skip
+
+def report(
+    image: core.Image, world: int, tier: str, part: str, token: Token, group: Sequence[int] = ()
+) -> msg.CopyReport:
+    common_id = "-".join(map(str, token.history))
+    return msg.CopyReport(
+        tier=tier, step=image[0], attempt=image[1], rank=image[2], world=world, part=part,
+        size_bytes=SIZE_BYTES, common_bytes=COMMON_BYTES, common_id=common_id,
+        members=tuple(
+            msg.MemberReport(
+                rank=rank, size_bytes=SIZE_BYTES, common_bytes=COMMON_BYTES, common_id=common_id
+            )
+            for rank in group
+        ),
+    )  # fmt: skip
+
+
+def parts(part: str) -> tuple[str, ...]:
+    return (OWN, COMMON) if part == ALL else (part,)
+
+
+@dataclass
+class _Going:
+    """Work. `tokens`: what the images are that were found, by rank; `base`: what is in the buffer already."""
+
+    key: Key = (0, 0)
+    world: int = 0
+    tokens: dict[int, Token] = field(default_factory=dict)
+    base: Image | None = None
+    stop: bool = False
+    why: list[str] = field(default_factory=list)
+
+
+Got = Callable[[bool], None]
 
 
 class SimKeeper:
-    """As `jurymast.keeper` does it. `room`: so many images of other nodes' ranks."""
+    """`room`: so many images of other nodes' ranks fit into this node's memory, besides its own."""
 
     def __init__(self, agent: SimAgent, room: int) -> None:
-        self.agent, self.room = agent, room
+        self.agent, self.world = agent, agent.world
+        count = agent.cluster.ranks_per_node
+        self.machine = KeeperMachine(agent.site.name, count)
+        self.bytes = SLOT_BYTES * ((SLOTS + 1) * count + room)
         self.held: list[Image] = []
-        self.ranks: list[int] = []  # by local rank
-        self.taking: list[tuple[int, Key]] = []
-        self.status: dict[int, Restored] = {}
+        self.status: dict[int, Restored] = {}  # by local rank
         self.found: dict[int, Image] = {}
-        self.attempt = 0
-        self._void: set[Key] = set()
-        self._committed = (0, -1)
-        self._running: set[tuple[Key, int, str]] = set()
-        self._round = 0  # restores of earlier attempts are over
+        self._allocated: dict[int, int] = {}  # by buffer
+        self._capacity: dict[int, int] = {}
+        self._written: dict[int, Image] = {}  # by buffer
+        self._going: dict[int, _Going] = {}
+        self._due: deque[do.Effect] = deque()
+        self._acting = False
 
     def inventory(self) -> tuple[msg.CopyReport, ...]:
-        return tuple(image.said() for image in self.held)
+        return self.machine.inventory()
 
     def of(self, key: Key, rank: int) -> list[Image]:
-        return [image for image in self.held if image.key == key and image.rank == rank]
+        """What serves as a copy of this image, or of a part of it."""
+        return [image for image in self.held if image.image == (*key, rank) and not image.group]
 
-    # ---- an attempt
+    # ---- events
 
     def launch(self, order: msg.Launch, ranks_per_node: int) -> None:
-        self.attempt, self._round = order.attempt, self._round + 1
-        self._void.clear()
-        restore = order.restore
-        self._give_up_for(restore)
         first = order.rank * ranks_per_node
-        self.ranks = list(range(first, first + ranks_per_node))
-        for image in self.held:
-            if image.slot is not None and image.rank != self.ranks[image.slot]:
-                image.slot = None
-        self.taking.clear()
-        self.found.clear()
+        ranks = range(first, first + ranks_per_node)
         world = order.world * ranks_per_node
-        for local, rank in enumerate(self.ranks):
-            if restore is not None and rank in restore.ranks:
-                self.status[local] = Restored.PENDING
-                self._bring(local, rank, world, restore, list(restore.ranks[rank]), {}, [], self._round)
-            else:
-                self.status[local] = Restored.ELSEWHERE
+        self.act(self.machine.launch(order.attempt, ranks, world, order.restore, self.world.now))
 
-    def _give_up_for(self, restore: msg.Restore | None) -> None:
-        wanted = {self._committed} if restore is not None else set()
-        self._committed = (restore.attempt, restore.step) if restore is not None else (0, -1)
-        wanted.add(self._committed)
-        if restore is None:
-            self._running.clear()
-        for image in list(self.held):
-            unused = age(image.key) not in wanted
-            if (image.tier == MEMORY and unused) or (image.tier == PEER and restore is None):
-                self.drop(image, say=restore is not None)
-
-    def _bring(
-        self, local: int, rank: int, world: int, restore: msg.Restore, sources: list[msg.Source],
-        parts: dict[str, Image], why: list[str], number: int,
-    ) -> None:  # fmt: skip
-        """One part after the other, from the first source that gives it."""
-        if number != self._round:
-            return
-        key = (restore.step, restore.attempt)
-        for image in self.of(key, rank):
-            if image.corrupt:
-                self.drop(image, why="blocks are corrupt in memory")
-                why.append("blocks are corrupt")
-            else:
-                parts |= {part: image for part in (OWN, COMMON) if image.has(part)}
-        lacking = next((part for part in (OWN, COMMON) if part not in parts), None)
-        if lacking is None:
-            self._ready(local, rank, world, key, parts[OWN], why)
-            return
-        source = next((one for one in sources if one.part in (ALL, lacking)), None)
-        if source is None:
-            self.status[local] = Restored.FAILED
-            text = "; ".join(why) or "nobody has all of it"
-            failed = msg.Unrestorable(attempt=self.attempt, rank=rank, step=key[0], of=key[1], why=text)
-            self.agent.say(failed)
-            return
-        rest = [one for one in sources if one is not source]
-
-        def got(image: Image | None, trouble: str) -> None:
-            if image is None:
-                why.append(f"{source.node}: {trouble}")
-                self._bring(local, rank, world, restore, rest, parts, why, number)
-            else:
-                for part in (OWN, COMMON):
-                    if image.has(part) and (part == COMMON or image.rank == rank):
-                        parts.setdefault(part, image)
-                self._bring(local, rank, world, restore, sources, parts, why, number)
-
-        self.fetch(source, key, lacking, got)
-
-    def _ready(self, local: int, rank: int, world: int, key: Key, own: Image, why: list[str]) -> None:
-        whole = next((i for i in self.of(key, rank) if i.part == ALL), None)
-        for image in list(self.held):
-            if image.slot == local and image is not whole:
-                self.drop(image)
-        if whole is None or whole.tier == PEER:
-            for image in self.of(key, rank):
-                self.drop(image)
-            whole = Image(key, rank, world, own.token, MEMORY, ALL)
-            self.hold(whole)
-        whole.slot = local
-        self.status[local], self.found[local] = Restored.READY, whole
-        tiers = {PEER: SIZE_BYTES}
-        prefetched = msg.Prefetched(
-            step=key[0], attempt=key[1], rank=rank, tiers=tiers, seconds=0.1, passed_over=tuple(why)
-        )
-        self.agent.say(prefetched)
-
-    def fetch(
-        self, source: msg.Source, key: Key, part: str, got: Callable[[Image | None, str], None]
-    ) -> None:
-        """From another keeper; its image, or None and the trouble."""
-        cluster, world = self.agent.cluster, self.agent.world
-        other = cluster.keepers.get((source.hosts[0], source.port))
-        host = cluster.sites[source.hosts[0]]
-        here = self.agent.site.name
-
-        def arrived() -> None:
-            image = None
-            if other is not None and other.agent.process.alive and cluster.network.joins(here, host.name):
-                found = [i for i in other.of(key, source.rank) if i.has(part)]
-                image = found[0] if found else None
-            if image is not None and image.corrupt and other is not None:
-                other.doubt(image)
-                got(None, "wrong bytes")
-            else:
-                got(image, "it is not there")
-
-        joined = cluster.network.joins(here, host.name) and host.up and host.stopped_until <= world.now
-        if not joined:
-            world.after(UNREACHABLE_S, self.agent.process, got, None, "timed out")
-        elif other is None or not other.agent.process.alive:
-            world.after(0.01, self.agent.process, got, None, "connection refused")
-        else:
-            world.after(world.between(*COPY_S), self.agent.process, arrived)
-
-    # ---- what ranks save
+    def wants(self) -> None:
+        """The node's ranks have restored, as all others, and ask for memory."""
+        for local in range(len(self.machine.ranks)):
+            self.act(self.machine.wants(local, SIZE_BYTES + MANIFEST_BYTES))
 
     def free(self, local: int) -> bool:
-        used = sum(image.slot == local for image in self.held) + sum(one == local for one, _ in self.taking)
-        return used < SLOTS
+        return any(slot.state is State.FREE for slot in self.machine.ranks[local].slots)
 
     def save(self, local: int, key: Key, token: Token, world: int, stall_s: float) -> None:
-        image = Image(key, self.ranks[local], world, token, MEMORY, ALL, slot=local, stall_s=stall_s)
-        entry = (local, key)
-        self.taking.append(entry)
-        self.agent.world.after(
-            self.agent.world.between(*HASH_S), self.agent.process, self._hashed, image, entry, self._round
-        )
+        mine = self.machine.ranks[local]
+        slot = next(slot for slot in mine.slots if slot.state is State.FREE)
+        assert slot.buffer is not None
+        number, rank = slot.buffer.number, mine.rank
+        self._written[number] = Image((*key, rank), world, MEMORY, ALL, number, {rank: token})
+        self.act(self.machine.published(local, slot.number, stall_s))
 
-    def _hashed(self, image: Image, entry: tuple[int, Key], number: int) -> None:
-        if number != self._round:
-            return
-        self.taking.remove(entry)
-        counts = image.key[1] == self.attempt and image.key not in self._void
-        if counts and age(image.key) >= self._committed:
-            self.hold(image)
-
-    # ---- what is held
-
-    def hold(self, image: Image) -> None:
-        self.held.append(image)
-        self.agent.cluster.oracle.held(self, image)
-        self.agent.say(msg.Held(copies=(image.said(),)))
-
-    def drop(self, image: Image, why: str = "", *, say: bool = True) -> None:
-        if image in self.held:
-            self.held.remove(image)
-            if say:
-                self.agent.say(msg.Dropped(copy=image.said(), why=why))
+    def obey(self, order: msg.KeeperOrder) -> None:
+        oracle = self.agent.cluster.oracle
+        effects = self.machine.ordered(order)
+        if isinstance(order, msg.Committed):
+            oracle.may_go(self, self.machine.holding.committed)
+        elif isinstance(order, msg.Forget):
+            oracle.forgotten(self, (order.step, order.attempt), order.ranks)
+        self.act(effects)
 
     def doubt(self, image: Image) -> None:
-        self.agent.world.after(0.02, self.agent.process, self._doubted, image)
+        self.world.after(0.02, self.agent.process, self._doubted, image)
 
     def _doubted(self, image: Image) -> None:
         if image.corrupt:
-            self.drop(image, "its hash does not match")
+            self.act(self.machine.distrusted(image, "its hash does not match"))
 
-    # ---- orders
+    # ---- effects
 
-    def obey(self, order: msg.KeeperOrder) -> None:
-        match order:
-            case msg.Committed():
-                self._committed = max(self._committed, (order.attempt, order.step))
-                self.agent.cluster.oracle.may_go(self, self._committed)
-                self._drop_where(lambda image: age(image.key) < self._committed)
-            case msg.Void():
-                key = (order.step, order.attempt)
-                self._void.add(key)
-                self._drop_where(lambda image: image.key == key)
-            case msg.Forget():
-                key, ranks = (order.step, order.attempt), order.ranks
-                self.agent.cluster.oracle.forgotten(self, key, ranks)
-                self._drop_where(lambda i: i.key == key and i.tier == PEER and i.rank in ranks)
-            case msg.ForgetNewer():
-                step = order.step
-                self._drop_where(lambda image: image.key[0] > step)
-                if self._committed[1] > step:
-                    self._committed = (0, -1)
-            case msg.Replicate():
-                self._replicate(order)
-
-    def _drop_where(self, gone: Callable[[Image], bool]) -> None:
-        for image in [image for image in self.held if gone(image)]:
-            self.drop(image, say=False)
-
-    def _replicate(self, order: msg.Replicate) -> None:
-        key, rank = (order.step, order.attempt), order.rank
-        if order.group:  # here no node has memory for parity
-            self.agent.say(msg.Refused(why="memory is short", group=order.group))
-            self._unreplicated(order, "memory is short")
+    def act(self, effects: list[do.Effect]) -> None:
+        self._due += effects
+        if self._acting:
             return
-        here = [image for image in self.of(key, rank) if image.has(order.part)]
-        if here:
-            self.agent.say(msg.Held(copies=tuple(image.said() for image in here)))
-        elif (key, rank, order.part) not in self._running:
-            if sum(image.tier == PEER for image in self.held) + len(self._running) >= self.room:
-                self.agent.say(msg.Refused(why="memory is short"))
-                self._unreplicated(order, "memory is short")
-                return
-            self._running.add((key, rank, order.part))
-            self._copy(order, list(order.sources), [], None)
+        self._acting = True
+        try:
+            while self._due and self.agent.process.alive:
+                self._one(self._due.popleft())
+        finally:
+            self._acting = False
+        self.machine.check()
 
-    def _unreplicated(self, order: msg.Replicate, why: str) -> None:
-        said = msg.Unreplicated(
-            step=order.step, attempt=order.attempt, rank=order.rank, part=order.part, why=why,
-            group=order.group,
-        )  # fmt: skip
-        self.agent.say(said)
+    def _later(self, seconds: tuple[float, float], then: Callable[[], None]) -> None:
+        self.world.after(self.world.between(*seconds), self.agent.process, then)
 
-    def _copy(
-        self, order: msg.Replicate, sources: Sequence[msg.Source], why: list[str], own: Image | None
+    def _one(self, effect: do.Effect) -> None:
+        machine = self.machine
+        match effect:
+            case do.Tell():
+                self.agent.say(effect.message)
+            case do.Measure():
+                self._later(MEMORY_S, lambda: self.act(machine.measured(self._room(), self._allocated)))
+            case do.Make():
+                self._capacity |= dict.fromkeys(effect.buffers, effect.capacity)
+                self._allocated |= dict.fromkeys(effect.buffers, 0)
+                self.act(machine.made())
+            case do.Reserve(buffer):
+                self._allocated[buffer] = taken = self._capacity[buffer]
+                self._later(MEMORY_S, lambda: self.act(machine.reserved(buffer, taken)))
+            case do.Unmake(buffer):
+                del self._allocated[buffer], self._capacity[buffer]
+            case do.Serve():
+                assert isinstance(effect.copy, Image)
+                self.held.append(effect.copy)
+                self.agent.cluster.oracle.held(self, effect.copy)
+            case do.Unserve():
+                assert isinstance(effect.copy, Image)
+                self.held.remove(effect.copy)
+            case do.AwaitReaders(buffer):
+                self.act(machine.unread(buffer))
+            case do.Find():
+                self._find(effect)
+            case do.Verify():
+                self._later(HASH_S, lambda: self._verify(effect))
+            case do.Fetch():
+                self._fetch(effect)
+            case do.Mix():
+                self._mix(effect)
+            case do.Hurry():
+                self._of(effect.number).stop = True
+            case do.End():
+                self._going.pop(effect.number, None)
+            case _:
+                self._for_ranks(effect)
+
+    def _for_ranks(self, effect: do.Effect) -> None:
+        match effect:
+            case do.Begin(local):
+                self.status[local] = Restored.PENDING
+                self.found.pop(local, None)
+            case do.Elsewhere(local):
+                self.status[local] = Restored.ELSEWHERE
+            case do.Fail(local):
+                self.status[local] = Restored.FAILED
+            case do.Ready(local):
+                copy = self.machine.ranks[local].restored
+                assert isinstance(copy, Image)
+                self.status[local], self.found[local] = Restored.READY, copy
+            case do.Withdraw():
+                self.act(self.machine.withdrawn(effect.local, effect.slot, effect.buffer))
+            case do.Hash(local, slot, buffer):
+                image = self._written[buffer]
+                self._later(HASH_S, lambda: self.act(self.machine.hashed(local, slot, buffer, image)))
+            case _:
+                pass
+
+    def _room(self) -> Room:
+        return Room(self.bytes - sum(self._allocated.values()), "memory.max")
+
+    def _of(self, number: int) -> _Going:
+        return self._going.setdefault(number, _Going())
+
+    # ---- work
+
+    def known(self, key: Key, rank: int) -> tuple[Token, int] | None:
+        """An image's token and world, also of one that is only part of an XOR."""
+        there = (one for one in self.held if one.key == key and rank in one.tokens)
+        return next(((one.tokens[rank], one.world) for one in there), None)
+
+    def _find(self, effect: do.Find) -> None:
+        going = self._of(effect.number)
+        going.key = effect.step, effect.attempt
+        self._find_next(effect, going, 0, [])
+
+    def _find_next(self, effect: do.Find, going: _Going, at: int, asked: list[msg.Source]) -> None:
+        """One rank after the other, from this node or the first source that knows its image."""
+        if at == len(effect.wanted) or going.stop:
+            self._found(effect, going)
+            return
+        wanted = effect.wanted[at]
+        here = self.known(going.key, wanted.rank)
+        fits = (one for one in wanted.sources if one.rank == wanted.rank and one not in asked)
+        source = next(fits, None)
+        if here is not None:
+            going.tokens[wanted.rank], going.world = here
+            self._find_next(effect, going, at + 1, [])
+        elif source is None:
+            self._found(effect, going)
+        else:
+
+            def told(other: SimKeeper | None, trouble: str) -> None:
+                known = other.known(going.key, wanted.rank) if other is not None else None
+                if known is not None:
+                    going.tokens[wanted.rank], going.world = known
+                    self._find_next(effect, going, at + 1, [])
+                else:
+                    going.why.append(f"{source.node}: {trouble or 'not held'}")
+                    self._find_next(effect, going, at, [*asked, source])
+
+            self._ask(source, told)
+
+    def _found(self, effect: do.Find, going: _Going) -> None:
+        reports = tuple(
+            report((*going.key, rank), going.world, PEER, ALL, token) for rank, token in going.tokens.items()
+        )
+        why, going.why = tuple(going.why), []
+        self.act(self.machine.found(effect.number, Found(reports, SLOT_BYTES, why)))
+
+    def _verify(self, effect: do.Verify) -> None:
+        copy, going = effect.copy, self._of(effect.number)
+        assert isinstance(copy, Image)
+        intact = copy in self.held and not copy.corrupt
+        going.key, going.world = copy.key, copy.world
+        going.tokens[copy.rank] = copy.token
+        going.base = copy if intact else None
+        self.act(self.machine.verified(effect.number, intact))
+
+    def _fetch(self, effect: do.Fetch) -> None:
+        going, rank = self._of(effect.number), effect.image[2]
+        base = going.base
+        here = {part for part in (OWN, COMMON) if base is not None and base.has(part)}
+        self._take(effect.buffer, effect.start, effect.end)
+
+        def over(whole: bool) -> None:
+            copy = None
+            if whole:
+                tokens = {rank: going.tokens[rank]}
+                copy = Image(effect.image, going.world, effect.tier, effect.part, effect.buffer, tokens)
+                copy.corrupt = base is not None and base.corrupt
+            self._fetched(effect, copy, MANIFEST_BYTES if effect.behind else 0)
+
+        self._gather(going, rank, set(parts(effect.part)) - here, list(effect.sources), over)
+
+    def _mix(self, effect: do.Mix) -> None:
+        going = self._of(effect.number)
+        ranks = [one.rank for one in effect.members]
+        self._take(effect.buffer, 0, effect.size)
+
+        def over(whole: bool) -> None:
+            image = (*going.key, ranks[0])
+            tokens = {rank: going.tokens[rank] for rank in ranks}
+            copy = Image(image, going.world, PEER, effect.part, effect.buffer, tokens)
+            self._fetched(effect, copy if whole else None, 0)
+
+        self._gather_all(going, list(effect.members), effect.part, over)
+
+    def _take(self, buffer: int, start: int, end: int) -> None:
+        self._allocated[buffer] = min(self._capacity[buffer], max(self._allocated[buffer], end - start))
+
+    def _fetched(self, effect: do.Fetch | do.Mix, copy: Image | None, behind: int) -> None:
+        why, allocated = tuple(self._of(effect.number).why), self._allocated[effect.buffer]
+        fetched = Fetched(copy, behind, {PEER: SIZE_BYTES}, why, allocated=allocated)
+        self.act(self.machine.fetched(effect.number, fetched, self.world.now))
+
+    # ---- transfers
+
+    def _ask(self, source: msg.Source, told: Callable[[SimKeeper | None, str], None]) -> None:
+        """Another keeper, or this one; None and the trouble when it does not answer."""
+        cluster, world = self.agent.cluster, self.world
+        other = cluster.keepers.get((source.hosts[0], source.port))
+        host, here = cluster.sites[source.hosts[0]], self.agent.site.name
+
+        def arrived() -> None:
+            alive = other is not None and other.agent.process.alive
+            if alive and cluster.network.joins(here, host.name):
+                told(other, "")
+            else:
+                told(None, "the connection broke")
+
+        joined = cluster.network.joins(here, host.name) and host.up and host.stopped_until <= world.now
+        if not joined:
+            world.after(UNREACHABLE_S, self.agent.process, told, None, "timed out")
+        elif other is None or not other.agent.process.alive:
+            world.after(0.01, self.agent.process, told, None, "connection refused")
+        else:
+            world.after(world.between(*COPY_S), self.agent.process, arrived)
+
+    def _gather(
+        self, going: _Going, rank: int, lacking: set[str], sources: list[msg.Source], over: Got
     ) -> None:
-        key, rank = (order.step, order.attempt), order.rank
-        name = (key, rank, order.part)
-        if name not in self._running:
+        """These parts of a rank's image, from one source after the other."""
+        if not lacking or going.stop or not sources:
+            self._later(MEMORY_S, lambda: over(not lacking))
             return
-        need = COMMON if own is not None and own.part == OWN and order.part == ALL else OWN
-        fits = [s for s in sources if s.part in (ALL, need) and (need == COMMON or s.rank == rank)]
-        if not fits:
-            self._running.discard(name)
-            self._unreplicated(order, "; ".join(why) or "nobody has it")
+        source, rest = sources[0], sources[1:]
+        wanted = lacking & set(parts(source.part))
+        if not wanted:
+            self._gather(going, rank, lacking, rest, over)
             return
 
-        def got(image: Image | None, trouble: str) -> None:
-            if image is None:
-                why.append(f"{fits[0].node}: {trouble}")
-                self._copy(order, [one for one in sources if one is not fits[0]], why, own)
-            elif need == OWN and order.part == ALL and image.part == OWN:
-                self._copy(order, sources, why, image)
-            elif name in self._running:
-                self._running.discard(name)
-                token = own.token if own is not None else image.token
-                if age(key) >= self._committed:
-                    self.hold(Image(key, rank, image.world, token, PEER, order.part))
+        def got(some: set[str], trouble: str) -> None:
+            if some < wanted:
+                going.why.append(f"{source.node}: {trouble or 'not held'}")
+            self._gather(going, rank, lacking - some, rest, over)
 
-        self.fetch(fits[0], key, need, got)
+        def told(other: SimKeeper | None, trouble: str) -> None:
+            got(*self._read(other, source, going, rank, wanted, trouble))
+
+        if source.group:
+            self._rebuild(going, rank, source, wanted, got)
+        else:
+            self._ask(source, told)
+
+    def _read(
+        self, other: SimKeeper | None, source: msg.Source, going: _Going, rank: int, wanted: set[str],
+        why: str,
+    ) -> tuple[set[str], str]:  # fmt: skip
+        """What of these parts the other keeper gives, by `source.rank`'s image; and the trouble."""
+        some: set[str] = set()
+        for image in other.of(going.key, source.rank) if other is not None else ():
+            theirs = {part for part in wanted if image.has(part) and (part == COMMON or rank == image.rank)}
+            if theirs and (image.corrupt or image.token != going.tokens[rank]) and other is not None:
+                other.doubt(image)
+                why = WRONG
+            else:
+                some |= theirs
+        return some, why
+
+    def _rebuild(
+        self, going: _Going, rank: int, source: msg.Source, wanted: set[str],
+        got: Callable[[set[str], str], None],
+    ) -> None:  # fmt: skip
+        """Out of the XOR at `source`, and the same part of its other members."""
+        group = tuple(sorted(source.group))
+
+        def told(other: SimKeeper | None, trouble: str) -> None:
+            held = other.held if other is not None else []
+            xor = next((one for one in held if one.key == going.key and one.group == group), None)
+            if xor is None or other is None:
+                got(set(), trouble)
+            elif xor.corrupt or xor.tokens[rank] != going.tokens[rank]:
+                other.doubt(xor)
+                got(set(), WRONG)
+            else:
+                going.tokens |= xor.tokens
+                others = [one for one in source.members if one.rank != rank]
+                whole = wanted & set(parts(xor.part))
+                self._gather_all(
+                    going, others, source.part, lambda all: got(whole if all else set(), "a member is lost")
+                )
+
+        self._ask(source, told)
+
+    def _gather_all(self, going: _Going, members: list[msg.Member], part: str, over: Got) -> None:
+        """This part of all these members' images. Nothing is made of one XOR for another."""
+        if not members:
+            over(True)
+            return
+        first, rest = members[0], members[1:]
+        sources = [one for one in first.sources if not one.group]
+
+        def got(whole: bool) -> None:
+            if whole:
+                self._gather_all(going, rest, part, over)
+            else:
+                over(False)
+
+        self._gather(going, first.rank, set(parts(part)), sources, got)
 
 
 def whole(images: Iterable[Image], key: Key, world: int) -> bool:
-    """Whether these give every rank's image of a state."""
-    own: set[int] = set()
-    common = False
-    for image in images:
-        if image.key == key and not image.corrupt:
-            common = common or image.has(COMMON)
-            if image.has(OWN):
-                own.add(image.rank)
-    return common and len(own) >= world
+    """Whether these give every rank's image of a state, or the others of its group and their XOR."""
+    good = [image for image in images if image.key == key and not image.corrupt]
+    own = {image.rank for image in good if image.has(OWN)}
+    xors = [set(image.group) for image in good if image.group and image.part in (ALL, OWN)]
+    own |= {rank for group in xors if len(group - own) == 1 for rank in group}
+    return any(image.has(COMMON) for image in good) and len(own) >= world

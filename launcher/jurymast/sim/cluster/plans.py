@@ -54,6 +54,7 @@ class Plan:
     cadence_steps: int | None
     room: int  # images of others that a node's memory takes
     faults: tuple[Fault, ...]
+    parity: int = 0  # nodes in a group of which only the XOR is kept; 0: whole replicas, while there is room
 
     @property
     def nodes(self) -> int:
@@ -102,7 +103,7 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
     faults.sort(key=lambda fault: fault.at)
     return Plan(
         seed, active, spares, chance.choice((1, 1, 2)), chance.choice((5, 5, None)),
-        chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]),
+        chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]), chance.choice((0, 0, 0, 2, 3)),
     )  # fmt: skip
 
 

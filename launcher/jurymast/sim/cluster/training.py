@@ -170,6 +170,7 @@ class Group:
         self.phase, self.stepping_since = "training", self.cluster.world.now
         for member in self.members.values():
             member.follower.passed(self.step)
+            member.agent.keeper.wants()
         self._again(self.cluster.world.between(0.05, 0.4), self._next)
 
     # ---- training
@@ -212,13 +213,19 @@ class Group:
             self._again(0.05, self._save_if_due)
             return
         for member in due:
-            self._save(member)
+            if not self._refused():
+                self._save(member)
         step_s = self.cluster.step_s * (0.9 + 0.2 * self.cluster.world.chance.random())
         self._again(step_s + (STALL_S[1] if due else 0.0), self._next)
 
     def _own_cadence(self) -> bool:
         steps = self.cluster.plan.settings.cadence_steps
         return steps is not None and self.step % steps == 0
+
+    def _refused(self) -> bool:
+        """Some node has not the memory: all ranks save to shared storage then, which is not simulated."""
+        keepers = (member.agent.keeper for member in self.members.values())
+        return any(mine.refused for keeper in keepers for mine in keeper.machine.ranks)
 
     def _save(self, member: Member) -> None:
         keeper, key = member.agent.keeper, (self.step, self.attempt)

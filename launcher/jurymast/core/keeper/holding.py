@@ -1,0 +1,267 @@
+"""What a node holds of checkpoints, in which buffers, and what goes when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.copies import Copy, Entry, Image
+from jurymast.core.keeper.memory import Buffer, Do, Memory
+from jurymast.core.keeper.slots import EASE, RankSlots, Slot, State
+
+# The order in which a reader is served.
+TIERS = (MEMORY, PEER, LOCAL)
+NOTHING = (0, -1)
+
+
+class Holding:
+    """`committed`: (attempt, step) of the newest state that is safe: of two states the newer one is greater.
+    `busy`: buffers that somebody writes into or hashes, who returns them with `release`."""
+
+    def __init__(self, do: Do, memory: Memory, ranks: Sequence[RankSlots]) -> None:
+        self._do = do
+        self._memory = memory
+        self._ranks = ranks
+        self.attempt = 0
+        self.copies: dict[Entry, Copy] = {}
+        self.committed = NOTHING
+        self.busy: set[Buffer] = set()
+        self.leaving: set[Buffer] = set()  # until nobody reads them
+        self._void: set[tuple[int, int]] = set()  # (step, attempt)
+        self._unwanted: set[Image] = set()  # rolled back: what the disk has of them is not looked at
+
+    def check(self) -> None:
+        for entry, copy in self.copies.items():
+            assert copy.entry == entry
+            assert (copy.buffer == 0) == (copy.tier == LOCAL), f"{entry} is in buffer {copy.buffer}"
+            assert not copy.buffer or copy.buffer in self._memory.buffers, f"the memory of {entry} is gone"
+        used = [copy.buffer for copy in self.copies.values() if copy.buffer]
+        assert len(used) == len(set(used)), "two copies in one buffer"
+        for slot in self._slots():
+            slot.check()
+            held = slot.copy is None or self.copies.get(slot.copy.entry) is slot.copy
+            assert held, f"slot {slot.number} of local rank {slot.local} holds what is not held"
+
+    def _slots(self) -> Iterable[Slot]:
+        return (slot for mine in self._ranks for slot in mine.slots)
+
+    # ---- what there is
+
+    def has(self, copy: Copy) -> bool:
+        return self.copies.get(copy.entry) is copy
+
+    def find(self, image: Image, tiers: Sequence[str], group: tuple[int, ...] = ()) -> list[Copy]:
+        """Copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
+        found = [
+            copy
+            for copy in self.copies.values()
+            if copy.image == image and copy.tier in tiers and copy.group == group
+        ]
+        return sorted(found, key=lambda copy: (copy.part != ALL, TIERS.index(copy.tier)))
+
+    def buffer_of(self, copy: Copy) -> Buffer | None:
+        return self._memory.buffers.get(copy.buffer)
+
+    def slot_of(self, copy: Copy) -> Slot | None:
+        return next((slot for slot in self._slots() if slot.copy is copy), None)
+
+    def copy_in(self, buffer: Buffer) -> Copy | None:
+        return next((copy for copy in self.copies.values() if copy.buffer == buffer.number), None)
+
+    def counts(self, copy: Copy) -> bool:
+        """False for an image of ranks that are dead, of a step that cannot be complete, or of one passed."""
+        step, attempt, _ = copy.image
+        if attempt != self.attempt or (step, attempt) in self._void:
+            return False
+        return copy.age >= self.committed
+
+    # ---- what comes and goes
+
+    def hold(self, copy: Copy) -> None:
+        """It counts from now on."""
+        older = self.copies.get(copy.entry)
+        if older is not None:
+            self.drop(older, say=False)
+        self._serve(copy)
+        self._do(do.Tell(msg.Held(copies=(copy.report,))))
+
+    def _serve(self, copy: Copy) -> None:
+        self.copies[copy.entry] = copy
+        self._do(do.Serve(copy))
+
+    def remove(self, copy: Copy) -> None:
+        """It counts no more, and whoever calls this cares for its buffer and slot."""
+        del self.copies[copy.entry]
+        self._do(do.Unserve(copy))
+
+    def drop(self, copy: Copy, why: str = "", *, say: bool = True) -> None:
+        """It counts no more; its memory is free when the last reader is done."""
+        if not self.has(copy):
+            return
+        self.remove(copy)
+        slot, buffer = self.slot_of(copy), self.buffer_of(copy)
+        if slot is not None:
+            slot.state, slot.copy = State.LEAVING, None
+        if buffer is not None and buffer not in self.busy:
+            self.leave(buffer)
+        if say:
+            self._do(do.Tell(msg.Dropped(copy=copy.report, why=why)))
+
+    def _drop_where(self, gone: Callable[[Copy], bool]) -> None:
+        for copy in [copy for copy in self.copies.values() if gone(copy)]:
+            self.drop(copy, say=False)
+
+    def leave(self, buffer: Buffer) -> None:
+        """Nothing in it is wanted any more."""
+        self.leaving.add(buffer)
+        self._do(do.AwaitReaders(buffer.number))
+
+    def unread(self, number: int) -> None:
+        buffer = self._memory.buffers.get(number)
+        if buffer is None or buffer not in self.leaving:
+            return
+        self.leaving.discard(buffer)
+        slot = next((slot for slot in self._slots() if slot.buffer is buffer), None)
+        if slot is not None:
+            self.free(slot)
+        else:
+            held = sum(copy.tier != LOCAL for copy in self.copies.values())
+            self._memory.give_back(buffer, max(held, len(self._ranks)))
+
+    def release(self, buffer: Buffer) -> None:
+        """Whoever was busy with it is not any more: it goes back, unless it is a copy's all the same."""
+        self.busy.discard(buffer)
+        if self.copy_in(buffer) is None:
+            self.leave(buffer)
+
+    # ---- slots
+
+    def publish(self, slot: Slot) -> None:
+        """The rank has written an image."""
+        assert slot.buffer is not None
+        slot.state = State.TAKING
+        self.busy.add(slot.buffer)
+        rank = self._ranks[slot.local].rank
+        self._do(do.Hash(slot.local, slot.number, slot.buffer.number, rank))
+
+    def hashed(self, slot: Slot, buffer: Buffer, copy: Copy | None) -> None:
+        self.busy.discard(buffer)
+        if slot.buffer is not buffer:  # the slot was needed for a restore meanwhile
+            self.leave(buffer)
+        elif copy is None or not self.counts(copy):
+            self.free(slot)
+        else:
+            copy.report = msgspec.structs.replace(copy.report, stall_s=slot.stall_s)
+            slot.state, slot.copy = State.HELD, copy
+            self.hold(copy)
+
+    def free(self, slot: Slot) -> None:
+        """The buffer is the rank's again."""
+        slot.state, slot.copy = State.FREE, None
+        self._do(do.Free(slot.local, slot.number))
+        self.settle(slot)
+
+    def settle(self, slot: Slot) -> None:
+        """A larger buffer that was waiting for this slot gets in, if it is free."""
+        if slot.following is not None and slot.state is State.EMPTY:
+            buffer, slot.following = slot.following, None
+            slot.state, slot.buffer = State.FREE, buffer
+            self._do(do.Offer(slot.local, slot.number, buffer.number))
+        elif slot.following is not None and slot.state is State.FREE and slot.buffer is not None:
+            self._do(do.Withdraw(slot.local, slot.number, slot.buffer.number))
+
+    def withdrawn(self, slot: Slot, number: int) -> None:
+        old = slot.buffer
+        if old is not None and old.number == number and slot.state is State.FREE:
+            slot.state, slot.buffer = State.EMPTY, None
+            self.leave(old)
+            self.settle(slot)
+
+    def detach(self, slot: Slot) -> Buffer | None:
+        """The buffer goes its own way; the slot is empty."""
+        buffer, slot.buffer, slot.copy, slot.state = slot.buffer, None, None, State.EMPTY
+        self._do(do.Detach(slot.local, slot.number))
+        return buffer
+
+    def vacate(self, mine: RankSlots) -> Slot:
+        """The slot that is easiest to do without, now waiting for what comes."""
+        slot = min(mine.slots, key=lambda one: EASE.index(one.state))
+        was_free = slot.state is State.FREE
+        buffer = self.detach(slot)
+        slot.state = State.FILLING
+        if was_free and buffer is not None:
+            self.leave(buffer)  # else whoever is busy with it does that
+        return slot
+
+    # ---- what is said of states
+
+    def launch(self, attempt: int, restore: msg.Restore | None) -> None:
+        """Only what is restored, and the newest that is safe, are still of use; without `restore` nothing
+        in memory is: the ranks will save other states under the same steps."""
+        self.attempt = attempt
+        self._void.clear()
+        wanted = {self.committed} if restore is not None else set()
+        self.committed = (restore.attempt, restore.step) if restore is not None else NOTHING
+        wanted.add(self.committed)
+        for copy in list(self.copies.values()):
+            unused = copy.age not in wanted
+            if (copy.tier == MEMORY and unused) or (copy.tier == PEER and restore is None):
+                self.drop(copy, say=restore is not None)
+
+    def begin(self, mine: RankSlots, rank: int) -> None:
+        """A new attempt of a local rank; what the last one left is mended. Its images stay."""
+        mine.rank, mine.refused, mine.restored = rank, 0, None
+        self._do(do.Begin(mine.local))
+        for slot in mine.slots:
+            if slot.state is State.FREE:
+                self._do(do.Mend(slot.local, slot.number))
+            elif slot.state is State.FILLING:
+                slot.state = State.EMPTY
+            elif slot.copy is not None and slot.copy.image[2] != rank:
+                self.detach(slot)  # another rank's now; it is held all the same, for whoever has that rank
+            self.settle(slot)
+
+    def went_on(self, mine: RankSlots) -> None:
+        """All ranks have restored what they were to: only now nobody needs an older image any more."""
+        for slot in mine.slots:
+            copy = slot.copy
+            if copy is not None and copy is not mine.restored and copy.image[1] != self.attempt:
+                self.drop(copy)
+
+    def commit(self, step: int, attempt: int) -> None:
+        """This state is safe: older ones, and those of earlier attempts, may go."""
+        self.committed = max(self.committed, (attempt, step))
+        self._drop_where(lambda copy: copy.tier != LOCAL and copy.age < self.committed)
+
+    def void(self, step: int, attempt: int) -> None:
+        """Some rank could not save this step, so it will never be complete."""
+        self._void.add((step, attempt))
+        self._drop_where(lambda copy: copy.tier != LOCAL and copy.image[:2] == (step, attempt))
+
+    def forget(self, step: int, attempt: int, ranks: Iterable[int]) -> None:
+        """Drop replicas of these images."""
+        images = {(step, attempt, rank) for rank in ranks}
+        self._drop_where(lambda copy: copy.tier == PEER and not copy.group and copy.image in images)
+
+    def forget_newer(self, step: int) -> None:
+        """The run goes back to `step`: nothing newer is restored, from wherever."""
+        self._unwanted |= {copy.image for copy in self.copies.values() if copy.image[0] > step}
+        self._drop_where(lambda copy: copy.image[0] > step)
+        if self.committed[1] > step:
+            self.committed = NOTHING
+
+    def scanned(self, found: Sequence[Copy]) -> None:
+        """What the local disk has now."""
+        there = {copy.image for copy in found}
+        known = {copy.image: copy for copy in self.copies.values() if copy.tier == LOCAL}
+        for image in sorted(known.keys() - there):
+            self.drop(known[image])
+        fresh = [one for one in found if one.image not in known and one.image not in self._unwanted]
+        for copy in fresh:
+            self._serve(copy)
+        if fresh:
+            self._do(do.Tell(msg.Held(copies=tuple(copy.report for copy in fresh))))

@@ -1,0 +1,216 @@
+"""Everything that a node's keeper decides, as one machine.
+
+A rank writes an image into a free slot; it is hashed and held, served to other nodes, lent to whoever writes
+it to storage, and goes when the supervisor says that a newer state is safe. The keeper holds replicas of
+other nodes' images, and before an attempt starts it brings what its ranks restore into their slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ALL, MEMORY, age
+from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.copies import Copy
+from jurymast.core.keeper.growth import Growth, Loan
+from jurymast.core.keeper.holding import Holding
+from jurymast.core.keeper.memory import Memory
+from jurymast.core.keeper.replicas import Replicas
+from jurymast.core.keeper.restores import Restores
+from jurymast.core.keeper.slots import RankSlots, State
+from jurymast.core.keeper.work import Fetched, Found, Works
+from jurymast.errors import never
+
+
+class KeeperMachine:
+    """Whoever drives it tells it what happens, and carries out what it returns, in order. `now` is monotonic,
+    in seconds. Each method is one event."""
+
+    def __init__(self, node: str, ranks_per_node: int) -> None:
+        self._effects: list[do.Effect] = []
+        out = self._effects.append
+        self.ranks = [RankSlots(local) for local in range(ranks_per_node)]
+        self.memory = Memory(out)
+        self.holding = Holding(out, self.memory, self.ranks)
+        self._works = Works(out, self.memory, self.holding)
+        self.replicas = Replicas(self._works)
+        self.restores = Restores(self._works, node)
+
+    def check(self) -> None:
+        """What holds between any two events. Raises AssertionError."""
+        for part in (self.memory, self.holding, self.replicas, self.restores):
+            part.check()
+        self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        """Each is used by somebody, and by nobody else."""
+        free = [slot.buffer for mine in self.ranks for slot in mine.slots if slot.state is State.FREE]
+        following = [slot.following for mine in self.ranks for slot in mine.slots]
+        claimed = [one for claim in self.memory.claims for one in claim.taken]
+        alone = [one for one in (*self.memory.idle, *free, *following, *claimed) if one is not None]
+        assert len(alone) == len(set(alone)), "a buffer is in two places"
+        held = {self.holding.buffer_of(copy) for copy in self.holding.copies.values()} - {None}
+        used = held | self.holding.busy | self.holding.leaving
+        assert not used & set(alone), "a buffer that is in use is free for others"
+        assert not held & self.holding.leaving, "what is held is about to go"
+        lost = set(self.memory.buffers.values()) - used - set(alone)
+        assert not lost, f"nobody has {lost}"
+        places = [slot.buffer for mine in self.ranks for slot in mine.slots if slot.buffer is not None]
+        assert len(places) == len(set(places)), "a buffer is in two slots"
+        works = [one.buffer for one in self._works.going.values() if one.buffer is not None]
+        assert len(works) == len(set(works)), "a buffer is filled twice"
+        assert set(works) <= self.holding.busy, "somebody fills what may go"
+
+    def _out(self) -> list[do.Effect]:
+        effects = [*self._effects]
+        self._effects.clear()
+        return effects
+
+    def inventory(self) -> tuple[msg.CopyReport, ...]:
+        """All copies held, as the supervisor is told of them."""
+        return tuple(copy.report for copy in self.holding.copies.values())
+
+    # An attempt.
+
+    def launch(
+        self, attempt: int, ranks: Sequence[int], world: int, restore: msg.Restore | None, now: float
+    ) -> list[do.Effect]:
+        """The ranks of earlier attempts are dead, those of this one (`ranks` by local rank) are about
+        to start."""
+        self.restores.stop()
+        self.holding.launch(attempt, restore)
+        if restore is None:
+            self.replicas.stop(lambda one: True)
+        for local, mine in enumerate(self.ranks):
+            self.holding.begin(mine, ranks[local] if local < len(ranks) else -1)
+        for mine in self.ranks:
+            if mine.rank >= 0 and restore is not None and mine.rank in restore.ranks:
+                self.restores.begin(mine, restore, world, now)
+            else:
+                self._effects.append(do.Elsewhere(mine.local))
+        return self._out()
+
+    # Ranks, and their slots.
+
+    def published(self, local: int, number: int, stall_s: float = 0.0) -> list[do.Effect]:
+        """The rank has written an image; `stall_s`: how long its training stood still for it."""
+        slot = self.ranks[local].slots[number]
+        if slot.state is State.FREE and self.ranks[local].rank >= 0:
+            slot.stall_s = stall_s
+            self.holding.publish(slot)
+        return self._out()
+
+    def stalled(self, local: int, number: int, stall_s: float) -> None:
+        """So long, in seconds, for the image there, which was seen before the rank said so."""
+        self.ranks[local].slots[number].stall_s = stall_s
+
+    def wants(self, local: int, want: int) -> list[do.Effect]:
+        """The rank asks for slots of so many bytes: it has restored, and with it all others."""
+        mine = self.ranks[local]
+        if mine.rank >= 0 and want > 0:
+            self.holding.went_on(mine)
+            if not mine.growing and want != mine.refused and mine.lacking(want):
+                Growth(self._effects.append, self.memory, self.holding, self.ranks, mine, want)
+        return self._out()
+
+    def hashed(self, local: int, number: int, buffer: int, copy: Copy) -> list[do.Effect]:
+        self.holding.hashed(self.ranks[local].slots[number], self.memory.buffers[buffer], copy)
+        return self._out()
+
+    def unhashed(
+        self, local: int, number: int, buffer: int, rank: int, step: int, size: int, why: str
+    ) -> list[do.Effect]:
+        """What was published there is no image."""
+        slot = self.ranks[local].slots[number]
+        there = slot.buffer is not None and slot.buffer.number == buffer
+        self.holding.hashed(slot, self.memory.buffers[buffer], None)
+        if there:
+            bad = msg.CopyReport(
+                tier=MEMORY, step=step, attempt=self.holding.attempt, rank=rank, world=len(self.ranks),
+                part=ALL, size_bytes=max(0, size),
+            )  # fmt: skip
+            self._effects.append(do.Tell(msg.Dropped(copy=bad, why=why)))
+        return self._out()
+
+    def withdrawn(self, local: int, number: int, buffer: int) -> list[do.Effect]:
+        self.holding.withdrawn(self.ranks[local].slots[number], buffer)
+        return self._out()
+
+    # Memory.
+
+    def measured(self, room: Room, allocated: Mapping[int, int]) -> list[do.Effect]:
+        self.memory.measured(room, allocated)
+        return self._out()
+
+    def made(self, why: str = "") -> list[do.Effect]:
+        """`why` not, if none of them was."""
+        self.memory.made(why)
+        return self._out()
+
+    def reserved(self, buffer: int, allocated: int, why: str = "") -> list[do.Effect]:
+        self.memory.reserved(buffer, allocated, why)
+        return self._out()
+
+    def unread(self, buffer: int) -> list[do.Effect]:
+        self.holding.unread(buffer)
+        return self._out()
+
+    def borrow(self, number: int, size: int, asked: str) -> list[do.Effect]:
+        """Somebody wants a buffer for a while. Answered by Lend."""
+        Loan(self._effects.append, self.holding, self.memory, number, size, asked)
+        return self._out()
+
+    def returned(self, buffer: int) -> list[do.Effect]:
+        self.holding.release(self.memory.buffers[buffer])
+        return self._out()
+
+    # What is held.
+
+    def scanned(self, found: Sequence[Copy]) -> list[do.Effect]:
+        """What the local disk has now."""
+        self.holding.scanned(found)
+        return self._out()
+
+    def distrusted(self, copy: Copy, why: str) -> list[do.Effect]:
+        """Its bytes are not what they were when it was taken: then it is no copy."""
+        self.holding.drop(copy, why)
+        return self._out()
+
+    def ordered(self, order: msg.KeeperOrder) -> list[do.Effect]:
+        match order:
+            case msg.Committed():
+                self.holding.commit(order.step, order.attempt)
+                self.replicas.stop(lambda one: age(one.image[:2]) < self.holding.committed)
+            case msg.Void():
+                self.holding.void(order.step, order.attempt)
+                state = order.step, order.attempt
+                self.replicas.stop(lambda one: one.image[:2] == state)
+            case msg.Replicate():
+                self.replicas.order(order)
+            case msg.Forget():
+                self.holding.forget(order.step, order.attempt, order.ranks)
+                images = {(order.step, order.attempt, rank) for rank in order.ranks}
+                self.replicas.stop(lambda one: not one.group and one.image in images)
+            case msg.ForgetNewer():
+                self.holding.forget_newer(order.step)
+                self.replicas.stop(lambda one: one.image[0] > order.step)
+            case _:
+                never(order)
+        return self._out()
+
+    # Work.
+
+    def found(self, number: int, found: Found) -> list[do.Effect]:
+        self._works.going[number].found(found)
+        return self._out()
+
+    def verified(self, number: int, intact: bool | None) -> list[do.Effect]:
+        """None: that could not be seen."""
+        self._works.going[number].verified(intact)
+        return self._out()
+
+    def fetched(self, number: int, fetched: Fetched, now: float) -> list[do.Effect]:
+        self._works.going[number].fetched(fetched, now)
+        return self._out()

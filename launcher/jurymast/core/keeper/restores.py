@@ -1,0 +1,198 @@
+"""Before ranks read: what an attempt restores comes into their slots, whole and verified, or not at all."""
+
+from __future__ import annotations
+
+import msgspec
+
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
+from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.copies import Copy, Image
+from jurymast.core.keeper.memory import Buffer, kernel_refusal
+from jurymast.core.keeper.slots import RankSlots, Slot, State
+from jurymast.core.keeper.work import Fetched, Found, Work, Works
+from jurymast.core.texts import size
+
+
+class Bringing(Work):
+    """One rank's restore. Where this node has the image in memory, all or part, nothing is copied: that
+    buffer itself (the `base`) becomes the slot, and only what it lacks is fetched."""
+
+    def __init__(
+        self, works: Works, node: str, mine: RankSlots, restore: msg.Restore, world: int, now: float
+    ) -> None:
+        super().__init__(works)
+        self._node, self._mine, self._world, self._began_at = node, mine, world, now
+        self.attempt = self.holding.attempt
+        self.image: Image = (restore.step, restore.attempt, mine.rank)
+        self._sources = restore.ranks[mine.rank]
+        self._start = 0
+        busy, found = self.holding.busy, self.holding.find(self.image, (MEMORY, PEER))
+        self._base = next((one for one in found if self.holding.buffer_of(one) not in busy), None)
+        base = next((one for one in mine.slots if self._base is not None and one.copy is self._base), None)
+        self.slot: Slot = base or self.holding.vacate(mine)
+
+    def begin(self) -> None:
+        base = self._base
+        if base is None:
+            self._afresh()
+            return
+        buffer = self.holding.buffer_of(base)
+        if base.part != ALL and buffer is not None:
+            self.own(buffer)  # a newer attempt must not write into it at the same time
+        self.do(do.Verify(self.number, base))
+
+    def verified(self, intact: bool | None) -> None:
+        base = self._base
+        assert base is not None
+        if self.stopped:
+            self._over()
+        elif intact is None or not self.holding.has(base):  # dropped meanwhile
+            if self.buffer is not None:
+                self.holding.release(self.buffer)
+                self.buffer = None
+            self._afresh()
+        else:
+            buffer = self.holding.buffer_of(base)
+            assert buffer is not None
+            self.own(buffer)
+            if not intact:
+                self._distrust(base)
+            whole = intact and base.part == ALL
+            self._start = base.report.size_bytes if whole else 0
+            also = buffer.capacity - buffer.allocated
+            self.memory.claim(self, f"what rank {self.image[2]} restores", 0, 0, also=also)
+
+    def _distrust(self, base: Copy) -> None:
+        """What is good of it serves, but it is no copy, and nobody's slot until it is whole."""
+        holder = self.holding.slot_of(base)
+        if holder is not None:
+            self.holding.detach(holder)
+            holder.state = State.FILLING if holder is self.slot else State.EMPTY
+        self.holding.drop(base, "blocks are corrupt in memory")
+        self.why.append(f"{self._node}, memory: blocks are corrupt")
+
+    def _afresh(self) -> None:
+        if self.slot.state is not State.FILLING:
+            self.slot = self.holding.vacate(self._mine)
+        step, attempt, rank = self.image
+        wanted = msg.Member(rank=rank, sources=self._sources)
+        self.do(do.Find(self.number, step, attempt, (wanted,)))
+
+    def found(self, found: Found) -> None:
+        self.why += found.passed_over
+        if self.stopped or not found.reports:
+            self._over()
+        else:
+            asked = f"what rank {self.image[2]} restores, {size(found.slot_bytes)}"
+            self.memory.claim(self, asked, 1, found.slot_bytes)
+
+    def granted(self, buffers: list[Buffer]) -> None:
+        for buffer in buffers:
+            self.own(buffer)
+        assert self.buffer is not None
+        if self.stopped:
+            self._over()
+        else:
+            self.do(
+                do.Fetch(
+                    self.number, self.image, MEMORY, ALL, self.buffer.number, self._start,
+                    self.buffer.capacity, self._sources, behind=True,
+                )
+            )  # fmt: skip
+
+    def refused(self, why: str) -> None:
+        self.do(do.Tell(msg.Refused(why=why)))
+        self.why.append(why)
+        self._over()
+
+    def fetched(self, fetched: Fetched, now: float) -> None:
+        self.took(fetched)
+        copy = fetched.copy
+        if fetched.refused:
+            self.refused(kernel_refusal(fetched.refused))
+        elif self.stopped or copy is None:
+            self._over()
+        elif copy.report.world != self._world:
+            self._over(f"it is of {copy.report.world} ranks, these are {self._world}")
+        elif not fetched.behind:
+            self._over("there is no room behind it for its manifest")
+        elif not self._is_ours():
+            self._over("it was dropped meanwhile")
+        else:
+            self._ready(copy, fetched, now)
+
+    def _is_ours(self) -> bool:
+        """False when the copy that the restore began with has been given up, and with it its slot."""
+        slots = [one for one in self._mine.slots if one.buffer is self.buffer]
+        return self.slot.state in (State.FILLING, State.HELD) and all(one.copy is not None for one in slots)
+
+    def _ready(self, copy: Copy, fetched: Fetched, now: float) -> None:
+        buffer, holding = self.buffer, self.holding
+        assert buffer is not None
+        base = holding.copy_in(buffer)
+        if base is not None and self.slot.copy is base:
+            copy = base
+        else:
+            if base is not None:  # it moves: a replica, or what another local rank's slot had
+                holder = holding.slot_of(base)
+                if holder is not None:
+                    holding.detach(holder)
+                copy.report = msgspec.structs.replace(copy.report, stall_s=base.report.stall_s)
+                holding.remove(base)
+            self.slot.state, self.slot.buffer, self.slot.copy = State.HELD, buffer, copy
+            self.do(do.Install(self.slot.local, self.slot.number, buffer.number))
+            holding.hold(copy)
+            if base is not None and base.tier == PEER:
+                self.do(do.Tell(msg.Dropped(copy=base.report)))
+        self._mine.restored = copy
+        self.end()
+        self.do(do.Ready(self.slot.local, self.slot.number, copy.report, fetched.behind))
+        step, attempt, rank = self.image
+        seconds = round(now - self._began_at, 6)
+        self.do(
+            do.Tell(
+                msg.Prefetched(
+                    step=step, attempt=attempt, rank=rank, tiers=dict(fetched.got), seconds=seconds,
+                    passed_over=tuple(self.why),
+                )
+            )
+        )  # fmt: skip
+
+    def _over(self, *why: str) -> None:
+        """Without having brought it."""
+        self.end()
+        if self.stopped:
+            return
+        if self.slot.state is State.FILLING:
+            self.slot.state = State.EMPTY
+            self.holding.settle(self.slot)
+        self.do(do.Fail(self._mine.local))
+        step, of, rank = self.image
+        said = "; ".join((*self.why, *why)) or "nobody has all of it"
+        self.do(
+            do.Tell(msg.Unrestorable(attempt=self.attempt, rank=rank, step=step, of=of, why=said))
+        )  # fmt: skip
+
+
+class Restores:
+    """The restores of one attempt at a time."""
+
+    def __init__(self, works: Works, node: str) -> None:
+        self._works, self._node = works, node
+
+    def check(self) -> None:
+        going = [one for one in self._works.going.values() if isinstance(one, Bringing) and not one.stopped]
+        slots = [one.slot for one in going]
+        assert len(slots) == len(set(slots)), "two restores into one slot"
+        for one in going:
+            assert one.attempt == self._works.holding.attempt, "the restore of an attempt that is over"
+
+    def stop(self) -> None:
+        """A newer attempt has begun, whose slots these are now."""
+        for work in [*self._works.going.values()]:
+            if isinstance(work, Bringing) and not work.stopped:
+                work.stop()
+
+    def begin(self, mine: RankSlots, restore: msg.Restore, world: int, now: float) -> None:
+        Bringing(self._works, self._node, mine, restore, world, now).begin()

@@ -1,0 +1,69 @@
+"""The slots of a node's ranks: what is in each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from jurymast.core.keeper.copies import Copy
+from jurymast.core.keeper.memory import Buffer
+
+SLOTS = 2
+
+
+class State(Enum):
+    EMPTY = auto()  # no buffer
+    FREE = auto()  # the rank's: it may be writing
+    TAKING = auto()  # published; its hashes are being made
+    HELD = auto()  # an image that counts
+    LEAVING = auto()  # dropped, but somebody still uses it
+    FILLING = auto()  # no buffer yet: a restore is to come into it
+
+
+# How easily it is done without when a restore needs a slot.
+EASE = (State.FILLING, State.EMPTY, State.FREE, State.LEAVING, State.TAKING, State.HELD)
+
+
+@dataclass(eq=False)
+class Slot:
+    """`following`: a larger buffer that takes the place of this one as soon as it is free. `stall_s`: how
+    long training stood still for what was published last."""
+
+    local: int
+    number: int
+    state: State = State.EMPTY
+    buffer: Buffer | None = None
+    copy: Copy | None = None
+    following: Buffer | None = None
+    stall_s: float = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """Of the buffer that is here, or about to be."""
+        return max((one.capacity for one in (self.buffer, self.following) if one is not None), default=0)
+
+    def check(self) -> None:
+        where = f"slot {self.number} of local rank {self.local} is {self.state.name}"
+        without = self.state in (State.EMPTY, State.FILLING)
+        assert (self.buffer is None) == without, f"{where}, and its buffer is {self.buffer}"
+        assert (self.copy is not None) == (self.state is State.HELD), f"{where}, with {self.copy}"
+        if self.copy is not None and self.buffer is not None:
+            assert self.copy.buffer == self.buffer.number, f"{where} by a copy that is elsewhere"
+
+
+@dataclass(eq=False)
+class RankSlots:
+    """One local rank. `rank` is its number in the run now, -1 while it has none."""
+
+    local: int
+    rank: int = -1
+    slots: list[Slot] = field(default_factory=list)
+    growing: bool = False
+    refused: int = 0  # the wish that this node could not fulfil
+    restored: Copy | None = None  # of this attempt
+
+    def __post_init__(self) -> None:
+        self.slots = [Slot(self.local, number) for number in range(SLOTS)]
+
+    def lacking(self, want: int) -> list[Slot]:
+        return [one for one in self.slots if one.state is not State.FILLING and one.capacity < want]

@@ -1,0 +1,90 @@
+"""Work that takes several steps: bringing an image into a buffer, for a rank or as a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jurymast.core import messages as msg
+from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.copies import Copy
+from jurymast.core.keeper.holding import Holding
+from jurymast.core.keeper.memory import Buffer, Do, Memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """What images are like, in the order in which they were asked for, up to the first that nobody has.
+    `slot_bytes`: how large a buffer should be that the first is to lie in as a slot; `passed_over`: why
+    sources did not serve, a line each."""
+
+    reports: tuple[msg.CopyReport, ...]
+    slot_bytes: int = 0
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What came of filling a buffer: the `copy` if it is whole, with its manifest of `behind` bytes after it
+    if that was wanted and has room. `got`: bytes by tier; `refused`: why the kernel has no memory for it,
+    `allocated`: what memory the buffer takes now."""
+
+    copy: Copy | None
+    behind: int = 0
+    got: Mapping[str, int] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
+    refused: str = ""
+    allocated: int = 0
+
+
+class Works:
+    """All that are under way, by number."""
+
+    def __init__(self, do: Do, memory: Memory, holding: Holding) -> None:
+        self.do, self.memory, self.holding = do, memory, holding
+        self.going: dict[int, Work] = {}
+        self.numbers = 0
+
+
+class Work:
+    """`buffer`: that it fills; `why`: what it had to pass over; `stopped`: nobody wants it any more."""
+
+    def __init__(self, works: Works) -> None:
+        works.numbers += 1
+        self.number = works.numbers
+        works.going[self.number] = self
+        self._works = works
+        self.do, self.memory, self.holding = works.do, works.memory, works.holding
+        self.buffer: Buffer | None = None
+        self.why: list[str] = []
+        self.stopped = False
+
+    def found(self, found: Found) -> None:
+        raise NotImplementedError
+
+    def verified(self, intact: bool | None) -> None:
+        raise NotImplementedError
+
+    def fetched(self, fetched: Fetched, now: float) -> None:
+        raise NotImplementedError
+
+    def own(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.holding.busy.add(buffer)
+
+    def took(self, fetched: Fetched) -> None:
+        self.why += fetched.passed_over
+        if self.buffer is not None:
+            self.memory.touched(self.buffer, fetched.allocated)
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.do(do.Hurry(self.number))
+
+    def end(self) -> None:
+        """Its buffer goes back, unless it is a copy's."""
+        if self.buffer is not None:
+            self.holding.release(self.buffer)
+            self.buffer = None
+        del self._works.going[self.number]
+        self.do(do.End(self.number))

@@ -1,0 +1,533 @@
+"""A node whose keeper's machine meets everything at once, by seed: ranks that save, die and come back as
+others, orders in any sequence, readers that take their time, sources that fail, and memory that is short. It
+checks what must always hold.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, age
+from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.copies import Copy, Image
+from jurymast.core.keeper.machine import KeeperMachine
+from jurymast.core.keeper.slots import SLOTS
+from jurymast.core.keeper.work import Fetched, Found
+
+MIB = 1 << 20
+SIZE, COMMON_BYTES, BEHIND = 5 * MIB, 3 * MIB, 1000
+WANTS = (SIZE + BEHIND, 9 * MIB)
+PLENTY = 1 << 40
+Content = dict[str, object]  # by part, what lies there
+
+
+def report(image: Image, tier: str, part: str, world: int, members: tuple[int, ...] = ()) -> msg.CopyReport:
+    step, attempt, rank = image
+    return msg.CopyReport(
+        tier=tier, step=step, attempt=attempt, rank=rank, world=world, part=part, size_bytes=SIZE,
+        common_bytes=COMMON_BYTES, common_id=f"{step}",
+        members=tuple(
+            msg.MemberReport(rank=one, size_bytes=SIZE, common_bytes=COMMON_BYTES) for one in members
+        ),
+    )  # fmt: skip
+
+
+def parts(part: str) -> tuple[str, ...]:
+    return (COMMON, OWN) if part == ALL else (part,)
+
+
+@dataclass
+class View:
+    """What a rank sees of a slot. `mine`: it may write there."""
+
+    buffer: int = 0
+    mine: bool = False
+    writing: bool = False
+    published: Image | None = None
+
+
+@dataclass
+class Rank:
+    number: int = -1
+    restore: str = "pending"
+    refused: bool = False
+    found: Image | None = None
+    slots: list[View] = field(default_factory=lambda: [View() for _ in range(SLOTS)])
+
+
+Waiting = do.Measure | do.Reserve | do.Hash | do.Find | do.Verify | do.Fetch | do.Mix
+
+
+class KeeperNode:
+    """`events` random ones, and then a time in which all goes well."""
+
+    def __init__(self, seed: int, count: int = 0) -> None:
+        """`count`: of ranks, else by chance."""
+        self.chance = random.Random(seed)
+        self.count = count or self.chance.choice([1, 1, 2])
+        self.world = 3 * self.count
+        self.machine = KeeperMachine("n1", self.count)
+        self.ranks = [Rank() for _ in range(self.count)]
+        self.free = self.chance.choice([PLENTY, PLENTY, 60 * MIB, 30 * MIB])
+        self.buffers: dict[int, tuple[int, int]] = {}  # capacity, and memory taken
+        self.content: dict[int, Content] = {}
+        self.served: set[Copy] = set()
+        self.waiting: list[Waiting] = []
+        self.hurried: set[int] = set()
+        self.works: dict[int, Content] = {}  # what was verified, by number
+        self.finding: dict[int, tuple[int, int]] = {}  # the states that are asked for, by number
+        self.readers: list[tuple[int, Content]] = []
+        self.awaited: set[int] = set()
+        self.lent: list[int] = []
+        self.numbers = 0
+        self.attempt = self.step = 0
+        self.training = False
+        self.safe = (0, -1)  # what the keeper was told of
+        self.states: list[tuple[int, int]] = []
+        self.asked: set[tuple[Image, str, tuple[int, ...]]] = set()
+        self.may_go: Callable[[Copy], bool] = lambda copy: False
+        self.gone: list[Copy] = []
+        self.restored = self.replicated = self.failed = 0
+
+    def live(self, events: int) -> None:
+        self.launch(None)
+        for _ in range(events):
+            self.happen()
+        self.settle()
+
+    def happen(self) -> None:
+        happens = self.chance.choices(
+            [self.answer, self.ranks_work, self.order, self.restart, self.read, self.unread, self.flip,
+             self.borrow, self.scan],
+            [12, 9, 5, 0.6, 1, 2, 0.3, 0.5, 0.2],
+        )[0]  # fmt: skip
+        happens()
+
+    def settle(self) -> None:
+        """Nothing fails any more, and nobody wants anything new."""
+        self.free = PLENTY
+        self.quiet()
+        assert not self.asked, f"nobody was told what came of {self.asked}"
+        for rank in self.ranks:
+            assert rank.number < 0 or rank.restore != "pending", "a rank waits for what never comes"
+        self.launch(None)
+        self.quiet()
+        for _ in range(3):
+            self.step += 1
+            for local in range(self.count):
+                self.want(local, WANTS[1])
+            self.quiet()
+            for local in range(self.count):
+                assert self.save(local, self.step), f"no slot comes free for local rank {local}"
+            self.quiet()
+            self.commit((self.step, self.attempt))
+        held = self.machine.holding
+        kept = [one for one in held.copies.values() if one.tier != LOCAL]
+        assert len(kept) == self.count, "what is passed is not given up"
+        assert not held.busy, "memory is never given back"
+        assert not held.leaving, "memory is never given back"
+
+    def quiet(self) -> None:
+        while self.waiting or self.readers or self.lent:
+            self.answer(quietly=True)
+            self.unread()
+            if self.lent:
+                self.give_back()
+
+    # What happens.
+
+    def answer(self, *, quietly: bool = False) -> None:
+        """To one of the effects that want one."""
+        if not self.waiting:
+            return
+        effect = self.waiting.pop(self.chance.randrange(len(self.waiting)))
+        fails = not quietly and self.chance.random() < 0.15
+        match effect:
+            case do.Measure():
+                taken = {number: allocated for number, (_, allocated) in self.buffers.items()}
+                room = Room(self.free - sum(taken.values()), "memory.max")
+                self.act(self.machine.measured(room, taken))
+            case do.Reserve(buffer):
+                self.take(buffer, 0, self.buffers[buffer][0])
+                self.act(self.machine.reserved(buffer, self.buffers[buffer][1], "no pages" if fails else ""))
+            case do.Hash():
+                self.hash(effect, fails)
+            case do.Find(number, step, attempt, wanted):
+                count = self.chance.randrange(len(wanted)) if fails else len(wanted)
+                images = [(step, attempt, one.rank) for one in wanted[:count]]
+                reports = tuple(report(image, PEER, ALL, self.world) for image in images)
+                self.finding[number] = step, attempt
+                self.act(self.machine.found(number, Found(reports, WANTS[0], ("a line",) if fails else ())))
+            case do.Verify():
+                self.verify(effect, fails)
+            case do.Fetch():
+                self.fetch(effect, fails or effect.number in self.hurried)
+            case do.Mix():
+                self.mix(effect, fails or effect.number in self.hurried)
+
+    def hash(self, effect: do.Hash, fails: bool) -> None:
+        image = self.content[effect.buffer].get(OWN)
+        assert isinstance(image, tuple)
+        where = effect.local, effect.slot, effect.buffer
+        if fails or image[2] != effect.rank:
+            self.act(self.machine.unhashed(*where, effect.rank, image[0], SIZE, "it is damaged"))
+        else:
+            copy = Copy(report(image, MEMORY, ALL, self.world), effect.buffer)
+            self.act(self.machine.hashed(*where, copy))
+
+    def verify(self, effect: do.Verify, fails: bool) -> None:
+        copy = effect.copy
+        intact = copy in self.served
+        if intact:
+            self.works[effect.number] = dict.fromkeys(parts(copy.part), copy.image)
+            if fails:
+                intact = False
+                self.may_go = lambda one: one is copy
+                bad = parts(copy.part)[0]
+                del self.works[effect.number][bad]
+                for buffer, content in self.readers:
+                    if buffer == copy.buffer:
+                        content.pop(bad, None)  # who reads it finds that it is corrupt
+        unseen = not fails and intact and self.chance.random() < 0.05
+        if unseen:
+            del self.works[effect.number]
+        self.act(self.machine.verified(effect.number, None if unseen else intact))
+
+    def fetch(self, effect: do.Fetch, fails: bool) -> None:
+        content, known = self.content[effect.buffer], self.works.get(effect.number, {})
+        lacking = [part for part in parts(effect.part) if part not in known]
+        for part in lacking:
+            others = [
+                copy for copy in self.served if copy.buffer == effect.buffer and part in parts(copy.part)
+            ]
+            assert not others, "a copy is written over"
+            content[part] = "half" if fails else effect.image
+        self.take(effect.buffer, effect.start, effect.end)
+        allocated = self.buffers[effect.buffer][1]
+        copy = Copy(report(effect.image, effect.tier, effect.part, self.world), effect.buffer)
+        self.failed += fails
+        whole = not (fails and lacking)
+        behind = BEHIND if effect.behind and self.buffers[effect.buffer][0] >= SIZE + BEHIND else 0
+        refused = "no pages" if fails and self.chance.random() < 0.2 else ""
+        fetched = Fetched(
+            copy if whole and not refused else None, behind, {PEER: SIZE}, ("a line",) if fails else (),
+            refused, allocated,
+        )  # fmt: skip
+        self.act(self.machine.fetched(effect.number, fetched, 1.0))
+
+    def mix(self, effect: do.Mix, fails: bool) -> None:
+        assert effect.size <= self.buffers[effect.buffer][0]
+        self.take(effect.buffer, 0, effect.size)
+        members = tuple(one.rank for one in effect.members)
+        image = (*self.finding[effect.number], members[0])
+        self.content[effect.buffer].update(
+            dict.fromkeys(parts(effect.part), "half" if fails else (image, members))
+        )
+        copy = Copy(report(image, PEER, effect.part, self.world, members), effect.buffer)
+        fetched = Fetched(None if fails else copy, allocated=self.buffers[effect.buffer][1])
+        self.act(self.machine.fetched(effect.number, fetched, 1.0))
+
+    def take(self, buffer: int, start: int, end: int) -> None:
+        capacity, allocated = self.buffers[buffer]
+        assert 0 <= start <= end <= capacity
+        self.buffers[buffer] = capacity, min(capacity, max(allocated, end - start))
+
+    # Ranks.
+
+    def ranks_work(self) -> None:
+        """Once all have restored, here and elsewhere, they train."""
+        answers = {rank.restore for rank in self.ranks if rank.number >= 0}
+        if not self.training:
+            self.training = answers in ({"ready"}, {"elsewhere"}) and self.chance.random() < 0.3
+            return
+        local = self.chance.randrange(self.count)
+        if self.chance.random() < 0.3:
+            self.want(local, self.chance.choice(WANTS))
+        elif self.chance.random() < 0.2:
+            self.step += 1
+        else:
+            self.save(local, self.step, dies=self.chance.random() < 0.05)
+
+    def want(self, local: int, size: int) -> None:
+        self.may_go = lambda copy: copy.image[1] < self.attempt
+        self.act(self.machine.wants(local, size))
+
+    def save(self, local: int, step: int, *, dies: bool = False) -> bool:
+        rank = self.ranks[local]
+        there = enumerate(rank.slots)
+        views = [(number, one) for number, one in there if one.buffer and one.mine and not one.writing]
+        image = (step, self.attempt, rank.number)
+        if any(one.published == image for one in rank.slots) or rank.number < 0 or not step:
+            return False
+        if not views:
+            return False
+        number, view = self.chance.choice(views)
+        assert not any(copy.buffer == view.buffer for copy in self.served), "a rank writes over a copy"
+        assert not any(buffer == view.buffer for buffer, _ in self.readers), "a rank writes what is read"
+        view.writing = True
+        self.content[view.buffer] = {COMMON: "half", OWN: "half"}
+        if dies:
+            return False
+        self.content[view.buffer] = {COMMON: image, OWN: image}
+        view.writing = view.mine = False
+        view.published = image
+        self.states.append((step, self.attempt))
+        self.act(self.machine.published(local, number, 0.1))
+        return True
+
+    def restart(self) -> None:
+        held = [copy.image[:2] for copy in self.served if copy.image[1] <= self.attempt]
+        known = [*held, *held, *held, self.chance.choice(self.states)] if self.states else []
+        if not known or self.chance.random() < 0.15:
+            self.launch(None)
+            return
+        step, attempt = self.chance.choice(known)
+        self.launch((step, attempt))
+        if self.chance.random() < 0.2:  # once more, before that is done
+            self.launch((step, attempt))
+
+    def launch(self, state: tuple[int, int] | None, numbers: list[int] | None = None) -> None:
+        self.attempt += 1
+        self.training = False
+        numbers = numbers or self.chance.sample(range(self.world), self.count)
+        if self.chance.random() < 0.6 and all(rank.number >= 0 for rank in self.ranks):
+            numbers = [rank.number for rank in self.ranks]
+        restore = None
+        if state is None:
+            self.asked.clear()
+            self.may_go = lambda copy: copy.tier in (MEMORY, PEER)
+            self.safe = (0, -1)
+        else:
+            ranks = {number: self.sources(number) for number in numbers if self.chance.random() < 0.95}
+            restore = msg.Restore(step=state[0], attempt=state[1], ranks=ranks)
+            keep = {self.safe, age(state)}
+            self.may_go = lambda copy: copy.tier == MEMORY and copy.age not in keep
+            self.safe = age(state)
+        for rank, number in zip(self.ranks, numbers, strict=True):
+            rank.number = number
+        self.act(self.machine.launch(self.attempt, numbers, self.world, restore, 0.0))
+
+    def sources(self, rank: int) -> tuple[msg.Source, ...]:
+        return (msg.Source(tier=PEER, node="n2", hosts=("h",), port=1, part=ALL, rank=rank),)
+
+    # The supervisor.
+
+    def order(self) -> None:
+        if not self.states:
+            return
+        state = self.chance.choice(self.states[-4:])
+        kind = self.chance.random()
+        if kind < 0.3:
+            self.commit(state)
+        elif kind < 0.38:
+            self.may_go = lambda copy: copy.tier != LOCAL and copy.image[:2] == state
+            self.given_up(lambda image, group: image[:2] == state)
+            self.act(self.machine.ordered(msg.Void(step=state[0], attempt=state[1])))
+        elif kind < 0.46:
+            ranks = tuple(self.chance.sample(range(self.world), 2))
+            self.may_go = lambda copy: copy.tier == PEER and copy.image[:2] == state
+            self.given_up(lambda image, group: not group and image[:2] == state and image[2] in ranks)
+            self.act(self.machine.ordered(msg.Forget(step=state[0], attempt=state[1], ranks=ranks)))
+        elif kind < 0.49:
+            self.may_go = lambda copy: copy.image[0] > state[0]
+            self.given_up(lambda image, group: image[0] > state[0])
+            if self.safe[1] > state[0]:
+                self.safe = (0, -1)
+            self.act(self.machine.ordered(msg.ForgetNewer(step=state[0])))
+        else:
+            self.replicate(state)
+
+    def commit(self, state: tuple[int, int]) -> None:
+        self.safe = safe = max(self.safe, age(state))
+        self.may_go = lambda copy: copy.tier != LOCAL and copy.age < safe
+        self.given_up(lambda image, group: age(image[:2]) < safe)
+        self.act(self.machine.ordered(msg.Committed(step=state[0], attempt=state[1])))
+
+    def given_up(self, which: Callable[[Image, tuple[int, ...]], bool]) -> None:
+        self.asked = {one for one in self.asked if not which(one[0], one[2])}
+
+    def replicate(self, state: tuple[int, int]) -> None:
+        group: tuple[int, ...] = ()
+        if self.chance.random() < 0.4:
+            group = tuple(sorted(self.chance.sample(range(self.world), 3)))
+        rank = group[0] if group else self.chance.randrange(self.world)
+        part = self.chance.choice([ALL, OWN, OWN])
+        members = tuple(msg.Member(rank=one, sources=self.sources(one)) for one in group)
+        self.asked.add(((*state, rank), part, group))
+        self.act(
+            self.machine.ordered(
+                msg.Replicate(
+                    step=state[0], attempt=state[1], rank=rank, part=part, sources=self.sources(rank),
+                    group=group, members=members,
+                )
+            )
+        )  # fmt: skip
+
+    # Readers, and what goes wrong.
+
+    def read(self) -> None:
+        there = sorted((copy for copy in self.served if copy.buffer), key=lambda copy: copy.buffer)
+        if there:
+            copy = self.chance.choice(there)
+            content = {part: self.content[copy.buffer][part] for part in parts(copy.part)}
+            self.readers.append((copy.buffer, content))
+
+    def unread(self) -> None:
+        if not self.readers:
+            return
+        buffer, content = self.readers.pop(self.chance.randrange(len(self.readers)))
+        now = self.content[buffer]
+        assert all(now[part] == what for part, what in content.items()), "it was changed"
+        if buffer in self.awaited and not any(one == buffer for one, _ in self.readers):
+            self.awaited.discard(buffer)
+            self.act(self.machine.unread(buffer))
+
+    def flip(self) -> None:
+        there = sorted(self.served, key=lambda copy: copy.entry)
+        if there:
+            bad = self.chance.choice(there)
+            self.may_go = lambda copy: copy is bad
+            self.act(self.machine.distrusted(bad, "it is corrupt"))
+
+    def borrow(self) -> None:
+        if self.lent and self.chance.random() < 0.6:
+            self.give_back()
+        else:
+            self.numbers += 1
+            self.act(self.machine.borrow(self.numbers, SIZE, "a copy"))
+
+    def give_back(self) -> None:
+        buffer = self.lent.pop()
+        assert self.content[buffer] == {ALL: "lent"}, "what was lent is written by somebody else"
+        self.act(self.machine.returned(buffer))
+
+    def scan(self) -> None:
+        known = [copy for copy in self.served if copy.tier == LOCAL]
+        found = [copy for copy in known if self.chance.random() < 0.7]
+        if self.states:
+            image = (*self.chance.choice(self.states), self.chance.randrange(self.world))
+            if image not in {copy.image for copy in known}:
+                found.append(Copy(report(image, LOCAL, ALL, self.world), 0))
+        self.may_go = lambda copy: copy.tier == LOCAL
+        self.act(self.machine.scanned(found))
+
+    # What the machine wants, and whether it may.
+
+    def act(self, effects: list[do.Effect]) -> None:
+        queue = list(effects)
+        while queue:
+            queue += self.one(queue.pop(0))
+        may_go, self.may_go = self.may_go, lambda copy: False
+        for copy in self.gone:
+            there = any(one.image == copy.image and one.part in (ALL, copy.part) for one in self.served)
+            assert there or may_go(copy), f"{copy.entry} is given up, and nobody wanted that"
+        self.gone.clear()
+        self.machine.check()
+        for copy in self.served:
+            if copy.buffer:
+                expected = (copy.image, copy.group) if copy.group else copy.image
+                found = [self.content[copy.buffer].get(part) for part in parts(copy.part)]
+                assert all(one == expected for one in found), f"{copy.entry} is {found}"
+
+    def one(self, effect: do.Effect) -> list[do.Effect]:
+        match effect:
+            case do.Tell(message):
+                self.told(message)
+            case do.Measure() | do.Reserve() | do.Hash() | do.Find() | do.Verify() | do.Fetch() | do.Mix():
+                self.waiting.append(effect)
+            case do.Make(buffers, capacity):
+                if self.chance.random() < 0.03 and self.free < PLENTY:
+                    return self.machine.made("too many open files")
+                for number in buffers:
+                    self.buffers[number], self.content[number] = (capacity, 0), {}
+                return self.machine.made()
+            case do.Unmake(buffer):
+                assert not any(one == buffer for one, _ in self.readers), "memory that is read goes"
+                del self.buffers[buffer], self.content[buffer]
+            case do.Lend(_, buffer):
+                if buffer:
+                    self.take(buffer, 0, SIZE)
+                    self.content[buffer] = {ALL: "lent"}
+                    self.lent.append(buffer)
+            case do.Serve(copy):
+                self.served.add(copy)
+            case do.Unserve(copy):
+                self.served.remove(copy)
+                self.gone.append(copy)
+            case do.AwaitReaders(buffer):
+                if any(one == buffer for one, _ in self.readers):
+                    self.awaited.add(buffer)
+                else:
+                    return self.machine.unread(buffer)
+            case do.Hurry(number):
+                self.hurried.add(number)
+            case do.End(number):
+                self.works.pop(number, None)
+                self.finding.pop(number, None)
+                self.hurried.discard(number)
+            case _:
+                return self.for_rank(effect)
+        return []
+
+    def for_rank(self, effect: do.ForRanks) -> list[do.Effect]:
+        rank = self.ranks[effect.local]
+        match effect:
+            case do.Begin():
+                rank.restore, rank.refused, rank.found = "pending", False, None
+            case do.Elsewhere():
+                rank.restore = "elsewhere"
+            case do.Fail():
+                assert rank.restore == "pending"
+                rank.restore = "failed"
+            case do.Refuse():
+                rank.refused = True
+            case do.Ready():
+                assert rank.restore == "pending", "restored twice"
+                view = rank.slots[effect.slot]
+                content = self.content[view.buffer]
+                image = (effect.report.step, effect.report.attempt, rank.number)
+                assert not view.mine, "what is restored can be written over"
+                assert content[COMMON] == content[OWN] == image, "another image is restored"
+                rank.restore, rank.found = "ready", image
+                self.restored += 1
+            case do.Mend(_, slot):
+                rank.slots[slot].writing = False
+                rank.slots[slot].mine = True
+            case do.Offer(_, slot, buffer):
+                rank.slots[slot] = View(buffer, mine=True)
+            case do.Install(_, slot, buffer):
+                rank.slots[slot] = View(buffer)
+            case do.Free(_, slot):
+                rank.slots[slot] = View(rank.slots[slot].buffer, mine=True)
+            case do.Detach(_, slot):
+                rank.slots[slot] = View()
+            case do.Withdraw(local, slot, buffer):
+                view = rank.slots[slot]
+                if view.mine and not view.writing:
+                    rank.slots[slot] = View()
+                    return self.machine.withdrawn(local, slot, buffer)
+            case _:
+                pass
+        return []
+
+    def told(self, message: msg.FromKeeper) -> None:
+        match message:
+            case msg.Held():
+                for copy in message.copies:
+                    group = tuple(one.rank for one in copy.members)
+                    image = (copy.step, copy.attempt, copy.rank)
+                    for part in {copy.part, *parts(copy.part)}:
+                        self.asked.discard((image, part, group))
+                    self.replicated += copy.tier == PEER
+            case msg.Unreplicated():
+                assert message.why
+                image = (message.step, message.attempt, message.rank)
+                self.asked.discard((image, message.part, message.group))
+            case msg.Unrestorable():
+                assert message.attempt == self.attempt, "what an attempt that is over could not restore"
+            case _:
+                pass

@@ -1,0 +1,121 @@
+"""What the keeper's machine decides where two things happen at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.copies import PEER
+from jurymast.core.keeper import effects as do
+from support.keeper_model import WANTS, KeeperNode, Waiting
+
+
+def trained(steps: int = 1) -> KeeperNode:
+    """A node whose only rank, number 0, has saved so many steps, each of them held."""
+    node = KeeperNode(0, count=1)
+    node.free = 1 << 40
+    node.launch(None, [0])
+    node.want(0, WANTS[0])
+    node.quiet()
+    for step in range(1, steps + 1):
+        assert node.save(0, step)
+        node.quiet()
+    return node
+
+
+def answer_one(node: KeeperNode, kind: type[Waiting]) -> None:
+    """Only this is answered: what else waits goes on waiting."""
+    others = [one for one in node.waiting if not isinstance(one, kind)]
+    node.waiting = [one for one in node.waiting if isinstance(one, kind)]
+    assert node.waiting, f"nothing is asked that {kind.__name__} answers"
+    node.answer(quietly=True)
+    node.waiting += others
+
+
+def kinds(node: KeeperNode) -> list[type[Waiting]]:
+    return [type(one) for one in node.waiting]
+
+
+def steps_held(node: KeeperNode) -> list[int]:
+    return sorted(copy.image[0] for copy in node.served)
+
+
+def test_an_older_safe_image_stays_until_all_ranks_have_restored_the_newer() -> None:
+    node = trained()
+    node.commit((1, 1))
+    assert node.save(0, 2)
+    node.quiet()
+    node.launch((2, 1), [0])
+    node.quiet()
+    assert node.ranks[0].restore == "ready"
+    assert steps_held(node) == [1, 2], "another node may fail to bring step 2"
+    node.launch((1, 1), [0])
+    node.quiet()
+    assert node.ranks[0].found == (1, 1, 0)
+    node.want(0, WANTS[0])  # only a rank that goes on asks, and no rank goes on before all can
+    assert steps_held(node) == [1]
+    node.quiet()
+    assert node.save(0, 3)
+
+
+def test_a_base_that_is_given_up_while_it_is_made_ready_is_nobody_elses() -> None:
+    """Its slot is the rank's again only when nobody writes the manifest there any more."""
+    node = trained()
+    node.launch((1, 1), [0])
+    answer_one(node, do.Verify)
+    while do.Measure in kinds(node):
+        answer_one(node, do.Measure)
+    assert kinds(node) == [do.Fetch]
+    node.may_go = lambda copy: True
+    node.act(node.machine.ordered(msg.Void(step=1, attempt=1)))
+    (view,) = [view for view in node.ranks[0].slots if view.buffer == node.waiting[0].buffer]  # type: ignore[union-attr]
+    assert not view.mine
+    node.quiet()
+    assert node.ranks[0].restore == "failed"
+    assert view.buffer not in {buffer.number for buffer in node.machine.memory.idle}
+    assert sum(view.mine for view in node.ranks[0].slots) == 2
+
+
+def test_a_replica_that_is_given_up_while_it_is_verified_for_a_restore_is_not_lost() -> None:
+    node = KeeperNode(0, count=1)
+    node.free = 1 << 40
+    node.launch(None, [0])
+    node.states = [(5, 1)]
+    order = msg.Replicate(step=5, attempt=1, rank=0, part="own", sources=node.sources(0))
+    node.act(node.machine.ordered(order))
+    node.quiet()
+    assert [copy.tier for copy in node.served] == [PEER]
+    node.launch((5, 1), [0])
+    assert kinds(node) == [do.Verify]
+    node.may_go = lambda copy: True
+    node.act(node.machine.ordered(msg.Void(step=5, attempt=1)))
+    node.quiet()  # the machine's check would find the buffer that nobody has
+    assert node.ranks[0].found == (5, 1, 0)
+
+
+def replicate(node: KeeperNode, step: int) -> None:
+    order = msg.Replicate(step=step, attempt=1, rank=2, part="own", sources=node.sources(2))
+    node.asked.add(((step, 1, 2), "own", ()))
+    node.act(node.machine.ordered(order))
+
+
+@pytest.mark.parametrize("order", [msg.Committed(step=6, attempt=1), msg.Void(step=5, attempt=1)])
+def test_a_replica_of_what_is_passed_is_not_made(order: msg.KeeperOrder) -> None:
+    node = trained()
+    replicate(node, 5)
+    node.may_go = lambda copy: True
+    node.act(node.machine.ordered(order))
+    node.asked.clear()
+    node.quiet()
+    assert 5 not in steps_held(node)
+    assert not node.replicated
+
+
+def test_what_was_given_up_and_is_ordered_again_is_made() -> None:
+    node = trained()
+    replicate(node, 5)
+    node.act(node.machine.ordered(msg.Forget(step=5, attempt=1, ranks=(2,))))
+    replicate(node, 5)
+    node.quiet()
+    assert node.replicated == 1
+    assert not node.asked
