@@ -120,7 +120,7 @@ def command(
     from jurymast.core.planning.spares import auto_spares
     from jurymast.report.assumed import simulated_lines
     from jurymast.report.simulate_text import simulate_blocks
-    from jurymast.sim.cadences import cadence_factory
+    from jurymast.sim.cadences import asked_cadence
     from jurymast.sim.measured import read_measured
     from jurymast.sim.results import simulate, summary
     from jurymast.sim.simulation import Setup
@@ -129,6 +129,8 @@ def command(
     began = time.perf_counter()
     resolved = resolved_policy(policy)
     settings = resolved.settings()
+    if options["prior"] is not None:
+        settings = replace(settings, rate=options["prior"])
     measured = read_measured(options["figures"])
     durations = _durations(measured, nodes, settings, options)
     rate, faults, draw = _faults(options, resolved, days * 86_400.0)
@@ -137,7 +139,7 @@ def command(
         spares = auto_spares(nodes, rate, durations.repair_s, days * 86_400.0)
     cadence = options["cadence"] or _policy_cadence(settings)
     try:
-        factory = cadence_factory(cadence, nodes, rate, durations, options["prior"], settings.max_loss_s)
+        asked = asked_cadence(cadence, nodes, rate, durations)
     except ValueError as error:
         raise UsageError(f"--cadence: {error}") from error
     setup = Setup(
@@ -150,7 +152,7 @@ def command(
         bar = click.progressbar(length=1000, label="simulating", file=sys.stderr)
     with bar as shown:
         told = _advance(shown) if shown is not None else None
-        outcomes = simulate(setup, lambda rng: draw(nodes + spares, rng), factory, seeds, told)
+        outcomes = simulate(setup, lambda rng: draw(nodes + spares, rng), asked, seeds, told)
     about = {"nodes": nodes, "spares": spares, "days": days, "rate": rate, "replicas": settings.replicas}
     found = {
         **summary(outcomes), **about, "faults": faults,

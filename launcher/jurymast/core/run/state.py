@@ -172,6 +172,7 @@ class RunState:
     run: str = ""
     name: str = ""
     active: int = 1
+    unnamed: int = 0  # active nodes besides those: in a simulation one of them stands for many
     spares: int = 0
     ranks_per_node: int = 1
     submitted_at: float = 0.0
@@ -251,6 +252,11 @@ class RunState:
         return self._places[1]
 
     @property
+    def exposed(self) -> int:
+        """Nodes whose failure is one of the run."""
+        return self.active + self.unnamed
+
+    @property
     def incident(self) -> Incident | None:
         """The incident being recovered from, if any."""
         return self.incidents[-1] if self.incidents and self.incidents[-1].open else None
@@ -276,8 +282,8 @@ class RunState:
 
     def fresh_until(self) -> tuple[float, ...]:
         """Of the placed nodes that are on the day after a repair: when that day ends."""
-        ends = {name: frail.fresh_until or 0.0 for name, frail in self.frail.items()}
-        return tuple(end for name, end in ends.items() if end > self.began_at and name in self.places)
+        ends = [frail.fresh_until or 0.0 for name, frail in self.frail.items() if name in self.places]
+        return tuple(end for end in ends if end > self.began_at)
 
     def expected_times(self, node: Node) -> float:
         """How many times as often as others `node` is expected to fail."""
