@@ -43,7 +43,7 @@ def node_seconds(outcome: Outcome, category: str) -> float:
 
 def test_the_same_seed_gives_the_same_result() -> None:
     durations = Durations(drain_s=3.0, write_s=60.0, read_s=60.0)
-    setup = Setup(nodes=512, spares=4, seconds=10 * DAY_S, durations=durations, write_every_s=600.0, parts=20)
+    setup = Setup(nodes=512, spares=4, seconds=10 * DAY_S, durations=durations, parts=20)
     model = FaultModel(bursts=0.2, multi=0.1, hang_rate=1.0)
 
     def once() -> list[Outcome]:
@@ -75,9 +75,7 @@ def test_categories_sum_to_all_node_time(
         drain_s=drain_s, slowdown=0.1, repair_s=repair_s, write_s=write_s, read_s=50.0,
         kinds={"hang": Parts(stop_s=2.0, launch_s=1.0)},
     )  # fmt: skip
-    setup = Setup(
-        nodes=nodes, spares=spares, seconds=0.5 * DAY_S, durations=durations, write_every_s=300.0, parts=7
-    )
+    setup = Setup(nodes=nodes, spares=spares, seconds=0.5 * DAY_S, durations=durations, parts=7)
     model = FaultModel(rate=rate, application_rate=script_rate, hang_rate=hang_rate, **PATTERNS[pattern])
     outcome = ran(setup, model.draw(nodes + spares, setup.seconds, random.Random(seed)))
     assert sum(outcome.categories.values()) == outcome.total_us

@@ -124,7 +124,6 @@ def command(
     from jurymast.sim.measured import read_measured
     from jurymast.sim.results import simulate, summary
     from jurymast.sim.simulation import Setup
-    from jurymast.sim.tiers import write_every_s
 
     began = time.perf_counter()
     resolved = resolved_policy(policy)
@@ -144,7 +143,6 @@ def command(
         raise UsageError(f"--cadence: {error}") from error
     setup = Setup(
         nodes=nodes, spares=spares, seconds=days * 86_400.0, durations=durations, settings=settings,
-        write_every_s=write_every_s(settings, durations, nodes, rate),
         parts=PARTS if html is not None else 0,
     )  # fmt: skip
     bar: Any = nullcontext()
@@ -205,9 +203,7 @@ def _durations(measured: Measured, nodes: int, settings: Settings, options: dict
     storage = options["storage_gb_per_s"] and options["storage_gb_per_s"] * 1e9
     try:
         durations = measured.durations(nodes, options["checkpoint_bytes"], storage, settings)
-        if not (
-            settings.memory and settings.replicas > 0
-        ):  # each save goes to storage, behind training's back
+        if not settings.memory:  # each save goes to storage, behind training's back
             durations = replace(durations, drain_s=durations.read_s, restore_s=durations.read_s, write_s=None)
         names = {"stall": "stall_s", "drain": "drain_s", "step": "step_s", "repair": "repair_s",
                  "requeue": "requeue_s"}  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.cadence import NEVER, Cadence
-from jurymast.core.checkpoints.copies import MEMORY, PEER, SHARED
+from jurymast.core.checkpoints.copies import MEMORY, PEER
 from jurymast.core.checkpoints.saves import copied
 from jurymast.core.goodput.accounting import Account, ordered, to_us
 from jurymast.core.goodput.ledger import Ledger
@@ -30,7 +30,7 @@ from jurymast.sim.cadences import SimRanks
 from jurymast.sim.durations import HANG, NODE_CRASH, POWER_LOSS, START, WORKER_KILL, Durations
 from jurymast.sim.faults import Fault
 from jurymast.sim.names import OTHERS, Names, names_needed
-from jurymast.sim.tiers import SimTiers
+from jurymast.sim.tiers import Restoring, SimTiers
 
 # A fault for which no name is left is noticed this much later.
 LATER_S = 10.0
@@ -43,9 +43,8 @@ class Setup:
     """What is simulated: `nodes` active and `spares` idle nodes for `seconds`.
 
     `named`: how many placed nodes have a name of their own; None: as many as the faults need.
-    `saves_at_once`: saves without anything between them that one event may tell of. `write_every_s`: saves
-    are written to durable storage no more often. `parts`: of so many equal parts of the time the outcome
-    says what the placed nodes did.
+    `saves_at_once`: saves without anything between them that one event may tell of. `parts`: of so many
+    equal parts of the time the outcome says what the placed nodes did.
     """
 
     nodes: int
@@ -56,7 +55,6 @@ class Setup:
     requeue: bool = True
     named: int | None = None
     saves_at_once: int = 32
-    write_every_s: float = 0.0
     parts: int = 0
 
 
@@ -107,15 +105,16 @@ class Simulation:
         self._next_save = 0  # step
         self._plans = 0  # of what ranks do next
         self._next_fault, self._end, self._saves = START, START + setup.seconds, 0
-        self._tiers = SimTiers(self._d, setup.settings, setup.write_every_s, setup.nodes, setup.spares)
-        self._restorable = (0, SHARED, 0.0)  # step, its tier, seconds
+        self._tiers = SimTiers(self.state, self._d, setup.nodes, setup.spares)
+        self._restoring: Restoring | None = None
         self._restores: Counter[str] = Counter()
         self._kind = POWER_LOSS  # of the newest failure
         self._woken = 0.0
 
     def _fresh_state(self) -> RunState:
         return RunState(
-            settings=self.setup.settings, active=self._names.active,
+            settings=replace(self.setup.settings, local_path="", object_url=""),  # nobody says how quick
+            active=self._names.active,
             unnamed=self.setup.nodes - self._names.active, spares=self.setup.spares,
             submitted_at=START, requeue_allowed=self.setup.requeue,
         )  # fmt: skip
@@ -191,22 +190,15 @@ class Simulation:
             self._generation += 1
             for out, into in self._names.placed(instruction.placement):
                 self._tiers.swapped(out, into)
-            self._plan_restore(instruction.attempt)
+            self._restoring = self._tiers.choose(instruction, self.now)
+            self._feed(self._restoring.record.event)
             self._at(self.now + d.parts(self._kind).launch_s, self._started, self._generation)
         elif isinstance(instruction, Requeue):
-            self._at(self.now + self._tiers.given_back() + d.requeue_s, self._allocate_again)
+            self._at(self.now + self._tiers.given_back(self.now) + d.requeue_s, self._allocate_again)
             self._allocation_ended("requeue")
         elif isinstance(instruction, Finish):
             self._halt()
             self._allocation_ended(instruction.state)
-
-    def _plan_restore(self, attempt: int) -> None:
-        step, tier, seconds = self._tiers.survivor()
-        self._feed(
-            ev.RestorePlanned(
-                t=self.now, attempt=attempt, step=step, tier=tier, expected_s=seconds, tiers={}, reason=""
-            )
-        )
 
     # Allocations and nodes.
 
@@ -350,17 +342,22 @@ class Simulation:
             if name not in self._dead:
                 self._feed(ev.WorkersStarted(t=self.now, node=name, attempt=attempt, pids=()))
         # Late ranks, if any, are those of a node whose loss is about to be noticed.
-        self._restorable = self._tiers.survivor()
-        self._at(self.now + self._restorable[2], self._restored, generation)
+        if self._restoring is not None:
+            self._at(self.now + self._restoring.seconds, self._restored, generation, self._restoring)
 
-    def _restored(self, generation: int) -> None:
+    def _restored(self, generation: int, what: Restoring) -> None:
         if generation != self._generation or self.state.phase is not Phase.RUNNING:
             return
-        step, tier, seconds = self._restorable
-        self._tiers.restored(step)
-        if self.state.incident is not None:
+        step, tier = what.key[0], what.tier
+        self._tiers.restored(what, self.now)
+        if self.state.incident is not None and tier:
             self._restores[tier] += 1
-        self._feed(ev.Restored(t=self.now, attempt=self.state.attempt, step=step, tier=tier, seconds=seconds))
+        self._feed(
+            ev.Restored(
+                t=self.now, attempt=self.state.attempt, step=step, tier=tier, seconds=what.seconds,
+                size_bytes=1 if tier else 0,
+            )
+        )  # fmt: skip
         first_s = self._d.warm_up_s + self._d.step_s
         self._at(self.now + first_s, self._train, generation, step + 1, False)
 
@@ -469,11 +466,12 @@ class Simulation:
         )  # fmt: skip
         self._feed(saved if saves == 1 else together)
         self._ranks.heard(saved)
-        if PEER not in self.state.saved:
+        if PEER not in self.state.saved and d.write_s is not None and self.state.settings.replicas:
             self._feed(copied(PEER, (at_step, attempt), self.now, seconds=d.drain_s).event)
         cycle_s = d.time_of(steps, draining=True) + d.stall_s
         for more in reversed(range(saves)):
-            self._tiers.saved(self.now - more * cycle_s, at_step - more * steps)
+            at = self.now - more * cycle_s
+            self._tiers.saved((at_step - more * steps, attempt), at, at + cycle_s if more else math.inf)
         self._saves += saves
         self._train(self._generation, at_step, True)
 
