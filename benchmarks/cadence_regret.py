@@ -11,17 +11,24 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import Row, Target
-from jurymast.core.planning.failure_rate import mtbf_s
-from jurymast.core.planning.optimum import Saving, optimal_s
-from jurymast.sim.cadences import AdaptiveCadence, FixedCadence, goodput_of
+from jurymast.core import events as ev
+from jurymast.core.checkpoints.cadence import Cadence
+from jurymast.core.checkpoints.copies import MEMORY
+from jurymast.core.planning.failure_rate import FailureRate, mtbf_s, prior
+from jurymast.core.planning.optimum import optimal_s
+from jurymast.core.run.machine import step
+from jurymast.core.run.state import Phase, RunState
+from jurymast.core.settings import Settings
+from jurymast.sim.cadences import SimRanks
 from jurymast.sim.faults import BUNDLED_TRACE, read_trace
 
 TRACE = read_trace(BUNDLED_TRACE)
@@ -33,6 +40,78 @@ OFF = 4.0
 # Fixed intervals tried in hindsight: so many either way of the best for the true mean, to a factor of REACH.
 TRIED, REACH = 12, 4.0
 REGRET_MAX, REGRET_OFF_MAX = 0.003, 0.005
+
+
+class Interval(Protocol):
+    """`seconds` is the time from a save's end to the next save, from now on; `failed` tells of a failure."""
+
+    def seconds(self, now: float) -> float: ...
+
+    def failed(self, now: float) -> None: ...
+
+
+@dataclass
+class Fixed:
+    every_s: float
+
+    def seconds(self, now: float) -> float:
+        return self.every_s
+
+    def failed(self, now: float) -> None:
+        """It learns nothing."""
+
+
+class Adaptive:
+    """As a run decides by itself that knows what a save costs. A step takes a second."""
+
+    def __init__(self, nodes: int, prior_rate: float | None) -> None:
+        settings = Settings(rate=prior_rate, max_loss_s=math.inf)
+        self._state = RunState(
+            settings, active=1, unnamed=nodes - 1, phase=Phase.RUNNING, placement=("all",), attempt=1,
+            failures=FailureRate(0.0, prior(prior_rate)),
+        )  # fmt: skip
+        step(self._state, ev.Saved(t=0.0, attempt=1, step=0, tier=MEMORY, ok=True, stall_s=SAVE_S))
+        self._ranks = SimRanks(self._state, Cadence())
+
+    def seconds(self, now: float) -> float:
+        again_s: float | None = 0.0
+        while again_s is not None:
+            now += again_s
+            events, again_s = self._ranks.look(int(now), now)
+            for event in events:
+                step(self._state, event)
+        cadence = self._state.cadence
+        assert cadence is not None
+        return cadence.interval_s - SAVE_S
+
+    def failed(self, now: float) -> None:
+        self._state.attempt += 1
+        self._state.cadence = None
+        assert self._state.failures is not None
+        self._state.failures.watched(now, self._state.exposed)
+        self._state.failures.incident(now)
+
+
+def goodput_of(
+    cadence: Interval, failures_s: Sequence[float], seconds: float, save_s: float, restart_s: float,
+    since_s: float = 0.0,
+) -> float:  # fmt: skip
+    """Share of the time from `since_s` to `seconds` in training that counted, when failures strike at these
+    times, in order, and nothing but the cadence and `restart_s` (begun anew by a failure during it) matters:
+    to compare thousands of cadences where a simulation of the whole run would take its time."""
+    at = kept_s = 0.0
+    for failure in (*(t for t in failures_s if t < seconds), seconds):
+        interval_s = cadence.seconds(at)
+        while at + interval_s + save_s <= failure:
+            kept_s += max(0.0, min(interval_s, at + interval_s - since_s))
+            at += interval_s + save_s
+            interval_s = cadence.seconds(at)
+        if failure < seconds:
+            cadence.failed(failure)
+            at = failure + restart_s
+        else:  # what the end finds is not lost
+            kept_s += max(0.0, min(interval_s, seconds - at))
+    return kept_s / (seconds - since_s)
 
 
 @dataclass(frozen=True)
@@ -70,13 +149,12 @@ def replay(case: Case, seed: int) -> Replay:
     times = [fault.t for fault in TRACE.draw(nodes, seconds, rng, shift=seed > 0)]
 
     def fixed(interval_s: float) -> float:
-        return goodput_of(FixedCadence(interval_s), times, seconds, SAVE_S, RESTART_S, case.since_s)
+        return goodput_of(Fixed(interval_s), times, seconds, SAVE_S, RESTART_S, case.since_s)
 
     middle_s = optimal_s(SAVE_S, mtbf_s(nodes, TRACE.rate))
     tried = [middle_s * REACH ** (i / TRIED) for i in range(-TRIED, TRIED + 1)]
     best, best_s = max((fixed(interval_s), interval_s) for interval_s in tried)
-    adaptive = AdaptiveCadence(nodes, Saving(SAVE_S, restart_s=RESTART_S), case.prior_rate)
-    found = goodput_of(adaptive, times, seconds, SAVE_S, RESTART_S, case.since_s)
+    found = goodput_of(Adaptive(nodes, case.prior_rate), times, seconds, SAVE_S, RESTART_S, case.since_s)
     return Replay(best, best_s, fixed(HAND_PICKED_S), found)
 
 

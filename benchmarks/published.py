@@ -18,19 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import Row, Target
+from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.planning.failure_rate import DAY_S, mtbf_s, prior
 from jurymast.core.planning.forecast import DURABLE_SHARE, Question, forecast, state_bytes
 from jurymast.core.planning.optimum import goodput, linear_ettr, young_s
 from jurymast.core.planning.spares import auto_spares
-from jurymast.core.settings import Settings
 from jurymast.report.plan import plan_view
-from jurymast.sim.cadences import cadence_factory
 from jurymast.sim.durations import Durations
 from jurymast.sim.faults import FaultModel
 from jurymast.sim.measured import TRAINING_START_S, read_measured
 from jurymast.sim.results import GOODPUT, simulate
 from jurymast.sim.simulation import Setup
-from jurymast.sim.tiers import write_every_s
 
 META = "Meta, arXiv 2410.21680"
 LLAMA = "Llama 3, arXiv 2407.21783"
@@ -215,12 +213,12 @@ class Prediction:
         seconds, durations = self.days * DAY_S, self.durations
         setup = Setup(
             nodes=self.nodes, spares=auto_spares(self.nodes, self.rate), seconds=seconds,
-            durations=durations, write_every_s=write_every_s(Settings(), durations, self.nodes, self.rate),
+            durations=durations,
         )  # fmt: skip
         model = FaultModel(rate=self.rate * (1.0 + 1.5 * DURABLE_SHARE), multi=DURABLE_SHARE)
         outcomes = simulate(
             setup, lambda rng: model.draw(setup.nodes + setup.spares, seconds, rng),
-            cadence_factory("adaptive", self.nodes, self.rate, durations), seeds,
+            Cadence(), seeds,
         )  # fmt: skip
         return [outcome.ratios[GOODPUT] or 0.0 for outcome in outcomes]
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.events import Event
 from jurymast.core.planning.failure_rate import mtbf_s
 from jurymast.core.planning.optimum import goodput
 from jurymast.core.settings import Settings
-from jurymast.sim.cadences import FixedCadence, cadence_factory
+from jurymast.sim.cadences import asked_cadence
 from jurymast.sim.durations import Durations, Parts
 from jurymast.sim.faults import PATTERNS, Fault, FaultModel
 from jurymast.sim.names import names_needed
@@ -31,8 +33,8 @@ class Checked(Simulation):
         assert self.state.phase is self.ledger.state.phase
 
 
-def ran(setup: Setup, faults: list[Fault], interval_s: float = 600.0) -> Outcome:
-    return Checked(setup, faults, FixedCadence(interval_s)).run()
+def ran(setup: Setup, faults: list[Fault], cadence: Cadence = Cadence(seconds=600.0)) -> Outcome:  # noqa: B008
+    return Checked(setup, faults, cadence).run()
 
 
 def node_seconds(outcome: Outcome, category: str) -> float:
@@ -41,12 +43,11 @@ def node_seconds(outcome: Outcome, category: str) -> float:
 
 def test_the_same_seed_gives_the_same_result() -> None:
     durations = Durations(drain_s=3.0, write_s=60.0, read_s=60.0)
-    setup = Setup(nodes=512, spares=4, seconds=10 * DAY_S, durations=durations, write_every_s=600.0, parts=20)
-    factory = cadence_factory("adaptive", 512, 5.0, setup.durations)
+    setup = Setup(nodes=512, spares=4, seconds=10 * DAY_S, durations=durations, parts=20)
     model = FaultModel(bursts=0.2, multi=0.1, hang_rate=1.0)
 
     def once() -> list[Outcome]:
-        return simulate(setup, lambda rng: model.draw(516, setup.seconds, rng), factory, 2)
+        return simulate(setup, lambda rng: model.draw(516, setup.seconds, rng), Cadence(), 2)
 
     first, again = once(), once()
     assert first == again
@@ -74,9 +75,7 @@ def test_categories_sum_to_all_node_time(
         drain_s=drain_s, slowdown=0.1, repair_s=repair_s, write_s=write_s, read_s=50.0,
         kinds={"hang": Parts(stop_s=2.0, launch_s=1.0)},
     )  # fmt: skip
-    setup = Setup(
-        nodes=nodes, spares=spares, seconds=0.5 * DAY_S, durations=durations, write_every_s=300.0, parts=7
-    )
+    setup = Setup(nodes=nodes, spares=spares, seconds=0.5 * DAY_S, durations=durations, parts=7)
     model = FaultModel(rate=rate, application_rate=script_rate, hang_rate=hang_rate, **PATTERNS[pattern])
     outcome = ran(setup, model.draw(nodes + spares, setup.seconds, random.Random(seed)))
     assert sum(outcome.categories.values()) == outcome.total_us
@@ -120,7 +119,7 @@ def test_many_saves_told_at_once_cost_the_same() -> None:
         ran(
             Setup(nodes=200, spares=4, seconds=5 * DAY_S, durations=durations, saves_at_once=most),
             faults,
-            200.0,
+            Cadence(steps=40),
         )
         for most in (1, 32)
     )
@@ -182,8 +181,8 @@ def test_exponential_failures_end_as_the_exact_formula_says(nodes: int, interval
     durations = Durations(step_s=1, stall_s=10, restore_s=290, repair_s=600)
     setup = Setup(nodes=nodes, spares=60, seconds=400_000_000.0 / nodes, durations=durations)
     draw = FaultModel(rate=6.5).draw
-    factory = cadence_factory(f"fixed:{interval_s}s", nodes, 6.5, durations)
-    outcomes = simulate(setup, lambda rng: draw(nodes + 60, setup.seconds, rng), factory, 4)
+    asked = Cadence(steps=int(interval_s))
+    outcomes = simulate(setup, lambda rng: draw(nodes + 60, setup.seconds, rng), asked, 4)
     found = summary(outcomes)
     # Of the failures that were drawn, so that only the moments at which they come are left to chance.
     mean_s = sum(o.wall_s for o in outcomes) / sum(len(o.incidents) for o in outcomes)
@@ -194,11 +193,14 @@ def test_exponential_failures_end_as_the_exact_formula_says(nodes: int, interval
 
 def test_a_prior_four_times_off_costs_little() -> None:
     durations = Durations(stall_s=30, restore_s=60)
-    setup = Setup(nodes=1024, spares=12, seconds=14 * DAY_S, durations=durations)
 
     def mean(cadence: str, prior_rate: float | None = None) -> float:
-        factory = cadence_factory(cadence, 1024, 5.0, durations, prior_rate)
-        outcomes = simulate(setup, lambda rng: FaultModel().draw(1036, setup.seconds, rng), factory, 3)
+        setup = Setup(
+            nodes=1024, spares=12, seconds=14 * DAY_S, durations=durations,
+            settings=Settings(rate=prior_rate, max_loss_s=math.inf),
+        )  # fmt: skip
+        asked = asked_cadence(cadence, 1024, 5.0, durations)
+        outcomes = simulate(setup, lambda rng: FaultModel().draw(1036, setup.seconds, rng), asked, 3)
         return sum(outcome.ratios[GOODPUT] or 0.0 for outcome in outcomes) / 3
 
     best = mean("optimum")

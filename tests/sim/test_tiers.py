@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.checkpoints.copies import MEMORY, SHARED
+from jurymast.core.run.instructions import Launch
+from jurymast.core.run.state import RunState
 from jurymast.core.settings import Settings
 from jurymast.errors import UsageError
-from jurymast.sim.cadences import FixedCadence
 from jurymast.sim.durations import HANG, NODE_CRASH, SCRIPT, WORKER_KILL, Durations, Parts
 from jurymast.sim.faults import Fault, FaultModel
 from jurymast.sim.measured import TRAINING_START_S, read_measured
@@ -31,10 +34,10 @@ HOLDER, STEPS_IN = 23, 20
 
 def ran(faults: list[Fault], *, spares: int = 4, durations: Durations = TIMES, **settings: object) -> Outcome:
     setup = Setup(
-        nodes=20, spares=spares, seconds=3000, durations=durations, write_every_s=500.0,
-        settings=Settings(**settings),  # type: ignore[arg-type]
+        nodes=20, spares=spares, seconds=3000, durations=durations,
+        settings=Settings(shared_every_s=500.0, **settings),  # type: ignore[arg-type]
     )  # fmt: skip
-    return Simulation(setup, faults, FixedCadence(100.0)).run()
+    return Simulation(setup, faults, Cadence(seconds=100.0)).run()
 
 
 def restored(outcome: Outcome) -> list[int | None]:
@@ -73,9 +76,9 @@ def test_a_save_on_its_way_to_other_nodes_outlives_dead_ranks_but_no_lost_node()
 def test_what_the_lost_nodes_held_decides(
     settings: dict[str, object], nodes: tuple[int, ...], tier: str
 ) -> None:
-    """Step 101 goes to storage, and 500 s after its write began step 601 (whole at 702 s)."""
+    """Step 101 goes to storage when its stall is over, and 500 s later, at 637 s, the newest: step 501."""
     outcome = ran([Fault(1000.0, nodes)], **settings)  # type: ignore[arg-type]
-    assert restored(outcome) == [901 if tier == MEMORY else 601]
+    assert restored(outcome) == [901 if tier == MEMORY else 501]
     assert outcome.restores == {tier: 1}
     assert outcome.incidents[0].seconds()["restore"] == (30 if tier == MEMORY else 200)
 
@@ -89,7 +92,7 @@ def test_a_second_loss_during_the_recovery_counts_with_the_first() -> None:
     """Without spares for it, place 3's replica is at place 13."""
     again = ran([Fault(1000.0, (3,)), Fault(1020.0, (13,))], prefer_spares=False)
     other = ran([Fault(1000.0, (3,)), Fault(1020.0, (5,))], prefer_spares=False)
-    assert (restored(again), restored(other)) == ([None, 601], [None, 901])
+    assert (restored(again), restored(other)) == ([None, 501], [None, 901])
 
 
 def test_a_second_loss_once_copies_are_made_again_does_not() -> None:
@@ -140,24 +143,28 @@ def test_each_kind_of_failure_takes_its_own_time() -> None:
 
 
 def test_a_fault_can_wait_for_a_step() -> None:
-    """At step 950, the first time: after the restart at step 901 it comes again, and nothing happens."""
+    """At step 950, the first time: after the restart at step 901 it comes again, and nothing happens. Then
+    saves are 99 steps apart, as a step took 1.01 s with its share of a save."""
     outcome = ran([Fault(0.0, (1,), kind=WORKER_KILL, step=950), Fault(0.0, (2,), step=1500)])
     assert [(i.cause, i.step_lost_from, i.step_restored) for i in outcome.incidents] == [
         ("worker_killed", 950, 901),
-        ("node_lost", 1500, 1402),
+        ("node_lost", 1500, 1397),
     ]
 
 
 def test_writes_never_overlap() -> None:
-    """One that takes longer than saves are apart: each begins when the one before it is over."""
-    tiers = SimTiers(Durations(drain_s=0, write_s=250), Settings(prefer_spares=False), 0.0, 4, 0)
+    """Where they take longer than saves are apart the next begins when one is over, with the newest save."""
+    state = RunState(Settings(prefer_spares=False, cadence_s=100.0), attempt=1)
+    tiers = SimTiers(state, Durations(drain_s=0, write_s=240), 4, 0)
     for i in range(1, 11):
-        tiers.saved(100.0 * i, i)
-    tiers.halted(1010.0)
+        tiers.saved((i, 1), 100.0 * i, 100.0 * (i + 1) if i < 10 else math.inf)
+    # Steps 1, 3, 5 and 8 from 100, 340, 580 and 820 s on; the last one is cut short.
     tiers.lost(0, 1010.0)
     tiers.lost(2, 1010.0)
-    # Begun at 100, 400, 700, 1,000 s.
-    assert tiers.survivor() == (7, SHARED, 0.0)
+    tiers.halted(1010.0)
+    launch = Launch(attempt=2, placement=(), master_address="", master_port=0, reason="")
+    chosen = tiers.choose(launch, 1020.0)
+    assert (chosen.key, chosen.tier) == ((5, 0), SHARED)
 
 
 def test_neighbours_that_fail_together_cost_no_more_where_others_hold_their_copies() -> None:
@@ -168,10 +175,10 @@ def test_neighbours_that_fail_together_cost_no_more_where_others_hold_their_copi
     lost = []
     for replicas, shared in ((1, 0.0), (0, 1.0)):
         setup = Setup(
-            nodes=1000, spares=60, seconds=seconds, durations=durations, write_every_s=1800.0,
-            settings=Settings(replicas=replicas),
+            nodes=1000, spares=60, seconds=seconds, durations=durations,
+            settings=Settings(replicas=replicas, shared_every_s=1800.0),
         )  # fmt: skip
-        outcome = Simulation(setup, faults, FixedCadence(120.0)).run()
+        outcome = Simulation(setup, faults, Cadence(seconds=120.0)).run()
         lost.append(1.0 - (outcome.ratios["runtime_goodput"] or 0.0))
         assert outcome.restores.get(SHARED, 0) == pytest.approx(shared * len(outcome.incidents), abs=5)
     # A hundred incidents, with 900 s instead of 60 s to do again.

@@ -12,11 +12,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.cadence_regret import measure
+from benchmarks.cadence_regret import Adaptive, Fixed, goodput_of, measure
 
 from jurymast.core.planning.failure_rate import AFTER_REPAIR, MERGE_S
+from jurymast.core.settings import Settings
 from jurymast.errors import UsageError
-from jurymast.sim.cadences import FixedCadence, cadence_factory, goodput_of
+from jurymast.sim.cadences import asked_cadence
 from jurymast.sim.durations import Durations
 from jurymast.sim.faults import BUNDLED_TRACE, read_trace
 from jurymast.sim.results import GOODPUT
@@ -29,14 +30,18 @@ TRACE = read_trace(BUNDLED_TRACE)
 def replayed(nodes: int, cadence: str, stall_s: float) -> float:
     """Goodput of the whole trace, with time running so quickly that the rate per node stays.
 
-    A restart takes 10 minutes with its first step; nodes come back soon enough that there is always a spare.
+    A step takes 5 s, a restart 10 minutes with its first step; nodes come back soon enough that there is
+    always a spare.
     """
     durations = Durations(step_s=5, stall_s=stall_s, restore_s=587, repair_s=600)
     seconds = TRACE.days * 86_400.0 * TRACE.nodes / nodes
-    setup = Setup(nodes=nodes, spares=max(10, nodes // 50), seconds=seconds, durations=durations)
-    factory = cadence_factory(cadence, nodes, TRACE.rate, durations)
+    setup = Setup(
+        nodes=nodes, spares=max(10, nodes // 50), seconds=seconds, durations=durations,
+        settings=Settings(max_loss_s=math.inf),
+    )  # fmt: skip
+    asked = asked_cadence(cadence, nodes, TRACE.rate, durations)
     plan = TRACE.draw(nodes, seconds, random.Random(0), shift=False)
-    return Simulation(setup, plan, factory()).run().ratios[GOODPUT] or 0.0
+    return Simulation(setup, plan, asked).run().ratios[GOODPUT] or 0.0
 
 
 def test_the_bundled_trace_is_what_was_published() -> None:
@@ -53,7 +58,7 @@ def test_the_bundled_trace_is_what_was_published() -> None:
         (400, "young", 30, 0.963),
         (4000, "young", 30, 0.834),
         (12_000, "young", 120, 0.560),
-        (12_000, "fixed:60m", 30, 0.379),
+        (12_000, "720 steps", 30, 0.379),
     ],
 )
 def test_replay_beside_another(nodes: int, cadence: str, stall_s: float, other: float) -> None:
@@ -74,19 +79,18 @@ def test_an_adaptive_cadence_is_as_good_as_the_best_fixed_one() -> None:
 def test_failures_and_cadence_alone_come_close_to_the_whole_state_machine() -> None:
     """What is compared in thousands is this model: the state machine itself is up to 1.6 points better, as
     failures that come while ranks are being stopped join the incident there is."""
-    nodes, cadence = 4000, "adaptive"
+    nodes = 4000
     seconds = TRACE.days * DAY_S * TRACE.nodes / nodes
     times = [fault.t for fault in TRACE.draw(nodes, seconds, random.Random(0), shift=False)]
-    made = cadence_factory(cadence, nodes, TRACE.rate, Durations(stall_s=30))()
-    alone = goodput_of(made, times, seconds, 30.0, 600.0)
-    assert -0.003 < replayed(nodes, cadence, 30) - alone < 0.016
+    alone = goodput_of(Adaptive(nodes, None), times, seconds, 30.0, 600.0)
+    assert -0.003 < replayed(nodes, "adaptive", 30) - alone < 0.016
 
 
 def test_goodput_of_a_cadence_by_hand() -> None:
     """Saves of 10 s every 100 s; a failure at 250 s loses 30 s, another in the recovery begins it anew."""
-    found = goodput_of(FixedCadence(100.0), [250.0, 270.0], 500.0, 10.0, 50.0)
+    found = goodput_of(Fixed(100.0), [250.0, 270.0], 500.0, 10.0, 50.0)
     assert found == pytest.approx((200 + 100 + 70) / 500)
-    late = goodput_of(FixedCadence(100.0), [250.0, 270.0], 500.0, 10.0, 50.0, since_s=160.0)
+    late = goodput_of(Fixed(100.0), [250.0, 270.0], 500.0, 10.0, 50.0, since_s=160.0)
     assert late == pytest.approx((50 + 100 + 70) / 340)
 
 

@@ -12,13 +12,13 @@ from statistics import fmean, median, stdev
 import pytest
 
 from jurymast.core import events as ev
+from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.checkpoints.copies import PEER
 from jurymast.core.goodput.accounting import Account
 from jurymast.core.goodput.ledger import Ledger
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.state import RunState
 from jurymast.journal import initial_state
-from jurymast.sim.cadences import FixedCadence
 from jurymast.sim.durations import POWER_LOSS, WORKER_KILL, Durations, Parts
 from jurymast.sim.faults import Fault
 from jurymast.sim.simulation import Outcome, Setup, Simulation
@@ -109,7 +109,7 @@ def simulated(state: RunState, real: Account, durations: Durations) -> Outcome:
     ]
     seconds = (real.end - (real.first_launch or 0)) / 1e6
     setup = Setup(nodes=NODES, spares=1, seconds=seconds, durations=durations)
-    return Simulation(setup, struck, FixedCadence(EVERY * durations.step_s)).run()
+    return Simulation(setup, struck, Cadence(steps=EVERY)).run()
 
 
 def tolerances(found: Measured, attempts: int) -> dict[str, float]:
@@ -140,8 +140,7 @@ def test_a_plan_of_faults_is_booked_alike_on_a_cluster_and_simulated(
     outcome = simulated(state, real, found.durations)
     assert [(i.cause, i.action) for i in outcome.incidents] == [(i.cause, i.action) for i in state.incidents]
     for ours, theirs in zip(outcome.incidents, state.incidents, strict=True):
-        # A run saves at multiples of the interval, the simulator counts from an attempt's first step.
-        assert abs((ours.step_restored or 0) - (theirs.step_restored or 0)) <= 2, run.story()
+        assert ours.step_restored == theirs.step_restored, run.story()
     compared = {
         name: (real.totals[name] / 1e6, outcome.categories.get(name, 0) / 1e6, tolerance)
         for name, tolerance in tolerances(found, state.attempt).items()

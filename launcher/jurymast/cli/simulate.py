@@ -120,15 +120,16 @@ def command(
     from jurymast.core.planning.spares import auto_spares
     from jurymast.report.assumed import simulated_lines
     from jurymast.report.simulate_text import simulate_blocks
-    from jurymast.sim.cadences import cadence_factory
+    from jurymast.sim.cadences import asked_cadence
     from jurymast.sim.measured import read_measured
     from jurymast.sim.results import simulate, summary
     from jurymast.sim.simulation import Setup
-    from jurymast.sim.tiers import write_every_s
 
     began = time.perf_counter()
     resolved = resolved_policy(policy)
     settings = resolved.settings()
+    if options["prior"] is not None:
+        settings = replace(settings, rate=options["prior"])
     measured = read_measured(options["figures"])
     durations = _durations(measured, nodes, settings, options)
     rate, faults, draw = _faults(options, resolved, days * 86_400.0)
@@ -137,12 +138,11 @@ def command(
         spares = auto_spares(nodes, rate, durations.repair_s, days * 86_400.0)
     cadence = options["cadence"] or _policy_cadence(settings)
     try:
-        factory = cadence_factory(cadence, nodes, rate, durations, options["prior"], settings.max_loss_s)
+        asked = asked_cadence(cadence, nodes, rate, durations)
     except ValueError as error:
         raise UsageError(f"--cadence: {error}") from error
     setup = Setup(
         nodes=nodes, spares=spares, seconds=days * 86_400.0, durations=durations, settings=settings,
-        write_every_s=write_every_s(settings, durations, nodes, rate),
         parts=PARTS if html is not None else 0,
     )  # fmt: skip
     bar: Any = nullcontext()
@@ -150,7 +150,7 @@ def command(
         bar = click.progressbar(length=1000, label="simulating", file=sys.stderr)
     with bar as shown:
         told = _advance(shown) if shown is not None else None
-        outcomes = simulate(setup, lambda rng: draw(nodes + spares, rng), factory, seeds, told)
+        outcomes = simulate(setup, lambda rng: draw(nodes + spares, rng), asked, seeds, told)
     about = {"nodes": nodes, "spares": spares, "days": days, "rate": rate, "replicas": settings.replicas}
     found = {
         **summary(outcomes), **about, "faults": faults,
@@ -203,9 +203,7 @@ def _durations(measured: Measured, nodes: int, settings: Settings, options: dict
     storage = options["storage_gb_per_s"] and options["storage_gb_per_s"] * 1e9
     try:
         durations = measured.durations(nodes, options["checkpoint_bytes"], storage, settings)
-        if not (
-            settings.memory and settings.replicas > 0
-        ):  # each save goes to storage, behind training's back
+        if not settings.memory:  # each save goes to storage, behind training's back
             durations = replace(durations, drain_s=durations.read_s, restore_s=durations.read_s, write_s=None)
         names = {"stall": "stall_s", "drain": "drain_s", "step": "step_s", "repair": "repair_s",
                  "requeue": "requeue_s"}  # fmt: skip

@@ -44,9 +44,10 @@ def simulated_lines(
         if said["storage_gb_per_s"] is None:
             written = duration(durations.write_s)
             lines.append(f"storage takes a whole checkpoint in {written} (--storage-gb-per-s)")
+        held = f"replicas on {count(setup['replicas'], 'other node')}, a spare or half the run away"
         lines.append(
-            f"replicas on {count(setup['replicas'], 'other node')}, a spare or half the run away: if all "
-            "that hold a copy are lost at once, back to the newest save in storage"
+            f"{held if setup['replicas'] else 'no replicas'}: if all that hold a copy are lost at once, back "
+            "to the newest save in storage"
         )
     for name, text in (
         ("step", f"a step takes {duration(durations.step_s)}"),

@@ -1,111 +1,118 @@
-"""How often a simulated run saves: a given time, the best for a known failure rate, or learnt on the way.
+"""When a simulated run saves: the ranks' side of `core.checkpoints.agreement`, which decides.
 
-Times are seconds, rates failures per 1,000 node-days.
+All ranks go in step, and all agents hear at once what they are told, so that one page stands for all. Ranks
+are looked at about once a save, so that the time a step takes has its share of a save's in it; a run looks
+every two seconds.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
-
-from jurymast.core.checkpoints.cadence import best_interval_s, moved, parse_cadence
-from jurymast.core.planning.failure_rate import FailureRate, mtbf_s, prior
+from jurymast.core import events as ev
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.agreement import SAMPLE_S, Agreement
+from jurymast.core.checkpoints.cadence import NEVER, Cadence, Schedule, next_save_step, parse_cadence
+from jurymast.core.effects import Effect, Record, Send
+from jurymast.core.planning.failure_rate import mtbf_s
 from jurymast.core.planning.optimum import Saving, optimal_s, young_s
-from jurymast.sim.durations import START, Durations
+from jurymast.core.run.state import RunState
+from jurymast.sim.durations import Durations
 
 
-class SimCadence(Protocol):
-    """`interval_s` is the time between two saves from now on; `failed` tells of a lost node."""
+class SimRanks:
+    """`asked` is what the script asks for. Times are the simulation's, steps count from the run's start."""
 
-    def interval_s(self, now: float) -> float: ...
+    def __init__(self, state: RunState, asked: Cadence) -> None:
+        self._state, self._asked = state, asked
+        self._agreement = Agreement(state)
+        self._begin()
 
-    def failed(self, now: float) -> None: ...
+    def _begin(self) -> None:
+        """A new attempt: its pages are blank."""
+        self._attempt = self._state.attempt
+        self._proposed = Schedule(0, 0, 0, 0)
+        self._decided = self._settled = 0
+        self._following: Schedule | None = None
+
+    def look(self, step: int, now: float) -> tuple[list[ev.Event], float | None]:
+        """The ranks have done `step`: all heartbeats say so, and what is due is decided. Returns what is to
+        be recorded, and after how many seconds another look is needed (None: not before the next save)."""
+        if self._attempt != self._state.attempt:
+            self._begin()
+        self._settle(step)
+        beat = self._beat(step)
+        events: list[ev.Event] = []
+        for node in self._state.placement:
+            events += self._do(self._agreement.beat(node, beat, now))
+        events += self._do(self._agreement.look(now))
+        if self._proposed.number != abs(self._decided):
+            return events, self._state.settings.heartbeat_s
+        nothing = not self._proposed.number and self._asked.steps is None
+        return events, SAMPLE_S if nothing else None
+
+    def heard(self, save: ev.Saved) -> None:
+        self._agreement.heard(save)
+
+    def next_save(self, step: int) -> int:
+        """The first step after `step` that is to be saved; NEVER if there is none."""
+        if self._asked.steps is not None:
+            return min(NEVER, next_save_step(step, self._asked.steps))
+        due = NEVER if self._following is None else self._following.due_after(step)
+        if self._is_confirmed and due >= self._proposed.at:
+            return self._proposed.due_after(step)
+        return due
+
+    @property
+    def steady(self) -> bool:
+        """Whether saves go on as they are."""
+        return self._settled == self._proposed.number
+
+    @property
+    def _is_confirmed(self) -> bool:
+        return 0 < self._proposed.number == self._decided
+
+    def _settle(self, step: int) -> None:
+        """At the proposed step ranks follow the schedule, or not, as `worker.schedule` has it."""
+        if self._is_confirmed and step >= self._proposed.at:
+            self._following = self._proposed
+        elif self._proposed.number != -self._decided:
+            return
+        self._settled = self._proposed.number
+
+    def _beat(self, step: int) -> msg.Beat:
+        rank = msg.RankReport(
+            step=step, beats=1, explicit=True, phase="stepping", quiet_s=0.0, beat_s=0.0, longest_s=0.0,
+            settled=self._settled, idle_s=0.0, stopped_s=0.0,
+        )  # fmt: skip
+        page = msg.CadenceReport(self._proposed.number, self._decided, self._asked.steps, self._asked.seconds)
+        return msg.Beat(self._attempt, [rank], page)
+
+    def _do(self, effects: list[Effect]) -> list[ev.Event]:
+        events: list[ev.Event] = []
+        for effect in effects:
+            if isinstance(effect, Record):
+                events.append(effect.event)
+            elif isinstance(effect, Send) and isinstance(effect.message, msg.Cadence):
+                self._proposed = effect.message.schedule
+                self._decided = effect.message.decided or self._decided
+        return events
 
 
-@dataclass
-class FixedCadence:
-    seconds: float
-
-    def interval_s(self, now: float) -> float:
-        return self.seconds
-
-    def failed(self, now: float) -> None:
-        """It learns nothing."""
-
-
-class AdaptiveCadence:
-    """As a run decides it: the best interval at the mean of the posterior of the failure rate, changed when
-    that has moved far enough to be worth it. `max_loss_s` bounds it as the policy's does."""
-
-    def __init__(
-        self, nodes: int, saving: Saving, prior_rate: float | None = None, max_loss_s: float = math.inf
-    ) -> None:
-        self._nodes, self._saving, self._max_loss_s = nodes, saving, max_loss_s
-        self._interval_s = 0.0
-        self.estimate = FailureRate(START, prior(prior_rate))
-
-    def interval_s(self, now: float) -> float:
-        self.estimate.watched(now, self._nodes)
-        mean_s = self.estimate.posterior.mtbf_s(self._nodes)
-        wanted_s = best_interval_s(self._saving, mean_s, self._max_loss_s)
-        if moved(self._interval_s, wanted_s):
-            self._interval_s = wanted_s
-        return max(0.0, self._interval_s - self._saving.stall_s)
-
-    def failed(self, now: float) -> None:
-        self.estimate.watched(now, self._nodes)
-        self.estimate.incident(now)
-
-
-def goodput_of(
-    cadence: SimCadence, failures_s: Sequence[float], seconds: float, save_s: float, restart_s: float,
-    since_s: float = 0.0,
-) -> float:  # fmt: skip
-    """Share of the time from `since_s` to `seconds` in training that counted, when failures strike at these
-    times, in order, and nothing but the cadence and `restart_s` (begun anew by a failure during it) matters:
-    to compare thousands of cadences where a simulation of the whole run would take its time."""
-    at = kept_s = 0.0
-    for failure in (*(t for t in failures_s if t < seconds), seconds):
-        interval_s = cadence.interval_s(START + at)
-        while at + interval_s + save_s <= failure:
-            kept_s += max(0.0, min(interval_s, at + interval_s - since_s))
-            at += interval_s + save_s
-            interval_s = cadence.interval_s(START + at)
-        if failure < seconds:
-            cadence.failed(START + failure)
-            at = failure + restart_s
-        else:  # what the end finds is not lost
-            kept_s += max(0.0, min(interval_s, seconds - at))
-    return kept_s / (seconds - since_s)
-
-
-Factory = Callable[[], SimCadence]
-
-
-def cadence_factory(
-    text: str, nodes: int, rate: float, durations: Durations, prior_rate: float | None = None,
-    max_loss_s: float = math.inf,
-) -> Factory:  # fmt: skip
-    """What `--cadence` says: `fixed:60m` (or `60m`), `young` (at the true `rate`), `optimum` (the same with
-    the exact formula) or `adaptive` (from `prior_rate`, None: what is usual; a failure costs at most
-    `max_loss_s` of training). A new one for each run.
+def asked_cadence(text: str, nodes: int, rate: float, durations: Durations) -> Cadence:
+    """What `--cadence` says: `fixed:60m` (or `60m`), `young` (at the true `rate` per 1,000 node-days),
+    `optimum` (the same with the exact formula) or `adaptive`, as a run decides by itself.
 
     Raises ValueError.
     """
-    saving = Saving(durations.stall_s, durations.drain_s, durations.slowdown, durations.restart_s)
     word = text.strip().lower()
     if word in ("adaptive", "auto"):
-        return lambda: AdaptiveCadence(nodes, saving, prior_rate, max_loss_s)
-    if word in ("young", "optimum") and rate > 0.0:
-        mean_s = mtbf_s(nodes, rate)
-        best_s = young_s(saving.cost_s, mean_s) if word == "young" else optimal_s(saving.cost_s, mean_s)
-        return lambda: FixedCadence(best_s)
+        return Cadence()
     if word in ("young", "optimum"):
-        return lambda: FixedCadence(math.inf)
-    given = parse_cadence(word.removeprefix("fixed:"))
-    if given.automatic:
+        if rate <= 0.0:
+            return Cadence(steps=NEVER)
+        cost_s = Saving(durations.stall_s, durations.drain_s, durations.slowdown).cost_s
+        best_s = (young_s if word == "young" else optimal_s)(cost_s, mtbf_s(nodes, rate))
+        return Cadence(steps=max(1, round(best_s / durations.step_s)))
+    asked = parse_cadence(word.removeprefix("fixed:"))
+    if asked.automatic:
         raise ValueError(f"{text!r} is not a cadence; write 'fixed:60m', 'young' or 'adaptive'")
-    seconds = given.seconds if given.seconds is not None else (given.steps or 1) * durations.step_s
-    return lambda: FixedCadence(seconds)
+    return asked

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.goodput.accounting import ordered
 from jurymast.core.run.incident import Incident
-from jurymast.sim.cadences import Factory
 from jurymast.sim.faults import Fault
 from jurymast.sim.simulation import Outcome, Setup, Simulation
 
@@ -18,7 +18,7 @@ Draw = Callable[[random.Random], list[Fault]]
 
 
 def simulate(
-    setup: Setup, draw: Draw, cadence: Factory, seeds: int, told: Callable[[float], None] | None = None
+    setup: Setup, draw: Draw, cadence: Cadence, seeds: int, told: Callable[[float], None] | None = None
 ) -> list[Outcome]:
     """Runs with the seeds 0 .. `seeds` - 1. Equal calls, equal results. `told` gets the share done, 0..1."""
     outcomes = []
@@ -29,7 +29,7 @@ def simulate(
             if told is not None:
                 told(done + t / setup.seconds / seeds)
 
-        outcomes.append(Simulation(setup, draw(random.Random(seed)), cadence(), tell).run())
+        outcomes.append(Simulation(setup, draw(random.Random(seed)), cadence, tell).run())
         if told is not None:
             told((seed + 1) / seeds)
     return outcomes

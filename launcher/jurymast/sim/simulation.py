@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jurymast.core import events as ev
-from jurymast.core.checkpoints.copies import SHARED
+from jurymast.core.checkpoints.cadence import NEVER, Cadence
+from jurymast.core.checkpoints.copies import MEMORY, PEER
+from jurymast.core.checkpoints.saves import copied
 from jurymast.core.goodput.accounting import Account, ordered, to_us
 from jurymast.core.goodput.ledger import Ledger
 from jurymast.core.nodes.silence import WAITING_S, HangLimits, RankView, judge
@@ -24,11 +26,11 @@ from jurymast.core.run.instructions import Finish, Instruction, Launch, Requeue,
 from jurymast.core.run.recovery import SPARE_GRACE_S
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.settings import Settings
-from jurymast.sim.cadences import SimCadence
+from jurymast.sim.cadences import SimRanks
 from jurymast.sim.durations import HANG, NODE_CRASH, POWER_LOSS, START, WORKER_KILL, Durations
 from jurymast.sim.faults import Fault
 from jurymast.sim.names import OTHERS, Names, names_needed
-from jurymast.sim.tiers import SimTiers
+from jurymast.sim.tiers import Restoring, SimTiers
 
 # A fault for which no name is left is noticed this much later.
 LATER_S = 10.0
@@ -41,9 +43,8 @@ class Setup:
     """What is simulated: `nodes` active and `spares` idle nodes for `seconds`.
 
     `named`: how many placed nodes have a name of their own; None: as many as the faults need.
-    `saves_at_once`: saves without anything between them that one event may tell of. `write_every_s`: saves
-    are written to durable storage no more often. `parts`: of so many equal parts of the time the outcome
-    says what the placed nodes did.
+    `saves_at_once`: saves without anything between them that one event may tell of. `parts`: of so many
+    equal parts of the time the outcome says what the placed nodes did.
     """
 
     nodes: int
@@ -54,7 +55,6 @@ class Setup:
     requeue: bool = True
     named: int | None = None
     saves_at_once: int = 32
-    write_every_s: float = 0.0
     parts: int = 0
 
 
@@ -78,13 +78,14 @@ class Outcome:
 
 
 class Simulation:
-    """Drives one run through `faults`; `told` is called with the time that has passed, now and then."""
+    """Drives one run through `faults`, whose script asks for `cadence`; `told` is called with the time that
+    has passed, now and then."""
 
     def __init__(
-        self, setup: Setup, faults: Sequence[Fault], cadence: SimCadence,
+        self, setup: Setup, faults: Sequence[Fault], cadence: Cadence,
         told: Callable[[float], None] | None = None,
     ) -> None:  # fmt: skip
-        self.setup, self.cadence, self._told = setup, cadence, told
+        self.setup, self._told = setup, told
         self._faults = [fault for fault in faults if fault.step is None]
         self._scripted = deque(fault for fault in faults if fault.step is not None)
         self._d = setup.durations
@@ -96,21 +97,25 @@ class Simulation:
         self._names = Names(setup.nodes, setup.spares, 0, self._named)
         self.state = self._fresh_state()
         self.ledger = Ledger(self.state)
+        self._ranks = SimRanks(self.state, cadence)
         self._dead: set[str] = set()  # nobody noticed yet
         self._generation = 0  # of launches and of faults that break an attempt
         self._training = False
         self._segment = (0.0, 0, False)  # start, steps before it, copies drain during it
         self._next_save = 0  # step
+        self._plans = 0  # of what ranks do next
         self._next_fault, self._end, self._saves = START, START + setup.seconds, 0
-        self._tiers = SimTiers(self._d, setup.settings, setup.write_every_s, setup.nodes, setup.spares)
-        self._restorable = (0, SHARED, 0.0)  # step, its tier, seconds
+        self._tiers = SimTiers(self.state, self._d, setup.nodes, setup.spares)
+        self._restoring: Restoring | None = None
         self._restores: Counter[str] = Counter()
         self._kind = POWER_LOSS  # of the newest failure
         self._woken = 0.0
 
     def _fresh_state(self) -> RunState:
         return RunState(
-            settings=self.setup.settings, active=self._names.active, spares=self.setup.spares,
+            settings=replace(self.setup.settings, local_path="", object_url=""),  # nobody says how quick
+            active=self._names.active,
+            unnamed=self.setup.nodes - self._names.active, spares=self.setup.spares,
             submitted_at=START, requeue_allowed=self.setup.requeue,
         )  # fmt: skip
 
@@ -185,22 +190,15 @@ class Simulation:
             self._generation += 1
             for out, into in self._names.placed(instruction.placement):
                 self._tiers.swapped(out, into)
-            self._plan_restore(instruction.attempt)
+            self._restoring = self._tiers.choose(instruction, self.now)
+            self._feed(self._restoring.record.event)
             self._at(self.now + d.parts(self._kind).launch_s, self._started, self._generation)
         elif isinstance(instruction, Requeue):
-            self._at(self.now + self._tiers.given_back() + d.requeue_s, self._allocate_again)
+            self._at(self.now + self._tiers.given_back(self.now) + d.requeue_s, self._allocate_again)
             self._allocation_ended("requeue")
         elif isinstance(instruction, Finish):
             self._halt()
             self._allocation_ended(instruction.state)
-
-    def _plan_restore(self, attempt: int) -> None:
-        step, tier, seconds = self._tiers.survivor()
-        self._feed(
-            ev.RestorePlanned(
-                t=self.now, attempt=attempt, step=step, tier=tier, expected_s=seconds, tiers={}, reason=""
-            )
-        )
 
     # Allocations and nodes.
 
@@ -248,7 +246,6 @@ class Simulation:
             return  # ranks that were being started are started again by the launch's own limit
         limit_s = self._hang_limit_s()
         self._halt()
-        self.cadence.failed(self.now)
         self._at(self.now + limit_s, self._hung, self._generation, limit_s)
 
     def _hang_limit_s(self) -> float:
@@ -281,8 +278,6 @@ class Simulation:
         if node not in self.state.placement or node in self._dead:
             return
         self._halt()
-        if killed:
-            self.cadence.failed(self.now)
         failed = ev.WorkerFailed(
             t=self.now, node=node or "", attempt=self.state.attempt, rank=0, exit_code=-9 if killed else 1,
             error="" if killed else "RuntimeError", message="" if killed else f"failure at {self.now:.0f} s",
@@ -313,7 +308,6 @@ class Simulation:
         self._tiers.lost(number, self.now)
         if name in self.state.placement:
             self._halt()
-            self.cadence.failed(self.now)
         parts = self._d.parts(fault.kind)
         noticed = self.now + parts.detect_s
         self._at(noticed, self._lost, name, fault.kind, allocation)
@@ -348,17 +342,22 @@ class Simulation:
             if name not in self._dead:
                 self._feed(ev.WorkersStarted(t=self.now, node=name, attempt=attempt, pids=()))
         # Late ranks, if any, are those of a node whose loss is about to be noticed.
-        self._restorable = self._tiers.survivor()
-        self._at(self.now + self._restorable[2], self._restored, generation)
+        if self._restoring is not None:
+            self._at(self.now + self._restoring.seconds, self._restored, generation, self._restoring)
 
-    def _restored(self, generation: int) -> None:
+    def _restored(self, generation: int, what: Restoring) -> None:
         if generation != self._generation or self.state.phase is not Phase.RUNNING:
             return
-        step, tier, seconds = self._restorable
-        self._tiers.restored(step)
-        if self.state.incident is not None:
+        step, tier = what.key[0], what.tier
+        self._tiers.restored(what, self.now)
+        if self.state.incident is not None and tier:
             self._restores[tier] += 1
-        self._feed(ev.Restored(t=self.now, attempt=self.state.attempt, step=step, tier=tier, seconds=seconds))
+        self._feed(
+            ev.Restored(
+                t=self.now, attempt=self.state.attempt, step=step, tier=tier, seconds=what.seconds,
+                size_bytes=1 if tier else 0,
+            )
+        )  # fmt: skip
         first_s = self._d.warm_up_s + self._d.step_s
         self._at(self.now + first_s, self._train, generation, step + 1, False)
 
@@ -366,33 +365,69 @@ class Simulation:
         """Steps go on from `at_step`, until the next save or fault."""
         if generation != self._generation:
             return
-        d = self._d
         if not self._training:
             self._progress(at_step)
-        self._training, self._segment = True, (self.now, at_step, draining)
-        steps = max(1.0, self.cadence.interval_s(self.now) / d.step_s, d.drain_s / d.step_s)
-        until = at_step + round(min(steps, 1e12))
+        self._training, self._segment, self._next_save = True, (self.now, at_step, draining), 0
+        self._look(generation)
+
+    def _steps_now(self) -> int:
+        """Done by now; when a save is due, ranks stand still for it."""
+        start, before, draining = self._segment
+        done = before + self._d.steps_in(self.now - start, draining=draining)
+        return min(done, self._next_save or done)
+
+    def _look(self, generation: int) -> None:
+        """At the ranks' heartbeats: when they save is decided, and comes at once to all."""
+        if generation != self._generation or not self._training:
+            return
+        step = self._steps_now()
+        events, again_s = self._ranks.look(step, self.now)
+        for event in events:
+            self._feed(event)
+        if again_s is not None:
+            self._at(self.now + again_s, self._look, generation)
+        if step != self._next_save:
+            self._plan_save(step)
+
+    def _plan_save(self, step: int) -> None:
+        """Ranks have done `step`: what happens next if nothing else does."""
+        start, before, draining = self._segment
+        until = self._save_after(step, before if draining else None)
+        if until == self._next_save:
+            return
         self._next_save = until
-        due = self.now + d.time_of(until - at_step, draining=draining)
-        self._strike_within(generation, at_step, until, draining)
-        more, cycle_s = self._more_saves(until - at_step, due + d.stall_s)
-        last = until + more * (until - at_step)
-        self._at(due + d.stall_s + more * cycle_s, self._saved, generation, last, more + 1, until - at_step)
+        self._plans += 1
+        self._strike_within(step, until)
         incident = self.state.incident
         if incident is not None:  # it is over with the first step that was not done before
-            first = max(at_step, incident.step_lost_from + 1)
+            first = max(step, incident.step_lost_from + 1)
             if first <= until:
-                due = self.now + d.time_of(first - at_step, draining=draining)
-                self._at(due, self._regained, generation, first)
+                self._at(self._time_of(first), self._regained, self._plans, first)
+        if until == NEVER:
+            return
+        due = self._time_of(until) + self._d.stall_s
+        steps = self._save_after(until, until) - until
+        more, cycle_s = self._more_saves(steps, due)
+        self._at(due + more * cycle_s, self._saved, self._plans, until + more * steps, more + 1, steps)
 
-    def _strike_within(self, generation: int, at_step: int, until: int, draining: bool) -> None:
+    def _save_after(self, step: int, saved: int | None) -> int:
+        """The step of the next save; none begins while that of the step `saved` drains."""
+        if saved is not None:
+            step = max(step, saved + math.ceil(self._d.drain_s / self._d.step_s) - 1)
+        return self._ranks.next_save(step)
+
+    def _time_of(self, step: int) -> float:
+        """When a step of this segment is done."""
+        start, before, draining = self._segment
+        return start + self._d.time_of(step - before, draining=draining)
+
+    def _strike_within(self, step: int, until: int) -> None:
         """The next fault that waits for a step, if it is one of these."""
-        if self._scripted and (step := max(at_step, self._scripted[0].step or 0)) <= until:
-            strikes_at = self.now + self._d.time_of(step - at_step, draining=draining)
-            self._at(strikes_at, self._strike, generation)
+        if self._scripted and (struck := max(step, self._scripted[0].step or 0)) <= until:
+            self._at(self._time_of(struck), self._strike, self._plans)
 
-    def _strike(self, generation: int) -> None:
-        if generation == self._generation:
+    def _strike(self, plan: int) -> None:
+        if plan == self._plans:
             self._fault(self._scripted.popleft())
 
     def _progress(self, at_step: int) -> None:
@@ -403,8 +438,8 @@ class Simulation:
             )
         )  # fmt: skip
 
-    def _regained(self, generation: int, at_step: int) -> None:
-        if generation == self._generation:
+    def _regained(self, plan: int, at_step: int) -> None:
+        if plan == self._plans:
             self._progress(at_step)
 
     def _more_saves(self, steps: int, first_at: float) -> tuple[int, float]:
@@ -412,27 +447,33 @@ class Simulation:
         and the time from one to the next. One event tells of all of them, and all times come out the same.
         """
         cycle_s = self._d.time_of(steps, draining=True) + self._d.stall_s
-        if self.state.incident is not None or self._scripted:
+        if self.state.incident is not None or self._scripted or not self._ranks.steady:
             return 0, cycle_s
         until = min(self._next_fault, self._end, self._heap[0][0] if self._heap else math.inf)
         fit = (until - first_at) / cycle_s
         return (min(self.setup.saves_at_once - 1, int(fit - 1e-6)) if fit > 1.0 else 0), cycle_s
 
-    def _saved(self, generation: int, at_step: int, saves: int, steps: int) -> None:
-        if generation != self._generation:
+    def _saved(self, plan: int, at_step: int, saves: int, steps: int) -> None:
+        """Usual saves are told together."""
+        if plan != self._plans:
             return
-        d = self._d
-        self._feed(
-            ev.Saved(
-                t=self.now, attempt=self.state.attempt, step=at_step, tier=SHARED, ok=True,
-                stall_s=saves * d.stall_s,
-            )
+        d, attempt = self._d, self.state.attempt
+        stall_s = saves * d.stall_s
+        saved = ev.Saved(t=self.now, attempt=attempt, step=at_step, tier=MEMORY, ok=True, stall_s=d.stall_s)
+        together = ev.Progress(
+            t=self.now, attempt=attempt, step=at_step, stepped_at=self.now, absolute=True, step_s=d.step_s,
+            saves=saves, saved_step=at_step, saved_in=MEMORY, stall_s=stall_s,
         )  # fmt: skip
+        self._feed(saved if saves == 1 else together)
+        self._ranks.heard(saved)
+        if PEER not in self.state.saved and d.write_s is not None and self.state.settings.replicas:
+            self._feed(copied(PEER, (at_step, attempt), self.now, seconds=d.drain_s).event)
         cycle_s = d.time_of(steps, draining=True) + d.stall_s
         for more in reversed(range(saves)):
-            self._tiers.saved(self.now - more * cycle_s, at_step - more * steps)
+            at = self.now - more * cycle_s
+            self._tiers.saved((at_step - more * steps, attempt), at, at + cycle_s if more else math.inf)
         self._saves += saves
-        self._train(generation, at_step, True)
+        self._train(self._generation, at_step, True)
 
     def _halt(self) -> None:
         """From now on no rank of this attempt gets any further."""
@@ -441,12 +482,11 @@ class Simulation:
         if not self._training:
             return
         self._training = False
-        start, before, draining = self._segment
-        done = before + self._d.steps_in(self.now - start, draining=draining)
-        done = min(done, self._next_save)  # after that they stood still for the save
-        done_at = min(self.now, start + self._d.time_of(done - before, draining=draining))
+        self._plans += 1
+        done = self._steps_now()
+        done_at = min(self.now, self._time_of(done))
         self._tiers.halted(self.now)
-        if self.state.phase is Phase.RUNNING and done > before:
+        if self.state.phase is Phase.RUNNING and done > self.state.step:
             self._feed(
                 ev.Progress(
                     t=self.now, attempt=self.state.attempt, step=done, stepped_at=done_at, absolute=True,

@@ -1,78 +1,64 @@
-"""Which saves of a simulated run are held where, and which of them outlives a failure.
+"""Which saves of a simulated run are held where, how long they are on their way, and what a failure takes.
 
-As in a run: the copy in a node's own memory is there when its stall is over and outlives dead ranks; a while
-later (`Durations.drain_s`) the nodes that `core.checkpoints.parity` names hold replicas, or the XOR of
-groups; some saves are written to durable storage, one at a time. What a failure leaves of all that,
-`core.checkpoints.copies.plan_restore` is asked, with the ranks of only those nodes in its books that matter:
-the lost ones, the others of their XOR groups, and one that stands for the rest. Before nodes are given back
-the newest save that memory still has is written. What was written during a recovery is not counted.
+What follows from that is decided as in a run: when storage gets a save by `core.checkpoints.commit` and
+`writes`, of one image that stands for all ranks', as all are saved and written alike; who holds whose
+replicas by `core.checkpoints.parity`, of all nodes; what an attempt restores by `core.checkpoints.restore`,
+with the ranks of only those nodes in its books that matter: the lost ones, the others of their XOR groups,
+and one that stands for the rest.
+
+The copy in a node's own memory is there when its stall is over and outlives dead ranks, replicas follow
+`Durations.drain_s` later.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from jurymast.core.checkpoints.cadence import durable_interval_s
-from jurymast.core.checkpoints.copies import (
-    ALL,
-    MEMORY,
-    PEER,
-    SHARED,
-    Copies,
-    Copy,
-    RestorePlan,
-    plan_restore,
-)
-from jurymast.core.checkpoints.durable import IDLE_SHARE
+from jurymast.core import messages as msg
+from jurymast.core.checkpoints.commit import Commit
+from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Key
+from jurymast.core.checkpoints.holders import Holder
 from jurymast.core.checkpoints.parity import Keeping, keeping
-from jurymast.core.planning.failure_rate import mtbf_s
-from jurymast.core.planning.forecast import DURABLE_SHARE
-from jurymast.core.planning.optimum import Saving
-from jurymast.core.settings import Settings
+from jurymast.core.checkpoints.restore import Restore
+from jurymast.core.checkpoints.writes import Writes
+from jurymast.core.effects import Effect, Record, Send
+from jurymast.core.run.instructions import Launch
+from jurymast.core.run.state import RunState
+from jurymast.core.supervision.departure import SECURE_LIMIT_S
 from jurymast.sim.durations import Durations
 
+ALL_NODES = "all"
 
-def write_every_s(settings: Settings, durations: Durations, nodes: int, rate: float) -> float:
-    """Least time between two writes, as a run has it: as the policy says, after each save where that says
-    when to save, else so that storage idles nine tenths of the time, and no more often than failures at
-    `rate` per 1,000 node-days ask for."""
-    if settings.shared_every_s is not None:
-        return settings.shared_every_s
-    if durations.write_s is None or settings.cadence_s is not None or settings.cadence_steps is not None:
-        return 0.0
-    cheap = Saving(durations.stall_s, durations.drain_s, durations.slowdown)
-    durable = Saving(0.0, durations.write_s, durations.slowdown)
-    mean_s = mtbf_s(nodes, rate)
-    wanted_s = durable_interval_s(cheap, durable, mean_s, DURABLE_SHARE, settings.max_loss_s, math.inf)
-    return max(wanted_s, (1.0 + IDLE_SHARE) * durations.write_s)
+
+@dataclass(frozen=True)
+class Restoring:
+    """What an attempt restores, in so many seconds; `record` is for the journal."""
+
+    key: Key
+    tier: str
+    seconds: float
+    record: Record
 
 
 class SimTiers:
-    """`every_s` is the least time from one write's begin to the next. Times are the simulation's.
+    """Times are the simulation's. Replicas go by places: 0 .. nodes - 1 are the active ones, those after them
+    the spares'. Who steps in for another takes its place, and what that one would hold."""
 
-    Replicas go by places: 0 .. nodes - 1 are the active ones, those after them the spares'. Who steps in for
-    another takes its place, and what that one would hold.
-    """
-
-    def __init__(
-        self, durations: Durations, settings: Settings, every_s: float, nodes: int, spares: int
-    ) -> None:
-        self._d = durations
+    def __init__(self, state: RunState, durations: Durations, nodes: int, spares: int) -> None:
+        self._state, self._d, self._nodes = state, durations, nodes
+        settings = state.settings
         spares = spares if settings.prefer_spares else 0
         self._replication = (nodes, spares, settings.replicas, settings.parity)
-        self._write_s = durations.write_s
-        self._every_s = max(every_s, self._write_s or 0.0)
-        # The two newest, as the newest may not be complete: step, and when that is or was.
-        self._copies = [(0, 0.0)] * 2
-        self._written = [(0, 0.0)] * 2
-        self._next_write = 0.0
+        self._storage = None if durations.write_s is None else _Storage(state, durations.write_s)
+        self._direct: dict[Key, int] = {}  # in storage, where ranks save to that
+        # The two newest, as the newest may not be complete: which, and when that is or was.
+        self._recent: list[tuple[Key, float]] = []
         self._places: dict[int, int] = {}  # of the nodes (numbers) that are not at their first ones
         self._losses: list[tuple[float, int]] = []
         self._halted_at = 0.0
-        self._durable = 0  # step that a failure found
-        self._in_memory = True
 
     def swapped(self, out: int, into: int) -> None:
         """The node `into` takes the place of the node `out`."""
@@ -83,55 +69,171 @@ class SimTiers:
         """All nodes are others now."""
         self._places.clear()
 
-    def saved(self, at: float, step: int) -> None:
-        """The stall of a save ended."""
-        complete = at + self._d.drain_s
-        self._copies = [self._copies[1], (step, complete)]
-        if self._write_s is not None and complete >= self._next_write:
-            self._written = [self._written[1], (step, complete + self._write_s)]
-            self._next_write = complete + self._every_s
+    def saved(self, key: Key, at: float, next_at: float) -> None:
+        """The stall of a save ended; that of the next one ends at `next_at`, as far as that is certain."""
+        self._recent = [*self._recent[-1:], (key, at + self._d.drain_s)]
+        if self._storage is not None and self._storage.wants(at, next_at):
+            self._storage.saved(key, at)
 
     def lost(self, node: int, now: float) -> None:
         """A node with copies of others, or of its own, is gone."""
-        self._losses.append((now, self._places.get(node, node)))
+        place = self._places.get(node, node)
+        self._losses.append((now, place))
+        if self._storage is not None and place < self._nodes:
+            self._storage.lost(now)
 
     def halted(self, now: float) -> None:
         """The ranks stopped: what is not complete now never will be."""
         self._halted_at = now
-        self._durable = _newest(self._copies if self._write_s is None else self._written, now)
-        self._written = [(self._durable, now)] * 2
-        self._next_write = now
+        if self._storage is None:
+            whole = [key for key, complete_at in self._recent if complete_at <= now]
+            self._direct = dict.fromkeys(whole[-1:] or self._direct, 1)
 
-    def given_back(self) -> float:
+    def given_back(self, now: float) -> float:
         """The nodes go. Returns how long that takes longer, as something is to be written."""
-        step, tier, _ = self.survivor()
-        self._in_memory = False
-        if tier != MEMORY or step <= self._durable:
-            return 0.0
-        self._durable = step
-        self._written = [(step, 0.0)] * 2
-        return self._write_s or 0.0
+        took_s = 0.0
+        if self._storage is not None:
+            copies = self._world().copies
+            left = next((key for key in copies.newest_first() if copies.restorable(key)), None)
+            took_s = self._storage.secure(left, now)
+        self._recent = []
+        return took_s
 
-    def survivor(self) -> tuple[int, str, float]:
-        """The newest step that can be restored (0: none), its tier, and how long that takes."""
-        if self._write_s is None:
-            return self._durable, SHARED, self._d.restore_s
+    def choose(self, launch: Launch, now: float) -> Restoring:
+        """For an attempt whose nodes are about to be told."""
+        shared: Mapping[Key, int] = self._direct
+        if self._storage is not None:
+            self._storage.pass_until(now)
+            shared = self._storage.shared
+        world = self._world()
+        restore = Restore(self._state, world.copies, {})
+        (record,) = restore.choose(replace(launch, placement=world.placement), shared, now)
+        chosen = restore.chosen
+        assert chosen is not None
+        assert isinstance(record, Record)
+        from_storage = chosen.tier == SHARED and self._storage is not None
+        seconds = self._d.read_s if from_storage else self._d.restore_s
+        return Restoring((chosen.step, chosen.attempt), chosen.tier, seconds, record)
+
+    def restored(self, what: Restoring, now: float) -> None:
+        """The ranks go on from this; of what was in memory all nodes have copies again."""
+        self._losses.clear()
+        in_memory = what.tier == MEMORY
+        self._recent = [(what.key, 0.0)] if in_memory else []
+        if self._storage is not None:
+            self._storage.pass_until(now)
+            self._storage.restored(what.key, self._state.attempt, in_memory=in_memory)
+
+    def _world(self) -> _World:
         # Before this the others have made the copies anew that were lost.
         lost = {place for at, place in self._losses if at >= self._halted_at - self._d.drain_s}
         world = _World(self._replication, lost)
-        if self._in_memory:
-            for step, complete_at in self._copies:
-                if step:
-                    world.hold(step, replicated=complete_at <= self._halted_at)
-        plan = world.plan(self._durable)
-        seconds = self._d.read_s if plan.tier == SHARED else self._d.restore_s
-        return plan.step, plan.tier, seconds
+        if self._storage is not None:
+            for key, complete_at in self._recent:
+                world.hold(key, replicated=complete_at <= self._halted_at)
+        return world
 
-    def restored(self, step: int) -> None:
-        """All nodes have this state, and copies of it."""
-        self._losses.clear()
-        self._in_memory = True
-        self._copies = [(step, 0.0)] * 2
+
+class _Storage:
+    """What is on its way to shared storage, and there: `write_s` seconds are a write's. It is looked at when
+    something is about to happen; what the journal would be told nothing here depends on."""
+
+    def __init__(self, state: RunState, write_s: float) -> None:
+        self._state, self._write_s = state, write_s
+        self._copies = Copies()
+        self._commit = Commit(state, self._copies)
+        self._writes = Writes(state, self._copies, {ALL_NODES: Holder("", 0, "")})
+        self._order: msg.Drain | None = None
+        self._now = self._ends_at = 0.0
+
+    @property
+    def shared(self) -> Mapping[Key, int]:
+        return self._writes.shared
+
+    def wants(self, at: float, next_at: float) -> bool:
+        """Whether a save at `at` is asked for before the next one, which is certain unless it is endless."""
+        self.pass_until(at)
+        if self._order is not None and self._ends_at < next_at < math.inf:
+            self._now = self._ends_at
+            self._end(self._order)
+        return next_at > self._next_at
+
+    @property
+    def _next_at(self) -> float:
+        """When a write ends, or another may begin."""
+        return self._ends_at if self._order is not None else self._writes.due_at(SHARED)
+
+    def saved(self, key: Key, at: float) -> None:
+        self.pass_until(at)
+        self._hold(key)
+        self._commit.look(at)
+        for older in self._copies.newest_first()[1:]:
+            self._copies.drop_where(older)
+        self._look()
+
+    def lost(self, now: float) -> None:
+        """An active node's part of the images is gone, and of what was being written."""
+        self.pass_until(now)
+        self._copies.drop_where()
+        self._carry_out(self._writes.lost(ALL_NODES, "a node was lost", now))
+        self._order = None
+
+    def restored(self, key: Key, attempt: int, *, in_memory: bool) -> None:
+        self._copies.drop_where()
+        if in_memory:
+            self._hold(key)
+            self._commit.go_on_from(key)
+        else:
+            self._commit.go_on_from(None)
+            self._writes.restored(attempt, key[0])
+
+    def secure(self, key: Key | None, now: float) -> float:
+        """Before the nodes go, of which all together still have the state `key`; returns how long it took."""
+        self.pass_until(now)
+        self._copies.drop_where()
+        if key is not None:
+            self._hold(key)
+        until = now + SECURE_LIMIT_S["requeued"]
+        while key is not None and self._writes.unsaved() is not None and self._now < until:
+            if self._order is None:
+                self._carry_out(self._writes.write(SHARED, key, self._now))
+            self.pass_until(min(self._ends_at, until))
+        took_s = self._now - now
+        self.lost(self._now)
+        self._commit.go_on_from(None)
+        return took_s
+
+    def pass_until(self, now: float) -> None:
+        """What happens to storage by then."""
+        while (at := max(self._now, self._next_at)) <= now:
+            self._now = at
+            if self._order is not None:
+                self._end(self._order)
+            elif not self._look():
+                break
+        self._now = max(self._now, now)
+
+    def _hold(self, key: Key) -> None:
+        self._copies.hold(Copy(ALL_NODES, MEMORY, *key, 0, 1, ALL, size_bytes=1))
+
+    def _look(self) -> bool:
+        """Whether another write begins now."""
+        key = self._commit.key
+        if key is not None:
+            self._carry_out(self._writes.look(key, self._now))
+        return self._order is not None
+
+    def _end(self, order: msg.Drain) -> None:
+        self._order = None
+        done = msg.Drained(id=order.id, tier=order.tier, ok=True, size_bytes=1)
+        self._carry_out(self._writes.hear(ALL_NODES, done, self._now))
+        for key in list(self._writes.shared)[: -self._state.settings.keep]:
+            del self._writes.shared[key]
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, msg.Drain):
+                self._order, self._ends_at = effect.message, self._now + self._write_s
 
 
 class _World:
@@ -147,12 +249,13 @@ class _World:
         if len(concerned) < nodes:
             concerned.add(next(place for place in range(nodes) if place not in concerned))
         self._ranks = {place: rank for rank, place in enumerate(sorted(concerned))}
-        self._copies = Copies()
+        self.placement = tuple(f"n{place}" for place in self._ranks)
+        self.copies = Copies()
 
-    def hold(self, step: int, *, replicated: bool) -> None:
-        """All have a save of this step in their own memory, and if `replicated`, copies of each other's."""
+    def hold(self, key: Key, *, replicated: bool) -> None:
+        """All have this save in their own memory, and if `replicated`, copies of each other's."""
         for place, rank in self._ranks.items():
-            image = Copy(f"n{place}", MEMORY, step, 1, rank, len(self._ranks), ALL, size_bytes=1)
+            image = Copy(f"n{place}", MEMORY, *key, rank, len(self._ranks), ALL, size_bytes=1)
             self._hold(image)
             if not replicated:
                 continue
@@ -165,12 +268,7 @@ class _World:
 
     def _hold(self, copy: Copy) -> None:
         if copy.node not in self._lost:
-            self._copies.hold(copy)
-
-    def plan(self, durable: int) -> RestorePlan:
-        """`durable`: the step in durable storage, 0 for none."""
-        placement = [f"n{place}" for place in self._ranks]
-        return plan_restore(self._copies, {durable: 1} if durable else {}, placement, 1)
+            self.copies.hold(copy)
 
 
 @lru_cache(maxsize=4)
@@ -178,8 +276,3 @@ def _keeping(nodes: int, spares: int, copies: int, parity: int) -> Keeping:
     """Who keeps whose replicas, by places."""
     names = [f"n{place}" for place in range(nodes + spares)]
     return keeping(names[:nodes], 1, names[nodes:], {}, copies=copies, parity=parity)
-
-
-def _newest(copies: list[tuple[int, float]], now: float) -> int:
-    """Of those that are complete; the older one always is."""
-    return copies[1][0] if copies[1][1] <= now else copies[0][0]

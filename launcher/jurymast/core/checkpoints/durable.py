@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
-from jurymast.core.checkpoints.copies import RATES, SHARED
-from jurymast.core.planning.failure_rate import INFRASTRUCTURE
+from jurymast.core.checkpoints.copies import RATES
 from jurymast.core.planning.optimum import Saving
 from jurymast.core.run.state import RunState
 
@@ -24,10 +23,8 @@ def durable_every_s(state: RunState, took_s: float, now: float) -> float | None:
     known, settings = state.cadence, state.settings
     if known is None or not known.stall_s:
         return None
-    struck = [one for one in state.incidents if one.charged == INFRASTRUCTURE and one.tiers]
     share = durable_share(
-        len(struck),
-        sum(1 for incident in struck if SHARED in incident.tiers),
+        *state.restores(),
         copies_elsewhere=bool(settings.replicas or settings.parity) and len(state.nodes) > 1,
     )
     cheap = Saving(known.stall_s, known.drain_s, known.slowdown)

@@ -63,6 +63,10 @@ class Writes:
         """True when nothing is on its way there, and the last failure is a while ago."""
         return tier not in self._under_way and self._retries.due(tier, now, hurry=hurry)
 
+    def due_at(self, tier: str) -> float:
+        """When the next write there may begin, if none is under way; 0.0: at once."""
+        return self._next_at.get(tier, 0.0)
+
     # ---- beginning
 
     def look(self, key: Key, now: float) -> list[Effect]:
@@ -81,7 +85,7 @@ class Writes:
         return effects
 
     def _due(self, tier: str, key: Key, now: float) -> bool:
-        idle = self.free(tier, now) and now >= self._next_at.get(tier, 0.0)
+        idle = self.free(tier, now) and now >= self.due_at(tier)
         return idle and self._tried.get(tier) != key and self._copies.in_memory(key)
 
     def write(self, tier: str, key: Key, now: float) -> list[Effect]:

@@ -103,7 +103,9 @@ def cut_out(timeline: Sequence[Interval], starts: Sequence[int], start: int, end
         interval = timeline[place]
         if interval.start >= end:
             return
-        if interval.end > start:
+        if start <= interval.start and interval.end <= end:
+            yield interval
+        elif interval.end > start:
             yield replace(interval, start=max(interval.start, start), end=min(interval.end, end))
 
 

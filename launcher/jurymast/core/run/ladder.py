@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from jurymast.core.run import blame, causes
 from jurymast.core.run.attribution import Cause
@@ -177,7 +178,8 @@ def repeats_at_step(incidents: Sequence[Incident], cause: Cause) -> int:
 
 def spent(incidents: Sequence[Incident], charged: str, budget: Budget, now: float) -> int:
     """Incidents charged to `charged` within the budget's window, the newest included."""
-    return sum(1 for i in incidents if i.charged == charged and i.detected_at > now - budget.window_s)
+    recent = takewhile(lambda incident: incident.detected_at > now - budget.window_s, reversed(incidents))
+    return sum(1 for incident in recent if incident.charged == charged)
 
 
 def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:

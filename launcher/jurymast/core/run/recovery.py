@@ -403,7 +403,7 @@ def serve_again(state: RunState, names: Collection[str]) -> None:
 def _count_failure(state: RunState, incident: Incident) -> None:
     """Towards the rate at which nodes fail, if it is the infrastructure's."""
     if state.failures is not None and incident.charged == INFRASTRUCTURE:
-        state.failures.watched(incident.fault_at, state.active, state.fresh_until())
+        state.failures.watched(incident.fault_at, state.exposed, state.fresh_until())
         state.failures.incident(incident.fault_at)
 
 
@@ -411,11 +411,11 @@ def failure_rate(state: RunState, now: float) -> Posterior | None:
     """What this run and earlier ones have seen until `now`; None before the first nodes came."""
     if state.failures is None:
         return None
-    return state.failures.posterior_at(now, state.active, state.fresh_until())
+    return state.failures.posterior_at(now, state.exposed, state.fresh_until())
 
 
 def expected_mtbf_s(state: RunState, now: float) -> float:
     """Mean time between failures of the active nodes, in seconds, from the policy's rate and what this run
     and earlier ones have seen until `now`; 0.0 before the first nodes came."""
     found = failure_rate(state, now)
-    return 0.0 if found is None else round(found.mtbf_s(counted(state.active, state.fresh_until(), now)), 1)
+    return 0.0 if found is None else round(found.mtbf_s(counted(state.exposed, state.fresh_until(), now)), 1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from jurymast.core.checkpoints.copies import SHARED
 from jurymast.core.events import (
     Asked,
     CadenceSet,
@@ -20,7 +21,7 @@ from jurymast.core.events import (
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.frailty import Frail
 from jurymast.core.nodes.tests import MATTERS
-from jurymast.core.planning.failure_rate import FailureRate
+from jurymast.core.planning.failure_rate import INFRASTRUCTURE, FailureRate
 from jurymast.core.run.incident import Incident
 from jurymast.core.settings import Settings
 
@@ -172,6 +173,7 @@ class RunState:
     run: str = ""
     name: str = ""
     active: int = 1
+    unnamed: int = 0  # active nodes besides those: in a simulation one of them stands for many
     spares: int = 0
     ranks_per_node: int = 1
     submitted_at: float = 0.0
@@ -242,6 +244,10 @@ class RunState:
     )
     awaited: int = field(default=0, init=False, repr=False, compare=False)  # nodes not ready yet, to start
     unstopped: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    # The incidents, how many of them are over and counted, and `restores` of those.
+    _counted: tuple[list[Incident], int, int, int] = field(
+        default_factory=lambda: ([], 0, 0, 0), init=False, repr=False, compare=False
+    )
 
     @property
     def places(self) -> Mapping[str, int]:
@@ -251,9 +257,28 @@ class RunState:
         return self._places[1]
 
     @property
+    def exposed(self) -> int:
+        """Nodes whose failure is one of the run."""
+        return self.active + self.unnamed
+
+    @property
     def incident(self) -> Incident | None:
         """The incident being recovered from, if any."""
         return self.incidents[-1] if self.incidents and self.incidents[-1].open else None
+
+    def restores(self) -> tuple[int, int]:
+        """After how many failures of the infrastructure the run was restored, and after how many of them
+        some of it from shared storage."""
+        if self._counted[0] is not self.incidents:
+            self._counted = self.incidents, 0, 0, 0
+        _, number, restored, shared = self._counted
+        for incident in self.incidents[number:]:
+            if incident.charged == INFRASTRUCTURE and incident.tiers:
+                restored, shared = restored + 1, shared + (SHARED in incident.tiers)
+            if not incident.open:
+                number += 1
+                self._counted = self.incidents, number, restored, shared
+        return restored, shared
 
     @property
     def ended(self) -> bool:
@@ -276,8 +301,8 @@ class RunState:
 
     def fresh_until(self) -> tuple[float, ...]:
         """Of the placed nodes that are on the day after a repair: when that day ends."""
-        ends = {name: frail.fresh_until or 0.0 for name, frail in self.frail.items()}
-        return tuple(end for name, end in ends.items() if end > self.began_at and name in self.places)
+        ends = [frail.fresh_until or 0.0 for name, frail in self.frail.items() if name in self.places]
+        return tuple(end for end in ends if end > self.began_at)
 
     def expected_times(self, node: Node) -> float:
         """How many times as often as others `node` is expected to fail."""
