@@ -144,14 +144,7 @@ def test_heartbeats_are_answered_now_and_then() -> None:
     assert answers[-1].patience_s == pytest.approx(3 * ANSWER_INTERVAL_S + LOYAL_S, abs=0.2)
 
 
-def test_a_run_that_has_ended_loses_nobody() -> None:
-    for end in (Phase.SUCCEEDED, Phase.REQUEUED):
-        ears = Ears()
-        ears.state.phase = end
-        for node in NAMES:
-            ears.closes(node)
-        ears.passes(15.0)
-        assert ears.events() == []
+def test_who_goes_when_the_job_ends_is_not_lost() -> None:
     ears = Ears()
     ears.watch.ending = True
     ears.passes(5.0)

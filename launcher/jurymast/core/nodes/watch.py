@@ -91,7 +91,7 @@ class Watch:
         self.clock = WatcherClock(STEADY_INTERVAL_S, now)
         self.reports = Reports(state, self.clock)
         self.nodes: dict[str, NodeWatch] = {}
-        self.ending = False  # the job is about to end: who goes now is not lost
+        self.ending = False  # the job ends, or agents were told to leave: who goes now is not lost
         self._lateness = Lateness(self._heartbeat_s)
         self.here: set[str] = set()  # connected
         self._broken: dict[str, None] = {}  # whose connection closed a moment ago
@@ -139,7 +139,7 @@ class Watch:
         self._broken[node] = None
         self._broke_at.append(at)
         if len(self._broke_at) == MANY and at < self._broke_at[0] + MANY_WITHIN_S:
-            if at >= max(self._many_until, self._late_until) and not self._is_over():
+            if at >= max(self._many_until, self._late_until) and not self.ending:
                 text = (
                     f"the connections of {MANY} nodes or more broke at once: "
                     f"they have {self._many_limit_s():.0f} s to come back"
@@ -228,7 +228,7 @@ class Watch:
         is_late = counted_s > ON_TIME_S
         if is_late:
             self._was_late(late_s, counted_s)
-        if self._is_over():
+        if self.ending:
             return effects
         self._heirs.look(self.clock.now)
         self._look_for_the_last_supervisor()
@@ -240,9 +240,6 @@ class Watch:
             if not is_late or name in doubted:
                 effects += self._lose(name, event)
         return effects
-
-    def _is_over(self) -> bool:
-        return self.ending or self._state.ended or self._state.phase is Phase.REQUEUED
 
     def _was_late(self, seconds: float, counted_s: float) -> None:
         """Nobody could come back meanwhile, although the clock counts a little of it."""
