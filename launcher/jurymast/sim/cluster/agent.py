@@ -35,6 +35,7 @@ class SimSite:
         self.stopped_until = 0.0
         self.processes: list[Process] = []
         self.agent: SimAgent | None = None
+        self.agents = 0  # that were started
 
     @property
     def wall(self) -> float:
@@ -67,6 +68,7 @@ class SimSite:
 
     def start_agent(self) -> None:
         if self.up and not self.cluster.over:
+            self.agents += 1
             self.agent = SimAgent(self.cluster, self)
 
 
@@ -161,6 +163,7 @@ class SimAgent:
         self.page = Page()
         self.host: SimHost | None = None
         self.connection: Connection | None = None
+        self.met = False  # a supervisor, ever
         self._tries = self._beats = self._wakes = 0
         self._writes: dict[str, bool] = {}  # by id: whether it was cancelled
         self._carry_out(self.machine.start(self.now, reachable=True))
@@ -235,6 +238,7 @@ class SimAgent:
                 self.host = SimHost(self)
             case do.Prepare():
                 self.keeper.launch(effect.order, self.cluster.ranks_per_node)
+                self.cluster.oracle.launched(self.keeper, effect.order.restore)
                 self.world.after(
                     self.world.between(0.0, 0.05), self.process, self._prepared, effect.order.attempt
                 )
@@ -296,6 +300,7 @@ class SimAgent:
             self._unreached(number)
             return
         self.connection = self.cluster.network.connect(self, supervisor)
+        self.met = True
         self._carry_out(self.machine.connected(self.now))
 
     def _unreached(self, number: int) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import Key
-from jurymast.core.run.state import RunState
 from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.sim.cluster.agent import SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
@@ -111,9 +110,8 @@ class Cluster:
         """Into the checkpoints on shared storage."""
         self.disk.shared[key] = self.world.now, token
 
-    def end(self, state: RunState) -> None:
+    def end(self) -> None:
         self.over = self.world.over = True
-        self.oracle.ends(state)
 
     # ---- faults
 
