@@ -44,8 +44,8 @@ class Cluster:
         chance = self.world.chance
         self.ranks_per_node = wanted.ranks
         settings = Settings(
-            cadence_steps=wanted.cadence_steps, max_loss_s=4.0, join_limit_s=30.0, preflight_s=0.0,
-            application=Budget(), shared_every_s=chance.choice((None, 10.0)), straggler=0.0,
+            cadence_steps=wanted.cadence_steps, max_loss_s=4.0, join_limit_s=30.0, start_limit_s=20.0,
+            preflight_s=0.0, application=Budget(), shared_every_s=chance.choice((None, 10.0)), straggler=0.0,
         )  # fmt: skip
         self.plan = RunPlan(
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,
