@@ -141,7 +141,7 @@ class Oracle:
         event = entry.event
         if not isinstance(event, ev.Progress | ev.Saved | ev.Tick | ev.CadenceSet):
             self._word_at = self.cluster.world.now
-        if supervisor is not self.supervisor:
+        if self.supervisor is not None and supervisor.epoch < self.supervisor.epoch:
             return
         for decided in entry.decided:
             if isinstance(decided, Requeue | Finish):
