@@ -12,7 +12,8 @@ node:
 - the node of a supervisor that was taken over from was silent for long before that: it is lost if its agent
   does not come back with (nearly) all others;
 - a supervisor that hears nobody is more likely cut off than all others dead. Another may then take over,
-  and only if nobody does are the others given up.
+  and only if nobody does are the others given up. Once it hears somebody again, the others have their time
+  anew: they come back one after the other.
 
 A connection has a number of its own: what is told of an older one says nothing of the node any more.
 """
@@ -234,7 +235,7 @@ class Watch:
         self._look_for_the_last_supervisor()
         quiet = self._quiet()
         effects += self._listen(quiet)
-        lost = {} if self.cut_off else self._beyond_limit(quiet, now)
+        lost = {} if self.cut_off else self._beyond_limit(self._quiet() if effects else quiet, now)
         doubted, self._doubted = self._doubted, set(lost)
         for name, event in lost.items():
             if not is_late or name in doubted:
@@ -273,7 +274,16 @@ class Watch:
         if is_isolated is (before is not None):
             return []
         self._isolated_since = self.clock.now if is_isolated else None
+        if not is_isolated:
+            self._hear_again(quiet)
         return [Pulse(on=not is_isolated)]
+
+    def _hear_again(self, quiet: dict[str, NodeWatch]) -> None:
+        for name, watch in quiet.items():
+            if watch.away is None:
+                watch.arrivals.last = self.clock.now
+            else:
+                self.expect(name)
 
     def _beyond_limit(self, quiet: dict[str, NodeWatch], now: float) -> dict[str, ev.NodeLost]:
         lost = {}
