@@ -51,8 +51,9 @@ RECONNECT_GRACE_S, RECONNECT_LIMIT_S = 0.25, 1.0
 MANY, MANY_WITHIN_S, MANY_LIMIT_S = 3, 1.0, 2.0
 # or the supervisor stood still for so long; both up to so many seconds ago.
 LATE_S, LENIENT_S = 0.5, 2.0
-# The agent of the last supervisor's node has so long once nearly all others are back, and so long at most.
-AFTER_OTHERS_S, ABANDONED_LIMIT_S = 0.5, 3.0
+# The agent of the last supervisor's node has so long once nearly all others are back (a packet or two of its
+# greeting may be lost), and so long at most.
+AFTER_OTHERS_S, ABANDONED_LIMIT_S = 0.8, 3.0
 NEARLY_ALL = 0.98
 # An answered heartbeat may come so much of the interval early: no other will come just in time.
 EARLY = 0.8
