@@ -11,6 +11,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import restore as restoring
+from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.holders import spelled
 from jurymast.core.checkpoints.reach import Reach
 from jurymast.core.checkpoints.replicas import Replicas
@@ -35,6 +36,11 @@ def _shared_first(copies: cp.Copies, shared: Any, *rest: Any) -> cp.RestorePlan:
 
 def _memory_only(copies: cp.Copies, shared: Any, *rest: Any) -> cp.RestorePlan:
     return _plan_restore(copies, {}, *rest)
+
+
+def _secured_at_once(self: Checkpoints, now: float) -> list[Any]:
+    self.secured = True
+    return []
 
 
 def _launch_with_deadline(state: RunState, placement: tuple[str, ...], reason: str) -> Any:
@@ -147,6 +153,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "B6: ranks start from 0 where storage is not mounted": (
         exactly(_only_storage_is_left, room=0),
         [(RunState, "saved_on", _zero)],
+    ),
+    "1: nodes go before the newest checkpoint is on storage": (
+        of(),
+        [(Checkpoints, "secure", _secured_at_once)],
     ),
     "2: nodes are told different states": (of(), [(restoring.Restore, "message", _mixed)]),
     "3: ranks go on beside those of the next attempt": (of(), [(SimHost, "_leave", _leave_nobody)]),

@@ -140,6 +140,14 @@ class SimHost:
         self.agent.host_failed(failed)
         self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
+    def finish(self, group: Group) -> None:
+        """All ranks of the node end well."""
+        if self.group is not group or not self.attempt or self.member is None or self.member.gone:
+            return
+        attempt, self.attempt, self.member.gone = self.attempt, 0, True
+        self.agent.host_said(within.Finished(attempt=attempt))
+        self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
+
     def die(self, *, loud: bool) -> None:
         self.process.alive = False
         self._leave(loud=loud)

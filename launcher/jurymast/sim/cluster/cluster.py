@@ -32,6 +32,7 @@ class Result:
     events: int
     steps: int
     restores: tuple[str, ...]
+    state: str  # the run's, as people see it
 
 
 class Cluster:
@@ -234,9 +235,9 @@ def run(plan: Plan) -> Result:
     except Exception as error:
         broken = f"0: a machine failed: {type(error).__name__}: {error} (at {cluster.world.now:.3f} s)"
     oracle = cluster.oracle
-    return Result(
-        plan, broken, cluster.world.now, cluster.world.events, oracle.steps, tuple(oracle.restores_from)
-    )
+    state = oracle.supervisor.state.public_state if oracle.supervisor is not None else ""
+    restores = tuple(oracle.restores_from)
+    return Result(plan, broken, cluster.world.now, cluster.world.events, oracle.steps, restores, state)
 
 
 def smallest(result: Result) -> Result:

@@ -173,6 +173,10 @@ class Oracle:
     def _gives_up(self, supervisor: SimSupervisor, decided: Requeue | Finish) -> None:
         """When that is decided: until it is carried out nodes may come back, and it holds all the same."""
         state, node = supervisor.state, supervisor.site.name
+        if state.phase is Phase.SUCCEEDED:
+            if self._newest is None or not self._newest.finished:
+                self.fail(AGREES, f"the run has succeeded in attempt {state.attempt}, which has not ended")
+            return
         fine = [
             site.name
             for site in self.cluster.sites.values()
@@ -182,6 +186,14 @@ class Oracle:
             return  # as good as if it had told people to mount it
         if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
             self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
+
+    def sends_home(self, supervisor: SimSupervisor) -> None:
+        """The nodes go, and what is in their memory with them."""
+        best, disk = self.best(supervisor.site.name), self.cluster.disk
+        if best is None or supervisor is not self.supervisor or not self.storage_fine(STEADY_S):
+            return
+        if age(best) > max(map(age, disk.shared), default=(-1, -1)):
+            self.fail(NOTHING_LOST, f"the nodes go, and {best} is on none of {[*disk.shared]}")
 
     def _is_known(self, site: SimSite) -> bool:
         """The agent that follows one that has ended, and its ranks with it, is known once it was heard."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 MOST_FAULTS = 5
 FIRST_AT_S, LAST_AT_S = 1.0, 20.0
 AFTER_S = 18.0
+LAST_STEPS = 10, 100
 
 # kind: how often, and how long it lasts at the most, in seconds (0.0: it does not last).
 KINDS: dict[str, tuple[float, float]] = {
@@ -54,6 +55,7 @@ class Plan:
     cadence_steps: int | None
     room: int  # images of others that a node's memory takes
     faults: tuple[Fault, ...]
+    last_step: int = 0  # after it the ranks end; 0: they never do
 
     @property
     def nodes(self) -> int:
@@ -76,7 +78,7 @@ class Plan:
 
 
 def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
-    """`only`: of these kinds of faults, else of all."""
+    """`only`: of these kinds of faults, and of ranks that never end; else of all."""
     chance = random.Random(seed)
     active = chance.choice((2, 2, 3, 4))
     spares = min(chance.choice((0, 1, 1, 2)), 6 - active)
@@ -103,6 +105,7 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
     return Plan(
         seed, active, spares, chance.choice((1, 1, 2)), chance.choice((5, 5, None)),
         chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]),
+        0 if only else chance.choice((0, 0, chance.randrange(*LAST_STEPS))),
     )  # fmt: skip
 
 

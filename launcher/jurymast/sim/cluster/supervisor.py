@@ -244,6 +244,8 @@ class SimSupervisor:
     def _one(self, effect: do.Effect) -> None:
         match effect:
             case do.Send():
+                if isinstance(effect.message, msg.Leave):
+                    self.cluster.oracle.sends_home(self)
                 self._send(effect.node, effect.message)
             case do.Answer():
                 go_on = msg.GoOn(
