@@ -148,7 +148,7 @@ class Cluster:
                     site.agent.connection.snap(half=fault.kind == "half")
             case "clock":
                 site.clock_s += self.world.chance.uniform(-JUMP_S, JUMP_S)
-            case "supervisor" | "stall" | "restart":
+            case "supervisor" | "stall" | "restart" | "warning" | "signal":
                 self._strike_supervisor(fault)
             case "rank" | "hang" | "host" | "corrupt":
                 self._strike_ranks(fault, site)
@@ -180,8 +180,10 @@ class Cluster:
             case "stall":
                 supervisor.process.stop_until(self.world.now + fault.seconds)
                 supervisor.thread.stop_until(self.world.now + fault.seconds)
-            case _:
+            case "restart":
                 self.world.after(0.0, supervisor.process, supervisor.ask, msg.Ask(what="restart", by="you"))
+            case signal:
+                self.world.after(0.0, supervisor.process, supervisor.signalled, signal == "signal")
 
     def _strike_ranks(self, fault: Fault, site: SimSite) -> None:
         agent = site.agent

@@ -34,6 +34,8 @@ KINDS: dict[str, tuple[float, float]] = {
     "corrupt": (1.5, 0.0),  # one image
     "clock": (1, 0.0),  # jumps
     "restart": (0.5, 0.0),  # somebody asks for it
+    "warning": (0.5, 0.0),  # Slurm says that a time limit is near
+    "signal": (0.5, 0.0),  # the supervisor gets a SIGTERM, and the job goes on
 }
 
 

@@ -354,6 +354,11 @@ class SimSupervisor:
             _, effects = self.machine.asked(ask, self.now)
             self._do(effects)
 
+    def signalled(self, terminates: bool) -> None:
+        """By Slurm: it ends the job (so it seems), or warns of that."""
+        if self.listens:
+            self._do(self.machine.terminated(self.now) if terminates else self.machine.warned(self.now))
+
     def connected(self, node: str) -> bool:
         return node in self._channels
 
