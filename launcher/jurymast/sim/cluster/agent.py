@@ -442,6 +442,8 @@ class SimAgent:
         key = (order.step, order.attempt)
         tokens = [i.token for r in order.ranks for i in self.keeper.of(key, r) if not i.corrupt]
         if len(tokens) < len(order.ranks):
+            for image in [i for r in order.ranks for i in self.keeper.of(key, r) if i.corrupt]:
+                self.keeper.doubt(image)  # who writes it reads it
             self._drained(order, "an image is not here any more")
             return
         write = self.cluster.disk.parts.setdefault(order.id, set())

@@ -70,7 +70,7 @@ class Cluster:
             self.sites[name] = SimSite(self, name, chance.uniform(-2.0, 2.0), wanted.room)
         self.start_supervisor(self.sites[self.batch_host], takeover=None)
         for site in self.sites.values():
-            self.world.after(self.world.between(0.1, 1.5), None, site.start_agent)
+            self.world.after(self.world.between(0.1, 1.5), None, self._start_agent, site)
         for fault in wanted.faults:
             self.world.at(fault.at, None, self._strike, fault)
         self.world.after(LOOK_S, None, self._look)
