@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -9,6 +11,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import restore as restoring
+from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.holders import spelled
 from jurymast.core.checkpoints.reach import Reach
 from jurymast.core.checkpoints.replicas import Replicas
@@ -24,10 +27,20 @@ from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 
 # (object, attribute, value)
 Patch = tuple[Any, str, Any]
+Plans = Callable[[int], Plan]
 
 
 def _shared_first(copies: cp.Copies, shared: Any, *rest: Any) -> cp.RestorePlan:
     return _plan_restore(cp.Copies() if shared else copies, shared, *rest)
+
+
+def _memory_only(copies: cp.Copies, shared: Any, *rest: Any) -> cp.RestorePlan:
+    return _plan_restore(copies, {}, *rest)
+
+
+def _secured_at_once(self: Checkpoints, now: float) -> list[Any]:
+    self.secured = True
+    return []
 
 
 def _launch_with_deadline(state: RunState, placement: tuple[str, ...], reason: str) -> Any:
@@ -79,52 +92,99 @@ def _zero(*_: Any, **__: Any) -> int:
     return 0
 
 
-# name: (the kinds of faults that show it, () for all, and what is replaced)
-PLANTED: dict[str, tuple[tuple[str, ...], list[Patch]]] = {
-    "B1: an older checkpoint on storage is preferred": ((), [(cp, "plan_restore", _shared_first)]),
+def of(*kinds: str) -> Plans:
+    """Random plans of these kinds of faults, of all if none is named."""
+    return partial(random_plan, only=kinds)
+
+
+def exactly(faults: Callable[[Random], tuple[Fault, ...]], *, room: int = 8) -> Plans:
+    """On four nodes, of which n2 and n3 get ranks, and n1 and n4 their replicas; n1 is the batch host."""
+    return lambda seed: Plan(seed, 2, 2, 1, 5, room, faults(Random(seed)))
+
+
+def _no_link_to_the_holder(chance: Random) -> tuple[Fault, ...]:
+    return (Fault(chance.uniform(4.0, 12.0), "cut", node=2, other=3, seconds=45.0),)
+
+
+def _taken_over_while_a_launch_is_due(chance: Random) -> tuple[Fault, ...]:
+    """The supervisor dies while a rank that hangs is being stopped. What the other node held is on n1, and n4
+    takes its place: the launch may be decided on again before n1 is back."""
+    at = chance.uniform(6.0, 12.0)
+    dies = Fault(at + chance.uniform(2.2, 3.2), "supervisor")
+    return Fault(at, "hang", node=2), Fault(at + 0.1, "power", node=1), dies
+
+
+def _only_storage_is_left(chance: Random) -> tuple[Fault, ...]:
+    """And the node of rank 0 does not see it."""
+    at = chance.uniform(7.0, 12.0)
+    return Fault(at - 0.1, "unmounted", node=1, seconds=20.0), Fault(at, "power", node=2)
+
+
+def _away_for_a_moment(chance: Random) -> tuple[Fault, ...]:
+    """Again and again, and then watched for as long as slots may be busy."""
+    early = sorted(chance.uniform(4.0, 11.0) for _ in range(4))
+    return tuple(Fault(at, "snap", node=1) for at in [*early, 20.0])
+
+
+def _alone_while_nodes_come(chance: Random) -> tuple[Fault, ...]:
+    at = chance.uniform(0.75, 1.2)
+    return Fault(at, "supervisor"), Fault(at + 0.1, "storage hangs", seconds=chance.uniform(30.0, 40.0))
+
+
+# name: (plans that may show it, and what is replaced)
+PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
+    "B1: an older checkpoint on storage is preferred": (of(), [(cp, "plan_restore", _shared_first)]),
     "B2: a launch that waits for storage is a hang": (
-        ("rank", "storage hangs"),
+        of("rank", "storage hangs"),
         [(recovery, "_launch", _launch_with_deadline)],
     ),
     "B3: a pair that cannot copy is asked for ever": (
-        ("cut",),
+        exactly(_no_link_to_the_holder),
         [(Reach, "given_up", lambda *_: frozenset())],
     ),
     "B4: holders that are to come back are not awaited": (
-        ("power", "supervisor"),
+        exactly(_taken_over_while_a_launch_is_due),
         [(Watch, "away", _nothing)],
     ),
     "B5: attempts that the journal lacks are ignored": (
-        ("storage full", "storage hangs", "supervisor", "rank"),
+        of("storage full", "storage hangs", "supervisor", "rank"),
         [(run, "_HANDLERS", {**_handlers, ev.AttemptFound: _nothing})],
     ),
     "B6: ranks start from 0 where storage is not mounted": (
-        ("power", "unmounted"),
+        exactly(_only_storage_is_left, room=0),
         [(RunState, "saved_on", _zero)],
     ),
-    "2: nodes are told different states": ((), [(restoring.Restore, "message", _mixed)]),
-    "3: ranks go on beside those of the next attempt": ((), [(SimHost, "_leave", _leave_nobody)]),
-    "5: what is safe is told once only": ((), [(Replicas, "tell_safe", _nothing)]),
-    "6: hangs are not noticed": (("hang",), [(Hangs, "tick", _nothing)]),
-    "7: the supervisor's pauses count": (("stall",), [(heartbeat.WatcherClock, "tick", _all_time_counts)]),
+    "1: nodes go before the newest checkpoint is on storage": (
+        of(),
+        [(Checkpoints, "secure", _secured_at_once)],
+    ),
+    "2: nodes are told different states": (of(), [(restoring.Restore, "message", _mixed)]),
+    "3: ranks go on beside those of the next attempt": (of(), [(SimHost, "_leave", _leave_nobody)]),
+    "4: nobody is told what is on storage": (
+        exactly(_only_storage_is_left, room=0),
+        [(cp, "plan_restore", _memory_only), (RunState, "saved_on", _zero)],
+    ),
+    "5: what is safe is told once only": (
+        exactly(_away_for_a_moment),
+        [(Replicas, "tell_safe", _nothing)],
+    ),
+    "6: hangs are not noticed": (of("hang"), [(Hangs, "tick", _nothing)]),
+    "7: the supervisor's pauses count": (
+        of("stall"),
+        [(heartbeat.WatcherClock, "tick", _all_time_counts)],
+    ),
     "7: agents cling to a late supervisor": (
-        ("power", "stall", "freeze"),
+        of("power", "stall", "freeze"),
         [(lateness, "patience_s", _long_patience)],
     ),
     "7: deadlines run while no supervisor is there": (
-        ("storage hangs", "supervisor"),
+        exactly(_alone_while_nodes_come),
         [(recovery, "deadline", lambda *_: 0.0)],
     ),
-    "9: what was given up stays in mind": ((), [(Replicas, "_give_up_older", _no_books)]),
+    "9: what was given up stays in mind": (of(), [(Replicas, "_give_up_older", _no_books)]),
 }
 
 
 def plan_for(name: str, seed: int) -> Plan:
     """One that may show the bug."""
-    if not name.startswith("B4"):
-        return random_plan(seed, PLANTED[name][0])
-    chance = Random(seed)
-    at = chance.uniform(6.0, 12.0)
-    power = Fault(at, "power", node=chance.randrange(1, 4))
-    dies = Fault(at + chance.uniform(1.4, 2.3), "supervisor")
-    return Plan(seed, 2, 2, 1, 5, 8, (power, dies))
+    return PLANTED[name][0](seed)

@@ -49,7 +49,7 @@ def test_the_last_supervisor_and_the_newest_are_tried_at_the_same_time() -> None
     assert made.tick(made.wake_at) == [connect(7), do.Find()]
     assert made.found(at(8), 20.3) == [connect(8)]
     assert made.unreached(20.4) == []
-    assert made.wake_at == do.NEVER, "one try goes on"
+    assert made.wake_at == pytest.approx(20.3 + machine.PEEK_EVERY_S), "one try goes on"
     assert made.connected_to(20.5) == [do.Greet()]
     assert made.found(at(9), 20.6) == []
     assert made.unreached(20.7) == []
@@ -162,9 +162,22 @@ def test_a_look_that_is_answered_after_the_connection_was_lost_ends_no_other_try
     assert made.tick(now) == [do.Find()]
     assert made.lost(now) == [connect(7)]
     assert made.found(at(7), now) == []
-    assert made.wake_at == do.NEVER, "the try goes on"
-    assert made.unreached(now + 1.0) == []
-    assert made.wake_at == pytest.approx(now + 1.0 + machine.RECONNECT_S)
+    assert made.unreached(now) == []
+    assert made.wake_at == pytest.approx(now + machine.RECONNECT_S)
+    made.check()
+
+
+def test_a_newer_supervisor_is_found_while_the_last_one_only_seems_to_listen() -> None:
+    """It stands still, and its kernel takes connections all the same."""
+    made = connected()
+    assert made.lost(20.0) == [connect(7)]
+    for _ in range(2):
+        assert made.tick(made.wake_at) == [do.Find()]
+        assert made.wake_at == do.NEVER, "one look at a time"
+        assert made.found(at(7), 20.1) == []
+    assert made.tick(made.wake_at) == [do.Find()]
+    assert made.found(at(8, epoch=2), 20.7) == [connect(8)]
+    assert made.connected_to(20.8) == [do.Greet()]
     made.check()
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY, Copies, Copy
-from jurymast.core.effects import Effect, Fence, Send
+from jurymast.core.effects import Fence, Send
 from jurymast.core.nodes.heartbeat import rejoin_limit_s
-from jurymast.core.nodes.watch import WATCH_INTERVAL_S
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.supervision import launching
-from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
-from support.reports import hello
 from support.stories import Story
+from support.successor import Successor, launches
 
 
 def test_what_a_launch_waits_for_is_said_in_words() -> None:
@@ -42,53 +38,6 @@ def test_who_is_not_needed_is_not_waited_for() -> None:
     assert launching.waits_for(["n0", "n1"], ["n0", "n1"], ["s1"], held, "") == ""
     held.hold(Copy("n0", MEMORY, 9, 1, 0, 2, ALL, 9))
     assert launching.waits_for(["n0", "n1"], ["n0", "n1"], ["s1"], held, "") == "the agents of s1"
-
-
-def launches(effects: Sequence[Effect]) -> dict[str, msg.Launch]:
-    """Who is told of a launch."""
-    sent = [effect for effect in effects if isinstance(effect, Send)]
-    return {one.node: one.message for one in sent if isinstance(one.message, msg.Launch)}
-
-
-class Successor:
-    """A supervisor that takes over, and agents that answer it as they should."""
-
-    def __init__(self, story: Story) -> None:
-        self.story, self.nodes = story, list[str]()
-        self.machine = Supervision(story.state, "/runs/a", story.t)
-        self.effects = self.machine.start(story.t)
-
-    def joins(self, node: str, **said: Any) -> list[Effect]:
-        self.nodes.append(node)
-        known = self.story.state.nodes[node].incarnation
-        greeting = hello(node, incarnation=known, **said)
-        effects = self.machine.joined(node, len(self.nodes), greeting, self.story.t)
-        self.machine.check()
-        return effects
-
-    def hears(self, node: str, message: msg.Beat | msg.Stopped) -> list[Effect]:
-        effects = self.machine.heard(node, self.nodes.index(node) + 1, message, self.story.t)
-        self.machine.check()
-        return effects
-
-    def waits(self, seconds: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for _ in range(round(seconds / WATCH_INTERVAL_S)):
-            self.story.t += WATCH_INTERVAL_S
-            for node in self.nodes:
-                effects += self.hears(node, msg.Beat(1, []))
-            effects += self.machine.tick(self.story.t)
-        return effects
-
-    def fenced(self, attempt: int) -> None:
-        self.machine.fenced(attempt, "", self.story.t)
-
-    def told(self) -> dict[str, msg.Launch]:
-        """After all work that is to be done at once."""
-        effects: list[Effect] = []
-        while self.machine.has_work:
-            effects += self.machine.work(self.story.t)
-        return launches(effects)
 
 
 def lost_one() -> tuple[Story, str]:

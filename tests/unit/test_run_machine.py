@@ -531,6 +531,33 @@ def test_a_node_whose_host_is_coming_back_needs_no_spare_beside_the_one_for_a_lo
     assert lost not in story.state.placement
 
 
+def test_a_node_whose_host_is_back_already_keeps_its_place_beside_a_lost_one() -> None:
+    story = Story(active=3, spares=1).running()
+    victim, lost, other = story.state.placement
+    story.feed(
+        ev.WorkerFailed(t=story.t, node=victim, attempt=1, rank=-1, exit_code=-9, error="TorchrunHostDied")
+    )
+    story.feed(ev.WorkersStopped(t=story.t, node=victim, attempt=1, store_port=0))
+    story.feed(ev.NodeReady(t=story.t, node=victim, store_port=29002))
+    story.feed(ev.WorkersStopped(t=story.t, node=other, attempt=1, store_port=29001))
+    story.lost(lost)
+    launch = story.last(Launch)
+    assert (launch.attempt, launch.placement[0], launch.placement[2]) == (2, victim, other)
+    assert story.incident.action == "swap"
+
+
+def test_a_spare_whose_host_is_coming_back_is_waited_for() -> None:
+    story = Story(active=2, spares=1).running()
+    spare = next(name for name in story.state.nodes if name not in story.state.placement)
+    story.feed(ev.WorkersStopped(t=story.t, node=spare, attempt=0, store_port=0))
+    story.lost(story.state.placement[0])
+    story.stopped()
+    assert phase(story) is Phase.WAITING
+    story.feed(ev.NodeReady(t=story.t, node=spare, store_port=29002))
+    assert phase(story) is Phase.LAUNCHING
+    assert spare in story.state.placement
+
+
 def test_an_agent_that_dies_with_its_torchrun_host_is_not_waited_for() -> None:
     story = Story(active=2, spares=0).running()
     victim, other = story.state.placement

@@ -9,7 +9,14 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
 from jurymast.core.messages import beat_of
-from jurymast.core.nodes.heartbeat import ANSWER_INTERVAL_S, KNOWN_AFTER, LIMIT_MAX_S, LOYAL_S, rejoin_limit_s
+from jurymast.core.nodes.heartbeat import (
+    ANSWER_INTERVAL_S,
+    BEATS,
+    KNOWN_AFTER,
+    LIMIT_MAX_S,
+    LOYAL_S,
+    rejoin_limit_s,
+)
 from jurymast.core.nodes.heirs import HEIRS, LOOK_EVERY_S
 from jurymast.core.nodes.lateness import TOLD_S
 from jurymast.core.nodes.watch import (
@@ -114,7 +121,7 @@ def test_a_node_that_only_starts_may_be_silent_for_long() -> None:
     ears.state.nodes["n2"].role = ears.state.nodes["n3"].role = Role.JOINING
     ears.state.phase = Phase.LAUNCHING  # now it may cost something: n2 and n3 have ranks
     ears.joins("n2", 2)
-    ears.passes(0.1, beating=("n1", "n2"))
+    ears.passes(BEATS * ears.state.settings.heartbeat_s + 0.1, beating=("n1", "n2"))
     assert ears.lost() == ["n3"]
     warms = Ears()
     warms.state.nodes["n3"].role, warms.state.placement = Role.JOINING, ("n1", "n2")
@@ -144,14 +151,7 @@ def test_heartbeats_are_answered_now_and_then() -> None:
     assert answers[-1].patience_s == pytest.approx(3 * ANSWER_INTERVAL_S + LOYAL_S, abs=0.2)
 
 
-def test_a_run_that_has_ended_loses_nobody() -> None:
-    for end in (Phase.SUCCEEDED, Phase.REQUEUED):
-        ears = Ears()
-        ears.state.phase = end
-        for node in NAMES:
-            ears.closes(node)
-        ears.passes(15.0)
-        assert ears.events() == []
+def test_who_goes_when_the_job_ends_is_not_lost() -> None:
     ears = Ears()
     ears.watch.ending = True
     ears.passes(5.0)
@@ -216,7 +216,7 @@ def test_a_closed_connection_is_a_lost_node_unless_its_agent_is_back_at_once() -
     ears.passes(RECONNECT_GRACE_S - 0.05, beating=("n1",))
     assert ears.lost() == []
     ears.joins("n2", 2)
-    ears.passes(0.1, beating=("n1", "n2"))
+    ears.passes(BEATS * ears.state.settings.heartbeat_s + 0.1, beating=("n1", "n2"))
     assert ears.lost() == ["n3"]
     (event,) = ears.events()
     assert isinstance(event, ev.NodeLost)
@@ -454,11 +454,25 @@ def test_one_voice_is_enough_to_hear_that_others_are_dead() -> None:
     ears.passes(0.2, beating=("n1", "n2"))
     assert not ears.watch.cut_off
     assert ears.pulses() == [False, True]
-    ears.passes(0.4, beating=("n1", "n2"))
+    ears.passes(BEATS * ears.state.settings.heartbeat_s - 0.3, beating=("n1", "n2"))
+    assert ears.lost() == [], "it has its time anew"
+    ears.passes(0.3, beating=("n1", "n2"))
     assert ears.lost() == ["n3"]
     ears.passes(3.0, beating=("n1",))  # a single other node that is silent may as well be dead
     assert ears.lost() == ["n3", "n2"]
     assert ears.pulses() == [False, True]
+
+
+def test_who_hears_somebody_again_gives_the_others_time_to_come_back_too() -> None:
+    """A network heals: its nodes come one after the other, over new connections or the old ones."""
+    ears = Ears((*NAMES, "n4"))
+    ears.passes(ISOLATION_LIMIT_S, beating=("n1",))
+    assert ears.watch.cut_off
+    ears.passes(0.5, beating=("n1", "n2"))
+    ears.passes(0.5, beating=("n1", "n2", "n3"))
+    ears.joins("n4", 2)
+    ears.passes(2.0, beating=("n1", "n2", "n3", "n4"))
+    assert ears.lost() == []
 
 
 def test_whose_agents_all_look_elsewhere_is_cut_off_too() -> None:

@@ -12,7 +12,8 @@ from jurymast.core.endpoint import Endpoint
 RECONNECT_S = 0.1
 # All nodes of a run that lose their supervisor look for the next in the run directory, so often together.
 FINDS_A_SECOND = 10_000.0
-# While it is silent for longer than usual, each looks so often whether there is a newer one.
+# While it is silent for longer than usual, or a connection to it is tried, each looks so often whether there
+# is a newer one.
 PEEK_EVERY_S = 0.25
 # Ranks go on without a supervisor; once they have ended and still none is there, the agent leaves too. One
 # without ranks (a spare) may be all that a supervisor has which comes back when storage does.
@@ -28,8 +29,9 @@ class Link:
 
     Without a connection it tries in rounds: where the last supervisor was, and at the same time where the
     newest is by the run directory, since storage may need longer for its answer than a supervisor that lives
-    waits for its agent. The next round begins when all tries of one have come to nothing. One that is silent
-    for longer than usual is left as soon as there is a newer one.
+    waits for its agent. The next round begins when all tries of one have come to nothing, which takes a while
+    where something listens and does not answer: so within one the run directory is looked at again and again.
+    One that is silent for longer than usual is left as soon as there is a newer one.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Link:
         self._hearing = hearing
         self.connected = False
         self._peeking = False  # a look for a newer one was not answered yet
+        self._finding = False  # nor one that is a try
         self._last: Endpoint | None = None
         self._tries = 0
         self._round_at = NEVER
@@ -68,7 +71,8 @@ class Link:
     @property
     def wake_at(self) -> float:
         if not self.connected:
-            return min(self._round_at, self._leave_at)
+            find_at = self._find_at if self._tries and not self._finding else NEVER
+            return min(self._round_at, self._leave_at, find_at)
         peek_at = NEVER if self._peeking else self._find_at
         return min(self._hang_up_at, peek_at, self._leave_at)
 
@@ -79,7 +83,7 @@ class Link:
     def check(self) -> None:
         """What holds between any two events. Raises AssertionError."""
         assert not (self.connected and self._tries), "a connection, and still waiting for one"
-        assert self._tries >= 0, "more tries ended than were begun"
+        assert self._tries >= self._finding, "more tries ended than were begun"
         assert len(self._kept) <= KEPT_MAX, "too much is kept for the next supervisor"
 
     # Looking for a supervisor.
@@ -90,12 +94,14 @@ class Link:
 
     def _round(self, now: float) -> list[Effect]:
         self._round_at = NEVER
-        effects = self._connect(self._last)
-        if now >= self._find_at:
-            self._find_at = now + self._find_every_s
-            self._tries += 1
-            effects.append(Find())
+        effects = self._connect(self._last) + (self._find(now) if now >= self._find_at else [])
         return effects or self._over(now)
+
+    def _find(self, now: float) -> list[Effect]:
+        self._find_at = now + self._find_every_s
+        self._finding = True
+        self._tries += 1
+        return [Find()]
 
     def _connect(self, place: Endpoint | None) -> list[Effect]:
         targets: tuple[tuple[str, int], ...] = ()
@@ -113,7 +119,9 @@ class Link:
         peeked, self._peeking = self._peeking, False
         if self.connected:
             return self._change_over(place, now)
-        self._tries -= not peeked
+        if not peeked:
+            self._tries, self._finding = self._tries - 1, False
+            self._find_at = max(self._find_at, now + PEEK_EVERY_S) if self._tries else self._find_at
         new = place is not None and place != self._last
         self._last = place or self._last
         return (self._connect(place) if new else []) or self._over(now)
@@ -150,7 +158,8 @@ class Link:
 
     def connected_to(self, now: float) -> list[Effect]:
         """To the first that answered; what becomes of the other tries is no news any more."""
-        self.connected, self._peeking, self._tries, self._round_at = True, False, 0, NEVER
+        self.connected, self._peeking, self._finding = True, False, False
+        self._tries, self._round_at = 0, NEVER
         self._hearing.begin(now)
         self._peek_later()
         kept, self._kept, self._said = self._kept, [], 0
@@ -193,7 +202,7 @@ class Link:
         if now < self.wake_at:
             return []
         if not self.connected:
-            return self._round(now)
+            return self._round(now) if now >= self._round_at else self._find(now)
         if now >= self._hang_up_at:
             return self._hang_up(now)
         self._peeking, self._find_at = True, now + max(PEEK_EVERY_S, self._find_every_s)

@@ -274,11 +274,11 @@ class Checkpoints:
     def secure(self, now: float) -> list[Effect]:
         """Get the newest state to the shared tier. To be called again and again until `secured`: it is there,
         or cannot be got there."""
-        key = self._writes.unsaved()
+        key, late = self._writes.unsaved(), self._writes.look_for_late(now)
         self.secured = key is None
         if key is None or not self._writes.free(cp.SHARED, now, hurry=True):
-            return []
-        return self._writes.write(cp.SHARED, key, now) or self._gather(key, now)
+            return late
+        return [*late, *(self._writes.write(cp.SHARED, key, now) or self._gather(key, now))]
 
     def _gather(self, key: Key, now: float) -> list[Effect]:
         """Have the images that only exist in parts put together on some node."""

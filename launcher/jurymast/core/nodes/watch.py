@@ -12,7 +12,8 @@ node:
 - the node of a supervisor that was taken over from was silent for long before that: it is lost if its agent
   does not come back with (nearly) all others;
 - a supervisor that hears nobody is more likely cut off than all others dead. Another may then take over,
-  and only if nobody does are the others given up.
+  and only if nobody does are the others given up. Once it hears somebody again, the others have their time
+  anew: they come back one after the other.
 
 A connection has a number of its own: what is told of an older one says nothing of the node any more.
 """
@@ -50,8 +51,9 @@ RECONNECT_GRACE_S, RECONNECT_LIMIT_S = 0.25, 1.0
 MANY, MANY_WITHIN_S, MANY_LIMIT_S = 3, 1.0, 2.0
 # or the supervisor stood still for so long; both up to so many seconds ago.
 LATE_S, LENIENT_S = 0.5, 2.0
-# The agent of the last supervisor's node has so long once nearly all others are back, and so long at most.
-AFTER_OTHERS_S, ABANDONED_LIMIT_S = 0.5, 3.0
+# The agent of the last supervisor's node has so long once nearly all others are back (a packet or two of its
+# greeting may be lost), and so long at most.
+AFTER_OTHERS_S, ABANDONED_LIMIT_S = 0.8, 3.0
 NEARLY_ALL = 0.98
 # An answered heartbeat may come so much of the interval early: no other will come just in time.
 EARLY = 0.8
@@ -91,7 +93,7 @@ class Watch:
         self.clock = WatcherClock(STEADY_INTERVAL_S, now)
         self.reports = Reports(state, self.clock)
         self.nodes: dict[str, NodeWatch] = {}
-        self.ending = False  # the job is about to end: who goes now is not lost
+        self.ending = False  # the job ends, or agents were told to leave: who goes now is not lost
         self._lateness = Lateness(self._heartbeat_s)
         self.here: set[str] = set()  # connected
         self._broken: dict[str, None] = {}  # whose connection closed a moment ago
@@ -139,7 +141,7 @@ class Watch:
         self._broken[node] = None
         self._broke_at.append(at)
         if len(self._broke_at) == MANY and at < self._broke_at[0] + MANY_WITHIN_S:
-            if at >= max(self._many_until, self._late_until) and not self._is_over():
+            if at >= max(self._many_until, self._late_until) and not self.ending:
                 text = (
                     f"the connections of {MANY} nodes or more broke at once: "
                     f"they have {self._many_limit_s():.0f} s to come back"
@@ -228,21 +230,18 @@ class Watch:
         is_late = counted_s > ON_TIME_S
         if is_late:
             self._was_late(late_s, counted_s)
-        if self._is_over():
+        if self.ending:
             return effects
         self._heirs.look(self.clock.now)
         self._look_for_the_last_supervisor()
         quiet = self._quiet()
         effects += self._listen(quiet)
-        lost = {} if self.cut_off else self._beyond_limit(quiet, now)
+        lost = {} if self.cut_off else self._beyond_limit(self._quiet() if effects else quiet, now)
         doubted, self._doubted = self._doubted, set(lost)
         for name, event in lost.items():
             if not is_late or name in doubted:
                 effects += self._lose(name, event)
         return effects
-
-    def _is_over(self) -> bool:
-        return self.ending or self._state.ended or self._state.phase is Phase.REQUEUED
 
     def _was_late(self, seconds: float, counted_s: float) -> None:
         """Nobody could come back meanwhile, although the clock counts a little of it."""
@@ -276,7 +275,16 @@ class Watch:
         if is_isolated is (before is not None):
             return []
         self._isolated_since = self.clock.now if is_isolated else None
+        if not is_isolated:
+            self._hear_again(quiet)
         return [Pulse(on=not is_isolated)]
+
+    def _hear_again(self, quiet: dict[str, NodeWatch]) -> None:
+        for name, watch in quiet.items():
+            if watch.away is None:
+                watch.arrivals.last = self.clock.now
+            else:
+                self.expect(name)
 
     def _beyond_limit(self, quiet: dict[str, NodeWatch], now: float) -> dict[str, ev.NodeLost]:
         lost = {}

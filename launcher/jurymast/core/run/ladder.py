@@ -184,7 +184,8 @@ def spent(incidents: Sequence[Incident], charged: str, budget: Budget, now: floa
 
 def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
     """Which placed nodes have to go, and why (or why none has)."""
-    gone = tuple(name for name in state.placement if state.nodes[name].role is not Role.ACTIVE)
+    here = (Role.ACTIVE, Role.SPARE)  # or its torchrun host died, and another is ready by now
+    gone = tuple(name for name in state.placement if state.nodes[name].role not in here)
     if gone and cause.kind in causes.FROM_FINDINGS:
         found, why = _found_bad(state, cause)
         return tuple(dict.fromkeys((*gone, *found))), why
@@ -201,7 +202,7 @@ def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
     if len(cause.nodes) > 1:
         return (), "several nodes show the same cause, so none is blamed"
     earlier = [i for i in state.incidents[:-1] if i.cause == cause.kind]
-    if earlier and earlier[-1].node == cause.node and state.nodes[cause.node].role is Role.ACTIVE:
+    if earlier and earlier[-1].node == cause.node and state.nodes[cause.node].role in here:
         if any(i.action == "swap" for i in earlier[-2:]):
             return (), "the node that took over shows the same cause, so the node is not blamed"
         return (cause.node,), f"second time in a row on {cause.node}"

@@ -265,7 +265,7 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     if node is None:
         return []
     node.ready, node.store_port = event.store_port != 0, event.store_port
-    if not node.ready and node.role is Role.ACTIVE:
+    if not node.ready and node.role in (Role.ACTIVE, Role.SPARE):
         node.become(Role.JOINING, "its torchrun host died, another is warming up", event.t)
     unasked = state.phase is Phase.RUNNING and event.node in state.places and event.node not in state.finished
     if unasked and event.attempt == state.attempt:

@@ -20,7 +20,7 @@ SECURE_HURRY_S = 20.0
 
 class Departure:
     """`now` is the supervisor's clock. The newest checkpoint may be in memory only, and that goes with the
-    nodes."""
+    nodes. While it is on its way they are watched as ever: others may have what a lost one did not write."""
 
     def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints, asks: Asks) -> None:
         self._state, self._watch, self._checkpoints, self._asks = state, watch, checkpoints, asks
@@ -31,6 +31,11 @@ class Departure:
     @property
     def begun(self) -> bool:
         return self._secure_until is not None
+
+    @property
+    def leaving(self) -> bool:
+        """Agents were told to leave."""
+        return self._leave_until is not None
 
     def begin(self, now: float, *, hurry: bool) -> list[Effect]:
         """`hurry`: Slurm ends the job."""
@@ -53,15 +58,20 @@ class Departure:
 
     def _secure(self, until: float, now: float) -> list[Effect]:
         effects = self._checkpoints.secure(now)
-        if not self._checkpoints.secured:
+        if not self._checkpoints.secured or self._someone_may_know_more():
             given_up = f": {self._asks.given_up_by} gave it up" if self._asks.given_up_by else ""
             if not given_up and now <= until:
                 return effects
-            lost = f"{self._checkpoints.unsaved() or 'nothing'} was lost with the nodes{given_up}"
-            effects.append(Record(ev.Noted(t=now, message=lost)))
-        self._leave_until = now + LEAVE_LIMIT_S
+            if lost := self._checkpoints.unsaved():
+                text = f"{lost} was lost with the nodes{given_up}"
+                effects.append(Record(ev.Noted(t=now, message=text)))
+        self._leave_until, self._watch.ending = now + LEAVE_LIMIT_S, True
         leave = msg.Leave(over=self._state.ended)
         return [*effects, *(Send(node, leave) for node in sorted(self._watch.here))]
+
+    def _someone_may_know_more(self) -> bool:
+        """After a take-over, the newest checkpoint may be with those that are to come back."""
+        return bool(self._watch.away()) and not self._checkpoints.copies.newest_is_whole()
 
     def superseded(self, by_another: bool, now: float) -> list[Effect]:
         """The job's end is for the newest supervisor alone to bring about."""

@@ -386,7 +386,7 @@ class Supervision:
             left = "its agent got a SIGTERM"
             return self._do(self.watch.left(asked.node, asked.connection, left, now), now)
         if why == STILL_RUNNING:  # a stray signal, not the end of the job
-            self._terminating = self.watch.ending = False
+            self._terminating, self.watch.ending = False, self.departure.leaving
             return []
         event = ev.Asked(t=now, what="cancel", by=by) if by else ev.Signalled(t=now, signal=why)
         return self.record(event, flush=True) + self._do(self.departure.begin(now, hurry=True), now)

@@ -35,6 +35,7 @@ class SimSite:
         self.stopped_until = 0.0
         self.processes: list[Process] = []
         self.agent: SimAgent | None = None
+        self.agents = 0  # that were started
 
     @property
     def wall(self) -> float:
@@ -67,6 +68,7 @@ class SimSite:
 
     def start_agent(self) -> None:
         if self.up and not self.cluster.over:
+            self.agents += 1
             self.agent = SimAgent(self.cluster, self)
 
 
@@ -138,6 +140,14 @@ class SimHost:
         self.agent.host_failed(failed)
         self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
+    def finish(self, group: Group) -> None:
+        """All ranks of the node end well."""
+        if self.group is not group or not self.attempt or self.member is None or self.member.gone:
+            return
+        attempt, self.attempt, self.member.gone = self.attempt, 0, True
+        self.agent.host_said(within.Finished(attempt=attempt))
+        self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
+
     def die(self, *, loud: bool) -> None:
         self.process.alive = False
         self._leave(loud=loud)
@@ -161,6 +171,7 @@ class SimAgent:
         self.page = Page()
         self.host: SimHost | None = None
         self.connection: Connection | None = None
+        self.met = False  # a supervisor, ever
         self._tries = self._beats = self._wakes = 0
         self._writes: dict[str, bool] = {}  # by id: whether it was cancelled
         self._carry_out(self.machine.start(self.now, reachable=True))
@@ -235,6 +246,7 @@ class SimAgent:
                 self.host = SimHost(self)
             case do.Prepare():
                 self.keeper.launch(effect.order, self.cluster.ranks_per_node)
+                self.cluster.oracle.launched(self.keeper, effect.order.restore)
                 self.world.after(
                     self.world.between(0.0, 0.05), self.process, self._prepared, effect.order.attempt
                 )
@@ -296,6 +308,7 @@ class SimAgent:
             self._unreached(number)
             return
         self.connection = self.cluster.network.connect(self, supervisor)
+        self.met = True
         self._carry_out(self.machine.connected(self.now))
 
     def _unreached(self, number: int) -> None:
@@ -429,6 +442,8 @@ class SimAgent:
         key = (order.step, order.attempt)
         tokens = [i.token for r in order.ranks for i in self.keeper.of(key, r) if not i.corrupt]
         if len(tokens) < len(order.ranks):
+            for image in [i for r in order.ranks for i in self.keeper.of(key, r) if i.corrupt]:
+                self.keeper.doubt(image)  # who writes it reads it
             self._drained(order, "an image is not here any more")
             return
         write = self.cluster.disk.parts.setdefault(order.id, set())

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import Key
-from jurymast.core.run.state import RunState
 from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.sim.cluster.agent import SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
@@ -33,6 +32,7 @@ class Result:
     events: int
     steps: int
     restores: tuple[str, ...]
+    state: str  # the run's, as people see it
 
 
 class Cluster:
@@ -45,8 +45,8 @@ class Cluster:
         chance = self.world.chance
         self.ranks_per_node = wanted.ranks
         settings = Settings(
-            cadence_steps=wanted.cadence_steps, max_loss_s=4.0, join_limit_s=30.0, preflight_s=0.0,
-            application=Budget(), shared_every_s=chance.choice((None, 10.0)), straggler=0.0,
+            cadence_steps=wanted.cadence_steps, max_loss_s=4.0, join_limit_s=30.0, start_limit_s=20.0,
+            preflight_s=0.0, application=Budget(), shared_every_s=chance.choice((None, 10.0)), straggler=0.0,
             parity=wanted.parity,
         )  # fmt: skip
         self.plan = RunPlan(
@@ -71,7 +71,7 @@ class Cluster:
             self.sites[name] = SimSite(self, name, chance.uniform(-2.0, 2.0), wanted.room)
         self.start_supervisor(self.sites[self.batch_host], takeover=None)
         for site in self.sites.values():
-            self.world.after(self.world.between(0.1, 1.5), None, site.start_agent)
+            self.world.after(self.world.between(0.1, 1.5), None, self._start_agent, site)
         for fault in wanted.faults:
             self.world.at(fault.at, None, self._strike, fault)
         self.world.after(LOOK_S, None, self._look)
@@ -112,9 +112,8 @@ class Cluster:
         """Into the checkpoints on shared storage."""
         self.disk.shared[key] = self.world.now, token
 
-    def end(self, state: RunState) -> None:
+    def end(self) -> None:
         self.over = self.world.over = True
-        self.oracle.ends(state)
 
     # ---- faults
 
@@ -150,7 +149,7 @@ class Cluster:
                     site.agent.connection.snap(half=fault.kind == "half")
             case "clock":
                 site.clock_s += self.world.chance.uniform(-JUMP_S, JUMP_S)
-            case "supervisor" | "stall" | "restart":
+            case "supervisor" | "stall" | "restart" | "warning" | "signal":
                 self._strike_supervisor(fault)
             case "rank" | "hang" | "host" | "corrupt":
                 self._strike_ranks(fault, site)
@@ -182,8 +181,10 @@ class Cluster:
             case "stall":
                 supervisor.process.stop_until(self.world.now + fault.seconds)
                 supervisor.thread.stop_until(self.world.now + fault.seconds)
-            case _:
+            case "restart":
                 self.world.after(0.0, supervisor.process, supervisor.ask, msg.Ask(what="restart", by="you"))
+            case signal:
+                self.world.after(0.0, supervisor.process, supervisor.signalled, signal == "signal")
 
     def _strike_ranks(self, fault: Fault, site: SimSite) -> None:
         agent = site.agent
@@ -237,9 +238,9 @@ def run(plan: Plan) -> Result:
     except Exception as error:
         broken = f"0: a machine failed: {type(error).__name__}: {error} (at {cluster.world.now:.3f} s)"
     oracle = cluster.oracle
-    return Result(
-        plan, broken, cluster.world.now, cluster.world.events, oracle.steps, tuple(oracle.restores_from)
-    )
+    state = oracle.supervisor.state.public_state if oracle.supervisor is not None else ""
+    restores = tuple(oracle.restores_from)
+    return Result(plan, broken, cluster.world.now, cluster.world.events, oracle.steps, restores, state)
 
 
 def smallest(result: Result) -> Result:

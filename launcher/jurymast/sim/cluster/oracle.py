@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from jurymast.core import effects as do
 from jurymast.core import events as ev
+from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import MEMORY, Key, age
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.run.instructions import Finish, Requeue
+from jurymast.core.run.state import Phase
 from jurymast.sim.cluster.keeper import Image, SimKeeper, whole
 
 if TYPE_CHECKING:
@@ -97,6 +100,14 @@ class Oracle:
     def lost(self, keeper: SimKeeper) -> None:
         self._shadow.pop(keeper, None)
 
+    def launched(self, keeper: SimKeeper, restore: msg.Restore | None) -> None:
+        """A rank has two slots: one is for what it restores, and the other for what it saves next, so what is
+        older there goes. If then the only copy of what was chosen turns out to be corrupt, that costs the
+        steps in between. (The choice itself was looked at.)"""
+        if restore is not None:
+            least, mine = (restore.attempt, restore.step), self._shadow.get(keeper, [])
+            self._shadow[keeper] = [i for i in mine if i.tier != MEMORY or age(i.key) >= least]
+
     def may_go(self, keeper: SimKeeper, committed: tuple[int, int]) -> None:
         mine = self._shadow.get(keeper, [])
         self._shadow[keeper] = [image for image in mine if age(image.key) >= committed]
@@ -125,12 +136,16 @@ class Oracle:
         if self.supervisor is None or supervisor.epoch > self.supervisor.epoch:
             self.supervisor, self._supervises_since = supervisor, self.cluster.world.now
 
-    def recorded(self, supervisor: SimSupervisor, event: ev.Event) -> None:
+    def recorded(self, supervisor: SimSupervisor, entry: do.Journal) -> None:
         self.lines += 1
+        event = entry.event
         if not isinstance(event, ev.Progress | ev.Saved | ev.Tick | ev.CadenceSet):
             self._word_at = self.cluster.world.now
-        if supervisor is not self.supervisor:
+        if self.supervisor is not None and supervisor.epoch < self.supervisor.epoch:
             return
+        for decided in entry.decided:
+            if isinstance(decided, Requeue | Finish):
+                self._gives_up(supervisor, decided)
         match event:
             case ev.RestorePlanned():
                 self._choice(supervisor, event)
@@ -148,22 +163,41 @@ class Oracle:
             self.fail(NOTHING_LOST, f"attempt {event.attempt} restores {event.step}, {best} is there")
 
     def _blamed(self, supervisor: SimSupervisor, event: ev.NodeLost) -> None:
-        if self.untouched(event.node, BLAME_S, seen_from=supervisor.site.name):
+        """An agent that has ended took its ranks along, however long ago and for whatever reason."""
+        agent = self.cluster.sites[event.node].agent
+        known = supervisor.state.nodes.get(event.node)
+        lives = agent is not None and known is not None and agent.incarnation == known.incarnation
+        if lives and self.untouched(event.node, BLAME_S, seen_from=supervisor.site.name):
             self.fail(NO_BLAME, f"{event.node} is lost ({event.how}, {event.evidence})")
 
-    def ends(self, state: RunState) -> None:
+    def _gives_up(self, supervisor: SimSupervisor, decided: Requeue | Finish) -> None:
+        """When that is decided: until it is carried out nodes may come back, and it holds all the same."""
+        state, node = supervisor.state, supervisor.site.name
+        if state.phase is Phase.SUCCEEDED:
+            if self._newest is None or not self._newest.finished:
+                self.fail(AGREES, f"the run has succeeded in attempt {state.attempt}, which has not ended")
+            return
         fine = [
             site.name
             for site in self.cluster.sites.values()
-            if site.agent is not None and self.untouched(site.name, STILL_LIMIT_S)
+            if self._is_known(site) and self.untouched(site.name, STILL_LIMIT_S, seen_from=node)
         ]
-        supervisor = self.supervisor
-        node = supervisor.site.name if supervisor is not None else ""
-        reached = [name for name in fine if self.untouched(name, STILL_LIMIT_S, seen_from=node)]
-        if "there is no checkpoint in sight" in state.end_reason:
+        if "there is no checkpoint in sight" in decided.reason:
             return  # as good as if it had told people to mount it
-        if state.phase is Phase.FAILED or len(reached) >= self.cluster.plan.active:
-            self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {state.end_reason}")
+        if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
+            self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
+
+    def sends_home(self, supervisor: SimSupervisor) -> None:
+        """The nodes go, and what is in their memory with them."""
+        best, disk = self.best(supervisor.site.name), self.cluster.disk
+        if best is None or supervisor is not self.supervisor or not self.storage_fine(STEADY_S):
+            return
+        if age(best) > max(map(age, disk.shared), default=(-1, -1)):
+            self.fail(NOTHING_LOST, f"the nodes go, and {best} is on none of {[*disk.shared]}")
+
+    def _is_known(self, site: SimSite) -> bool:
+        """The agent that follows one that has ended, and its ranks with it, is known once it was heard."""
+        return site.agent is not None and (site.agent.met or site.agents == 1)
 
     # ---- the ranks
 
@@ -218,7 +252,7 @@ class Oracle:
         supervisor = self.supervisor
         if supervisor is not None and supervisor.listens or not self.storage_fine(10.0):
             self._supervised_at = now
-        if not any(site.agent and self.untouched(site.name, 1e8) for site in self.cluster.sites.values()):
+        if not any(site.agent is not None and site.agent.met for site in self.cluster.sites.values()):
             return  # none is left that has met a supervisor, and Slurm ends the job
         if now > max(self._word_at, self._step_at) + STILL_LIMIT_S and self.storage_fine(STILL_LIMIT_S):
             self.fail(NO_SILENCE, f"no step since {self._step_at:.1f} s, no word since {self._word_at:.1f} s")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 MOST_FAULTS = 5
 FIRST_AT_S, LAST_AT_S = 1.0, 20.0
 AFTER_S = 18.0
+LAST_STEPS = 10, 100
 
 # kind: how often, and how long it lasts at the most, in seconds (0.0: it does not last).
 KINDS: dict[str, tuple[float, float]] = {
@@ -33,6 +34,8 @@ KINDS: dict[str, tuple[float, float]] = {
     "corrupt": (1.5, 0.0),  # one image
     "clock": (1, 0.0),  # jumps
     "restart": (0.5, 0.0),  # somebody asks for it
+    "warning": (0.5, 0.0),  # Slurm says that a time limit is near
+    "signal": (0.5, 0.0),  # the supervisor gets a SIGTERM, and the job goes on
 }
 
 
@@ -55,6 +58,7 @@ class Plan:
     room: int  # images of others that a node's memory takes
     faults: tuple[Fault, ...]
     parity: int = 0  # nodes in a group of which only the XOR is kept; 0: whole replicas, while there is room
+    last_step: int = 0  # after it the ranks end; 0: they never do
 
     @property
     def nodes(self) -> int:
@@ -77,7 +81,7 @@ class Plan:
 
 
 def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
-    """`only`: of these kinds of faults, else of all."""
+    """`only`: of these kinds of faults, and of ranks that never end; else of all."""
     chance = random.Random(seed)
     active = chance.choice((2, 2, 3, 4))
     spares = min(chance.choice((0, 1, 1, 2)), 6 - active)
@@ -103,7 +107,9 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
     faults.sort(key=lambda fault: fault.at)
     return Plan(
         seed, active, spares, chance.choice((1, 1, 2)), chance.choice((5, 5, None)),
-        chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]), chance.choice((0, 0, 0, 2, 3)),
+        chance.choice((1, 8, 8, 8)), tuple(faults[:MOST_FAULTS]),
+        parity=chance.choice((0, 0, 0, 2, 3)),
+        last_step=0 if only else chance.choice((0, 0, chance.randrange(*LAST_STEPS))),
     )  # fmt: skip
 
 

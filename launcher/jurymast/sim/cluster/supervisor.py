@@ -229,7 +229,7 @@ class SimSupervisor:
             if isinstance(effect, do.Journal):
                 told: list[Item] = [effect.event, *((effect.event.t, one) for one in effect.decided)]
                 self._journal.add(told)
-                self.cluster.oracle.recorded(self, effect.event)
+                self.cluster.oracle.recorded(self, effect)
                 if effect.flush:
                     self._blocked = True
                     self._journal.flush(self._carry_on)
@@ -244,9 +244,15 @@ class SimSupervisor:
     def _one(self, effect: do.Effect) -> None:
         match effect:
             case do.Send():
+                if isinstance(effect.message, msg.Leave):
+                    self.cluster.oracle.sends_home(self)
                 self._send(effect.node, effect.message)
             case do.Answer():
-                self._send(effect.node, msg.GoOn(time=self.site.wall, patience_s=effect.patience_s))
+                go_on = msg.GoOn(
+                    time=self.site.wall, patience_s=effect.patience_s, heard=effect.heard,
+                    epoch=effect.epoch, heir=effect.heir,
+                )  # fmt: skip
+                self._send(effect.node, go_on)
             case do.Disconnect():
                 connection = self._channels.pop(effect.node, None)
                 if connection is not None:
@@ -348,6 +354,11 @@ class SimSupervisor:
             _, effects = self.machine.asked(ask, self.now)
             self._do(effects)
 
+    def signalled(self, terminates: bool) -> None:
+        """By Slurm: it ends the job (so it seems), or warns of that."""
+        if self.listens:
+            self._do(self.machine.terminated(self.now) if terminates else self.machine.warned(self.now))
+
     def connected(self, node: str) -> bool:
         return node in self._channels
 
@@ -357,7 +368,7 @@ class SimSupervisor:
         """The machine wants no more: what follows is for the batch host, or who took over."""
         state = self.state
         if not self.superseded and (state.ended or state.phase is Phase.REQUEUED):
-            self.cluster.end(state)
+            self.cluster.end()
         self.end()
 
     def end(self) -> None:

@@ -68,6 +68,7 @@ class Group:
     stepping_since: float = 0.0
     restored: Key | None = None
     over: bool = False
+    finished: bool = False
     saved_step: int = -1
 
     def __post_init__(self) -> None:
@@ -193,6 +194,9 @@ class Group:
         if self._blocked():
             self._again(RETRY_S, self._next)
             return
+        if 0 < self.cluster.wanted.last_step <= self.step:
+            self._finish()
+            return
         self.step += 1
         self.beats += 1
         if self.beat_at:
@@ -200,6 +204,12 @@ class Group:
         self.beat_at = world.now
         self.cluster.oracle.stepped(self)
         self._save_if_due()
+
+    def _finish(self) -> None:
+        self.over = self.finished = True
+        world = self.cluster.world
+        for member in self.members.values():
+            world.after(world.between(0.01, 0.2), member.host.process, member.host.finish, self)
 
     def _save_if_due(self) -> None:
         if self.over:

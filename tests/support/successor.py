@@ -1,0 +1,61 @@
+"""A supervisor that takes a story over, and agents that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jurymast.core import messages as msg
+from jurymast.core.effects import Effect, Send
+from jurymast.core.nodes.watch import WATCH_INTERVAL_S
+from jurymast.core.supervision.machine import Heard, Supervision
+from support.reports import hello
+from support.stories import Story
+
+
+def launches(effects: Sequence[Effect]) -> dict[str, msg.Launch]:
+    """Who is told of a launch."""
+    sent = [effect for effect in effects if isinstance(effect, Send)]
+    return {one.node: one.message for one in sent if isinstance(one.message, msg.Launch)}
+
+
+class Successor:
+    """A supervisor that takes over, and agents that answer it as they should."""
+
+    def __init__(self, story: Story) -> None:
+        self.story, self.nodes = story, list[str]()
+        self.machine = Supervision(story.state, "/runs/a", story.t)
+        self.effects = self.machine.start(story.t)
+
+    def joins(self, node: str, **said: Any) -> list[Effect]:
+        self.nodes.append(node)
+        known = self.story.state.nodes[node].incarnation
+        greeting = hello(node, incarnation=known, **said)
+        effects = self.machine.joined(node, len(self.nodes), greeting, self.story.t)
+        self.machine.check()
+        return effects
+
+    def hears(self, node: str, message: Heard) -> list[Effect]:
+        effects = self.machine.heard(node, self.nodes.index(node) + 1, message, self.story.t)
+        self.machine.check()
+        return effects
+
+    def waits(self, seconds: float, beating: Sequence[str] | None = None) -> list[Effect]:
+        """Heartbeats come from all that have joined, or from these only."""
+        effects: list[Effect] = []
+        for _ in range(round(seconds / WATCH_INTERVAL_S)):
+            self.story.t += WATCH_INTERVAL_S
+            for node in self.nodes if beating is None else beating:
+                effects += self.hears(node, msg.Beat(1, []))
+            effects += self.machine.tick(self.story.t)
+        return effects
+
+    def fenced(self, attempt: int) -> None:
+        self.machine.fenced(attempt, "", self.story.t)
+
+    def told(self) -> dict[str, msg.Launch]:
+        """After all work that is to be done at once."""
+        effects: list[Effect] = []
+        while self.machine.has_work:
+            effects += self.machine.work(self.story.t)
+        return launches(effects)

@@ -1,0 +1,81 @@
+"""How a supervisor leaves: not before the newest checkpoint is on storage, if that can be had."""
+
+from __future__ import annotations
+
+from jurymast.core import messages as msg
+from jurymast.core.effects import AskSuperseded, Effect, Send
+from jurymast.core.nodes.heartbeat import LIMIT_MAX_S
+from jurymast.core.run.state import Phase
+from support.stories import Story
+from support.successor import Successor
+
+
+def image(rank: int, tier: str = "memory") -> msg.CopyReport:
+    return msg.CopyReport(step=8, attempt=1, rank=rank, world=2, tier=tier, part="all", size_bytes=9)
+
+
+def requeued() -> tuple[Story, str, str]:
+    """A node of three is lost, and there is no spare: the story, and the two that are left."""
+    story = Story(active=3, spares=0).running()
+    one, other, out = story.state.placement
+    story.lost(out)
+    story.stopped()
+    assert story.state.phase is Phase.REQUEUED
+    return story, one, other
+
+
+def written(effects: list[Effect]) -> dict[str, msg.Drain]:
+    """Who is to write, and what."""
+    sent = [effect for effect in effects if isinstance(effect, Send)]
+    return {one.node: one.message for one in sent if isinstance(one.message, msg.Drain)}
+
+
+def sent_home(effects: list[Effect]) -> bool:
+    return any(isinstance(effect, Send) and isinstance(effect.message, msg.Leave) for effect in effects)
+
+
+def test_a_successor_waits_for_what_agents_hold_before_it_lets_them_go() -> None:
+    """The one before it died while the newest checkpoint was on its way: it is in memory only."""
+    story, one, other = requeued()
+    after = Successor(story)
+    assert AskSuperseded() not in after.effects
+    effects = [*after.joins(one, copies=(image(0),)), *after.waits(0.5)]
+    assert (written(effects), sent_home(effects)) == ({}, False)
+    orders = written([*after.joins(other, copies=(image(1),)), *after.waits(0.5)])
+    assert {node: order.ranks for node, order in orders.items()} == {one: (0,), other: (1,)}
+    for node, order in orders.items():
+        assert not sent_home(after.waits(0.5))
+        after.hears(node, msg.Drained(id=order.id, tier="shared", ok=True, size_bytes=9, why=""))
+    assert sent_home(after.waits(0.1))
+
+
+def test_who_never_comes_is_not_waited_for_longer_than_at_any_take_over() -> None:
+    story, one, _ = requeued()
+    after = Successor(story)
+    after.joins(one, copies=(image(0),))
+    effects = after.waits(LIMIT_MAX_S)
+    assert sent_home(effects)
+    assert story.state.phase is Phase.REQUEUED
+
+
+def test_another_writes_what_a_node_that_is_lost_meanwhile_has_not_written() -> None:
+    story, one, other = requeued()
+    after = Successor(story)
+    after.joins(one, copies=(image(0), image(1, "peer")))
+    effects = after.joins(other, copies=(image(1),))
+    assert set(written([*effects, *after.waits(0.1)])) == {one, other}
+    orders = written(after.waits(LIMIT_MAX_S, beating=(one,)))
+    assert orders[one].ranks == (0, 1)
+    after.hears(one, msg.Drained(id=orders[one].id, tier="shared", ok=True, size_bytes=18, why=""))
+    effects = after.waits(2.0, beating=())
+    assert sent_home(effects)
+    assert "lost" not in " ".join(text for _, text in story.state.notes)
+
+
+def test_a_checkpoint_that_does_not_get_to_storage_is_told_of() -> None:
+    story, one, other = requeued()
+    after = Successor(story)
+    for rank, node in enumerate((one, other)):
+        after.joins(node, copies=(image(rank),))
+    assert not sent_home(after.waits(62.0))
+    assert "the storage is slow, or it hangs" in story.state.saved["shared"].error
