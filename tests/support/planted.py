@@ -97,9 +97,9 @@ def of(*kinds: str) -> Plans:
     return partial(random_plan, only=kinds)
 
 
-def exactly(faults: Callable[[Random], tuple[Fault, ...]], *, room: int = 8) -> Plans:
+def exactly(faults: Callable[[Random], tuple[Fault, ...]]) -> Plans:
     """On four nodes, of which n2 and n3 get ranks, and n1 and n4 their replicas; n1 is the batch host."""
-    return lambda seed: Plan(seed, 2, 2, 1, 5, room, faults(Random(seed)))
+    return lambda seed: Plan(seed, 2, 2, 1, 5, 8, faults(Random(seed)))
 
 
 def _no_link_to_the_holder(chance: Random) -> tuple[Fault, ...]:
@@ -115,9 +115,10 @@ def _taken_over_while_a_launch_is_due(chance: Random) -> tuple[Fault, ...]:
 
 
 def _only_storage_is_left(chance: Random) -> tuple[Fault, ...]:
-    """And the node of rank 0 does not see it."""
+    """n3 is lost together with n4, and the node of rank 0 does not see storage."""
     at = chance.uniform(7.0, 12.0)
-    return Fault(at - 0.1, "unmounted", node=1, seconds=20.0), Fault(at, "power", node=2)
+    unseen = Fault(at - 0.1, "unmounted", node=1, seconds=20.0)
+    return unseen, Fault(at, "power", node=2), Fault(at, "power", node=3)
 
 
 def _away_for_a_moment(chance: Random) -> tuple[Fault, ...]:
@@ -151,7 +152,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         [(run, "_HANDLERS", {**_handlers, ev.AttemptFound: _nothing})],
     ),
     "B6: ranks start from 0 where storage is not mounted": (
-        exactly(_only_storage_is_left, room=0),
+        exactly(_only_storage_is_left),
         [(RunState, "saved_on", _zero)],
     ),
     "1: nodes go before the newest checkpoint is on storage": (
@@ -161,7 +162,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "2: nodes are told different states": (of(), [(restoring.Restore, "message", _mixed)]),
     "3: ranks go on beside those of the next attempt": (of(), [(SimHost, "_leave", _leave_nobody)]),
     "4: nobody is told what is on storage": (
-        exactly(_only_storage_is_left, room=0),
+        exactly(_only_storage_is_left),
         [(cp, "plan_restore", _memory_only), (RunState, "saved_on", _zero)],
     ),
     "5: what is safe is told once only": (
