@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
+from jurymast.core.checkpoints.copies import MEMORY, SHARED
 from jurymast.core.run.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.recovery import not_stopped
@@ -352,6 +353,16 @@ def test_reports_of_an_earlier_attempt_change_nothing() -> None:
     for event in late:
         assert story.feed(event) == []
     assert asdict(story.state) == asdict(before)
+
+
+def test_what_was_restored_from_storage_is_there_whoever_said_so_before() -> None:
+    """A write that lost a node before it could say that it was done counts as failed, and was complete."""
+    story = Story().allocated().ranks_up()
+    assert story.state.saved_on(SHARED) == 0
+    story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=5, tier=SHARED, seconds=1.0))
+    assert story.state.saved_on(SHARED) == 5
+    story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=9, tier=MEMORY, seconds=1.0))
+    assert story.state.saved_on(SHARED) == 5
 
 
 def test_a_save_moves_the_step_on() -> None:

@@ -410,6 +410,10 @@ def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
         return []
     for key in [key for key in state.unrestored if key[0] == event.step]:
         del state.unrestored[key]  # it can be had after all
+    if event.tier == SHARED and event.step:
+        # It is there, although a node that was lost may have said nothing of its part of it.
+        tier = state.saved.setdefault(SHARED, TierState(at=event.t))
+        tier.step = max(tier.step or 0, event.step)
     incident = state.incident
     if incident is None:
         return []
