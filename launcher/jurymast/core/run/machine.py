@@ -65,10 +65,13 @@ def step_quietly(
         and len(ports) == len(nodes)
         and all(ports)
     ):
-        if not recovery.others_run(state, names) or not all(name in state.nodes for name in nodes):
+        known = [state.nodes[name] for name in nodes if name in state.nodes]
+        if len(known) < len(nodes) or any(node.role is Role.JOINING for node in known):
             return False
-        for name, port in zip(nodes, ports, strict=True):
-            state.nodes[name].ready, state.nodes[name].store_port = True, port
+        if not recovery.others_run(state, names):
+            return False
+        for node, port in zip(known, ports, strict=True):
+            node.ready, node.store_port = True, port
         state.stopped |= names
         state.finished -= names
         return True
@@ -267,6 +270,8 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     node.ready, node.store_port = event.store_port != 0, event.store_port
     if not node.ready and node.role in (Role.ACTIVE, Role.SPARE):
         node.become(Role.JOINING, "its torchrun host died, another is warming up", event.t)
+    elif node.ready and node.role is Role.JOINING:  # it was ready before, as the journal does not know
+        node.become(Role.SPARE, "ready", event.t)
     unasked = state.phase is Phase.RUNNING and event.node in state.places and event.node not in state.finished
     if unasked and event.attempt == state.attempt:
         # Said while no supervisor listened, and the reason with it.
