@@ -1,0 +1,27 @@
+"""What the documents point to is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "launcher" / "jurymast"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+MAPS = [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"]
+BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", BLOCK.sub("", document.read_text()))
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", MAPS, ids=lambda path: path.name)
+def test_files_that_decide_something_are_where_the_map_says(document: Path) -> None:
+    named = re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", BLOCK.sub("", document.read_text()))
+    assert len(named) > 10
+    assert [path for path in named if not (PACKAGE / path).exists() and not (ROOT / path).exists()] == []
