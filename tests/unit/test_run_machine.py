@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.core import events as ev
-from jurymast.core.checkpoints.copies import MEMORY, SHARED
 from jurymast.core.run.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.recovery import not_stopped
@@ -353,32 +352,6 @@ def test_reports_of_an_earlier_attempt_change_nothing() -> None:
     for event in late:
         assert story.feed(event) == []
     assert asdict(story.state) == asdict(before)
-
-
-def test_a_node_that_has_stopped_ranks_of_an_attempt_that_the_journal_lacks_can_be_used() -> None:
-    story = Story(active=2, spares=0).submitted()
-    started = ev.AllocationStarted(
-        t=story.t, slurm_job="1", restarts=0, nodes=("n1", "n2"), host="n1", eligible_at=START
-    )
-    story.feed(started)
-    story.join("n1")
-    joined = ev.NodeJoined(
-        t=story.t, node="n2", address="10.0.0.2", incarnation="n2-1", pid=1, boot_id="b", gpus=0
-    )
-    story.feed(joined)
-    story.feed(ev.AttemptFound(t=story.t, node="n2", attempt=1))
-    story.feed(ev.WorkersStopped(t=story.t, node="n2", attempt=1, store_port=29000))
-    assert story.last(Launch).attempt == 2
-
-
-def test_what_was_restored_from_storage_is_there_whoever_said_so_before() -> None:
-    """A write that lost a node before it could say that it was done counts as failed, and was complete."""
-    story = Story().allocated().ranks_up()
-    assert story.state.saved_on(SHARED) == 0
-    story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=5, tier=SHARED, seconds=1.0))
-    assert story.state.saved_on(SHARED) == 5
-    story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=9, tier=MEMORY, seconds=1.0))
-    assert story.state.saved_on(SHARED) == 5
 
 
 def test_a_save_moves_the_step_on() -> None:

@@ -425,6 +425,24 @@ def test_the_next_to_take_over_are_spares_first_and_never_this_node() -> None:
     assert heirs() == {"n4": 0, "n5": 1, "n2": 2}
 
 
+def test_who_cannot_find_the_supervisor_as_storage_hangs_is_waited_for() -> None:
+    ears = Ears()
+    ears.state.phase = Phase.STARTING
+    ears.watch.take_over(ears.now)
+    ears.joins("n1", 2)
+    for waited in range(1, 61):
+        ears.does(ears.watch.storage_waits(float(waited), ears.now))
+        ears.passes(1.0, beating=("n1",))
+    assert not ears.lost()
+    (note,) = [event for event in ears.events() if isinstance(event, ev.Noted)]
+    assert "2 nodes that are to come back can find the supervisor only there" in note.message
+    assert ears.watch.patient_until > ears.now
+    ears.does(ears.watch.storage_waits(0.0, ears.now))
+    ears.joins("n2", 2)
+    ears.passes(LIMIT_MAX_S + COMES_S, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+
+
 def test_nodes_that_failed_or_never_came_are_not_waited_for() -> None:
     ears = Ears()
     ears.state.nodes["n2"].role, ears.state.nodes["n3"].incarnation = Role.FAILED, ""

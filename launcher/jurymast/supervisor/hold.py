@@ -19,11 +19,17 @@ class Hold:
     def __init__(self, epochs: Path, epoch: int) -> None:
         self.epoch = epoch
         self.silent = False
+        self._asked_at: float | None = None
         self._epochs = epochs
         self._keeping: asyncio.Future[None] | None = None
 
     def begin(self) -> None:
         self._keeping = asyncio.ensure_future(self._keep())
+
+    @property
+    def waits_s(self) -> float:
+        """How long the run directory has owed an answer; 0.0: it owes none."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     async def taken_over(self) -> None:
         """Returns when another supervisor has taken over."""
@@ -35,6 +41,7 @@ class Hold:
         the recovery. One that fails does not either: what a superseded supervisor decides reaches nobody,
         for agents listen to the newest that they find."""
         for count in itertools.count():
+            self._asked_at = time.monotonic()
             try:
                 if await self._newest() > self.epoch:  # first: a newer one's pulse is not to be written over
                     print(f"epoch {self.epoch}: a newer supervisor has taken over", flush=True)
@@ -43,6 +50,7 @@ class Hold:
                     await asyncio.to_thread(endpoint.pulse, self._epochs, self.epoch, count)
             except OSError as error:
                 print(f"epoch {self.epoch}: {error}", flush=True)
+            self._asked_at = None
             await asyncio.sleep(endpoint.PULSE_INTERVAL_S)
 
     async def is_superseded(self) -> bool:

@@ -205,7 +205,7 @@ class Supervisor:
     async def _tick(self) -> None:
         while not self._over.is_set():
             await asyncio.sleep(self._machine.interval_s)
-            self._do(self._machine.tick(self.now()))
+            self._do(self._machine.tick(self.now(), storage_waits_s=self._hold.waits_s))
 
     async def _give_way(self) -> None:
         """Once another has taken over, nothing is this one's to decide or to end any more."""

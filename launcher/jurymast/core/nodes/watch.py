@@ -55,6 +55,8 @@ LATE_S, LENIENT_S = 0.5, 2.0
 # greeting may be lost), and so long at most.
 AFTER_OTHERS_S, ABANDONED_LIMIT_S = 0.8, 3.0
 NEARLY_ALL = 0.98
+# A run directory that has not answered for so long hangs: agents that look for this supervisor look there.
+STORAGE_HANGS_S = 1.5
 # An answered heartbeat may come so much of the interval early: no other will come just in time.
 EARLY = 0.8
 
@@ -103,6 +105,8 @@ class Watch:
         self._heirs = Heirs(state, self.here)
         self._doubted: set[str] = set()
         self._isolated_since: float | None = None
+        self._unfindable = False  # who is to come back cannot find this supervisor
+        self.patient_until = -math.inf  # so long nobody is to be blamed for not having come back
 
     # Connections.
 
@@ -219,6 +223,29 @@ class Watch:
         if self._is_newest(node, connection):
             self.nodes[node].heard += 1
 
+    def storage_waits(self, seconds: float, now: float) -> list[Effect]:
+        """The run directory was asked for something so long ago and has not answered; 0.0: it has."""
+        before, self._unfindable = self._unfindable, False
+        if seconds <= STORAGE_HANGS_S:
+            return []
+        looking = sum(w.away is not None and w.away.how == "silent" for w in self.nodes.values())
+        if not looking:
+            return []
+        self._unfindable = True
+        self.patient_until = now + rejoin_limit_s(len(self._state.nodes))
+        if before:
+            return []
+        text = (
+            f"the run directory does not answer: {looking} nodes that are to come back can find the "
+            "supervisor only there, and are waited for until it does"
+        )
+        return [Record(ev.Noted(t=now, message=text))]
+
+    def _wait_for_storage(self, counted_s: float) -> None:
+        for watch in self.nodes.values():
+            if watch.away is not None and watch.away.how == "silent":
+                watch.away.limit_s += counted_s
+
     def tick(self, now: float) -> list[Effect]:
         """Who is lost by now."""
         before = self.clock.now
@@ -230,6 +257,8 @@ class Watch:
         is_late = counted_s > ON_TIME_S
         if is_late:
             self._was_late(late_s, counted_s)
+        if self._unfindable:
+            self._wait_for_storage(counted_s)
         if self.ending:
             return effects
         self._heirs.look(self.clock.now)

@@ -195,8 +195,10 @@ class Supervision:
         """Until the next tick."""
         return STEADY_INTERVAL_S if self.steady else WATCH_INTERVAL_S
 
-    def tick(self, now: float) -> list[Effect]:
-        out = self._do(self.watch.tick(now), now)
+    def tick(self, now: float, *, storage_waits_s: float = 0.0) -> list[Effect]:
+        """`storage_waits_s`: so long ago the run directory was asked for something and has not answered."""
+        out = self._do(self.watch.storage_waits(storage_waits_s, now), now)
+        out += self._do(self.watch.tick(now), now)
         out += self._do(self.departure.tick(now), now)
         if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED or self.watch.cut_off:
             return out
@@ -210,6 +212,8 @@ class Supervision:
             out += self._saved_first(by, in_time, now)
         out += self._do(self._hangs.tick(now), now)
         out += self._do(self._sick.tick(now), now)
+        if self.state.phase is Phase.STOPPING and now < self.watch.patient_until:
+            return out  # who cannot be told to stop is not late with it
         return out + self.record(ev.Tick(t=now))
 
     @property

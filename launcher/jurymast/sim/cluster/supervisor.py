@@ -101,6 +101,7 @@ class SimSupervisor:
         self.superseded = False
         self.epoch = 0
         self._offset = 0.0
+        self._asked_at: float | None = None  # the run directory, of whatever it has not answered yet
         self._silent = False
         self._channels: dict[str, Connection] = {}
         self._numbers: dict[Connection, tuple[str, int]] = {}  # node, and number
@@ -202,12 +203,14 @@ class SimSupervisor:
             return disk.newest_epoch(name)
 
         def held(newest: int | OSError) -> None:
+            self._asked_at = None
             if not isinstance(newest, OSError) and newest > self.epoch:
                 self.superseded = True
                 self.end()
                 return
             self.world.after(PULSE_INTERVAL_S, self.process, self._hold, count + 1)
 
+        self._asked_at = self.world.now
         self.cluster.storage.do(name, self.process, beat, held)
 
     # ---- effects
@@ -285,7 +288,8 @@ class SimSupervisor:
             self.machine.worked(WORK_S, self.now)
 
     def _tick(self) -> None:
-        self._do(self.machine.tick(self.now))
+        waits_s = 0.0 if self._asked_at is None else self.world.now - self._asked_at
+        self._do(self.machine.tick(self.now, storage_waits_s=waits_s))
         self.world.after(self.machine.interval_s, self.process, self._tick)
 
     def _fence(self, attempt: int) -> None:
