@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jurymast.health import probe as health
-from jurymast.health.probe import Context, Finding, Probe, Verdict
+from jurymast.health.probe import HOST, Context, Finding, Probe, Verdict
 
 NAME = "nvidia"
 AMD_DRIVER = Path("/dev/kfd")
@@ -39,7 +38,7 @@ def _unseen(context: Context, why: str) -> Probe | None:
     if not context.gpus or AMD_DRIVER.exists():
         return None
     message = f"{context.gpus} GPUs were granted here, but nothing can be seen of them: {why}"
-    return _Unseen("gpus-unseen", Verdict.UNKNOWN, health.HOST, message)
+    return _Unseen("gpus-unseen", Verdict.UNKNOWN, HOST, message)
 
 
 class _Unseen:

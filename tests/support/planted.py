@@ -19,8 +19,7 @@ from jurymast.core.effects import Send
 from jurymast.core.nodes import heartbeat, lateness
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.watch import Watch
-from jurymast.core.run import machine as run
-from jurymast.core.run import recovery
+from jurymast.core.run import machine, recovery
 from jurymast.core.run.state import RunState
 from jurymast.sim.cluster.agent import SimHost
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
@@ -81,7 +80,7 @@ def _long_patience(heartbeat_s: float, nodes: int, late_s: float = 0.0) -> float
 _plan_restore, _launch, _message, _leave = (
     cp.plan_restore, recovery._launch, restoring.Restore.message, SimHost._leave
 )  # fmt: skip
-_handlers = run._HANDLERS
+_handlers = machine._HANDLERS
 
 
 def _nothing(*_: Any, **__: Any) -> list[Any]:
@@ -149,7 +148,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "B5: attempts that the journal lacks are ignored": (
         of("storage full", "storage hangs", "supervisor", "rank"),
-        [(run, "_HANDLERS", {**_handlers, ev.AttemptFound: _nothing})],
+        [(machine, "_HANDLERS", {**_handlers, ev.AttemptFound: _nothing})],
     ),
     "B6: ranks start from 0 where storage is not mounted": (
         exactly(_only_storage_is_left),

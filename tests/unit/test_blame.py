@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from jurymast.core import events as ev
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.run import attribution, clues, recovery
-from jurymast.core.run import machine as run
+from jurymast.core.run import attribution, clues, machine, recovery
 from jurymast.core.run.blame import HOUR_S, PER_HOUR, acts, escalated
 from jurymast.core.run.causes import CAUSES, FROM_FINDINGS
 from jurymast.core.run.clues import exception_class
@@ -216,7 +215,7 @@ def test_what_exceptions_speak_of(text: str, expected: str) -> None:
 def test_every_class_that_the_code_can_name_is_in_the_table_and_the_reverse() -> None:
     """Classes are the words in the sources that look like one; what somebody asks for is put together."""
     named = set(FROM_FINDINGS) | {f"{asked}_asked" for asked in ("restart", "drain", "rollback")}
-    for module in (attribution, clues, recovery, run):
+    for module in (attribution, clues, recovery, machine):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         words = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         named |= {

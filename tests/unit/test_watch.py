@@ -435,7 +435,7 @@ def test_who_cannot_find_the_supervisor_as_storage_hangs_is_waited_for() -> None
         ears.passes(1.0, beating=("n1",))
     assert not ears.lost()
     (note,) = [event for event in ears.events() if isinstance(event, ev.Noted)]
-    assert "2 nodes that are to come back can find the supervisor only there" in note.message
+    assert "n2, n3 can find the supervisor only there to come back" in note.message
     assert ears.watch.patient_until > ears.now
     ears.does(ears.watch.storage_waits(0.0, ears.now))
     ears.joins("n2", 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jurymast.core.nearest import did_you_mean
-from jurymast.core.nodes import findings as health
+from jurymast.core.nodes import findings
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.health.probe import Context
 from jurymast.reference import Xid, recovery_actions, thresholds, xids
@@ -11,11 +11,11 @@ from jurymast.reference import Xid, recovery_actions, thresholds, xids
 TEXT_MAX = 200
 # What a policy may say of a code (health.xid), as a verdict and a kind.
 READINGS = {
-    "ok": (Verdict.OK, health.SYMPATHETIC),
-    "suspect": (Verdict.SUSPECT, health.HARDWARE),
-    "bad": (Verdict.BAD, health.HARDWARE),
-    "application": (Verdict.UNKNOWN, health.APPLICATION),
-    "sympathetic": (Verdict.UNKNOWN, health.SYMPATHETIC),
+    "ok": (Verdict.OK, findings.SYMPATHETIC),
+    "suspect": (Verdict.SUSPECT, findings.HARDWARE),
+    "bad": (Verdict.BAD, findings.HARDWARE),
+    "application": (Verdict.UNKNOWN, findings.APPLICATION),
+    "sympathetic": (Verdict.UNKNOWN, findings.SYMPATHETIC),
 }
 
 
@@ -41,7 +41,7 @@ def reading(code: int, text: str, context: Context) -> tuple[Verdict, str]:
         return READINGS[context.xid[str(code)]]
     entry = xids().get(code)
     if entry is None:
-        return Verdict.UNKNOWN, health.HARDWARE
+        return Verdict.UNKNOWN, findings.HARDWARE
     return (_recommended(text, entry) if entry.group == "text" else entry.verdict), entry.kind
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from jurymast.core import events as ev
 from jurymast.core.effects import Effect, Record, SaveFirst
 from jurymast.core.messages import Beat
-from jurymast.core.nodes import slowness as straggler
+from jurymast.core.nodes import slowness
 from jurymast.core.nodes.slowness import Timed, Windows
 from jurymast.core.run.state import Phase, RunState
 
@@ -40,7 +40,7 @@ class Stragglers:
             if times[0]:
                 found = self._windows.report(first + local_rank, node, Timed(*times))
                 if found is not None:
-                    effects += self._found(straggler.told(state, now, *found))
+                    effects += self._found(slowness.told(state, now, *found))
         return effects
 
     def saved(self, why: str, now: float) -> list[Effect]:
@@ -49,8 +49,8 @@ class Stragglers:
         return [] if event is None else [Record(replace(event, t=now))]
 
     def _found(self, event: ev.Straggling) -> list[Effect]:
-        current = straggler.is_current(self._state, event)
-        if not current or straggler.refusal(self._state, event, saved=True):
+        current = slowness.is_current(self._state, event)
+        if not current or slowness.refusal(self._state, event, saved=True):
             return [Record(event)]
         why = f"the swap of {event.node}, which is slow"
         is_new = why not in self._waiting

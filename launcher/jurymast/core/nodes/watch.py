@@ -32,6 +32,7 @@ from jurymast.core.nodes.heirs import Heirs
 from jurymast.core.nodes.lateness import Lateness
 from jurymast.core.nodes.reports import Reports
 from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.texts import NODES_TOLD, some
 
 # Between two ticks.
 WATCH_INTERVAL_S = 0.05
@@ -228,7 +229,7 @@ class Watch:
         before, self._unfindable = self._unfindable, False
         if seconds <= STORAGE_HANGS_S:
             return []
-        looking = sum(w.away is not None and w.away.how == "silent" for w in self.nodes.values())
+        looking = [name for name, watch in self.nodes.items() if watch.away and watch.away.how == "silent"]
         if not looking:
             return []
         self._unfindable = True
@@ -236,8 +237,8 @@ class Watch:
         if before:
             return []
         text = (
-            f"the run directory does not answer: {looking} nodes that are to come back can find the "
-            "supervisor only there, and are waited for until it does"
+            f"the run directory does not answer: {some(looking, NODES_TOLD)} can find the supervisor only "
+            "there to come back, and time for that counts again once it answers"
         )
         return [Record(ev.Noted(t=now, message=text))]
 

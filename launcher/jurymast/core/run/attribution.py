@@ -27,8 +27,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from jurymast.core.events import Asked, NodeLost, RanksHung, StacksTaken, Straggling, WorkerFailed
-from jurymast.core.nodes import findings as health
-from jurymast.core.nodes import stacks
+from jurymast.core.nodes import findings, stacks
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.run import causes, clues
 from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
@@ -46,10 +45,10 @@ MANY_LOST, MANY_LOST_FRACTION = 2, 0.1
 LOCAL_PATHS = ("/tmp", "/var/tmp", "/dev/shm")
 
 # Ends of ranks that a broken machine explains as well as the program, by the kinds of findings that do.
-_MACHINE = (health.HARDWARE, health.HOST)
+_MACHINE = (findings.HARDWARE, findings.HOST)
 _EXPLAINED_BY = {
-    "worker_crash": (health.HARDWARE,),
-    "gpu_exception": (health.HARDWARE,),
+    "worker_crash": (findings.HARDWARE,),
+    "gpu_exception": (findings.HARDWARE,),
     "gpu_unavailable": _MACHINE,
     "bus_error": _MACHINE,
     "worker_killed": _MACHINE,
@@ -59,9 +58,9 @@ _EXPLAINED_BY = {
 _OF_ONE_NODE = ("bus_error", "shm_full", "gpu_unavailable", "disk_full")
 # What many nodes report at once comes to, by the kind of finding.
 _OF_MANY = {
-    health.NETWORK: "fabric_fault",
-    health.SYMPATHETIC: "fabric_fault",
-    health.STORAGE: "storage_failed",
+    findings.NETWORK: "fabric_fault",
+    findings.SYMPATHETIC: "fabric_fault",
+    findings.STORAGE: "storage_failed",
 }
 _KILLED = ("out_of_memory", "worker_killed", "bus_error", "shm_full")
 _CASCADES = ("communication", "collective_timeout", "worker_terminated")
@@ -171,11 +170,11 @@ def _collective_cause(
         raise ValueError("an incident without any finding has no cause")
     suspects = [
         (node, finding) for node, finding in around.near
-        if acts(finding) and (finding.kind != health.HOST or finding.verdict is Verdict.BAD)
+        if acts(finding) and (finding.kind != findings.HOST or finding.verdict is Verdict.BAD)
     ]  # fmt: skip
     if suspects:
         return _found_cause(suspects[:1])
-    storage = [f"{n}: {describe(f)}" for n, f in around.near if f.kind == health.STORAGE]
+    storage = [f"{n}: {describe(f)}" for n, f in around.near if f.kind == findings.STORAGE]
     if storage:
         return _cause("storage_failed", "", "; ".join(storage[:3]))
     if around.common:
@@ -270,7 +269,7 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     finding = around.against(first.node) if kind in causes.FROM_FINDINGS else None
     evidence += f"; {describe(finding)}" if finding else ""
     evidence += "".join(
-        f"; {describe(f)}" for n, f in around.near if n == first.node and f.kind == health.APPLICATION
+        f"; {describe(f)}" for n, f in around.near if n == first.node and f.kind == findings.APPLICATION
     )
     return Cause(
         kind, charged, nodes[0] if named else "", nodes, first.rank, first.exit_code, evidence,

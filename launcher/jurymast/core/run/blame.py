@@ -19,7 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from jurymast.core.events import HealthFound
-from jurymast.core.nodes import findings as health
+from jurymast.core.nodes import findings
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.run import causes
 from jurymast.core.run.instructions import Dismiss, Instruction, RaiseAlert
@@ -39,7 +39,7 @@ CLOCK_SLACK_S = 30.0
 ALERTS_KEPT = 100
 MANY = "many "  # the subject of an alert, before the group of findings
 
-ACTING_KINDS = (health.HARDWARE, health.NETWORK, health.HOST)
+ACTING_KINDS = (findings.HARDWARE, findings.NETWORK, findings.HOST)
 ACTING_VERDICTS = (Verdict.BAD, Verdict.SUSPECT)
 PAGE_FAULT, GRAPHICS_EXCEPTION = "xid-31", "xid-13"
 # The job's own use of memory, whatever the probe thinks of it; and what a SIGBUS may come from.
@@ -79,7 +79,7 @@ def take(state: RunState, event: HealthFound) -> Finding | None:
     told = [s.finding for s in _of_node(state, node.name, finding)] + ([known] if known else [])
     if any(f.verdict is finding.verdict and abs(f.at - finding.at) <= DUPLICATE_S for f in told):
         return None
-    if finding.kind in (health.SYMPATHETIC, health.APPLICATION) or finding.verdict in ACTING_VERDICTS:
+    if finding.kind in (findings.SYMPATHETIC, findings.APPLICATION) or finding.verdict in ACTING_VERDICTS:
         _remember(state, Sighting(state.now, node.name, _group(finding), finding))
     return finding
 
@@ -134,15 +134,15 @@ def is_bad(finding: Finding) -> bool:
 
 def worked_around(state: RunState, finding: Finding) -> bool:
     """Ranks can do without one network device of several: the agent sees to that at each launch."""
-    network = finding.kind == health.NETWORK and finding.verdict is Verdict.SUSPECT
+    network = finding.kind == findings.NETWORK and finding.verdict is Verdict.SUSPECT
     return network and state.settings.workaround
 
 
 def speaks(finding: Finding) -> bool:
     """Whether a finding can explain the end of ranks: what acts, and what is nobody's fault."""
-    if finding.kind == health.APPLICATION or finding.code in (OOM_KILL, SHM_FULL):
+    if finding.kind == findings.APPLICATION or finding.code in (OOM_KILL, SHM_FULL):
         return True
-    return finding.verdict in ACTING_VERDICTS and finding.kind != health.SYMPATHETIC
+    return finding.verdict in ACTING_VERDICTS and finding.kind != findings.SYMPATHETIC
 
 
 def describe(finding: Finding) -> str:
@@ -177,7 +177,7 @@ def escalated(state: RunState, name: str, finding: Finding) -> Finding:
             return finding
         message = f"{finding.message}; {FATAL_TIMES} fatal ones within a day: contact the vendor's support"
         return replace(finding, message=message)
-    if finding.kind != health.APPLICATION or _elsewhere(state, name, finding):
+    if finding.kind != findings.APPLICATION or _elsewhere(state, name, finding):
         return finding
     unit = _UNIT.search(finding.message)
     if finding.code == GRAPHICS_EXCEPTION:
@@ -189,7 +189,7 @@ def escalated(state: RunState, name: str, finding: Finding) -> Finding:
         return finding
     where = f" on GPC {unit[1]}, TPC {unit[2]}" if unit and finding.code == GRAPHICS_EXCEPTION else ""
     message = f"{finding.message}; {len(here)} times within a day{where} of this GPU, and on no other"
-    return replace(finding, verdict=Verdict.SUSPECT, kind=health.HARDWARE, message=message)
+    return replace(finding, verdict=Verdict.SUSPECT, kind=findings.HARDWARE, message=message)
 
 
 def _is_fatal(finding: Finding) -> bool:
@@ -215,13 +215,13 @@ def _elsewhere(state: RunState, name: str, finding: Finding) -> bool:
 
 def _group(finding: Finding) -> str:
     """What is counted together: networks and storage fail in many ways at once."""
-    return finding.kind if finding.kind in (health.NETWORK, health.STORAGE) else finding.code
+    return finding.kind if finding.kind in (findings.NETWORK, findings.STORAGE) else finding.code
 
 
 def on_many(state: RunState, finding: Finding) -> str:
     """Why nobody is blamed for `finding`, when many nodes show the like at once; else ""."""
-    sympathetic = finding.kind == health.SYMPATHETIC
-    if finding.kind == health.APPLICATION or not (sympathetic or finding.verdict in ACTING_VERDICTS):
+    sympathetic = finding.kind == findings.SYMPATHETIC
+    if finding.kind == findings.APPLICATION or not (sympathetic or finding.verdict in ACTING_VERDICTS):
         return ""
     group, run_nodes, together_s = _group(finding), state.active + state.spares, state.settings.together_s
     alert = _open_alert(state, f"{MANY}{group}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jurymast.core.nodes import findings as health
+from jurymast.core.nodes import findings
 
 INFRASTRUCTURE = "infrastructure"
 APPLICATION = "application"
@@ -110,11 +110,11 @@ _CLASSES = (
 CAUSES = {cause.name: cause for cause in _CLASSES}
 
 # What a finding comes to as a cause, by its kind.
-_OF_KIND = {health.HARDWARE: "gpu", health.NETWORK: "network", health.HOST: "host"}
+_OF_KIND = {findings.HARDWARE: "gpu", findings.NETWORK: "network", findings.HOST: "host"}
 FROM_FINDINGS = frozenset(f"{name}_{verdict}" for name in _OF_KIND.values() for verdict in ("bad", "suspect"))
 
 
-def of_finding(finding: health.Finding) -> str:
+def of_finding(finding: findings.Finding) -> str:
     """The class of an incident that this finding, bad or suspect, is the cause of. KeyError: it is of a kind
     that no node answers for."""
     part = _OF_KIND[finding.kind]
