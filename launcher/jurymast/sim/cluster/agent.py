@@ -246,7 +246,6 @@ class SimAgent:
                 self.host = SimHost(self)
             case do.Prepare():
                 self.keeper.launch(effect.order, self.cluster.ranks_per_node)
-                self.cluster.oracle.launched(self.keeper, effect.order.restore)
                 self.world.after(
                     self.world.between(0.0, 0.05), self.process, self._prepared, effect.order.attempt
                 )

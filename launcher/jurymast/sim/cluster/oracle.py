@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from jurymast.core import effects as do
 from jurymast.core import events as ev
-from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import MEMORY, Key, age
 from jurymast.core.run.instructions import Finish, Requeue
 from jurymast.core.run.state import Phase
@@ -99,14 +98,6 @@ class Oracle:
 
     def lost(self, keeper: SimKeeper) -> None:
         self._shadow.pop(keeper, None)
-
-    def launched(self, keeper: SimKeeper, restore: msg.Restore | None) -> None:
-        """A rank has two slots: one is for what it restores, and the other for what it saves next, so what is
-        older there goes. If then the only copy of what was chosen turns out to be corrupt, that costs the
-        steps in between. (The choice itself was looked at.)"""
-        if restore is not None:
-            least, mine = (restore.attempt, restore.step), self._shadow.get(keeper, [])
-            self._shadow[keeper] = [i for i in mine if i.tier != MEMORY or age(i.key) >= least]
 
     def may_go(self, keeper: SimKeeper, committed: tuple[int, int]) -> None:
         mine = self._shadow.get(keeper, [])
