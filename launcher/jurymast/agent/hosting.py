@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from jurymast.agent.probing import Probing
 from jurymast.agent.ranks import RankMemory
 from jurymast.agent.stacks import Stacks
 from jurymast.agent.testing import Testing
+from jurymast.cluster.gpus import visible_gpus
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
@@ -53,7 +55,7 @@ class Hosting:
         self._evidence = Evidence()
         self._around = Around(plan.settings.workaround, probing.findings, driver.say)
         self._stacks = Stacks(directory, plan, temporary, driver.say)
-        self._testing = Testing(plan, here.visible_gpus(), environment, driver.say)
+        self._testing = Testing(plan, visible_gpus(os.environ), environment, driver.say)
         self._host: HostProcess | None = None
 
     async def close(self) -> None:

@@ -101,8 +101,3 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def visible_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return len([part for part in visible.split(",") if part.strip()])

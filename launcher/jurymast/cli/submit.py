@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jurymast.cli.find import default_runs
+from jurymast.cluster.batch_script import BatchScript, find_script, parse, read_script, wrapped
 from jurymast.cluster.sbatch_options import CommandLine, split_command_line
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
+    from jurymast.cluster.planning import Asked
     from jurymast.cluster.request import Request, Submitted
+    from jurymast.core.settings import RunPlan
     from jurymast.policy.resolve import Resolved
 
 
@@ -29,11 +32,32 @@ class SubmitCommand(click.Command):
             flag: not option.is_flag for option in options for flag in (*option.opts, *option.secondary_opts)
         }
         line = split_command_line(args, own)
-        context.meta["jurymast.line"] = line
-        return super().parse_args(context, line.own)
+        script = _batch_script(line, own)
+        context.meta["jurymast.line"], context.meta["jurymast.script"] = line, script
+        # What the command line says counts more: click takes the last.
+        return super().parse_args(context, [*(script.own if script else ()), *line.own])
 
     def collect_usage_pieces(self, context: click.Context) -> list[str]:
-        return ["[OPTIONS] [SBATCH OPTIONS] -- SCRIPT.py [ARGS]..."]
+        return [
+            "[OPTIONS] [SBATCH OPTIONS] -- SCRIPT.py [ARGS]...",
+            "",
+            "       or: ... JOB.sbatch [ARGS]...",
+        ]
+
+
+def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None:
+    """The batch script to submit, if it is one: a file, --wrap, or what comes on standard input."""
+    wrap = line.last("wrap")
+    if wrap is not None:
+        if line.script:
+            raise UsageError("--wrap takes the place of a script", hint="leave one of the two out")
+        line.script.append("wrap")
+        return wrapped(wrap)
+    if not line.script and not sys.stdin.isatty() and (text := sys.stdin.read()):
+        line.script.append("stdin")
+        return parse(text, "stdin", own)
+    path = find_script(line.script, Path.cwd())
+    return read_script(path, own) if path else None
 
 
 def _spares(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
@@ -49,7 +73,13 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
     epilog="All of sbatch's options are passed on to it (man sbatch), as are its SBATCH_* variables. "
     "Write -- -m MODULE to run a module instead of a script.",
 )
-@click.option("-N", "--nodes", type=click.IntRange(1), default=1, metavar="N", help="Active nodes.  [1]")
+@click.option(
+    "-N",
+    "--nodes",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Active nodes.  [as the batch script says, or 1]",
+)
 @click.option(
     "--spares", callback=_spares, metavar="N|auto", help="Nodes kept warm besides, ready to step in."
 )
@@ -75,9 +105,10 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
 def command(context: click.Context, /, **options: Any) -> int:
     """Submit a training script, with spare nodes, as a run that survives failures."""
     line: CommandLine = context.meta["jurymast.line"]
+    script: BatchScript | None = context.meta["jurymast.script"]
     runs = (options["runs"] or default_runs()).expanduser().absolute()
     policy = _policy(options["policy"], options["spares"])
-    request = _request(line, policy, options, runs)
+    request = _request(line, script, policy, options, runs)
     _note_unused(line, options["cluster"], policy)
     from jurymast.cluster.request import submit
 
@@ -124,29 +155,37 @@ def _policy(path: Path | None, spares: int | str | None) -> Resolved:
     return resolve(layers)
 
 
-def _request(line: CommandLine, policy: Resolved, options: dict[str, Any], runs: Path) -> Request:
+def _request(
+    line: CommandLine, script: BatchScript | None, policy: Resolved, options: dict[str, Any], runs: Path
+) -> Request:
     """Everything that can be found wrong without asking Slurm is found here."""
     from jurymast.cluster.earlier import with_earlier
     from jurymast.cluster.exclusions import keep_out
-    from jurymast.cluster.planning import Asked, make_plan
+    from jurymast.cluster.planning import Asked
     from jurymast.cluster.request import build_request, check_runs_directory
 
     asked = Asked(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
-    plan = make_plan(
-        asked,
-        line,
-        policy,
-        environment=os.environ,
-        working_directory=Path.cwd(),
-        python=sys.executable,
-    )
+    plan = _plan(asked, line, script, policy)
     check_runs_directory(runs)
     plan = with_earlier(plan, runs, plan.submitted_at)
     partition = line.last("partition") or os.environ.get("SBATCH_PARTITION", "")
     plan, notes = keep_out(plan, runs, partition, plan.submitted_at)
     for note in notes:
         click.echo(f"jurymast: note: {note}", err=True)
-    return build_request(plan, policy)
+    return build_request(plan, policy, script)
+
+
+def _plan(asked: Asked, line: CommandLine, script: BatchScript | None, policy: Resolved) -> RunPlan:
+    here: dict[str, Any] = {
+        "environment": os.environ, "working_directory": Path.cwd(), "python": sys.executable,
+    }  # fmt: skip
+    if script is None:
+        from jurymast.cluster.planning import make_plan
+
+        return make_plan(asked, line, policy, **here)
+    from jurymast.cluster.script_planning import make_script_plan
+
+    return make_script_plan(asked, script, line, policy, **here)
 
 
 def _note_unused(line: CommandLine, cluster: str, policy: Resolved) -> None:
@@ -184,11 +223,12 @@ def _announce(submitted: Submitted, options: dict[str, Any], runs: Path) -> None
         click.echo(";".join(filter(None, (submitted.job, submitted.slurm_cluster))))
         return
     spare = f" + {plan.spares} spare" if plan.spares else ""
+    nodes = "nodes" if plan.nodes > 1 else "node"
+    each = "" if plan.batch else f", {plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''} each"
     name = plan.run if runs == default_runs() else shlex.quote(plan.directory)
     click.echo(
         f"run        {plan.run}\n"
-        f"job        {submitted.job} ({plan.active} active{spare} node{'s' if plan.nodes > 1 else ''}, "
-        f"{plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''} each)\n"
+        f"job        {submitted.job} ({plan.active} active{spare} {nodes}{each})\n"
         f"directory  {plan.directory}\n"
         f"watch      jurymast status {name}\n"
         f"           jurymast logs {name} --follow"

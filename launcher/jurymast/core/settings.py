@@ -115,6 +115,8 @@ class RunPlan:
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False  # `script` is a module name, as with `python -m`
+    # Of a batch script: `script` is that script, and later the training that one of its steps runs.
+    batch: bool = False
     working_directory: str = "."
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()

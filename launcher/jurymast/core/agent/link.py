@@ -173,7 +173,7 @@ class Link:
                 self._patience_s = order.patience_s
                 self._kept = [one for one in self._kept if one[0] > order.heard]
             case msg.Leave():
-                return [Leave(order.over)]
+                return [Leave(order.over, order.exit_code)]
         return []
 
     def _peek_later(self) -> None:

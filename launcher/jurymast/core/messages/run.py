@@ -147,6 +147,7 @@ class GoOn(ToAgent, frozen=True, kw_only=True):
 
 
 class Leave(ToAgent, frozen=True, kw_only=True):
-    """Go home; `over`: so is the run."""
+    """Go home; `over`: so is the run, which ends with this `exit_code`."""
 
     over: bool = False
+    exit_code: int = 0

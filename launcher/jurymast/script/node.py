@@ -1,0 +1,108 @@
+"""A launcher of trainings, where a batch script calls it: in a training step it becomes the node's agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jurymast.cluster.gpus import visible_gpus
+from jurymast.processes import run_module
+from jurymast.rundir import RunDirectory, renew, write_atomically
+from jurymast.script import shims, torchrun
+from jurymast.script.say import say
+from jurymast.script.srun_options import Srun
+from jurymast.script.step import ANSWER, ASKED, Step, Training
+
+PYTHON_VARIABLE = "JURYMAST_LAUNCHER_PYTHON"
+POLL_S = 0.05
+# The step's front end is on the batch host; when that is gone for so long, so is the job.
+ANSWER_LIMIT_S = 600.0
+
+
+def run(launcher: str, arguments: list[str]) -> int:
+    """As a launcher's process: its exit code. Raises UsageError."""
+    folder = os.environ.get(shims.STEP_VARIABLE)
+    if folder:
+        return _join(Path(folder), launcher, arguments)
+    if "SLURM_STEP_ID" in os.environ or shims.RUN_VARIABLE not in os.environ:
+        say(f"{launcher}: this step was not seen to be a training, and runs without failure handling")
+        _really(launcher, arguments)
+    # In the script itself, on the batch host: as if srun had started it.
+    job = RunDirectory(os.environ[shims.RUN_VARIABLE])
+    command = (str(shims.folder(job) / shims.LAUNCHER), launcher, *arguments)
+    return Step(job).run(Srun((), command))
+
+
+def _really(launcher: str, arguments: list[str]) -> NoReturn:
+    python = _python()
+    module = "launch" if launcher == "launch" else "run"
+    os.execve(
+        python, [python, "-m", f"torch.distributed.{module}", *arguments], shims.without_shims(os.environ)
+    )
+
+
+def _python() -> str:
+    """The Python that the launcher would have run in."""
+    found = os.environ.get(PYTHON_VARIABLE)
+    if found:
+        return found
+    with open(shims.real("torchrun", os.environ), "rb") as file:
+        words = file.readline(4096).decode(errors="replace").removeprefix("#!").split()
+    return words[0] if words and "python" in words[0] else sys.executable
+
+
+def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
+    """Say what is to be trained, hear which run that is, and be its agent here."""
+    launch = torchrun.parse(arguments, os.environ, launch=launcher == "launch")
+    training = Training(
+        script=launch.script, arguments=launch.arguments, module=launch.module,
+        ranks=torchrun.rank_count(launch.ranks, visible_gpus(os.environ), len(os.sched_getaffinity(0))),
+        directory=os.getcwd(), python=_python(), taken_over=launch.taken_over,
+    )  # fmt: skip
+    node = os.environ.get("SLURMD_NODENAME", "")
+    number = 1
+    while (folder / f"joined-{number}-{node}").exists():
+        number += 1
+    (folder / f"joined-{number}-{node}").touch()
+    _ask(folder / ASKED.format(number), training)
+    answer = _await(folder / ANSWER.format(number))
+    if "exit_code" in answer:
+        return int(answer["exit_code"])
+    return _become_agent(training.python, answer["run"], answer["supervisor"], node)
+
+
+def _ask(path: Path, training: Training) -> None:
+    """All nodes ask for the same; the first one's word counts."""
+    if path.exists():
+        return
+    own = path.with_name(f".{path.name}-{os.environ.get('SLURMD_NODENAME', '')}")
+    write_atomically(own, json.dumps(training.to_json()).encode(), durable=False)
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        pass
+
+
+def _await(path: Path) -> dict[str, Any]:
+    end = time.monotonic() + ANSWER_LIMIT_S
+    while time.monotonic() < end:
+        try:
+            answer: dict[str, Any] = json.loads(path.read_bytes())
+            return answer
+        except FileNotFoundError:
+            renew(path.parent)
+        time.sleep(POLL_S)
+    raise TimeoutError(f"no word from the batch host within {ANSWER_LIMIT_S:g} s")
+
+
+def _become_agent(python: str, run_directory: str, supervisor: str, node: str) -> NoReturn:
+    log = RunDirectory(run_directory).submission / f"job-{os.environ['SLURM_JOB_ID']}-{node}.log"
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    agent = ["jurymast.agent", run_directory, "--supervisor", supervisor, "--node", node, "--as-launcher"]
+    os.execve(python, run_module(python, *agent), shims.without_shims(os.environ))

@@ -1,0 +1,67 @@
+"""What the ranks print, into the job's own output: there people look for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from jurymast.errors import RunDirectoryError
+from jurymast.journal import FileTail
+from jurymast.rundir import RunDirectory
+
+EVERY_S = 0.2
+READ_BYTES = 1 << 20
+# Of more ranks only the first is relayed: one process reads the logs of all.
+RANKS_MAX = 64
+
+
+class Relay:
+    """While it is entered, on a thread of its own; everything is there when it is left."""
+
+    def __init__(self, run: RunDirectory, descriptor: int = 1) -> None:
+        self._run, self._descriptor = run, descriptor
+        plan = run.plan()
+        self._few = plan.active * plan.ranks_per_node <= RANKS_MAX
+        self._first = self._attempt() + 1  # what earlier lives of the job printed is there already
+        self._tails: dict[Path, FileTail] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> Relay:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _attempt(self) -> int:
+        try:
+            return self._run.newest_attempt()
+        except RunDirectoryError:
+            return 0
+
+    def _follow(self) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(EVERY_S)
+            for attempt in range(self._first, self._attempt() + 1):
+                for log in self._logs(attempt):
+                    self._copy(self._tails.setdefault(log, FileTail(log)), whole=over)
+
+    def _logs(self, attempt: int) -> list[Path]:
+        if self._few:
+            return self._run.rank_logs(attempt)
+        return [self._run.rank_log(attempt, 0)]
+
+    def _copy(self, tail: FileTail, *, whole: bool) -> None:
+        while lines := tail.lines(READ_BYTES, partial=whole):
+            data = b"".join(line + b"\n" for line in lines)
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+            if not tail.more:
+                return

@@ -1,0 +1,244 @@
+"""A training step of a batch script, on the batch host: srun starts its command on active and spare nodes,
+launchers in it become agents, and a supervisor decides for them.
+
+Front end and nodes meet in the step's folder: the first launcher says there what is to be trained, the front
+end answers which run that is and where its supervisor listens. A launcher that is called again on the same
+nodes is the next training of the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jurymast.cluster.agents import SURVIVE
+from jurymast.cluster.allocation import Allocation, announced_hosts
+from jurymast.cluster.batch import Batch
+from jurymast.cluster.script_planning import for_step
+from jurymast.errors import ClusterUnavailableError
+from jurymast.processes import name_process
+from jurymast.rundir import RunDirectory, make_folder, write_atomically
+from jurymast.script import shims
+from jurymast.script.relay import Relay
+from jurymast.script.say import say
+from jurymast.script.srun_options import Srun
+from jurymast.script.trainings import Trainings
+
+PROCESS_NAME = "jurymast-step"
+ASKED, ANSWER = "asked-{}.json", "answer-{}.json"
+POLL_S = 0.05
+# What a step's srun is told by us.
+OURS = frozenset({
+    "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "no-kill",
+    "overlap", "exact", "exclusive",
+})  # fmt: skip
+# Slurm ends a requeued job in seconds; whatever stands behind the step in the script must not begin.
+REQUEUE_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a launcher was asked to start, where."""
+
+    script: str
+    arguments: tuple[str, ...]
+    module: bool
+    ranks: int
+    directory: str
+    python: str
+    taken_over: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Training:
+        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**kept)
+
+
+def true_variables_file(job: RunDirectory) -> Path:
+    """Slurm's own values of the variables that the batch script sees narrowed."""
+    return job.submission / "variables.json"
+
+
+class StepAgents:
+    """The agents of a step, which began as launchers: they wait for where the supervisor listens."""
+
+    def __init__(self, answer: Path, run_directory: str, process: subprocess.Popen[bytes]) -> None:
+        self._answer, self._run_directory, self._process = answer, run_directory, process
+
+    def start(self, port: int) -> None:
+        place = f"{announced_hosts()[0]}:{port}"
+        write_atomically(
+            self._answer,
+            json.dumps({"run": self._run_directory, "supervisor": place}).encode(),
+            durable=False,
+        )
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """What stands behind the launcher in the step's command runs on."""
+
+
+class Step:
+    """`job` is the run directory of the batch script."""
+
+    def __init__(self, job: RunDirectory) -> None:
+        self._job = job
+        self._plan = job.plan()
+        self._allocation = Allocation.load(job)
+        self._lost: set[str] = set()
+
+    @classmethod
+    def of_environment(cls) -> Step:
+        return cls(RunDirectory(os.environ[shims.RUN_VARIABLE]))
+
+    @property
+    def active(self) -> int:
+        return self._plan.active
+
+    def run(self, srun: Srun) -> int:
+        """The step's exit code, as srun would have it."""
+        name_process(PROCESS_NAME)
+        folder = self._new_folder()
+        process = self._start(srun, folder)
+        number = 1
+        while (training := _await_training(folder / ASKED.format(number), process)) is not None:
+            self._train(training, process, folder / ANSWER.format(number))
+            number += 1
+        return self._end(process, folder)
+
+    def _new_folder(self) -> Path:
+        steps = self._job.submission / "steps"
+        make_folder(steps)
+        number = 1
+        while True:
+            folder = steps / f"{self._allocation.key}-{number}"
+            try:
+                folder.mkdir(mode=0o700)
+                return folder
+            except FileExistsError:
+                number += 1
+
+    def _start(self, srun: Srun, folder: Path) -> subprocess.Popen[bytes]:
+        nodes = self._allocation.nodes
+        node_command = folder / "node"
+        shims.write_program(node_command, _node_command(folder, _seen(os.environ, self.active)))
+        command = [
+            shims.real("srun", os.environ),
+            *srun.without(OURS),
+            *SURVIVE,
+            "--overlap",
+            f"--nodes={len(nodes)}",
+        ]
+        command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
+        command += [str(node_command), *srun.command]
+        # srun goes by them for how many nodes there are.
+        true = json.loads(true_variables_file(self._job).read_bytes())
+        environment = {**shims.with_shims(os.environ, self._job), **true}
+        environment[shims.STEP_VARIABLE] = str(folder)
+        return subprocess.Popen(command, env=environment)
+
+    def _train(self, training: Training, process: subprocess.Popen[bytes], answer: Path) -> None:
+        trainings = Trainings(self._job, self._allocation.key)
+        run, ended = trainings.claim(training.to_json())
+        if ended is not None:
+            say(f"{run.root.name} ended with code {ended} before the job was requeued; it is not run again")
+            write_atomically(answer, json.dumps({"exit_code": ended}).encode())
+            trainings.told(run)
+            return
+        plan = for_step(
+            self._plan, run.root, script=training.script, arguments=training.arguments,
+            module=training.module, ranks=training.ranks, working_directory=training.directory,
+            python=training.python,
+        )  # fmt: skip
+        run.save_plan(plan)
+        allocation = replace(
+            self._allocation, nodes=tuple(n for n in self._allocation.nodes if n not in self._lost)
+        )
+        log = os.open(
+            run.submission / f"job-{allocation.job}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+        )
+        agents = StepAgents(answer, str(run.root), process)
+        with Relay(run):
+            outcome = Batch(run, plan, allocation, agents, log).run()
+        os.close(log)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        if outcome["state"] == "requeued":
+            _await_end()
+        self._lost |= set(outcome["lost"])
+        trainings.told(run)
+
+    def _end(self, process: subprocess.Popen[bytes], folder: Path) -> int:
+        """Of the command on all nodes that are there: srun waits for lost ones as well."""
+        expected = [node for node in self._allocation.nodes if node not in self._lost]
+        while process.poll() is None:
+            codes = [_code(folder / f"ended-{node}") for node in expected]
+            if self._lost and None not in codes:
+                process.kill()
+                process.wait()
+                return max(code for code in codes if code is not None)
+            time.sleep(POLL_S)
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
+    """What the step's command is to see of its step, which has spare nodes besides."""
+    hosts, tasks = environment.get("SLURM_JOB_NODELIST", ""), str(active)
+    counts = ("SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NPROCS",
+              "SLURM_STEP_NUM_TASKS")  # fmt: skip
+    each = "1" if active == 1 else f"1(x{active})"
+    return {
+        **dict.fromkeys(counts, tasks),
+        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST"), hosts),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each),
+    }
+
+
+def _node_command(folder: Path, seen: Mapping[str, str]) -> str:
+    """Runs a step's command on a node, and leaves word of its end: srun waits for lost nodes as well."""
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in seen.items())
+    place = shlex.quote(str(folder))
+    return (
+        f'#!/bin/sh\n{exports}"$@"\ncode=$?\ncd {place} && echo $code > ".ended-$SLURMD_NODENAME" &&\n'
+        '  mv ".ended-$SLURMD_NODENAME" "ended-$SLURMD_NODENAME"\nexit $code\n'
+    )
+
+
+def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | None:
+    """What a launcher asks for; None when the command has ended with no further one."""
+    while True:
+        ended = process.poll() is not None
+        try:
+            return Training.from_json(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            if ended:
+                return None
+        time.sleep(POLL_S)
+
+
+def _code(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _await_end() -> None:
+    """Slurm ends this life of the job."""
+    time.sleep(REQUEUE_LIMIT_S)
+    say(f"the job was not requeued within {REQUEUE_LIMIT_S:g} s")
+    sys.exit(ClusterUnavailableError.exit_code)

@@ -1,0 +1,80 @@
+"""Which run is which training of a batch script, over all lives of its job.
+
+The first training is the run that was submitted; each further one is a run of its own beside it. After a
+requeue the script begins again: a training of the same command goes on where it was, unless the script has
+heard already how it ended. One that ended while nobody could tell the script is told then, and not run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jurymast.core.settings import RunPlan
+from jurymast.journal import replay
+from jurymast.rundir import RunDirectory, make_folder, write_atomically
+
+# What makes two trainings the same, for their checkpoints are.
+SAME = ("script", "arguments", "module", "ranks", "directory")
+
+
+class Trainings:
+    """`job`: the run directory of the batch script; `life`: names the job's present life."""
+
+    def __init__(self, job: RunDirectory, life: str) -> None:
+        self._job, self._life = job, life
+        self._folder = job.submission / "trainings"
+        make_folder(self._folder)
+
+    def claim(self, training: Mapping[str, Any]) -> tuple[RunDirectory, int | None]:
+        """The run of this training, and the exit code if it has ended unheard."""
+        same = json.dumps([training[name] for name in SAME], sort_keys=True)
+        key = hashlib.sha256(same.encode()).hexdigest()[:16]
+        number = 1
+        while True:
+            file = self._folder / f"{key}-{number}.json"
+            entry = _read(file)
+            if entry is None:
+                run = self._new_run()
+            elif entry["told"] or entry["life"] == self._life:  # over, or the same beside this one
+                number += 1
+                continue
+            else:
+                run = RunDirectory(entry["run"])
+            self._write(file, run, told=False)
+            state = replay(run) if entry is not None else None
+            return run, state.exit_code if state is not None and state.ended else None
+
+    def told(self, run: RunDirectory) -> None:
+        """The script hears how this one has ended."""
+        for file in self._folder.glob("*.json"):
+            entry = _read(file)
+            if entry is not None and entry["run"] == str(run.root):
+                self._write(file, run, told=True)
+
+    def _write(self, file: Path, run: RunDirectory, *, told: bool) -> None:
+        entry = {"run": str(run.root), "life": self._life, "told": told}
+        write_atomically(file, json.dumps(entry).encode())
+
+    def _new_run(self) -> RunDirectory:
+        number = 1 + sum(1 for _ in self._folder.glob("*.json"))
+        if number == 1:
+            return self._job
+        plan: RunPlan = self._job.plan()
+        run = RunDirectory(self._job.root.with_name(f"{self._job.root.name}-{number}"))
+        run.create()
+        (run.submission / "jobs").mkdir(mode=0o700)
+        run.save_plan(plan)
+        write_atomically(run.policy_file, self._job.policy_file.read_bytes())
+        return run
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        entry: dict[str, Any] = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    return entry
