@@ -2,56 +2,205 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from jurymast.cli.find import find_run
-from support.runs import SCRIPTS
+from support.runs import SCRIPTS, result
 from support.slurm_runs import SlurmRun, power_loss
+from support.waiting import wait_until
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-SCRIPT = """#!/bin/bash
-#SBATCH --job-name=plain
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
-#SBATCH --output={work}/%x-%j.out
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "SUM": str(SCRIPTS / "sum_ranks.py")}
+LIMIT_S = 90.0
+# name: the number of nodes, and what stands behind "#!/bin/bash". Lines that begin with "said" or "rank" are
+# compared: torch and Slurm say other things besides.
+STYLES = {
+    "torchrun by srun, after set-up and before more": (2, """
+        #SBATCH --ntasks-per-node=1
+        set -euo pipefail
+        source ./setup.sh
+        nodes=( $(scontrol show hostnames "$SLURM_JOB_NODELIST") )
+        head=${nodes[0]}
+        echo "said: $SLURM_NNODES ${#nodes[@]} $SLURM_JOB_NUM_NODES $(basename $0) $# $(umask)"
+        srun --ntasks=$SLURM_NNODES echo said
+        srun torchrun --nnodes $SLURM_NNODES --nproc_per_node 1 --rdzv_id $RANDOM --rdzv_backend c10d \\
+            --rdzv_endpoint $head:29510 $SUM "$@"
+        echo "said: done with $?"
+    """),
+    "torch.distributed.run in a shell of srun's, a function and a here-document": (1, """
+        launch() {
+          srun --export=ALL,WORD=exported bash -c '
+            cd /tmp && export WORD="$WORD of $SLURM_NNODES in $PWD"
+            python -m torch.distributed.run --standalone --nproc-per-node=2 $SUM "b c" &&
+              echo said: $SLURM_PROCID
+          '
+        }
+        launch &
+        wait $!
+        cat <<END
+        said: here-document of $SLURM_JOB_NAME $SLURM_SUBMIT_DIR
+        END
+    """.replace(" $SLURM_SUBMIT_DIR", "")),
+    "a loop over seeds, on one node, without srun": (1, """
+        for seed in 1 2; do
+          WORD=seed-$seed torchrun --nproc-per-node=2 $SUM || exit 1
+        done 2> /dev/null | stdbuf -oL cat
+        exit ${PIPESTATUS[0]}
+    """),
+    "a task a rank": (2, """
+        #SBATCH --ntasks-per-node=2
+        echo said: $SLURM_NTASKS $SLURM_NPROCS $SLURM_NTASKS_PER_NODE $SLURM_TASKS_PER_NODE
+        srun python -u $SUM --slurm x
+        END_WITH=3 srun python -u $SUM --slurm again
+        echo said: $?
+    """),
+    "a script of its own, with a failure": (1, """
+        cat > launch.sh <<'END'
+        #!/bin/bash
+        export WORD=launched
+        exec python -m torch.distributed.launch --nproc_per_node=1 --use_env "$@"
+        END
+        chmod +x launch.sh
+        trap 'echo "said: trap"' EXIT
+        END_WITH=7 srun ./launch.sh $SUM
+        code=$?
+        echo "said: ended with $code"
+        exit $code
+    """),
+    "accelerate": (1, """
+        srun accelerate launch --multi_gpu --num_machines 1 --num_processes 2 --mixed_precision no \\
+            --dynamo_backend no --main_process_port 29512 $SUM 2> /dev/null
+    """),
+}  # fmt: skip
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "batch-scripts.json"
+
+
+def text_of(style: str) -> str:
+    nodes, body = STYLES[style]
+    return f"#!/bin/bash\n#SBATCH --nodes={nodes}\n" + re.sub(
+        "^ {8}", "", body.strip("\n"), flags=re.MULTILINE
+    )
+
+
+def outcome(cluster: Cluster, work: Path, style: str, *submit: str) -> list[str]:
+    """What a job of this style prints, in an order that ranks cannot change, and its exit code."""
+    cluster.login(["mkdir", str(work)])
+    (work / "setup.sh").write_text('export WORD="set up"\n')
+    (work / "job.sbatch").write_text(text_of(style))
+    path = f"{cluster.python.parent}:/usr/bin:/bin"
+    done = cluster.login(
+        [*submit, "--parsable", "--output=out", "job.sbatch", "first", "second word"],
+        cwd=work, timeout_s=60, check=False,
+        env={**ENVIRONMENT, "PATH": path, "JURYMAST_RUNS": str(work / "runs")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ended = cluster.wait_job(int(done.stdout), "COMPLETED", "FAILED", deadline_s=LIMIT_S)
+    lines = (work / "out").read_text().splitlines()
+    print("\n".join(lines))
+    kept = {line for line in lines if re.match("(rank|said)", line)}
+    return [*sorted(kept), ended["ExitCode"]]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_outcome_is_sbatchs(cluster: Cluster, tmp_path: Path, style: str) -> None:
+    """With JURYMAST_UPDATE_GOLDEN real sbatch says what it is."""
+    work = cluster.shared / tmp_path.name
+    if os.environ.get("JURYMAST_UPDATE_GOLDEN"):
+        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+        known[style] = outcome(cluster, work.with_name(f"{work.name}-sbatch"), style, "sbatch")
+        GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
+    jurymast = str(cluster.python.parent / "jurymast")
+    found = outcome(cluster, work, style, jurymast, "submit", "--spares=1")
+    assert found == json.loads(GOLDEN.read_text())[style]
+
+
+def submit(cluster: Cluster, work: Path, script: str, *options: str) -> SlurmRun:
+    cluster.login(["mkdir", str(work)])
+    (work / "job.sbatch").write_text(script)
+    runs = work / "runs"
+    done = cluster.login(
+        [str(cluster.python.parent / "jurymast"), "submit", "--parsable", *options, "job.sbatch"],
+        cwd=work, timeout_s=60, check=False,
+        env={**ENVIRONMENT, "PATH": f"{cluster.python.parent}:/usr/bin:/bin", "JURYMAST_RUNS": str(runs)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    return SlurmRun(cluster, find_run(job, runs).root, int(job))
+
+
+LOSES_A_NODE = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --output=out
 #JURYMAST --spares 1
-set -e
-echo "before: $SLURM_NNODES $SLURM_JOB_NODELIST $(scontrol show hostnames | wc -l) args $*"
-export OMP_NUM_THREADS=1
-srun --label hostname
-export PATH={python_bin}:$PATH
-srun torchrun --nnodes=$SLURM_NNODES --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):0 \\
-  {train} --steps 120 --step-time 0.04 --save-every "10 steps" --out {work}/out.json "$@"
-echo after $?
+srun python -u $SUM --slurm --until
+srun --ntasks-per-node=1 -n2 echo said: alive
+srun --ntasks-per-node=1 -n2 torchrun --nproc-per-node=1 $SUM second
+echo said: $?
 """
 
 
-def test_a_script_survives_a_power_loss(cluster: Cluster, tmp_path: Path) -> None:
+def test_later_steps_do_without_a_node_that_was_lost(cluster: Cluster, tmp_path: Path) -> None:
+    """Also of a training whose ranks find each other by Slurm's variables."""
     work = cluster.shared / tmp_path.name
-    cluster.login(["mkdir", str(work)])
-    script = work / "job.sbatch"
-    script.write_text(
-        SCRIPT.format(work=work, python_bin=cluster.python.parent, train=SCRIPTS / "train_tiny.py")
-    )
-    runs = work / "runs"
-    done = cluster.login(
-        [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(runs), "--parsable", str(script)],
-        cwd=work,
-        timeout_s=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
-    run = SlurmRun(cluster, find_run(job, runs).root, int(job))
-    victim = run.wait_safe(30).placement[1]
+    run = submit(cluster, work, LOSES_A_NODE)
+    run.wait("the ranks", lambda s: bool(s.placement), LIMIT_S)
+    wait_until("the first step", (work / "started").exists, limit_s=LIMIT_S)
+    (work / "started").unlink()
+    victim = run.state().placement[0]
     power_loss(run, victim)
-    state = run.wait_end()
-    assert (state.exit_code, [i.action for i in state.incidents]) == (0, ["swap"])
-    cluster.wait_job(run.job, "COMPLETED")
-    printed = (work / f"plain-{job}.out").read_text().splitlines()
-    assert printed[0] == "before: 2 n[1-2] 2 args"
-    assert printed[-1] == "after 0"
+    run.wait("the swap", lambda s: bool(s.incidents) and s.placement[0] != victim, LIMIT_S)
+    wait_until("a step after it", (work / "started").exists, limit_s=LIMIT_S)
+    (work / "stop").touch()
+    assert run.wait_end().exit_code == 0
+    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    printed = (work / "out").read_text()
+    kept = [line for line in printed.splitlines() if line.startswith(("rank", "said"))]
+    first = [f"rank {n} of 4, local {n % 2}, sum 10, word -, --slurm, --until" for n in range(4)]
+    second = [f"rank {n} of 2, local 0, sum 3, word -, second" for n in range(2)]
+    assert sorted(kept[:4]) == first, printed
+    assert kept[4:6] == ["said: alive"] * 2, printed
+    assert [*sorted(kept[6:8]), *kept[8:]] == [*second, "said: 0"], printed
+
+
+TRAINS = """#!/bin/bash
+#SBATCH --job-name=trains
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=%x.out --open-mode=append
+#JURYMAST --spares 2
+set -e
+echo "said: begin"
+srun bash -c 'exec torchrun --nnodes=$SLURM_NNODES --nproc-per-node=2 --max-restarts=3 \\
+  {train} --steps {steps} --step-time 0.04 --save-every "10 steps" --out out.json'
+echo "said: after $?"
+"""
+
+
+def test_power_losses_of_a_node_and_of_the_batch_host(
+    cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
+) -> None:
+    """The training goes on. What stands behind it in the script runs in the job's next life, which is told
+    how the training ended and does not run it again."""
+    work, steps = cluster.shared / tmp_path.name, "150"
+    run = submit(cluster, work, TRAINS.format(train=SCRIPTS / "train_tiny.py", steps=steps))
+    state = run.wait_safe(20, LIMIT_S)
+    victim = next(node for node in state.placement if node != state.host)
+    power_loss(run, victim)
+    run.wait("the swap", lambda s: len(s.incidents) == 1 and s.incident is None)
+    power_loss(run, run.wait_safe((run.state().incidents[0].step_restored or 0) + 20).host)
+    state = run.wait_end(LIMIT_S)
+    assert (state.exit_code, state.phase.value) == (0, "succeeded"), run.story()
+    ended = cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    assert ended["Restarts"] == "1"
+    printed = (work / "trains.out").read_text()
+    said = [line for line in printed.splitlines() if line.startswith("said")]
+    assert said == ["said: begin", "said: begin", "said: after 0"], printed
+    assert "--max-restarts" in printed
+    assert result(work / "out.json")["sha256"] == trained_plainly("--steps", steps, nodes=4)

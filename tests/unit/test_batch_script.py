@@ -42,10 +42,11 @@ def plan(
     spares: int = 2,
     environment: dict[str, str] | None = None,
     nodes: int | None = None,
+    cluster: str = "slurm",
 ) -> RunPlan:
     line = split_command_line([*words, "job.sbatch", "--epochs", "3"], OWN)
     return make_script_plan(
-        Asked(nodes=nodes, runs=Path("/shared/runs")),
+        Asked(nodes=nodes, runs=Path("/shared/runs"), cluster=cluster),
         script(text),
         line,
         resolve([pairs_layer("command line", [("spares", spares)])]),
@@ -81,6 +82,11 @@ def test_lines_up_to_the_first_command_count() -> None:
 def test_a_line_at_fault_is_named(line: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         plan(f"#!/bin/bash\n{line}\nsrun torchrun train.py\n")
+
+
+def test_the_local_cluster_runs_no_batch_script() -> None:
+    with pytest.raises(UsageError, match="no srun on the local cluster"):
+        plan(JOB, cluster="local")
 
 
 def test_spare_nodes_are_added_to_what_the_script_says() -> None:

@@ -169,19 +169,6 @@ def test_scripts_that_are_none(
         plan(script, behind=behind)
 
 
-def test_nodes_min_above_nodes_is_refused(script: Path) -> None:
-    policy = resolve([pairs_layer("team.yaml:3", [("nodes.min", 6)])])
-    with pytest.raises(UsageError, match=r"--nodes 4 is below nodes.min 6 \(team.yaml:3\)"):
-        make_plan(
-            Asked(nodes=4),
-            split_command_line(["--", script.name], {}),
-            policy,
-            environment={},
-            working_directory=script.parent,
-            python="python3",
-        )
-
-
 def test_run_ids_read_well_sort_by_time_and_differ() -> None:
     now = time.struct_time((2026, 11, 20, 13, 45, 1, 4, 324, 0))
     ids = {new_run_id("gpt", now) for _ in range(50)}

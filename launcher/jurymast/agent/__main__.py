@@ -17,7 +17,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="jurymast.agent")
     parser.add_argument("run_directory")
     parser.add_argument("--node", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
-    parser.add_argument("--as-launcher", action="store_true", help="end with the run's exit code")
+    parser.add_argument(
+        "--end-as", choices=("agent", "launcher", "task"), default="agent",
+        help="a launcher ends with 1 when the run fails, as torchrun does, a task with the run's code",
+    )  # fmt: skip
     parser.add_argument("--supervisor", default="", help="HOST:PORT to try until the run directory names one")
     arguments = parser.parse_args()
     host, _, port = arguments.supervisor.rpartition(":")
@@ -27,7 +30,7 @@ def main() -> int:
     except JurymastError as error:
         print(f"jurymast agent on {arguments.node}: {error}", file=sys.stderr)
         return error.exit_code
-    return code if arguments.as_launcher else 0
+    return {"agent": 0, "launcher": min(code, 1), "task": code}[arguments.end_as]
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, 
         "script": plan.script, "arguments": plan.arguments, "module": plan.module,
         "directory": plan.working_directory, "run_directory": str(run_directory),
         "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
-        "warm": plan.settings.warm_start,
+        "warm": plan.settings.warm_start, "batch": plan.batch, "tasks": plan.tasks,
     }  # fmt: skip
 
 

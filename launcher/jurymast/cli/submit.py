@@ -109,7 +109,7 @@ def command(context: click.Context, /, **options: Any) -> int:
     runs = (options["runs"] or default_runs()).expanduser().absolute()
     policy = _policy(options["policy"], options["spares"])
     request = _request(line, script, policy, options, runs)
-    _note_unused(line, options["cluster"], policy)
+    _note_unused(line, options["cluster"])
     from jurymast.cluster.request import submit
 
     if options["dry_run"]:
@@ -188,10 +188,8 @@ def _plan(asked: Asked, line: CommandLine, script: BatchScript | None, policy: R
     return make_script_plan(asked, script, line, policy, **here)
 
 
-def _note_unused(line: CommandLine, cluster: str, policy: Resolved) -> None:
-    """Say which of sbatch's options mean nothing on the local cluster, and which policy keys nowhere yet."""
-    if idle := policy.not_acted_on():
-        click.echo(f"jurymast: note: this version does not act on: {', '.join(idle)}", err=True)
+def _note_unused(line: CommandLine, cluster: str) -> None:
+    """Say which of sbatch's options mean nothing on the local cluster."""
     used = ("gpus-per-node", "gpus-per-task", "gres", "job-name", "chdir")
     unused = [" ".join(given.words) for given in line.sbatch if given.name not in used]
     if cluster == "local" and unused:

@@ -109,13 +109,7 @@ def make_plan(
 
 
 def spares_for(policy: Resolved, active: int, time_limit: str | None) -> int:
-    """Spare nodes beside so many active ones. Raises UsageError when the policy asks for more active ones."""
-    least = policy.policy.nodes.min
-    if least is not None and least > active:
-        raise UsageError(
-            f"--nodes {active} is below nodes.min {least} ({policy.origins[('nodes', 'min')]})",
-            hint=f"say --nodes {least} or more, or lower nodes.min in the policy",
-        )
+    """Spare nodes beside so many active ones."""
     if policy.policy.spares is not None:
         return policy.policy.spares
     return auto_spares(active, policy.settings().rate, run_s=time_limit_s(time_limit))

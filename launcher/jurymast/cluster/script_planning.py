@@ -60,6 +60,11 @@ def make_script_plan(
 ) -> RunPlan:
     """Raises UsageError, which names the script's line where that is at fault."""
     told = merged(script, environment, line)
+    if asked.cluster == "local":
+        raise UsageError(
+            f"{script.name} is a batch script, and there is no srun on the local cluster",
+            hint="give the Python script that it starts: jurymast submit --cluster local -- SCRIPT.py [args]",
+        )
     _check(script, told)
     size = size_of(script, told, asked.nodes)
     name = run_name(asked.name or told.last("job-name") or Path(script.name).name)
@@ -161,10 +166,11 @@ def _where(script: BatchScript) -> list[str]:
 
 def for_step(
     plan: RunPlan, directory: Path, *, script: str, arguments: tuple[str, ...], module: bool, ranks: int,
-    working_directory: str, python: str,
+    working_directory: str, python: str, tasks: bool,
 ) -> RunPlan:  # fmt: skip
     """The plan of one training step of the batch script that `plan` is for."""
     return replace(
         plan, run=directory.name, directory=str(directory), script=script, arguments=arguments,
         module=module, ranks_per_node=ranks, working_directory=working_directory, python=python,
+        tasks=tasks,
     )  # fmt: skip

@@ -117,6 +117,8 @@ class RunPlan:
     module: bool = False  # `script` is a module name, as with `python -m`
     # Of a batch script: `script` is that script, and later the training that one of its steps runs.
     batch: bool = False
+    # Each of its ranks stands for a task that srun would have started, not for one of torchrun's.
+    tasks: bool = False
     working_directory: str = "."
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()

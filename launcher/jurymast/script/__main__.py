@@ -18,6 +18,10 @@ def main(what: str, arguments: list[str]) -> int:
         from jurymast.script.srun import run as run_srun
 
         return run_srun(arguments)
+    if what == "tasks":
+        from jurymast.script.node import run_tasks
+
+        return run_tasks(int(arguments[0]), arguments[1:])
     from jurymast.script.node import run as run_launcher
 
     return run_launcher(what, arguments)

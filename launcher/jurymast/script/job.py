@@ -13,11 +13,14 @@ from types import FrameType
 import psutil
 
 from jurymast.cluster.allocation import Allocation, from_slurm_environment, run_command
+from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.request import users_script
+from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import shims
 from jurymast.script.narrow import narrowed
 from jurymast.script.step import PROCESS_NAME, true_variables_file
+from jurymast.script.trainings import beside
 
 WARNING = signal.SIGUSR2
 # What Slurm may be asked to send to the batch process before the job ends.
@@ -26,22 +29,35 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signa
 
 def run(run_directory: str, arguments: list[str]) -> int:
     """The script's exit code. Raises ClusterUnavailableError, RunDirectoryError."""
-    directory = RunDirectory(Path(run_directory))
+    directory = _own_directory(RunDirectory(Path(run_directory)))
     plan = directory.plan()
     allocation = from_slurm_environment()
     allocation.save(directory)
     shims.write(directory, sys.executable)
-    environment = _environment(allocation, plan.active)
+    environment = _environment(allocation, plan)
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
     write_atomically(true_variables_file(directory), json.dumps(true).encode())
-    warns = any(option.startswith("--signal=B:USR2") for option in plan.sbatch_options[-1:])
+    warns = plan.sbatch_options[-1:] == (f"--signal={WARN_SIGNAL}",)
     return _Script(directory, warns).run(arguments, shims.with_shims(environment, directory))
 
 
-def _environment(allocation: Allocation, active: int) -> dict[str, str]:
-    first = ",".join(allocation.nodes[:active])
+def _own_directory(submitted: RunDirectory) -> RunDirectory:
+    """Each task of an array is a run of its own, beside the one that was submitted."""
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if task is None:
+        return submitted
+    own = RunDirectory(submitted.root.with_name(f"{submitted.root.name}-task-{task}"))
+    if not own.plan_file.exists():  # not after a requeue
+        beside(submitted, own)
+        write_atomically(users_script(own), users_script(submitted).read_bytes())
+        write_atomically(own.submission / "jobs" / os.environ["SLURM_JOB_ID"], b"")
+    return own
+
+
+def _environment(allocation: Allocation, plan: RunPlan) -> dict[str, str]:
+    first = ",".join(allocation.nodes[: plan.active])
     hosts = run_command(["scontrol", "show", "hostlist", first]).strip()
-    return narrowed(os.environ, len(allocation.nodes), active, hosts)
+    return narrowed(os.environ, plan.nodes, plan.active, hosts)
 
 
 def interpreter(script: Path) -> list[str]:

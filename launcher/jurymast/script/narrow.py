@@ -11,21 +11,21 @@ TOTALS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_GPUS")
 EACH = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
 
 
-def narrowed(environment: Mapping[str, str], nodes: int, active: int, hosts: str) -> dict[str, str]:
-    """`environment` of a job with so many `nodes` as one with only the `active` first of them has it.
-    `hosts`: Slurm's list of those."""
+def narrowed(environment: Mapping[str, str], asked: int, active: int, hosts: str) -> dict[str, str]:
+    """`environment` of a job that `asked` for so many nodes, as one with only the `active` first of them has
+    it. `hosts`: Slurm's list of those."""
     values = dict(environment)
     values.update({name: str(active) for name in COUNTS if name in environment})
     values.update({name: hosts for name in LISTS if name in environment})
-    values.update({n: _share(values[n], active, nodes) for n in TOTALS if n in environment})
+    values.update({n: _share(values[n], active, asked) for n in TOTALS if n in environment})
     values.update({name: _first(values[name], active) for name in EACH if name in environment})
     return values
 
 
-def _share(value: str, active: int, nodes: int) -> str:
+def _share(value: str, active: int, asked: int) -> str:
     """Of a total (`16`, `h100:16`)."""
     kind, colon, number = value.rpartition(":")
-    return f"{kind}{colon}{int(number) * active // nodes}" if number.isdigit() else value
+    return f"{kind}{colon}{int(number) * active // asked}" if number.isdigit() else value
 
 
 def _first(value: str, active: int) -> str:

@@ -1,4 +1,7 @@
-"""A launcher of trainings, where a batch script calls it: in a training step it becomes the node's agent."""
+"""A launcher of trainings, where a batch script calls it: in a training step it becomes the node's agent.
+
+It runs in the Python that trains.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from jurymast.cluster.gpus import visible_gpus
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, renew, write_atomically
 from jurymast.script import shims, torchrun
+from jurymast.script.recognise import python_command
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
 from jurymast.script.step import ANSWER, ASKED, Step, Training
 
-PYTHON_VARIABLE = "JURYMAST_LAUNCHER_PYTHON"
 POLL_S = 0.05
 # The step's front end is on the batch host; when that is gone for so long, so is the job.
 ANSWER_LIMIT_S = 600.0
@@ -33,26 +36,14 @@ def run(launcher: str, arguments: list[str]) -> int:
         _really(launcher, arguments)
     # In the script itself, on the batch host: as if srun had started it.
     job = RunDirectory(os.environ[shims.RUN_VARIABLE])
-    command = (str(shims.folder(job) / shims.LAUNCHER), launcher, *arguments)
-    return Step(job).run(Srun((), command))
+    command = run_module(sys.executable, "jurymast.script", launcher, *arguments)
+    return Step(job).run(Srun((), tuple(command)))
 
 
 def _really(launcher: str, arguments: list[str]) -> NoReturn:
-    python = _python()
     module = "launch" if launcher == "launch" else "run"
-    os.execve(
-        python, [python, "-m", f"torch.distributed.{module}", *arguments], shims.without_shims(os.environ)
-    )
-
-
-def _python() -> str:
-    """The Python that the launcher would have run in."""
-    found = os.environ.get(PYTHON_VARIABLE)
-    if found:
-        return found
-    with open(shims.real("torchrun", os.environ), "rb") as file:
-        words = file.readline(4096).decode(errors="replace").removeprefix("#!").split()
-    return words[0] if words and "python" in words[0] else sys.executable
+    command = [sys.executable, "-m", f"torch.distributed.{module}", *arguments]
+    os.execve(sys.executable, command, shims.without_shims(os.environ))
 
 
 def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
@@ -61,8 +52,23 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
     training = Training(
         script=launch.script, arguments=launch.arguments, module=launch.module,
         ranks=torchrun.rank_count(launch.ranks, visible_gpus(os.environ), len(os.sched_getaffinity(0))),
-        directory=os.getcwd(), python=_python(), taken_over=launch.taken_over,
+        directory=os.getcwd(), python=sys.executable, ignored=launch.ignored,
     )  # fmt: skip
+    return _train(folder, training)
+
+
+def run_tasks(count: int, command: list[str]) -> int:
+    """So many tasks of a Python command on each node, which srun would have started."""
+    python = python_command(command)
+    assert python is not None, "the front end has looked at it"
+    training = Training(
+        script=python.script, arguments=python.arguments, module=python.module, ranks=count,
+        directory=os.getcwd(), python=sys.executable, tasks=True,
+    )  # fmt: skip
+    return _train(Path(os.environ[shims.STEP_VARIABLE]), training)
+
+
+def _train(folder: Path, training: Training) -> int:
     node = os.environ.get("SLURMD_NODENAME", "")
     number = 1
     while (folder / f"joined-{number}-{node}").exists():
@@ -71,8 +77,8 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
     _ask(folder / ASKED.format(number), training)
     answer = _await(folder / ANSWER.format(number))
     if "exit_code" in answer:
-        return int(answer["exit_code"])
-    return _become_agent(training.python, answer["run"], answer["supervisor"], node)
+        return int(answer["exit_code"]) if training.tasks else min(int(answer["exit_code"]), 1)
+    return _become_agent(training, answer["run"], answer["supervisor"], node)
 
 
 def _ask(path: Path, training: Training) -> None:
@@ -99,10 +105,12 @@ def _await(path: Path) -> dict[str, Any]:
     raise TimeoutError(f"no word from the batch host within {ANSWER_LIMIT_S:g} s")
 
 
-def _become_agent(python: str, run_directory: str, supervisor: str, node: str) -> NoReturn:
+def _become_agent(training: Training, run_directory: str, supervisor: str, node: str) -> NoReturn:
     log = RunDirectory(run_directory).submission / f"job-{os.environ['SLURM_JOB_ID']}-{node}.log"
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    agent = ["jurymast.agent", run_directory, "--supervisor", supervisor, "--node", node, "--as-launcher"]
+    agent = ["jurymast.agent", run_directory, "--supervisor", supervisor, "--node", node]
+    agent += ["--end-as", "task" if training.tasks else "launcher"]
+    python = training.python
     os.execve(python, run_module(python, *agent), shims.without_shims(os.environ))

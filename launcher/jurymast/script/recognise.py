@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from jurymast.script.srun_options import Srun
 
-LAUNCHER = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b|\blauncher (torchrun|launch)\b")
+# What starts ranks by torch's elastic agent, which our hook in Python finds wherever it is started.
+LAUNCHER = re.compile(
+    r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b"
+    r"|\baccelerate(\.commands\.launch|\s+launch)\b|\b(fabric|lightning)\s+run\b"
+)
 SCRIPT_BYTES_MAX = 1 << 16
 
 
@@ -19,16 +24,40 @@ def starts_launcher(command: Sequence[str], read: Callable[[str], str]) -> bool:
     return any(LAUNCHER.search(text) for word in command if (text := read(word)).startswith("#!"))
 
 
-def on_all_nodes(srun: Srun, environment: Mapping[str, str], active: int) -> bool:
-    """Whether it starts one task on each of the active nodes."""
+@dataclass(frozen=True)
+class PythonCommand:
+    """`python -u SCRIPT ARGUMENTS`, or with a `module`."""
+
+    script: str
+    arguments: tuple[str, ...]
+    module: bool = False
+
+
+def python_command(command: Sequence[str]) -> PythonCommand | None:
+    """None for a command that is not Python's, and one with options of Python's that ranks would not get."""
+    if not command or not re.fullmatch(r"python[\d.]*", command[0].rpartition("/")[2]):
+        return None
+    rest = list(command[1:])
+    while rest and rest[0] == "-u":
+        rest.pop(0)
+    if rest[:1] == ["-m"] and len(rest) > 1:
+        return PythonCommand(rest[1], tuple(rest[2:]), module=True)
+    if not rest or rest[0].startswith("-"):
+        return None
+    return PythonCommand(rest[0], tuple(rest[1:]))
+
+
+def tasks_a_node(srun: Srun, environment: Mapping[str, str], active: int) -> int:
+    """How many tasks it starts on each of the active nodes; 0 when it does not start equally many on all."""
     nodes = srun.last("nodes") or environment.get("SLURM_NNODES", "")
-    low, _, high = nodes.partition("-")
-    each = srun.last("ntasks-per-node", "tasks-per-node")
-    tasks = srun.last("ntasks")
+    if nodes not in (str(active), f"{active}-{active}"):
+        return 0
+    each, tasks = srun.last("ntasks-per-node", "tasks-per-node"), srun.last("ntasks")
     if each is None and tasks is None:
         each, tasks = environment.get("SLURM_NTASKS_PER_NODE"), environment.get("SLURM_NTASKS")
-    one_each = tasks == str(active) if tasks is not None else each in (None, "1")
-    return nodes.isdigit() and int(low) == active and not high and one_each
+    if tasks is not None and tasks.isdigit():
+        return 0 if int(tasks) % active else int(tasks) // active
+    return int(each) if each is not None and each.isdigit() else int(each is None)
 
 
 def read_shell_script(word: str) -> str:

@@ -1,6 +1,10 @@
-"""Our front ends, found before the real programs: in a directory that is first on PATH, and, for programs of
-Python's (torchrun of an activated environment, `python -m torch.distributed.run`), by a hook that Python
-imports when it starts."""
+"""Our front ends, found before the real programs.
+
+srun is found in a directory that is first on PATH. torchrun, and whatever else starts ranks, is Python's: a
+hook that Python imports when it starts makes it ours, in the very Python that trains. So an environment that
+the script activates, or a container, may have its own torchrun; jurymast must be installed there as well. All
+of this lies in the run directory, which is the only thing that a container needs to see.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +22,44 @@ from jurymast.rundir import RunDirectory, make_folder, write_atomically
 RUN_VARIABLE = "JURYMAST_SCRIPT_RUN"
 # The step's folder, for whatever runs below the command of a training step.
 STEP_VARIABLE = "JURYMAST_STEP"
-PROGRAMS = ("srun", "torchrun")
-LAUNCHER = "launcher"  # for the hook: the first argument says which
-HOOK = str(Path(__file__).parent / "hook")
 # A module that is loaded by the script may put the real srun before ours on PATH; a function of the shell
 # comes before all of PATH.
 FUNCTION = "BASH_FUNC_srun%%"
+# Directories that containers see besides their own.
+BINDS = ("APPTAINER_BIND", "SINGULARITY_BIND")
+
+SRUN = """\
+#!/bin/sh
+exec {ours} "$@"
+"""
+# For a script that has set PYTHONPATH anew: the hook does the rest.
+TORCHRUN = """\
+#!/bin/sh
+PATH=$(printf %s ":$PATH:" | sed 's|:{folder}:|:|g; s|^:||; s|:$||')
+PYTHONPATH={hook}${{PYTHONPATH:+:$PYTHONPATH}}
+export PATH PYTHONPATH
+exec torchrun "$@"
+"""
 
 
 def folder(directory: RunDirectory) -> Path:
     return directory.submission / "bin"
 
 
+def hook(directory: RunDirectory) -> Path:
+    return folder(directory) / "hook"
+
+
 def write(directory: RunDirectory, python: str) -> None:
     """Raises OSError."""
     place = folder(directory)
-    make_folder(place)
-    texts = {name: _front_end(python, name) for name in PROGRAMS}
-    texts[LAUNCHER] = _front_end(python)
-    for name, text in texts.items():
-        write_program(place / name, text)
+    make_folder(hook(directory))
+    ours = shlex.join(run_module(python, "jurymast.script", "srun"))
+    write_program(place / "srun", SRUN.format(ours=ours))
+    text = TORCHRUN.format(folder=place, hook=shlex.quote(str(hook(directory))))
+    write_program(place / "torchrun", text)
+    name = "sitecustomize.py"
+    write_atomically(hook(directory) / name, (Path(__file__).parent / "hook" / name).read_bytes())
 
 
 def write_program(path: Path, text: str) -> None:
@@ -46,18 +68,23 @@ def write_program(path: Path, text: str) -> None:
     os.chmod(path, 0o700)
 
 
-def _front_end(python: str, *name: str) -> str:
-    return f'#!/bin/sh\nexec {shlex.join(run_module(python, "jurymast.script", *name))} "$@"\n'
-
-
 def with_shims(environment: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
     """`environment` with ours before all others, once."""
     values = without_shims(environment)
     place = str(folder(directory))
     values["PATH"] = os.pathsep.join([place, values.get("PATH", os.defpath)])
-    values["PYTHONPATH"] = os.pathsep.join([HOOK, *filter(None, [values.get("PYTHONPATH")])])
+    values["PYTHONPATH"] = os.pathsep.join([str(hook(directory)), *filter(None, [values.get("PYTHONPATH")])])
     values[FUNCTION] = f'() {{  {shlex.quote(place + "/srun")} "$@"\n}}'
     values[RUN_VARIABLE] = str(directory.root)
+    return values
+
+
+def for_step(environment: Mapping[str, str], directory: RunDirectory, step: Path) -> dict[str, str]:
+    """`environment` of a training step: containers see the run directory."""
+    values = with_shims(environment, directory)
+    values[STEP_VARIABLE] = str(step)
+    for name in BINDS:
+        values[name] = ",".join([*filter(None, [values.get(name)]), str(directory.root)])
     return values
 
 
@@ -65,14 +92,17 @@ def without_shims(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` as the user has it."""
     values = dict(environment)
     run = values.pop(RUN_VARIABLE, "")
-    values.pop(STEP_VARIABLE, None)
+    in_step = values.pop(STEP_VARIABLE, None) is not None
     values.pop(FUNCTION, None)
-    for name, ours in (("PATH", str(folder(RunDirectory(run))) if run else ""), ("PYTHONPATH", HOOK)):
-        if name in values:
-            kept = [entry for entry in values[name].split(os.pathsep) if entry != ours]
-            values[name] = os.pathsep.join(kept)
-            if not kept:
-                del values[name]
+    if not run:
+        return values
+    job = RunDirectory(run)
+    ours = [("PATH", os.pathsep, str(folder(job))), ("PYTHONPATH", os.pathsep, str(hook(job)))]
+    ours += [(name, ",", run) for name in BINDS if in_step]
+    for name, separator, own in ours:
+        kept = [entry for entry in values.pop(name, "").split(separator) if entry not in ("", own)]
+        if kept:
+            values[name] = separator.join(kept)
     return values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NoReturn
 
 from jurymast.script import recognise, shims
 from jurymast.script.srun_options import parse
@@ -11,18 +12,27 @@ from jurymast.script.step import Step
 
 def run(arguments: list[str]) -> int:
     """As srun's process: its exit code. Raises what a step raises."""
-    step_code = _as_training(arguments)
-    if step_code is None:
-        os.execv(shims.real("srun", os.environ), ["srun", *arguments])
-    return step_code
+    if shims.RUN_VARIABLE not in os.environ or shims.STEP_VARIABLE in os.environ:
+        _really(arguments)
+    step = Step.of_environment()
+    code = _as_training(step, arguments)
+    if code is None:
+        _really([*step.around_lost(), *arguments])
+    return code
 
 
-def _as_training(arguments: list[str]) -> int | None:
+def _really(arguments: list[str]) -> NoReturn:
+    os.execv(shims.real("srun", os.environ), ["srun", *arguments])
+
+
+def _as_training(step: Step, arguments: list[str]) -> int | None:
     """Exit code of a training step; None for what is none."""
-    if shims.RUN_VARIABLE in os.environ and shims.STEP_VARIABLE not in os.environ:
-        srun = parse(arguments)
-        if srun is not None and recognise.starts_launcher(srun.command, recognise.read_shell_script):
-            step = Step.of_environment()
-            if recognise.on_all_nodes(srun, os.environ, step.active):
-                return step.run(srun)
+    srun = parse(arguments)
+    if srun is None:
+        return None
+    tasks = recognise.tasks_a_node(srun, os.environ, step.active)
+    if recognise.starts_launcher(srun.command, recognise.read_shell_script):
+        return step.run(srun) if tasks == 1 else None
+    if recognise.python_command(srun.command) is not None and tasks * step.active > 1:
+        return step.run_tasks(srun, tasks)
     return None

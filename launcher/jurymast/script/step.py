@@ -25,7 +25,7 @@ from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import Batch
 from jurymast.cluster.script_planning import for_step
 from jurymast.errors import ClusterUnavailableError
-from jurymast.processes import name_process
+from jurymast.processes import name_process, run_module
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
 from jurymast.script import shims
 from jurymast.script.relay import Relay
@@ -55,7 +55,8 @@ class Training:
     ranks: int
     directory: str
     python: str
-    taken_over: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    tasks: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,7 +100,8 @@ class Step:
         self._job = job
         self._plan = job.plan()
         self._allocation = Allocation.load(job)
-        self._lost: set[str] = set()
+        self._trainings = Trainings(job, self._allocation.key)
+        self._lost = self._trainings.lost()
 
     @classmethod
     def of_environment(cls) -> Step:
@@ -120,6 +122,18 @@ class Step:
             number += 1
         return self._end(process, folder)
 
+    def run_tasks(self, srun: Srun, tasks: int) -> int:
+        """The same for a Python command that srun would start so many times on each node."""
+        command = run_module(srun.command[0], "jurymast.script", "tasks", str(tasks), *srun.command)
+        return self.run(replace(srun, command=tuple(command)))
+
+    def around_lost(self) -> list[str]:
+        """Options for other steps, which Slurm would start on nodes that it takes for alive."""
+        return ["--overlap", f"--exclude={','.join(sorted(self._lost))}"] if self._lost else []
+
+    def _nodes(self) -> list[str]:
+        return [node for node in self._allocation.nodes if node not in self._lost]
+
     def _new_folder(self) -> Path:
         steps = self._job.submission / "steps"
         make_folder(steps)
@@ -133,12 +147,15 @@ class Step:
                 number += 1
 
     def _start(self, srun: Srun, folder: Path) -> subprocess.Popen[bytes]:
-        nodes = self._allocation.nodes
+        nodes = self._nodes()
         node_command = folder / "node"
-        shims.write_program(node_command, _node_command(folder, _seen(os.environ, self.active)))
+        log = self._job.submission / f"job-{self._allocation.job}-spares.log"
+        text = _node_command(folder, _seen(os.environ, self.active), self.active, log)
+        shims.write_program(node_command, text)
         command = [
             shims.real("srun", os.environ),
             *srun.without(OURS),
+            *self._mounts(srun),
             *SURVIVE,
             "--overlap",
             f"--nodes={len(nodes)}",
@@ -147,27 +164,34 @@ class Step:
         command += [str(node_command), *srun.command]
         # srun goes by them for how many nodes there are.
         true = json.loads(true_variables_file(self._job).read_bytes())
-        environment = {**shims.with_shims(os.environ, self._job), **true}
-        environment[shims.STEP_VARIABLE] = str(folder)
+        environment = {**shims.for_step(os.environ, self._job, folder), **true}
         return subprocess.Popen(command, env=environment)
 
+    def _mounts(self, srun: Srun) -> list[str]:
+        """Of a container (pyxis): it must see the run directory."""
+        if srun.last("container-image", "container-name") is None:
+            return []
+        theirs = srun.last("container-mounts")
+        ours = f"{self._job.root}:{self._job.root}"
+        return [f"--container-mounts={theirs},{ours}" if theirs else f"--container-mounts={ours}"]
+
     def _train(self, training: Training, process: subprocess.Popen[bytes], answer: Path) -> None:
-        trainings = Trainings(self._job, self._allocation.key)
-        run, ended = trainings.claim(training.to_json())
+        run, ended = self._trainings.claim(training.to_json())
         if ended is not None:
             say(f"{run.root.name} ended with code {ended} before the job was requeued; it is not run again")
             write_atomically(answer, json.dumps({"exit_code": ended}).encode())
-            trainings.told(run)
+            self._trainings.told(run)
             return
+        if ignored := sorted(set(training.ignored)):
+            names = ", ".join(f"--{name}" for name in ignored)
+            say(f"not used of torchrun's options: {names} (jurymast restarts, and keeps logs, by its policy)")
         plan = for_step(
             self._plan, run.root, script=training.script, arguments=training.arguments,
             module=training.module, ranks=training.ranks, working_directory=training.directory,
-            python=training.python,
+            python=training.python, tasks=training.tasks,
         )  # fmt: skip
         run.save_plan(plan)
-        allocation = replace(
-            self._allocation, nodes=tuple(n for n in self._allocation.nodes if n not in self._lost)
-        )
+        allocation = replace(self._allocation, nodes=tuple(self._nodes()))
         log = os.open(
             run.submission / f"job-{allocation.job}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
         )
@@ -180,11 +204,11 @@ class Step:
         if outcome["state"] == "requeued":
             _await_end()
         self._lost |= set(outcome["lost"])
-        trainings.told(run)
+        self._trainings.told(run, outcome["lost"])
 
     def _end(self, process: subprocess.Popen[bytes], folder: Path) -> int:
         """Of the command on all nodes that are there: srun waits for lost ones as well."""
-        expected = [node for node in self._allocation.nodes if node not in self._lost]
+        expected = self._nodes()
         while process.poll() is None:
             codes = [_code(folder / f"ended-{node}") for node in expected]
             if self._lost and None not in codes:
@@ -208,13 +232,24 @@ def _seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
     }
 
 
-def _node_command(folder: Path, seen: Mapping[str, str]) -> str:
-    """Runs a step's command on a node, and leaves word of its end: srun waits for lost nodes as well."""
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in seen.items())
-    place = shlex.quote(str(folder))
-    return (
-        f'#!/bin/sh\n{exports}"$@"\ncode=$?\ncd {place} && echo $code > ".ended-$SLURMD_NODENAME" &&\n'
-        '  mv ".ended-$SLURMD_NODENAME" "ended-$SLURMD_NODENAME"\nexit $code\n'
+NODE_COMMAND = """\
+#!/bin/sh
+# Runs a step's command on a node, and leaves word of its end: srun waits for lost nodes as well. What the
+# command says on a spare node beside so many others nobody has asked for.
+{exports}
+if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
+"$@"
+code=$?
+if [ "$SLURM_NODEID" -ge {active} ]; then code=0; fi
+cd {folder} && echo $code > ".ended-$SLURMD_NODENAME" && mv ".ended-$SLURMD_NODENAME" "ended-$SLURMD_NODENAME"
+exit $code
+"""
+
+
+def _node_command(folder: Path, seen: Mapping[str, str], active: int, log: Path) -> str:
+    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
+    return NODE_COMMAND.format(
+        exports=exports, active=active, log=shlex.quote(str(log)), folder=shlex.quote(str(folder))
     )
 
 

@@ -19,11 +19,12 @@ WITH_VALUE = frozenset({
     "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout",
 })  # fmt: skip
 SHORT = {"m": "module", "r": "redirects", "t": "tee", "h": "help"}
-# What they ask for jurymast does by itself, in its own way.
-TAKEN_OVER = frozenset({
+# What brings the nodes together: jurymast does that, and to the same end.
+RENDEZVOUS = frozenset({
     "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "node-rank",
-    "master-addr", "master-port", "local-addr", "max-restarts", "monitor-interval", "shutdown-timeout",
+    "master-addr", "master-port", "local-addr",
 })  # fmt: skip
+KEPT = frozenset({"nproc-per-node", "module", "use-env"})
 # What is said about an option that would change what ranks are, and is not there yet.
 NOT_YET = {
     "no-python": "ranks are Python's; give the Python script",
@@ -38,13 +39,13 @@ LOCAL_RANK = "--local-rank=${local_rank}"  # torch fills the number in
 @dataclass(frozen=True)
 class Launch:
     """What a launcher is asked to start: a script, or a `module`, with its arguments. `ranks` a node, as
-    written: a number, or auto, gpu, cpu. `taken_over` names options that jurymast answers for."""
+    written: a number, or auto, gpu, cpu. `ignored` names options that change something and are not used."""
 
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False
     ranks: str = "1"
-    taken_over: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass
@@ -73,7 +74,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool 
         arguments=arguments,
         module="module" in given.values,
         ranks=given.values.get("nproc-per-node", "1"),
-        taken_over=tuple(name for name in given.values if name in TAKEN_OVER),
+        ignored=tuple(name for name in given.values if name not in RENDEZVOUS | KEPT),
     )
 
 

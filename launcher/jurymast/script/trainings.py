@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jurymast.core.settings import RunPlan
 from jurymast.journal import replay
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
 
@@ -44,32 +44,46 @@ class Trainings:
                 continue
             else:
                 run = RunDirectory(entry["run"])
-            self._write(file, run, told=False)
+            self._write(file, run, {"told": False})
             state = replay(run) if entry is not None else None
             return run, state.exit_code if state is not None and state.ended else None
 
-    def told(self, run: RunDirectory) -> None:
-        """The script hears how this one has ended."""
-        for file in self._folder.glob("*.json"):
-            entry = _read(file)
-            if entry is not None and entry["run"] == str(run.root):
-                self._write(file, run, told=True)
+    def told(self, run: RunDirectory, lost: Sequence[str] = ()) -> None:
+        """The script hears how this one has ended, and which nodes were `lost` meanwhile."""
+        for file, entry in self._entries():
+            if entry["run"] == str(run.root):
+                self._write(file, run, {"told": True, "lost": list(lost)})
 
-    def _write(self, file: Path, run: RunDirectory, *, told: bool) -> None:
-        entry = {"run": str(run.root), "life": self._life, "told": told}
+    def lost(self) -> set[str]:
+        """Nodes of this life that earlier trainings have lost."""
+        here = [entry for _, entry in self._entries() if entry["life"] == self._life]
+        return {node for entry in here for node in entry.get("lost", ())}
+
+    def _entries(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        for file in sorted(self._folder.glob("*.json")):
+            if (entry := _read(file)) is not None:
+                yield file, entry
+
+    def _write(self, file: Path, run: RunDirectory, what: Mapping[str, Any]) -> None:
+        entry = {"run": str(run.root), "life": self._life, **what}
         write_atomically(file, json.dumps(entry).encode())
 
     def _new_run(self) -> RunDirectory:
         number = 1 + sum(1 for _ in self._folder.glob("*.json"))
         if number == 1:
             return self._job
-        plan: RunPlan = self._job.plan()
         run = RunDirectory(self._job.root.with_name(f"{self._job.root.name}-{number}"))
-        run.create()
-        (run.submission / "jobs").mkdir(mode=0o700)
-        run.save_plan(plan)
-        write_atomically(run.policy_file, self._job.policy_file.read_bytes())
+        beside(self._job, run)
         return run
+
+
+def beside(submitted: RunDirectory, run: RunDirectory) -> None:
+    """Make a run of the same submission. Raises RunDirectoryError."""
+    plan = replace(submitted.plan(), run=run.root.name, directory=str(run.root))
+    run.create()
+    (run.submission / "jobs").mkdir(mode=0o700)
+    write_atomically(run.policy_file, submitted.policy_file.read_bytes())
+    run.save_plan(plan)
 
 
 def _read(file: Path) -> dict[str, Any] | None:
