@@ -75,6 +75,18 @@ STYLES = {
         echo "said: ended with $code"
         exit $code
     """),
+    "a helper in the background, a trap, and a signal before the time limit": (1, """
+        #SBATCH --time=1 --signal=B:USR1@59
+        trap 'echo said: signal; kill $helper; exit 5' USR1
+        sleep 100 &
+        helper=$!
+        wait $helper
+    """),
+    "steps without a training, and exec": (2, """
+        srun -l -N1 -n1 echo a 2>&1 | sed 's/^/said: /'
+        srun -n2 --ntasks-per-node=1 bash -c 'echo said: $SLURM_PROCID $SLURM_NNODES $SLURM_NTASKS'
+        exec srun -N1 -n1 sh -c 'echo said: $0; exit 9'
+    """),
     "accelerate": (1, """
         srun accelerate launch --multi_gpu --num_machines 1 --num_processes 2 --mixed_precision no \\
             --dynamo_backend no --main_process_port 29512 $SUM 2> /dev/null
@@ -134,6 +146,33 @@ def submit(cluster: Cluster, work: Path, script: str, *options: str) -> SlurmRun
     assert done.returncode == 0, done.stderr
     job = done.stdout.strip()
     return SlurmRun(cluster, find_run(job, runs).root, int(job))
+
+
+def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name
+    cluster.login(["mkdir", str(work)])
+    jurymast = [
+        str(cluster.python.parent / "jurymast"),
+        "submit",
+        "--parsable",
+        "--spares=1",
+        "--output=%A-%a",
+    ]
+    environment = {"JURYMAST_RUNS": str(work / "runs"), "SBATCH_JOB_NAME": "named"}
+
+    def job(*words: str, script: str = "") -> str:
+        done = cluster.login([*jurymast, *words], cwd=work, env=environment, input=script, timeout_s=60)
+        return done.stdout.strip()
+
+    text = '#!/bin/sh\n#SBATCH --array=0-7\n#JURYMAST --name ours\necho "$0 $*"; exit $SLURM_ARRAY_TASK_ID\n'
+    array = job("--array=2,4", script=text)
+    after = job(f"--dependency=afternotok:{array}", "--wrap", 'echo "wrapped $SLURM_NNODES $SLURM_JOB_NAME"')
+    cluster.wait_job(int(after), "COMPLETED", deadline_s=LIMIT_S)
+    assert (work / f"{after}-4294967294").read_text() == "wrapped 1 named\n"
+    scripts = [(work / f"{array}-{task}").read_text().split() for task in (2, 4)]
+    assert [(Path(path).name, *rest) for path, *rest in scripts] == [("slurm_script",)] * 2
+    runs = sorted(path.name for path in (work / "runs").iterdir())
+    assert [name.partition("-ours-")[2][4:] for name in runs] == ["", "-task-2", "-task-4", ""]
 
 
 LOSES_A_NODE = """#!/bin/bash

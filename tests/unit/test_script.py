@@ -22,7 +22,7 @@ from jurymast.script.recognise import python_command, starts_launcher, tasks_a_n
 from jurymast.script.srun_options import parse
 from jurymast.script.torchrun import rank_count
 from jurymast.script.trainings import Trainings
-from jurymast.worker.slurm_tasks import as_a_task, expanded, task_variables
+from jurymast.worker.slurm_tasks import as_a_task, task_variables
 
 
 @pytest.mark.parametrize(
@@ -194,26 +194,10 @@ def test_ranks_have_the_variables_of_slurms_tasks() -> None:
     assert (under["SLURM_PROCID"], under["SLURM_LOCALID"], under["SLURM_NTASKS"]) == ("1", "0", "2")
 
 
-def test_a_task_finds_rank_0_first_in_slurms_list() -> None:
+def test_a_task_has_nothing_of_torchruns_rendezvous() -> None:
     rank = dict(RANK)
-    as_a_task(rank, {"SLURM_JOB_NODELIST": "nowhere[1-2]", "SLURM_NODELIST": "localhost,m1"})
-    assert rank["SLURM_JOB_NODELIST"] == "127.0.0.1,nowhere2"
-    assert "SLURM_NODELIST" not in rank
-    assert "MASTER_PORT" not in rank
-    assert "TORCHELASTIC_RUN_ID" not in rank
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("n1", ["n1"]),
-        ("n[1-3,7],m1", ["n1", "n2", "n3", "n7", "m1"]),
-        ("a,b[01-02]x,c", ["a", "b01x", "b02x", "c"]),
-        ("", []),
-    ],
-)
-def test_slurms_lists_of_hosts(text: str, hosts: list[str]) -> None:
-    assert expanded(text) == hosts
+    as_a_task(rank)
+    assert RANK.keys() - rank.keys() == {"MASTER_PORT", "TORCHELASTIC_RUN_ID"}
 
 
 def test_what_we_add_to_the_environment_is_taken_away_again(tmp_path: Path) -> None:

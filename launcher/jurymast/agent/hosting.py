@@ -111,6 +111,8 @@ class Hosting:
 
     def _start_ranks(self, order: msg.Launch, *, cold: bool) -> None:
         environment = {**self._around.environment(order.attempt), **self._stacks.launch(order)}
+        if self._plan.batch:
+            environment |= dict.fromkeys(here.SLURM_LISTS, order.nodes)
         launch = within.Launch(
             attempt=order.attempt, rank=order.rank, world=order.world, master_address=order.master_address,
             master_port=order.master_port, mtbf_s=order.mtbf_s, cold=cold, saved=order.saved,

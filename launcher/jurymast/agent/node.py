@@ -13,6 +13,8 @@ import psutil
 
 from jurymast.core.settings import RunPlan
 
+# The nodes of an attempt, for ranks of a batch script: some take the first for where rank 0 is.
+SLURM_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
 TEMPORARY_PREFIX = "jurymast-agent-"
 
 

@@ -12,9 +12,10 @@ from types import FrameType
 
 import psutil
 
-from jurymast.cluster.allocation import Allocation, from_slurm_environment, run_command
+from jurymast.cluster.allocation import Allocation, from_slurm_environment
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.request import users_script
+from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import shims
@@ -55,8 +56,7 @@ def _own_directory(submitted: RunDirectory) -> RunDirectory:
 
 
 def _environment(allocation: Allocation, plan: RunPlan) -> dict[str, str]:
-    first = ",".join(allocation.nodes[: plan.active])
-    hosts = run_command(["scontrol", "show", "hostlist", first]).strip()
+    hosts = compressed(allocation.nodes[: plan.active])
     return narrowed(os.environ, plan.nodes, plan.active, hosts)
 
 

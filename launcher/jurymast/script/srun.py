@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import NoReturn
 
 from jurymast.script import recognise, shims
@@ -13,16 +14,17 @@ from jurymast.script.step import Step
 def run(arguments: list[str]) -> int:
     """As srun's process: its exit code. Raises what a step raises."""
     if shims.RUN_VARIABLE not in os.environ or shims.STEP_VARIABLE in os.environ:
-        _really(arguments)
+        _really(arguments, os.environ)
     step = Step.of_environment()
     code = _as_training(step, arguments)
     if code is None:
-        _really([*step.around_lost(), *arguments])
+        environment, options = step.around_lost(os.environ)
+        _really([*options, *arguments], environment)
     return code
 
 
-def _really(arguments: list[str]) -> NoReturn:
-    os.execv(shims.real("srun", os.environ), ["srun", *arguments])
+def _really(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
+    os.execve(shims.real("srun", os.environ), ["srun", *arguments], dict(environment))
 
 
 def _as_training(step: Step, arguments: list[str]) -> int | None:

@@ -24,10 +24,12 @@ from jurymast.cluster.agents import SURVIVE
 from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import Batch
 from jurymast.cluster.script_planning import for_step
+from jurymast.core.hostlist import compressed
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import name_process, run_module
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
 from jurymast.script import shims
+from jurymast.script.narrow import LISTS
 from jurymast.script.relay import Relay
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
@@ -127,9 +129,13 @@ class Step:
         command = run_module(srun.command[0], "jurymast.script", "tasks", str(tasks), *srun.command)
         return self.run(replace(srun, command=tuple(command)))
 
-    def around_lost(self) -> list[str]:
-        """Options for other steps, which Slurm would start on nodes that it takes for alive."""
-        return ["--overlap", f"--exclude={','.join(sorted(self._lost))}"] if self._lost else []
+    def around_lost(self, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+        """Variables and options for other steps, which Slurm would start on nodes that it takes for alive."""
+        if not self._lost:
+            return dict(environment), []
+        hosts = compressed(self._nodes()[: self.active])
+        lists = {name: hosts for name in LISTS if name in environment}
+        return {**environment, **lists}, ["--overlap"]
 
     def _nodes(self) -> list[str]:
         return [node for node in self._allocation.nodes if node not in self._lost]
@@ -150,7 +156,10 @@ class Step:
         nodes = self._nodes()
         node_command = folder / "node"
         log = self._job.submission / f"job-{self._allocation.job}-spares.log"
-        text = _node_command(folder, _seen(os.environ, self.active), self.active, log)
+        # srun goes by them for how many nodes there are.
+        true = json.loads(true_variables_file(self._job).read_bytes())
+        narrow = {name: os.environ[name] for name in true if name in os.environ}
+        text = _node_command(folder, {**narrow, **_seen(os.environ, self.active)}, self.active, log)
         shims.write_program(node_command, text)
         command = [
             shims.real("srun", os.environ),
@@ -162,8 +171,6 @@ class Step:
         ]
         command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
         command += [str(node_command), *srun.command]
-        # srun goes by them for how many nodes there are.
-        true = json.loads(true_variables_file(self._job).read_bytes())
         environment = {**shims.for_step(os.environ, self._job, folder), **true}
         return subprocess.Popen(command, env=environment)
 

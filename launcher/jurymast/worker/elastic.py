@@ -83,7 +83,7 @@ class RankLogs(LogsSpecs):
             if self._batch:
                 environment.update(task_variables(environment, each_rank=self._tasks))
             if self._tasks:
-                as_a_task(environment, os.environ)
+                as_a_task(environment)
         console = dict.fromkeys(envs, "")
         return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict(self.error_files))
 

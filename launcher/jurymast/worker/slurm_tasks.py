@@ -6,10 +6,9 @@ Under `srun torchrun` Slurm starts a torchrun on each node, and ranks have their
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 
-LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
+from jurymast.worker import error_file
 
 
 def task_variables(rank: Mapping[str, str], *, each_rank: bool) -> dict[str, str]:
@@ -33,41 +32,11 @@ def task_variables(rank: Mapping[str, str], *, each_rank: bool) -> dict[str, str
     return values
 
 
-def as_a_task(rank: dict[str, str], step: Mapping[str, str]) -> None:
+def as_a_task(rank: dict[str, str]) -> None:
     """Take out of a rank's variables what it would not have without torchrun: its script makes its own store,
-    at a port of its own. The first host is where rank 0 is."""
-    for name in [
-        name for name in rank if name.startswith("TORCHELASTIC_") and name != "TORCHELASTIC_ERROR_FILE"
-    ]:
-        del rank[name]
-    rank.pop("MASTER_PORT", None)
-    for name in LISTS:
-        hosts = expanded(step.get(name, ""))
-        if hosts and not _is(hosts[0], rank["MASTER_ADDR"]):
-            rank[name] = ",".join([rank["MASTER_ADDR"], *hosts[1:]])
-
-
-def expanded(text: str) -> list[str]:
-    """The hosts of a Slurm list as it is usual: `n[01-03,7],m1`."""
-    hosts: list[str] = []
-    rest = text
-    while rest:
-        head, bracket, after = rest.partition("[")
-        if not bracket or "," in head:
-            host, _, rest = rest.partition(",")
-            hosts.append(host)
-            continue
-        ranges, _, rest = after.partition("]")
-        tail, _, rest = rest.partition(",")
-        for part in ranges.split(","):
-            low, _, high = part.partition("-")
-            last = int(high or low)
-            hosts += [f"{head}{number:0{len(low)}d}{tail}" for number in range(int(low), last + 1)]
-    return hosts
-
-
-def _is(host: str, address: str) -> bool:
-    try:
-        return address in (host, socket.gethostbyname(host))
-    except OSError:
-        return False
+    at a port of its own."""
+    for name in [name for name in rank if name.startswith("TORCHELASTIC_")]:
+        if name != error_file.PATH_VARIABLE:
+            del rank[name]
+    for name in ("MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        rank.pop(name, None)
