@@ -62,6 +62,15 @@ STYLES = {
         END_WITH=3 srun python -u $SUM --slurm again
         echo said: $?
     """),
+    "a shell a rank, with its own output": (2, """
+        #SBATCH --ntasks-per-node=2
+        srun -l --output=log-%x bash -c '
+          PORT=$(python -c "print(29519)")
+          export WORD="$SLURM_LOCALID-$PORT"
+          python -u $SUM --slurm $SLURM_PROCID | cat && echo said: $SLURM_PROCID of $SLURM_NTASKS
+        '
+        sed 's/^/said: /' log-job.sbatch
+    """),
     "a script of its own, with a failure": (1, """
         cat > launch.sh <<'END'
         #!/bin/bash
@@ -171,8 +180,8 @@ def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp
     assert (work / f"{after}-4294967294").read_text() == "wrapped 1 named\n"
     scripts = [(work / f"{array}-{task}").read_text().split() for task in (2, 4)]
     assert [(Path(path).name, *rest) for path, *rest in scripts] == [("slurm_script",)] * 2
-    runs = sorted(path.name for path in (work / "runs").iterdir())
-    assert [name.partition("-ours-")[2][4:] for name in runs] == ["", "-task-2", "-task-4", ""]
+    runs = [path.name.partition("-ours-")[2][4:] for path in (work / "runs").iterdir()]
+    assert sorted(runs) == ["", "", "-task-2", "-task-4"]
 
 
 LOSES_A_NODE = """#!/bin/bash

@@ -106,6 +106,7 @@ def test_spare_nodes_are_added_to_what_the_script_says() -> None:
         (("-N 2", "--gpus=4"), (), {"SBATCH_GPUS": "16"}, 2, ["--gpus=32"]),
         (("-N 2", "--gpus=4"), ("--gpus=8",), {"SBATCH_GPUS": "16"}, 2, ["--gpus=8", "--gpus=16"]),
         ((), (), {}, 1, ["--nodes=3"]),
+        (("-N 2",), ("--ntasks-per-node=8", "--wrap=x"), {}, 2, ["--ntasks-per-node=8", "--nodes=4"]),
         (("-N 2", "--signal=B:USR1@60"), (), {}, 2, []),
     ],
 )
@@ -148,6 +149,13 @@ def test_the_request_has_the_scripts_lines_and_arguments() -> None:
     ]  # fmt: skip
     assert lines[-1].startswith("exec /opt/python3 ")
     assert lines[-1].endswith(f'jurymast.script job {request.plan.directory} "$@"')
+
+
+def test_a_command_is_not_wrapped_twice_and_exclusions_are_one(tmp_path: Path) -> None:
+    made = plan("#!/bin/sh\n#SBATCH -x n1\n", "--wrap=srun hostname", "--exclude=n2,n3")
+    argv = build_request(made, resolve([]), script("#!/bin/sh\n")).argv
+    assert [word for word in argv if "wrap" in word] == []
+    assert [word for word in argv if "exclude" in word] == ["--exclude=n1,n2,n3"]
 
 
 def test_a_wrapped_command_is_sbatchs_own_script() -> None:

@@ -18,7 +18,8 @@ from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import shims, torchrun
 from jurymast.script.job import interpreter
 from jurymast.script.narrow import narrowed
-from jurymast.script.recognise import python_command, starts_launcher, tasks_a_node
+from jurymast.script.output import Output, expanded
+from jurymast.script.recognise import python_command, starts_launcher, starts_python, tasks_a_node
 from jurymast.script.srun_options import parse
 from jurymast.script.torchrun import rank_count
 from jurymast.script.trainings import Trainings
@@ -110,6 +111,23 @@ def test_tasks_on_each_of_four_nodes(typed: str, environment: dict[str, str], ta
 def test_python_commands(command: str, script: str | None, module: bool) -> None:
     found = python_command(command.split())
     assert (None if found is None else (found.script, found.module)) == (script and (script, module))
+
+
+@pytest.mark.parametrize(
+    ("command", "files", "found"),
+    [
+        (["bash", "-c", "cd /work && python -u train.py --rank $SLURM_PROCID"], {}, True),
+        (["/bin/sh", "-c", "RANK=$SLURM_PROCID python3.11 -m pkg.train"], {}, True),
+        (["./run.sh"], {"./run.sh": "#!/bin/bash\nsource env\nexec python train.py\n"}, True),
+        (["bash", "-c", "python -c 'import torch'"], {}, False),
+        (["bash", "-c", "python --version"], {}, False),
+        (["bash", "-c", "which python; nvidia-smi"], {}, False),
+        (["cp", "python train.py"], {}, False),
+        (["hostname"], {}, False),
+    ],
+)
+def test_shells_that_run_python(command: list[str], files: dict[str, str], found: bool) -> None:
+    assert starts_python(command, lambda name: files.get(name, "")) is found
 
 
 @pytest.mark.parametrize(
@@ -271,6 +289,40 @@ def test_a_python_of_the_scripts_own_goes_on(tmp_path: Path) -> None:
 def test_a_scripts_interpreter(tmp_path: Path, first: str, words: list[str]) -> None:
     (tmp_path / "job").write_text(f"{first}\necho\n")
     assert interpreter(tmp_path / "job") == words
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("logs/%x_%j.log", "logs/my job_7.log"),
+        ("out-%3t-%%-%A", "out-005-%-7"),
+        ("%n.%u.%Q.%a", "5.me.%Q.%a"),
+        ("plain", "plain"),
+    ],
+)
+def test_sruns_names_of_output_files(pattern: str, name: str) -> None:
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "my job", "USER": "me"}
+    assert expanded(pattern, environment, 5) == name
+
+
+def test_output_goes_where_srun_was_told(tmp_path: Path) -> None:
+    (tmp_path / "old-1").write_text("from before\n")
+    srun = parse(["-l", "-o", f"{tmp_path}/old-%t", "x"])
+    assert srun is not None
+    output = Output(srun, {})
+    assert output.common == 1
+    output.write(1, [b"a", b"b"])
+    output.write(0, [b"c"])
+    output.close()
+    assert (tmp_path / "old-1").read_text() == "1: a\n1: b\n"
+    assert (tmp_path / "old-0").read_text() == "0: c\n"
+    srun = parse(["--open-mode=append", "--output", f"{tmp_path}/old-1", "x"])
+    assert srun is not None
+    output = Output(srun, {})
+    os.write(output.common, b"command\n")
+    output.write(3, [b"d"])
+    output.close()
+    assert (tmp_path / "old-1").read_text() == "1: a\n1: b\ncommand\nd\n"
 
 
 @pytest.fixture

@@ -132,7 +132,6 @@ def test_an_exclude_file_is_read(script: Path, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (("--array=0-3",), "--array"),
-        (("--wrap=true",), "--wrap"),
         (("-n", "8"), "--ntasks"),
         (("--ntasks-per-node=8",), "--ntasks-per-node"),
         (("-G", "8"), "--gpus"),

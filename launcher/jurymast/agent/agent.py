@@ -55,7 +55,7 @@ class Agent:
         self._temporary, self._lock = here.own_temporary_directory()
         self._strangers = Strangers(_note)
         self._memory = RankMemory(plan.ranks_per_node)
-        self._watch = RankWatch(self._memory, plan.settings.heartbeat_s)
+        self._watch = RankWatch(self._memory, plan.settings.heartbeat_s, plan.program)
         self._keeping = Keeping(directory, plan, node, self._driver.say, self._write_ended)
         self._probing = Probing(directory, plan, node, self._driver.say)
         self._connecting = Connecting(directory, self._driver, self._strangers)

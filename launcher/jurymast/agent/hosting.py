@@ -81,7 +81,7 @@ class Hosting:
             case do.TakeStacks():
                 self._driver.spawn(self._take_stacks(effect), vital=False)
             case do.LookAtRanks():
-                looking = self._stacks.look(effect.number, list(effect.pids))
+                looking = self._stacks.look(effect.number, self._memory.trains(effect.pids))
                 self._driver.spawn(looking, vital=False)
             case do.KillRanks():
                 kill_ranks(list(effect.pids))
@@ -125,7 +125,7 @@ class Hosting:
             self._host.tell(order)
 
     async def _take_stacks(self, effect: do.TakeStacks) -> None:
-        await self._stacks.take(list(effect.pids))
+        await self._stacks.take(self._memory.trains(effect.pids))
         self._driver.act(self._machine.stacks_taken(effect.attempt, self._driver.now))
 
     def _host_said(self, message: within.FromHosts) -> None:

@@ -23,7 +23,6 @@ from jurymast.policy.resolve import Resolved
 # sbatch options that say what jurymast decides: the message says what to do instead.
 REFUSED = {
     "array": "one run is one job; submit the runs of a sweep one by one",
-    "wrap": "give the training script behind --",
     "ntasks": "say --nodes N and --nproc-per-node K",
     "ntasks-per-node": "say --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
     "tasks-per-node": "say --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
@@ -97,7 +96,7 @@ def make_plan(
         module=module,
         working_directory=str(directory),
         python=python,
-        sbatch_options=passed_on(line),
+        sbatch_options=passed_on(line, CONSUMED),
         exclude=tuple(
             node for given in line.sbatch if given.name == "exclude" for node in excluded_hosts(given)
         ),
@@ -147,9 +146,9 @@ def time_limit_s(text: str | None) -> float | None:
     return float(seconds) or None  # 0 asks for no limit
 
 
-def passed_on(line: CommandLine) -> tuple[str, ...]:
+def passed_on(line: CommandLine, consumed: frozenset[str]) -> tuple[str, ...]:
     """sbatch's options as typed and in their order, but for those that jurymast says itself."""
-    return tuple(word for given in line.sbatch if given.name not in CONSUMED for word in given.words)
+    return tuple(word for given in line.sbatch if given.name not in consumed for word in given.words)
 
 
 def excluded_hosts(given: Given) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from jurymast.cluster.batch_script import BatchScript, merged
@@ -27,6 +27,8 @@ from jurymast.policy.resolve import Resolved
 WHERE = ("partition", "account", "qos", "reservation", "clusters", "cluster")
 # Totals over all nodes. With spares they are asked for in proportion.
 TOTALS = ("ntasks", "gpus")
+# Not passed on as typed: the exclusions are merged into one option, and a command is a script by now.
+CONSUMED = frozenset({"exclude", "wrap"})
 REFUSED = {
     "nodefile": "say --nodes N",
     "version": "ask sbatch --version, or jurymast --version",
@@ -71,7 +73,7 @@ def make_script_plan(
     spares = spares_for(policy, size.active, told.last("time"))
     run = run or new_run_id(name, time.localtime())
     requeue = _requeue(told)
-    options = [*_where(script), *passed_on(line), *size.options(size.active + spares), "--no-kill"]
+    options = [*_where(script), *passed_on(line, CONSUMED), *size.options(size.active + spares), "--no-kill"]
     options.append("--requeue" if requeue else "--no-requeue")
     if not told.has("job-name"):  # sbatch takes the script's, and it gets another file
         options.append(f"--job-name={Path(script.name).name}")
@@ -162,15 +164,3 @@ def _last(told: CommandLine, *names: str) -> Given | None:
 
 def _where(script: BatchScript) -> list[str]:
     return [f"--{given.name}={given.value}" for given in script.sbatch if given.name in WHERE]
-
-
-def for_step(
-    plan: RunPlan, directory: Path, *, script: str, arguments: tuple[str, ...], module: bool, ranks: int,
-    working_directory: str, python: str, tasks: bool,
-) -> RunPlan:  # fmt: skip
-    """The plan of one training step of the batch script that `plan` is for."""
-    return replace(
-        plan, run=directory.name, directory=str(directory), script=script, arguments=arguments,
-        module=module, ranks_per_node=ranks, working_directory=working_directory, python=python,
-        tasks=tasks,
-    )  # fmt: skip

@@ -119,6 +119,8 @@ class RunPlan:
     batch: bool = False
     # Each of its ranks stands for a task that srun would have started, not for one of torchrun's.
     tasks: bool = False
+    # `script` is a program, a shell say, that starts the Python of its rank itself.
+    program: bool = False
     working_directory: str = "."
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()

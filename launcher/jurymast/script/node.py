@@ -58,12 +58,15 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
 
 
 def run_tasks(count: int, command: list[str]) -> int:
-    """So many tasks of a Python command on each node, which srun would have started."""
+    """So many tasks of a command on each node, which srun would have started."""
     python = python_command(command)
-    assert python is not None, "the front end has looked at it"
+    program, *arguments = command
     training = Training(
-        script=python.script, arguments=python.arguments, module=python.module, ranks=count,
-        directory=os.getcwd(), python=sys.executable, tasks=True,
+        script=python.script if python else program,
+        arguments=python.arguments if python else tuple(arguments),
+        module=python is not None and python.module,
+        program=python is None,
+        tasks=True, ranks=count, directory=os.getcwd(), python=sys.executable,
     )  # fmt: skip
     return _train(Path(os.environ[shims.STEP_VARIABLE]), training)
 

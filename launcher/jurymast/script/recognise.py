@@ -13,6 +13,8 @@ LAUNCHER = re.compile(
     r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b"
     r"|\baccelerate(\.commands\.launch|\s+launch)\b|\b(fabric|lightning)\s+run\b"
 )
+SHELLS = ("bash", "sh", "zsh", "dash")
+PYTHON = re.compile(r"\bpython[\d.]*\s+(-u\s+)?(-m\s+[\w.]+|[^\s;|&-]\S*)")
 SCRIPT_BYTES_MAX = 1 << 16
 
 
@@ -45,6 +47,14 @@ def python_command(command: Sequence[str]) -> PythonCommand | None:
     if not rest or rest[0].startswith("-"):
         return None
     return PythonCommand(rest[0], tuple(rest[1:]))
+
+
+def starts_python(command: Sequence[str], read: Callable[[str], str]) -> bool:
+    """Whether a shell runs a Python script or module: in its -c, or in a shell script that is the command."""
+    shell = bool(command) and command[0].rpartition("/")[2] in SHELLS
+    texts = list(command) if shell else []
+    texts += [text for word in command if (text := read(word)).startswith("#!")]
+    return any(PYTHON.search(text) for text in texts)
 
 
 def tasks_a_node(srun: Srun, environment: Mapping[str, str], active: int) -> int:

@@ -1,8 +1,7 @@
-"""What the ranks print, into the job's own output: there people look for it."""
+"""What the ranks print, into the step's own output: there people look for it."""
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +9,7 @@ from types import TracebackType
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import FileTail
 from jurymast.rundir import RunDirectory
+from jurymast.script.output import Output
 
 EVERY_S = 0.2
 READ_BYTES = 1 << 20
@@ -20,8 +20,8 @@ RANKS_MAX = 64
 class Relay:
     """While it is entered, on a thread of its own; everything is there when it is left."""
 
-    def __init__(self, run: RunDirectory, descriptor: int = 1) -> None:
-        self._run, self._descriptor = run, descriptor
+    def __init__(self, run: RunDirectory, output: Output) -> None:
+        self._run, self._output = run, output
         plan = run.plan()
         self._few = plan.active * plan.ranks_per_node <= RANKS_MAX
         self._first = self._attempt() + 1  # what earlier lives of the job printed is there already
@@ -51,7 +51,10 @@ class Relay:
             over = self._over.wait(EVERY_S)
             for attempt in range(self._first, self._attempt() + 1):
                 for log in self._logs(attempt):
-                    self._copy(self._tails.setdefault(log, FileTail(log)), whole=over)
+                    try:
+                        self._copy(self._tails.setdefault(log, FileTail(log)), whole=over)
+                    except OSError:
+                        return  # whoever read it has gone; the logs have all of it
 
     def _logs(self, attempt: int) -> list[Path]:
         if self._few:
@@ -59,9 +62,8 @@ class Relay:
         return [self._run.rank_log(attempt, 0)]
 
     def _copy(self, tail: FileTail, *, whole: bool) -> None:
+        rank = int(tail.path.stem.removeprefix("rank-"))
         while lines := tail.lines(READ_BYTES, partial=whole):
-            data = b"".join(line + b"\n" for line in lines)
-            while data:
-                data = data[os.write(self._descriptor, data) :]
+            self._output.write(rank, lines)
             if not tail.more:
                 return

@@ -35,6 +35,9 @@ def _as_training(step: Step, arguments: list[str]) -> int | None:
     tasks = recognise.tasks_a_node(srun, os.environ, step.active)
     if recognise.starts_launcher(srun.command, recognise.read_shell_script):
         return step.run(srun) if tasks == 1 else None
-    if recognise.python_command(srun.command) is not None and tasks * step.active > 1:
+    if tasks * step.active < 2:
+        return None
+    python = recognise.python_command(srun.command) is not None
+    if python or recognise.starts_python(srun.command, recognise.read_shell_script):
         return step.run_tasks(srun, tasks)
     return None

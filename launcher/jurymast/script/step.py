@@ -23,13 +23,15 @@ from typing import Any
 from jurymast.cluster.agents import SURVIVE
 from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import Batch
-from jurymast.cluster.script_planning import for_step
 from jurymast.core.hostlist import compressed
+from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import name_process, run_module
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
 from jurymast.script import shims
 from jurymast.script.narrow import LISTS
+from jurymast.script.output import Output
+from jurymast.script.recognise import python_command
 from jurymast.script.relay import Relay
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
@@ -41,7 +43,7 @@ POLL_S = 0.05
 # What a step's srun is told by us.
 OURS = frozenset({
     "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "no-kill",
-    "overlap", "exact", "exclusive",
+    "overlap", "exact", "exclusive", "output",
 })  # fmt: skip
 # Slurm ends a requeued job in seconds; whatever stands behind the step in the script must not begin.
 REQUEUE_LIMIT_S = 120.0
@@ -59,6 +61,15 @@ class Training:
     python: str
     ignored: tuple[str, ...] = ()
     tasks: bool = False
+    program: bool = False
+
+    def plan(self, job: RunPlan, run: RunDirectory) -> RunPlan:
+        """Of `run`, in the batch script that `job` is the plan of."""
+        return replace(
+            job, run=run.root.name, directory=str(run.root), script=self.script, arguments=self.arguments,
+            module=self.module, program=self.program, tasks=self.tasks, ranks_per_node=self.ranks,
+            working_directory=self.directory, python=self.python,
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -116,17 +127,22 @@ class Step:
     def run(self, srun: Srun) -> int:
         """The step's exit code, as srun would have it."""
         name_process(PROCESS_NAME)
-        folder = self._new_folder()
-        process = self._start(srun, folder)
+        folder, output = self._new_folder(), Output(srun, os.environ)
+        process = self._start(srun, folder, output.common)
         number = 1
         while (training := _await_training(folder / ASKED.format(number), process)) is not None:
-            self._train(training, process, folder / ANSWER.format(number))
+            self._train(training, process, folder / ANSWER.format(number), output)
             number += 1
-        return self._end(process, folder)
+        code = self._end(process, folder)
+        output.close()
+        return code
 
     def run_tasks(self, srun: Srun, tasks: int) -> int:
-        """The same for a Python command that srun would start so many times on each node."""
-        command = run_module(srun.command[0], "jurymast.script", "tasks", str(tasks), *srun.command)
+        """The same for a command that srun would start so many times on each node: a shell's, or Python's."""
+        python = srun.command[0] if python_command(srun.command) else sys.executable
+        if self._mounts(srun):
+            python = "python3"  # the container's
+        command = run_module(python, "jurymast.script", "tasks", str(tasks), *srun.command)
         return self.run(replace(srun, command=tuple(command)))
 
     def around_lost(self, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -152,7 +168,7 @@ class Step:
             except FileExistsError:
                 number += 1
 
-    def _start(self, srun: Srun, folder: Path) -> subprocess.Popen[bytes]:
+    def _start(self, srun: Srun, folder: Path, output: int) -> subprocess.Popen[bytes]:
         nodes = self._nodes()
         node_command = folder / "node"
         log = self._job.submission / f"job-{self._allocation.job}-spares.log"
@@ -172,7 +188,7 @@ class Step:
         command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
         command += [str(node_command), *srun.command]
         environment = {**shims.for_step(os.environ, self._job, folder), **true}
-        return subprocess.Popen(command, env=environment)
+        return subprocess.Popen(command, env=environment, stdout=output)
 
     def _mounts(self, srun: Srun) -> list[str]:
         """Of a container (pyxis): it must see the run directory."""
@@ -182,7 +198,9 @@ class Step:
         ours = f"{self._job.root}:{self._job.root}"
         return [f"--container-mounts={theirs},{ours}" if theirs else f"--container-mounts={ours}"]
 
-    def _train(self, training: Training, process: subprocess.Popen[bytes], answer: Path) -> None:
+    def _train(
+        self, training: Training, process: subprocess.Popen[bytes], answer: Path, output: Output
+    ) -> None:
         run, ended = self._trainings.claim(training.to_json())
         if ended is not None:
             say(f"{run.root.name} ended with code {ended} before the job was requeued; it is not run again")
@@ -192,18 +210,14 @@ class Step:
         if ignored := sorted(set(training.ignored)):
             names = ", ".join(f"--{name}" for name in ignored)
             say(f"not used of torchrun's options: {names} (jurymast restarts, and keeps logs, by its policy)")
-        plan = for_step(
-            self._plan, run.root, script=training.script, arguments=training.arguments,
-            module=training.module, ranks=training.ranks, working_directory=training.directory,
-            python=training.python, tasks=training.tasks,
-        )  # fmt: skip
+        plan = training.plan(self._plan, run)
         run.save_plan(plan)
         allocation = replace(self._allocation, nodes=tuple(self._nodes()))
         log = os.open(
             run.submission / f"job-{allocation.job}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
         )
         agents = StepAgents(answer, str(run.root), process)
-        with Relay(run):
+        with Relay(run, output):
             outcome = Batch(run, plan, allocation, agents, log).run()
         os.close(log)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
