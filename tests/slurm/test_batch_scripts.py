@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cli.find import find_run
+from jurymast.cli.find import find_run, run_ids
 from support.runs import SCRIPTS, result
 from support.slurm_runs import SlurmRun, power_loss
 from support.waiting import wait_until
@@ -180,7 +180,7 @@ def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp
     assert (work / f"{after}-4294967294").read_text() == "wrapped 1 named\n"
     scripts = [(work / f"{array}-{task}").read_text().split() for task in (2, 4)]
     assert [(Path(path).name, *rest) for path, *rest in scripts] == [("slurm_script",)] * 2
-    runs = [path.name.partition("-ours-")[2][4:] for path in (work / "runs").iterdir()]
+    runs = [name.partition("-ours-")[2][4:] for name in run_ids(work / "runs")]
     assert sorted(runs) == ["", "", "-task-2", "-task-4"]
 
 
@@ -251,4 +251,31 @@ def test_power_losses_of_a_node_and_of_the_batch_host(
     said = [line for line in printed.splitlines() if line.startswith("said")]
     assert said == ["said: begin", "said: begin", "said: after 0"], printed
     assert "--max-restarts" in printed
+    assert result(work / "out.json")["sha256"] == trained_plainly("--steps", steps, nodes=4)
+
+
+REQUEUED = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --output=out --open-mode=append
+echo "said: begin $SLURM_RESTART_COUNT $SLURM_NTASKS"
+export MASTER_PORT=29531
+srun python {train} --steps {steps} --step-time 0.04 --save-every "10 steps" --out out.json
+echo "said: after $?"
+"""
+
+
+def test_without_a_spare_the_script_begins_again_and_its_training_goes_on(
+    cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
+) -> None:
+    work, steps = cluster.shared / tmp_path.name, "80"
+    script = REQUEUED.format(train=SCRIPTS / "train_tiny.py", steps=steps)
+    run = submit(cluster, work, script, "--spares=0")
+    state = run.wait_saved(20, LIMIT_S)
+    power_loss(run, next(node for node in state.placement if node != state.host))
+    state = run.wait_end(LIMIT_S)
+    assert [i.action for i in state.incidents] == ["requeue"], run.story()
+    assert (state.incidents[0].step_restored or 0) >= 10
+    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    printed = (work / "out").read_text()
+    said = [line for line in printed.splitlines() if line.startswith("said")]
+    assert said == ["said: begin  4", "said: begin 1 4", "said: after 0"], printed
     assert result(work / "out.json")["sha256"] == trained_plainly("--steps", steps, nodes=4)

@@ -25,7 +25,10 @@ class Agents(Protocol):
     def alive(self) -> bool: ...
 
     def end(self) -> None:
-        """The run is over here, or requeued: none is left."""
+        """The run is over here."""
+
+    def give_up(self) -> None:
+        """The job is about to be requeued: none may be left, nor the srun that has started them."""
 
 
 class SrunAgents:
@@ -47,9 +50,10 @@ class SrunAgents:
     def end(self) -> None:
         """The job's end is theirs, and an srun that still waits for a dead node must not hold the job up."""
         if self._process is not None:
-            if self._process.poll() is None:
-                self._process.kill()
-            self._process.wait()
+            end_srun(self._process)
+
+    def give_up(self) -> None:
+        self.end()
 
 
 class LocalAgents:
@@ -79,6 +83,15 @@ class LocalAgents:
             except (ProcessLookupError, PermissionError):
                 pass
             process.wait()
+
+    def give_up(self) -> None:
+        self.end()
+
+
+def end_srun(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
 
 
 def agent_command(run_directory: str, host: str, port: int) -> list[str]:

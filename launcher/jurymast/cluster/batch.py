@@ -110,7 +110,7 @@ class Batch:
 
     def _requeue(self, outcome: dict[str, Any]) -> None:
         """Raises ClusterUnavailableError when Slurm refuses."""
-        self._agents.end()
+        self._agents.give_up()
         if self._plan.cluster == "slurm":
             lost, exclude = outcome["lost"], outcome["exclude"]
             requeue(self._plan, self._allocation, lost, exclude, tell_of_requeue)

@@ -49,9 +49,8 @@ def _own_directory(submitted: RunDirectory) -> RunDirectory:
         return submitted
     own = RunDirectory(submitted.root.with_name(f"{submitted.root.name}-task-{task}"))
     if not own.plan_file.exists():  # not after a requeue
-        beside(submitted, own)
+        beside(submitted, own, os.environ["SLURM_JOB_ID"])
         write_atomically(users_script(own), users_script(submitted).read_bytes())
-        write_atomically(own.submission / "jobs" / os.environ["SLURM_JOB_ID"], b"")
     return own
 
 
@@ -78,19 +77,19 @@ class _Script:
     def run(self, arguments: list[str], environment: dict[str, str]) -> int:
         """Its exit code. A script that a signal ends takes this process along."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+
+        def as_before() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
         # Slurm sends this to the script as well; whether the script ends is its own decision.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
         command = [*interpreter(self._script), str(self._script), *arguments]
         try:
-            self._child = subprocess.Popen(
-                command,
-                env=environment,
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before) and None,
-            )
+            self._child = subprocess.Popen(command, env=environment, preexec_fn=as_before)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            as_before()
         code = self._child.wait()
         if code < 0:
             signal.signal(-code, signal.SIG_DFL)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jurymast.cluster.gpus import visible_gpus
+from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, renew, write_atomically
 from jurymast.script import shims, torchrun
@@ -105,7 +106,7 @@ def _await(path: Path) -> dict[str, Any]:
         except FileNotFoundError:
             renew(path.parent)
         time.sleep(POLL_S)
-    raise TimeoutError(f"no word from the batch host within {ANSWER_LIMIT_S:g} s")
+    raise ClusterUnavailableError(f"no word from the batch host within {ANSWER_LIMIT_S:g} s")
 
 
 def _become_agent(training: Training, run_directory: str, supervisor: str, node: str) -> NoReturn:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jurymast.cluster.agents import SURVIVE
+from jurymast.cluster.agents import SURVIVE, end_srun
 from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import Batch
 from jurymast.core.hostlist import compressed
@@ -104,6 +104,9 @@ class StepAgents:
 
     def end(self) -> None:
         """What stands behind the launcher in the step's command runs on."""
+
+    def give_up(self) -> None:
+        end_srun(self._process)
 
 
 class Step:
@@ -233,8 +236,7 @@ class Step:
         while process.poll() is None:
             codes = [_code(folder / f"ended-{node}") for node in expected]
             if self._lost and None not in codes:
-                process.kill()
-                process.wait()
+                end_srun(process)
                 return max(code for code in codes if code is not None)
             time.sleep(POLL_S)
         return process.returncode if process.returncode >= 0 else 128 - process.returncode

@@ -73,15 +73,16 @@ class Trainings:
         if number == 1:
             return self._job
         run = RunDirectory(self._job.root.with_name(f"{self._job.root.name}-{number}"))
-        beside(self._job, run)
+        beside(self._job, run, self._life.rpartition(".")[0])
         return run
 
 
-def beside(submitted: RunDirectory, run: RunDirectory) -> None:
-    """Make a run of the same submission. Raises RunDirectoryError."""
+def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:
+    """Make a run of the same submission, which this Slurm job serves. Raises RunDirectoryError."""
     plan = replace(submitted.plan(), run=run.root.name, directory=str(run.root))
     run.create()
     (run.submission / "jobs").mkdir(mode=0o700)
+    write_atomically(run.submission / "jobs" / job, b"")
     write_atomically(run.policy_file, submitted.policy_file.read_bytes())
     run.save_plan(plan)
 
