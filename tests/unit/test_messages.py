@@ -104,6 +104,7 @@ ORDERS: list[msg.ToAgent] = [
     msg.Void(step=1, attempt=1),
     msg.Forget(step=1, attempt=1, ranks=(0, 1)),
     msg.ForgetNewer(step=1),
+    msg.GiveSlotsUp(),
     msg.Drain(id="7", tier="shared", step=1, attempt=1, ranks=(0,), world=2, lead=True),
     msg.CancelDrain(id="7"),
 ]  # fmt: skip

@@ -53,6 +53,7 @@ class Checkpoints:
         self._shortages = Shortages()
         self._void: deque[Key] = deque(maxlen=VOIDS_KEPT)
         self._gather_at = -math.inf
+        self._hopeless: set[Key] = set()  # of what is in no shared tier: it cannot be got there
         self.secured = False
 
     # ---- agents
@@ -268,33 +269,43 @@ class Checkpoints:
 
     def unsaved(self) -> str:
         """What would be lost with these nodes, in words; "" for nothing."""
-        key = self._writes.unsaved()
-        return f"the checkpoint of step {key[0]}" if key else ""
+        keys = self._writes.unsaved()
+        return f"the checkpoint of step {keys[0][0]}" if keys else ""
 
     def secure(self, now: float) -> list[Effect]:
-        """Get the newest state to the shared tier. To be called again and again until `secured`: it is there,
-        or cannot be got there."""
-        key, late = self._writes.unsaved(), self._writes.look_for_late(now)
-        self.secured = key is None
-        if key is None or not self._writes.free(cp.SHARED, now, hurry=True):
+        """Get the newest state to the shared tier, or else one before it. To be called again and again until
+        `secured`: it is there, or none can be got there."""
+        late = self._writes.look_for_late(now)
+        keys = [key for key in self._writes.unsaved() if key not in self._hopeless]
+        self.secured = not keys
+        if not keys or not self._writes.free(cp.SHARED, now, hurry=True):
             return late
-        return [*late, *(self._writes.write(cp.SHARED, key, now) or self._gather(key, now))]
+        return [*late, *(self._writes.write(cp.SHARED, keys[0], now) or self._gather(keys, now))]
 
-    def _gather(self, key: Key, now: float) -> list[Effect]:
-        """Have the images that only exist in parts put together on some node."""
+    def _gather(self, keys: list[Key], now: float) -> list[Effect]:
+        """Have the images of the first of these states that only exist in parts put together on some node."""
+        key, effects = keys[0], self._have_room_made(keys)
         nodes = [name for name, node in self._holders.items() if not node.full]
         if not nodes:
-            self.secured = True
-            return []
+            self._hopeless.add(key)
+            return effects
         if now < self._gather_at:
-            return []  # what failed just now fails again
-        effects: list[Effect] = []
+            return effects  # what failed just now fails again
         for number, rank in enumerate(range(self.copies.world(key))):
             if not self._writes.writer(key, rank):
                 holder = nodes[number % len(nodes)]
                 sources = self.copies.sources(key, rank, holder)
                 effects += self._replicas.order(key, cp.Replication(holder, rank, cp.ALL, sources))
         return effects
+
+    def _have_room_made(self, keys: list[Key]) -> list[Effect]:
+        """Once by each node, which may have memory then although it had refused some: ranks save no more, and
+        all that is older is in the shared tier unless it is one of these."""
+        fresh = {name: node for name, node in self._holders.items() if not node.slotless}
+        for node in fresh.values():
+            node.full, node.slotless = False, True
+        older = self._replicas.give_up_older(keys[0], fresh) if len(keys) == 1 else []
+        return [*older, *(Send(name, msg.GiveSlotsUp()) for name in fresh)]
 
     def check(self) -> None:
         """Invariants; AssertionError names the one broken."""
