@@ -103,6 +103,54 @@ def test_the_node_that_a_supervisor_left_behind_is_known() -> None:
     assert (story.state.abandoned, story.state.abandoned_at) == (first, story.t - 1.5)
 
 
+def taken_over(story: Story, *heard: str) -> None:
+    """These nodes have come back to the new supervisor."""
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=story.state.epoch + 1, node=heard[0]))
+    for name in heard:
+        comes_back(story, name)
+
+
+def comes_back(story: Story, name: str) -> None:
+    known = story.state.nodes[name].incarnation
+    story.feed(ev.NodeJoined(t=story.t, node=name, address=name, incarnation=known))
+
+
+def host_died(story: Story, node: str) -> None:
+    story.feed(ev.WorkersStopped(t=story.t, node=node, attempt=story.state.attempt, store_port=0))
+
+
+def test_a_spare_of_which_a_supervisor_that_took_over_has_not_heard_is_not_swapped_in() -> None:
+    """It may have been lost with the one before: whoever comes first takes the place."""
+    story = Story(active=2, spares=2).running()
+    one, other = story.state.placement
+    unheard, heard = (name for name in story.state.nodes if name not in story.state.places)
+    taken_over(story, one, other)
+    story.lost(other)
+    story.stopped()
+    assert (story.state.phase, story.incident.action) == (Phase.WAITING, "swap")
+    story.feed(ev.NodeLost(t=story.t, node=unheard, how="silent", silent_s=8.0, limit_s=8.0))
+    assert story.state.phase is Phase.WAITING
+    comes_back(story, heard)
+    assert story.last(Launch).placement == (one, heard)
+
+
+def test_a_node_whose_torchrun_host_starts_anew_is_better_than_a_requeue() -> None:
+    """The spare that was to replace it is lost: it takes its own place again as soon as it is ready."""
+    story = Story(active=2, spares=1).running()
+    one, other = story.state.placement
+    (spare,) = (name for name in story.state.nodes if name not in story.state.places)
+    story.failed(1, exit_code=-9)
+    host_died(story, other)
+    story.stopped()
+    assert spare in story.last(Launch).placement
+    story.lost(spare)
+    story.stopped()
+    assert story.state.phase is Phase.WAITING, story.incident.reason
+    story.feed(ev.NodeReady(t=story.t, node=other, store_port=1))
+    story.backed_off()
+    assert story.last(Launch).placement == (one, other)
+
+
 def test_a_node_was_not_lost_before_a_step_that_it_took_part_in() -> None:
     story = Story(active=2, spares=1).running()
     stepped_at = story.t

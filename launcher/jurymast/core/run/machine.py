@@ -140,6 +140,8 @@ def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[In
     state.abandoned = state.supervised_on if event.node != state.supervised_on else ""
     state.abandoned_at = event.t - event.silent_s
     state.supervised_on = event.node
+    for node in state.nodes.values():
+        node.heard = False
     if state.placement:
         state.rejoin_until = event.t + rejoin_limit_s(len(state.nodes))
     if state.deadline is not None:  # while no supervisor was there nobody could do what it is for
@@ -151,6 +153,7 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     node = state.nodes.get(event.node)
     if node is None:
         node = state.nodes[event.node] = Node(event.node, len(state.nodes), since=event.t)
+    node.heard = True
     returning = node.incarnation == event.incarnation
     if returning and node.role is not Role.FAILED:
         return []

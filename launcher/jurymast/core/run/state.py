@@ -57,7 +57,8 @@ ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
 
 @dataclass
 class Node:
-    """A node of the allocation, at place `order`. `ready`: its torchrun host waits for a plan."""
+    """A node of the allocation, at place `order`. `ready`: its torchrun host waits for a plan; `heard`: the
+    present supervisor has heard of it, so that it was not lost together with the one before."""
 
     name: str
     order: int
@@ -68,6 +69,7 @@ class Node:
     incarnation: str = ""
     pid: int = 0
     ready: bool = False
+    heard: bool = False
     store_port: int = 0
     drained: bool = False  # by hand: it stays out
     bad: bool = False  # a finding took it out: it stays out while the finding holds
@@ -90,7 +92,13 @@ class Node:
 
     @property
     def usable(self) -> bool:
-        return self.ready and self.role in (Role.SPARE, Role.SUSPECT)
+        return self.ready and self.heard and self.role in (Role.SPARE, Role.SUSPECT)
+
+    @property
+    def coming(self) -> bool:
+        """Not usable yet, but maybe soon: it warms up, or is to come back to a supervisor that took over."""
+        here = bool(self.incarnation) and self.role in (Role.JOINING, Role.SPARE, Role.SUSPECT)
+        return here and not self.usable
 
 
 @dataclass
