@@ -29,8 +29,10 @@ def connect(port: int) -> do.Connect:
     return do.Connect((("n9", port), ("10.0.0.9", port)))
 
 
-def link(hint: tuple[str, int] | None = None, nodes: int = 1, ranks: Ranks | None = None) -> Link:
-    return Link("17.0", hint, PATIENCE_S, nodes, 0.5, ranks or Ranks(5.0), Hearing(ANSWER_INTERVAL_S))
+def link(
+    hint: tuple[str, int] | None = None, nodes: int = 1, ranks: Ranks | None = None, node: str = "n1"
+) -> Link:
+    return Link(node, "17.0", hint, PATIENCE_S, nodes, 0.5, ranks or Ranks(5.0), Hearing(ANSWER_INTERVAL_S))
 
 
 def connected(made: Link | None = None) -> Link:
@@ -143,6 +145,13 @@ def test_who_is_slow_by_habit_is_not_soon_suspected() -> None:
     made = connected()
     last = answered(made, every_s=2.0)
     assert made.wake_at == pytest.approx(last + FACTOR * 2.0, abs=0.01)
+
+
+def test_the_agent_beside_a_supervisor_that_falls_silent_is_early_with_the_next_although_it_is_slow() -> None:
+    """Who takes over gives this node up first: it most likely went with the supervisor."""
+    made = connected(link(node="n9"))
+    last = answered(made, every_s=2.0)
+    assert made.wake_at == pytest.approx(last + BEATS * ANSWER_INTERVAL_S, abs=0.01)
 
 
 @pytest.mark.parametrize("place", [None, at(8, epoch=0), at(8, "16.0", 2)])

@@ -425,6 +425,17 @@ def test_the_next_to_take_over_are_spares_first_and_never_this_node() -> None:
     assert heirs() == {"n4": 0, "n5": 1, "n2": 2}
 
 
+def test_while_nobody_is_back_the_node_of_the_one_before_has_as_long_as_all_others() -> None:
+    """Its storage hangs, say, so that it goes on and all are with it still."""
+    ears = Ears()
+    taken_over(ears)
+    ears.passes(ABANDONED_LIMIT_S + 0.5)
+    assert ears.lost() == []
+    ears.joins("n1", 1)
+    ears.passes(0.1, beating=("n1",))
+    assert ears.lost() == ["n3"], "now it is known to be late"
+
+
 def test_who_cannot_find_the_supervisor_as_storage_hangs_is_waited_for() -> None:
     ears = Ears()
     ears.state.phase = Phase.STARTING

@@ -31,11 +31,13 @@ class Link:
     newest is by the run directory, since storage may need longer for its answer than a supervisor that lives
     waits for its agent. The next round begins when all tries of one have come to nothing, which takes a while
     where something listens and does not answer: so within one the run directory is looked at again and again.
-    One that is silent for longer than usual is left as soon as there is a newer one.
+    One that is silent for longer than usual is left as soon as there is a newer one. The agent on its own
+    node looks for that early, however late answers usually come: that node is the first to be given up.
     """
 
     def __init__(
         self,
+        node: str,
         allocation: str,
         hint: tuple[str, int] | None,
         patience_s: float,
@@ -47,7 +49,7 @@ class Link:
         """`hint`: (host, port) of the first supervisor. `share`: from 0 to 1, when this one of the run's
         `nodes` looks in the run directory, after all have lost their supervisor at once. `ranks` are only
         looked at."""
-        self._allocation = allocation
+        self._node, self._allocation = node, allocation
         self._hint = hint
         # After a power loss there is no other sign of a supervisor's end than its silence: no reset comes.
         self._patience_s = patience_s
@@ -177,7 +179,10 @@ class Link:
         return []
 
     def _peek_later(self) -> None:
-        self._find_at = self._hearing.suspect_at + self._find_every_s * self._share
+        supervised_on = self._last.node if self._last else self._hint[0] if self._hint else ""
+        hearing = self._hearing
+        peek_at = hearing.late_at if supervised_on == self._node else hearing.suspect_at
+        self._find_at = peek_at + self._find_every_s * self._share
 
     def say(self, message: msg.ToSupervisor) -> list[Effect]:
         """Now; and what no hello tells again over the next connection, unless it is known to have been heard:

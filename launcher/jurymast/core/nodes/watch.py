@@ -121,7 +121,6 @@ class Watch:
         if last is not None and last.away is not None:
             self._abandoned = self._state.abandoned
             last.away.before_s = max(0.0, now - self._state.abandoned_at)
-            last.away.limit_s = rejoin_limit_s(len(self._state.nodes), ABANDONED_LIMIT_S)
 
     def expect(self, node: str) -> None:
         """A node that is known is to connect."""
@@ -284,14 +283,15 @@ class Watch:
                 away.limit_s = max(away.limit_s, min(most_s, away.limit_s + counted_s))
 
     def _look_for_the_last_supervisor(self) -> None:
-        """Its agent, if it lives, looks for this one just as the others do."""
+        """Its agent, if it lives, looks for this one just as the others do. While none of them is here, all
+        may well be with the last one still."""
         watch = self.nodes.get(self._abandoned)
-        if watch is None or watch.away is None:
+        if watch is None or watch.away is None or not self.here:
             return
-        others = len(self.nodes) - 1
-        if others and len(self.here) >= NEARLY_ALL * others:
-            soon_s = self.clock.now - watch.away.since + AFTER_OTHERS_S
-            watch.away.limit_s, self._abandoned = min(watch.away.limit_s, soon_s), ""
+        limit_s = rejoin_limit_s(len(self._state.nodes), ABANDONED_LIMIT_S)
+        if len(self.here) >= NEARLY_ALL * (len(self.nodes) - 1):
+            limit_s, self._abandoned = self.clock.now - watch.away.since + AFTER_OTHERS_S, ""
+        watch.away.limit_s = min(watch.away.limit_s, limit_s)
 
     @property
     def cut_off(self) -> bool:
