@@ -234,7 +234,7 @@ class SimAgent:
                 disk, name = self.cluster.disk, self.site.name
                 self.cluster.storage.do(name, self.process, lambda: disk.read_pulse(name), self._pulse)
             case do.StartSupervisor():
-                self.cluster.start_supervisor(self.site, takeover=self)
+                self.cluster.start_supervisor(self.site, takeover=self, silent_s=effect.silent_s)
             case do.Leave():
                 self.gone(loud=True)
             case _:
@@ -447,14 +447,16 @@ class SimAgent:
             return
         write = self.cluster.disk.parts.setdefault(order.id, set())
 
-        def part(_: object = None) -> None:
+        name, storage = self.site.name, self.cluster.storage
+
+        def part() -> None:
             write.update(order.ranks)
 
         def written(result: OSError | None) -> None:
             if self._writes.get(order.id, True):
                 return
-            if result is not None:
-                self._drained(order, str(result))
+            if result is not None or not storage.sees_checkpoints(name):
+                self._drained(order, str(result or "the other nodes' parts are not in sight"))
             elif order.lead and len(write) < order.world:
                 self.world.after(0.05, self.process, written, None)
             else:
@@ -462,10 +464,9 @@ class SimAgent:
                     self.cluster.publish(key, tokens[0])
                 self._drained(order, "")
 
-        name = self.site.name
         self.world.after(
             self.world.between(0.05, 0.4), self.process,
-            lambda: self.cluster.storage.do(name, self.process, part, written, writes=True),
+            lambda: storage.do(name, self.process, part, written, writes=True),
         )  # fmt: skip
 
     def _drained(self, order: msg.Drain, why: str) -> None:

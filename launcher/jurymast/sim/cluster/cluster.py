@@ -92,9 +92,10 @@ class Cluster:
 
     # ---- what happens in it
 
-    def start_supervisor(self, site: SimSite, takeover: SimAgent | None) -> None:
+    def start_supervisor(self, site: SimSite, takeover: SimAgent | None, silent_s: float = 0.0) -> None:
+        """`silent_s`: so long nobody has heard the one before."""
         if site.up and not self.over:
-            SimSupervisor(self, site, takeover)
+            SimSupervisor(self, site, takeover, silent_s)
 
     def supervisor_ended(self, supervisor: SimSupervisor) -> None:
         if supervisor.takeover is not None:

@@ -183,7 +183,7 @@ class Oracle:
         best, disk = self.best(supervisor.site.name), self.cluster.disk
         if best is None or supervisor is not self.supervisor or not self.storage_fine(STEADY_S):
             return
-        if age(best) > max(map(age, disk.shared), default=(-1, -1)):
+        if best[0] > max((step for step, _ in disk.shared), default=-1):
             self.fail(NOTHING_LOST, f"the nodes go, and {best} is on none of {[*disk.shared]}")
 
     def _is_known(self, site: SimSite) -> bool:

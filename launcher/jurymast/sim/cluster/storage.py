@@ -57,6 +57,9 @@ class Storage:
         until, age_s = self.old.get(node, (0.0, 0.0))
         return self.world.now - (age_s if until > self.world.now else 0.0)
 
+    def sees_checkpoints(self, node: str) -> bool:
+        return self.unmounted.get(node, 0.0) <= self.world.now
+
     def do(
         self, node: str, process: Process, work: Callable[[], Any], then: Callable[[Any], None],
         *, writes: bool = False,

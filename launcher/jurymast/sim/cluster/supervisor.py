@@ -91,9 +91,10 @@ class Journal:
 
 
 class SimSupervisor:
-    """One process. `takeover`: the agent that has started it, else the batch host has."""
+    """One process. `takeover`: the agent that has started it, else the batch host has; nobody had heard the
+    one before for `silent_s`."""
 
-    def __init__(self, cluster: Cluster, site: SimSite, takeover: SimAgent | None) -> None:
+    def __init__(self, cluster: Cluster, site: SimSite, takeover: SimAgent | None, silent_s: float) -> None:
         self.cluster, self._site, self.world, self.takeover = cluster, site, cluster.world, takeover
         self.process, self.thread = site.process(), site.process()
         self.port = cluster.batch_port if takeover is None else cluster.new_port()
@@ -110,7 +111,7 @@ class SimSupervisor:
         self._blocked = self._working = False
         self.machine: Supervision
         self.state: RunState
-        self.started_at = self.world.now
+        self._silent_s = silent_s
         self.world.after(self.world.between(*START_S), self.process, self._claim)
 
     @property
@@ -157,7 +158,8 @@ class SimSupervisor:
                     ranks_per_node=plan.ranks_per_node, script="x", submitted_at=0.0,
                 )
             )  # fmt: skip
-        self.feed(ev.SupervisorStarted(t=self.now, epoch=self.epoch, node=self.site.name))
+        silent_s = self._silent_s
+        self.feed(ev.SupervisorStarted(t=self.now, epoch=self.epoch, node=self.site.name, silent_s=silent_s))
         if state.allocation != cluster.allocation:
             self.feed(
                 ev.AllocationStarted(
