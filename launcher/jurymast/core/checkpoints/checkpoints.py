@@ -65,7 +65,10 @@ class Checkpoints:
         if before is not None and before.incarnation != hello.incarnation:
             effects += self._writes.lost(node, f"the agent of {node} was started again", now)
         held = {copy for report in hello.copies for copy in report.on(node)}
-        if not held.issuperset(self.copies.on(node)):
+        gone = [copy for copy in self.copies.on(node) if copy not in held]
+        for copy in gone:  # dropped as damaged, maybe, and its word of that was lost with the connection
+            self._commit.corrupt(copy, f"{node} has its image no more")
+        if gone:
             self._gone(now)
         self.copies.drop_where(node=node)
         self._holders[node] = Holder(hello.address, hello.data_port, hello.incarnation)
