@@ -136,9 +136,20 @@ def test_a_supervisor_that_is_silent_for_longer_than_usual_is_left_for_a_newer_o
     now = made.wake_at
     assert made.tick(now) == [do.Find()]
     effects = made.found(at(8, epoch=2), now)
-    assert effects == [do.Send(msg.HangsUp()), do.HangUp(), connect(8)]
+    newer = at(8, epoch=2)
+    assert effects == [do.Send(msg.HangsUp(newer=newer)), do.HangUp(), connect(8)], "it may not know"
     made.check()
     assert made.connected_to(now + 0.1) == [do.Greet()]
+
+
+def test_a_supervisor_that_was_taken_over_from_says_where_the_next_is() -> None:
+    made = connected()
+    last = answered(made)
+    assert made.heard(msg.Moved(place=at(8, "16.0", 2)), last) == []
+    newer = at(8, epoch=2)
+    effects = made.heard(msg.Moved(place=newer), last)
+    assert effects == [do.Send(msg.HangsUp(newer=newer)), do.HangUp(), connect(8)]
+    made.check()
 
 
 def test_who_is_slow_by_habit_is_not_soon_suspected() -> None:

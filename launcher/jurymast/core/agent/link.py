@@ -154,7 +154,7 @@ class Link:
         if place is None or not epoch or place.epoch <= epoch or place.allocation != self._allocation:
             return []
         self._last = place
-        return self._hang_up(now)
+        return self._hang_up(now, newer=place)
 
     # Having one.
 
@@ -174,6 +174,8 @@ class Link:
             case msg.GoOn():
                 self._patience_s = order.patience_s
                 self._kept = [one for one in self._kept if one[0] > order.heard]
+            case msg.Moved():
+                return self._change_over(order.place, now)
             case msg.Leave():
                 return [Leave(order.over)]
         return []
@@ -213,9 +215,10 @@ class Link:
         self._peeking, self._find_at = True, now + max(PEEK_EVERY_S, self._find_every_s)
         return [Find()]
 
-    def _hang_up(self, now: float) -> list[Effect]:
-        """One that was only late must not take this for an end."""
-        return [Send(msg.HangsUp()), HangUp(), *self.lost(now)]
+    def _hang_up(self, now: float, newer: Endpoint | None = None) -> list[Effect]:
+        """One that was only late must not take this for an end; and it may not see that there is a newer one,
+        as its storage hangs."""
+        return [Send(msg.HangsUp(newer=newer)), HangUp(), *self.lost(now)]
 
     def terminated(self, now: float) -> list[Effect]:
         """A SIGTERM: Slurm ends the job or takes the node. The supervisor finds out which; until it says

@@ -164,7 +164,7 @@ class AgentMachine:
                 return self.writes.begin(order, now)
             case msg.CancelDrain():
                 return self.writes.cancel(order.id, now)
-            case msg.Leave() | Strange():
+            case msg.Leave() | msg.Moved() | Strange():
                 return []  # the link's, and nobody's
             case _:
                 return [Obey(order)]

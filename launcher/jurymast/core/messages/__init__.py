@@ -70,6 +70,7 @@ from jurymast.core.messages.run import (
     Launch,
     Leave,
     Leaving,
+    Moved,
     RankEvent,
     RanksState,
     Ready,
@@ -82,9 +83,9 @@ from jurymast.core.messages.run import (
 __all__ = [
     "AboutCheckpoints", "Accepted", "Answer", "Ask", "Beat", "Cadence", "CadenceReport", "CancelDrain",
     "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss", "Drain", "Drained",
-    "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper", "GiveSlotsUp",
-    "GoOn", "HangsUp", "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave", "LeaveVerdict",
-    "Leaving", "Look", "Looked", "Member", "MemberReport", "Order", "Prefetched", "RankEvent", "RankReport",
+    "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper", "GiveSlotsUp", "GoOn",
+    "HangsUp", "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave", "LeaveVerdict", "Leaving",
+    "Look", "Looked", "Member", "MemberReport", "Moved", "Order", "Prefetched", "RankEvent", "RankReport",
     "RanksState", "Ready", "Refused", "Replicate", "Restore", "Said", "Source", "Stacks", "Started", "Stop",
     "Stopped", "Strange", "Terminated", "TestAlone", "TestOver", "TestPair", "TestedAlone", "TestedPair",
     "Times", "ToAgent", "ToSupervisor", "Unreplicated", "Unrestorable", "VerdictLeft", "Void", "beat_of",
@@ -99,8 +100,8 @@ _Said = (
     | Looked | Stacks | Health | VerdictLeft | TestedAlone | TestedPair | AboutCheckpoints | Ask
 )  # fmt: skip
 _Order = (
-    Launch | Stop | Dismiss | Cadence | GoOn | Leave | Look | LeaveVerdict | TestAlone | TestPair | TestOver
-    | CheckpointOrder
+    Launch | Stop | Dismiss | Cadence | GoOn | Moved | Leave | Look | LeaveVerdict | TestAlone | TestPair
+    | TestOver | CheckpointOrder
 )  # fmt: skip
 _Answer = Accepted | Declined | Condition
 

@@ -207,8 +207,7 @@ class SimSupervisor:
         def held(newest: int | OSError) -> None:
             self._asked_at = None
             if not isinstance(newest, OSError) and newest > self.epoch:
-                self.superseded = True
-                self.end()
+                self._give_way()
                 return
             self.world.after(PULSE_INTERVAL_S, self.process, self._hold, count + 1)
 
@@ -267,6 +266,8 @@ class SimSupervisor:
                 self._silent = not effect.on
             case do.End():
                 self._over()
+            case do.GiveWay():
+                self._give_way()
             case do.Fence():
                 self._fence(effect.attempt)
             case do.GiveBack():
@@ -322,8 +323,7 @@ class SimSupervisor:
             if isinstance(newest, OSError) or newest < self.epoch:
                 self.world.after(ASK_AGAIN_S, self.process, self._ask_superseded)
                 return
-            self.superseded = newest > self.epoch
-            self._do(self.machine.superseded(self.superseded, self.now))
+            self._do(self.machine.superseded(newest > self.epoch, self.now))
 
         self.cluster.storage.do(name, self.process, lambda: disk.newest_epoch(name), asked)
 
@@ -372,9 +372,12 @@ class SimSupervisor:
 
     def _over(self) -> None:
         """The machine wants no more: what follows is for the batch host, or who took over."""
-        state = self.state
-        if not self.superseded and (state.ended or state.phase is Phase.REQUEUED):
+        if self.state.ended or self.state.phase is Phase.REQUEUED:
             self.cluster.end()
+        self.end()
+
+    def _give_way(self) -> None:
+        self.superseded = True
         self.end()
 
     def end(self) -> None:
