@@ -96,11 +96,17 @@ def test_an_attempt_that_the_journal_does_not_know_is_stopped_and_the_next_one_b
 def test_the_node_that_a_supervisor_left_behind_is_known() -> None:
     story = Story(active=2, spares=1).running()
     first = story.state.supervised_on
-    assert story.state.abandoned == ""
+    assert story.state.abandoned == {}
     story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node=first))
-    assert story.state.abandoned == "", "its process was started again"
+    assert story.state.abandoned == {}, "its process was started again"
+    left_at = story.t - 1.5
     story.feed(ev.SupervisorStarted(t=story.t, epoch=3, node="n3", silent_s=1.5))
-    assert (story.state.abandoned, story.state.abandoned_at) == (first, story.t - 1.5)
+    assert story.state.abandoned == {first: left_at}
+    story.feed(ev.SupervisorStarted(t=story.t + 1.0, epoch=4, node="n2"))
+    assert story.state.abandoned == {first: left_at, "n3": story.t + 1.0}, "who was quicker knew no more"
+    comes_back(story, first)
+    story.feed(ev.SupervisorStarted(t=story.t + 2.0, epoch=5, node="n3"))
+    assert story.state.abandoned == {"n2": story.t + 2.0}
 
 
 def taken_over(story: Story, *heard: str) -> None:
@@ -197,3 +203,11 @@ def test_what_was_restored_from_storage_is_there_whoever_said_so_before() -> Non
     assert story.state.saved_on(SHARED) == 5
     story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=9, tier=MEMORY, seconds=1.0))
     assert story.state.saved_on(SHARED) == 5
+
+
+def test_who_takes_over_after_the_run_s_end_rules_in_its_own_epoch() -> None:
+    """It still brings the newest checkpoint to storage; what was said of another's writes is not of its own."""
+    story = Story(active=2, spares=1).running().finished()
+    assert story.state.phase is Phase.SUCCEEDED
+    taken_over(story, "n3")
+    assert (story.state.epoch, story.state.supervised_on) == (2, "n3")

@@ -350,9 +350,9 @@ def test_after_a_take_over_nodes_have_time_to_come_back() -> None:
     assert ears.lost() == ["n3"]
 
 
-def taken_over(ears: Ears, silent_s: float = 1.6) -> None:
-    """From n3, which nobody had heard for so long."""
-    ears.state.abandoned, ears.state.abandoned_at = "n3", ears.now - silent_s
+def taken_over(ears: Ears, *nodes: str, silent_s: float = 1.6) -> None:
+    """From n3, or supervisors on these nodes, which nobody had heard for so long."""
+    ears.state.abandoned = dict.fromkeys(nodes or ("n3",), ears.now - silent_s)
     ears.watch = Watch(ears.state, ears.now)
     ears.watch.take_over(ears.now)
 
@@ -372,6 +372,15 @@ def test_the_node_of_a_supervisor_that_was_replaced_is_lost_soon_after_all_other
     assert isinstance(event, ev.NodeLost)
     assert event.node == "n3"
     assert event.silent_s == pytest.approx(1.6 + 1.0 + AFTER_OTHERS_S, abs=0.2), "from the loss on"
+
+
+def test_of_several_that_were_replaced_one_after_the_other_none_is_waited_for_longer() -> None:
+    ears = Ears((*NAMES, "n4"))
+    taken_over(ears, "n2", "n3")
+    for node in ("n1", "n4"):
+        ears.joins(node, 1)
+    ears.passes(AFTER_OTHERS_S + 0.1, beating=("n1", "n4"))
+    assert ears.lost() == ["n2", "n3"]
 
 
 def test_an_agent_whose_supervisor_alone_died_is_back_with_the_others() -> None:

@@ -195,9 +195,9 @@ class RunState:
     now: float = 0.0
     epoch: int = 0
     supervised_on: str = ""  # the newest supervisor's node
-    abandoned: str = ""  # the node of the one before it, if that was another
+    # Nodes of those before it, of which nobody has heard since: when each was heard last.
+    abandoned: dict[str, float] = field(default_factory=dict)
     rejoin_until: float = 0.0  # so long its placed nodes had to find it, after a take-over
-    abandoned_at: float = 0.0  # when it was last heard
     allocation: str = ""  # job.restarts: a requeued job keeps its id
     slurm_jobs: list[str] = field(default_factory=list)
     restarts: int = 0  # requeues so far
