@@ -206,7 +206,7 @@ def test_what_was_restored_from_storage_is_there_whoever_said_so_before() -> Non
 
 
 def test_who_takes_over_after_the_run_s_end_rules_in_its_own_epoch() -> None:
-    """It still brings the newest checkpoint to storage; what was said of another's writes is not of its own."""
+    """It still brings the newest checkpoint to storage: what was said of other writes is not of its own."""
     story = Story(active=2, spares=1).running().finished()
     assert story.state.phase is Phase.SUCCEEDED
     taken_over(story, "n3")
