@@ -157,6 +157,19 @@ def test_a_node_whose_torchrun_host_starts_anew_is_better_than_a_requeue() -> No
     assert story.last(Launch).placement == (one, other)
 
 
+def test_nodes_whose_hosts_start_anew_are_waited_for_although_some_are_ready_sooner() -> None:
+    """The last node of a run that is nearly over is lost: the others had ended, and their hosts with them."""
+    story = Story(active=3, spares=1).running()
+    lost, *others = story.state.placement
+    story.lost(lost)
+    for node in others:
+        host_died(story, node)
+    for port, node in enumerate(others, 1):
+        assert story.state.phase is Phase.WAITING, story.incident.reason
+        story.feed(ev.NodeReady(t=story.t, node=node, store_port=port))
+    assert set(story.last(Launch).placement) == {*story.state.nodes} - {lost}
+
+
 def test_a_node_was_not_lost_before_a_step_that_it_took_part_in() -> None:
     story = Story(active=2, spares=1).running()
     stepped_at = story.t

@@ -317,14 +317,15 @@ def _replace(state: RunState) -> list[Instruction]:
         return []
     open_places = [i for i, name in enumerate(state.placement) if state.nodes[name].role is not Role.ACTIVE]
     # A node that was blamed gets its own place back only if all that is left is a requeue.
-    spares = [n for n in state.spare_nodes() if n.role is Role.SPARE or n.name not in state.places]
+    usable = state.spare_nodes()
+    spares = [n for n in usable if n.role is Role.SPARE or n.name not in state.places]
     coming = [node for node in state.nodes.values() if node.coming]
     missing = len(open_places) - len(spares)
-    if 0 < missing <= len(coming):
+    if 0 < missing <= len(coming) or 0 < len(open_places) - len(usable) <= len(coming):
         state.deadline = state.not_before + _patience_s(state, coming)
         if state.now < state.deadline:
             return []
-    spares = spares if missing <= 0 else state.spare_nodes()
+    spares = spares if missing <= 0 else usable
     if len(spares) >= len(open_places):
         likely = [n for i, n in enumerate(spares) if i < len(open_places) or n.name in state.places]
         doubtful = [node for node in likely if node.role is Role.SUSPECT]
