@@ -394,12 +394,13 @@ def test_an_agent_whose_supervisor_alone_died_is_back_with_the_others() -> None:
 
 
 def test_the_last_supervisor_s_node_is_not_waited_for_because_another_is_lost_too() -> None:
-    ears = Ears()
+    ears = Ears((*NAMES, "n4"))
     taken_over(ears)
-    ears.joins("n1", 1)
-    ears.passes(ABANDONED_LIMIT_S + 0.2, beating=("n1",))
+    for node in ("n1", "n4"):
+        ears.joins(node, 1)
+    ears.passes(ABANDONED_LIMIT_S + 0.2, beating=("n1", "n4"))
     assert ears.lost() == ["n3"]
-    ears.passes(COMES_S, beating=("n1",))
+    ears.passes(COMES_S, beating=("n1", "n4"))
     assert ears.lost() == ["n3", "n2"]
 
 
@@ -434,14 +435,15 @@ def test_the_next_to_take_over_are_spares_first_and_never_this_node() -> None:
     assert heirs() == {"n4": 0, "n5": 1, "n2": 2}
 
 
-def test_while_nobody_is_back_the_node_of_the_one_before_has_as_long_as_all_others() -> None:
+def test_while_nobody_else_is_back_the_node_of_the_one_before_has_as_long_as_all_others() -> None:
     """Its storage hangs, say, so that it goes on and all are with it still."""
     ears = Ears()
     taken_over(ears)
-    ears.passes(ABANDONED_LIMIT_S + 0.5)
-    assert ears.lost() == []
     ears.joins("n1", 1)
-    ears.passes(0.1, beating=("n1",))
+    ears.passes(ABANDONED_LIMIT_S + 0.5, beating=("n1",))
+    assert ears.lost() == []
+    ears.joins("n2", 1)
+    ears.passes(AFTER_OTHERS_S + 0.1, beating=("n1", "n2"))
     assert ears.lost() == ["n3"], "now it is known to be late"
 
 

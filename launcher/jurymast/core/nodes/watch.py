@@ -283,9 +283,12 @@ class Watch:
                 away.limit_s = max(away.limit_s, min(most_s, away.limit_s + counted_s))
 
     def _look_for_the_last_supervisors(self) -> None:
-        """Their agents, if they live, look for this one just as the others do. While none of those is here,
-        all may well be with the last one still."""
+        """Their agents, if they live, look for this one just as the others do. While none of those is here
+        but this node's own, all may well be with the last one still."""
         if not self._abandoned or not self.here:
+            return
+        others = self.nodes.keys() - self._abandoned - {self._state.supervised_on}
+        if others and others.isdisjoint(self.here):
             return
         nearly_all = len(self.here) >= NEARLY_ALL * (len(self.nodes) - len(self._abandoned))
         for name in self._abandoned:
