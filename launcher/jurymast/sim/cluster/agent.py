@@ -67,9 +67,23 @@ class SimSite:
         self.start_agent()
 
     def start_agent(self) -> None:
-        if self.up and not self.cluster.over:
+        """If there is none, and the job has this node and goes on."""
+        here = self.cluster.allocated and self.cluster.sites.get(self.name) is self
+        if self.up and here and self.agent is None:
             self.agents += 1
             self.agent = SimAgent(self.cluster, self)
+
+    @property
+    def usable(self) -> bool:
+        return self.up and self.stopped_until <= self.cluster.world.now
+
+    def end_job(self) -> None:
+        """Slurm kills all that the job has here."""
+        for process in self.processes:
+            process.alive = False
+        if self.agent is not None:
+            self.agent.gone(loud=False)
+        self.agents = 0
 
 
 class SimHost:
@@ -331,6 +345,10 @@ class SimAgent:
         known = None if isinstance(value, OSError) else value
         self._carry_out(self.machine.pulse(known, self.now))
 
+    def terminated(self) -> None:
+        """A SIGTERM."""
+        self._carry_out(self.machine.terminated(self.now))
+
     def supervisor_ended(self) -> None:
         if self.process.alive:
             self._carry_out(self.machine.supervisor_ended(self.now))
@@ -461,7 +479,7 @@ class SimAgent:
                 self.world.after(0.05, self.process, written, None)
             else:
                 if order.lead:
-                    self.cluster.publish(key, tokens[0])
+                    self.cluster.disk.publish(key, tokens[0])
                 self._drained(order, "")
 
         self.world.after(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jurymast.core.checkpoints.copies import Key
+from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.endpoint import Endpoint
 from jurymast.core.events import Event
 from jurymast.core.run.instructions import Instruction
@@ -97,6 +98,22 @@ class RunDisk:
     shared: dict[Key, tuple[float, Token]] = field(default_factory=dict)
     parts: dict[str, set[int]] = field(default_factory=dict)  # of writes: ranks whose images are there
     journal: dict[int, list[Item]] = field(default_factory=dict)
+    rollbacks: list[Rollback] = field(default_factory=list)
+
+    def publish(self, key: Key, token: Token) -> None:
+        """Into the checkpoints, unless it was rolled back meanwhile."""
+        if not self.is_void(key):
+            self.shared[key] = self.storage.world.now, token
+
+    def is_void(self, key: Key) -> bool:
+        return any(back.voids(*key) for back in self.rollbacks)
+
+    def roll_back(self, step: int) -> Rollback:
+        """As `jurymast checkpoints RUN rollback` does, before it asks the supervisor."""
+        back = Rollback(step, self.attempt, self.storage.world.now)
+        self.rollbacks.append(back)
+        self.shared = {key: what for key, what in self.shared.items() if key[0] <= step}
+        return back
 
     def newest_epoch(self, node: str) -> int:
         seen_at = self.storage.view_at(node)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.endpoint import Endpoint
-from jurymast.core.run.state import Phase, RunState
-from jurymast.core.supervision.machine import Supervision
+from jurymast.core.run.state import RunState
+from jurymast.core.supervision.machine import STILL_RUNNING, Supervision
 from jurymast.journal import FLUSH_LIMIT_S
 from jurymast.sim.cluster.network import Connection
 from jurymast.sim.cluster.storage import Item
@@ -98,6 +99,7 @@ class SimSupervisor:
         self.cluster, self._site, self.world, self.takeover = cluster, site, cluster.world, takeover
         self.process, self.thread = site.process(), site.process()
         self.port = cluster.batch_port if takeover is None else cluster.new_port()
+        self.allocation = cluster.allocation
         self.listens = False
         self.superseded = False
         self.epoch = 0
@@ -163,7 +165,7 @@ class SimSupervisor:
         if state.allocation != cluster.allocation:
             self.feed(
                 ev.AllocationStarted(
-                    t=self.now, slurm_job="7", restarts=0, nodes=tuple(cluster.sites),
+                    t=self.now, slurm_job="7", restarts=cluster.restarts, nodes=tuple(cluster.sites),
                     host=cluster.batch_host, eligible_at=0.0,
                 )
             )  # fmt: skip
@@ -181,18 +183,20 @@ class SimSupervisor:
         self.cluster.oracle.supervises(self)
         self._do(self.machine.start(self.now))
         self._tick()
+        if self.takeover is None and self.cluster.ending:
+            self.signalled(terminates=True)  # the batch process has kept it
         disk = self.cluster.disk
 
-        def sizes() -> dict[Any, int]:
-            return dict.fromkeys(disk.shared, 100)
+        def look() -> tuple[dict[Any, int], list[Rollback]]:
+            return dict.fromkeys(disk.shared, 100), [*disk.rollbacks]
 
         def found(result: Any) -> None:
             if isinstance(result, OSError):
                 self._do(self.machine.note("", str(result), self.now))
             else:
-                self.machine.found_on_storage(result, [])
+                self.machine.found_on_storage(*result)
 
-        self.cluster.storage.do(self.site.name, self.process, sizes, found)
+        self.cluster.storage.do(self.site.name, self.process, look, found)
 
     # ---- holding the epoch
 
@@ -314,7 +318,8 @@ class SimSupervisor:
         self._do(self.machine.given_back(node, True, "", self.now))
 
     def _why_ending(self, effect: do.WhyEnding) -> None:
-        self._do(self.machine.why_ending(effect, "running", "", self.now))
+        why = self.cluster.ending or STILL_RUNNING
+        self._do(self.machine.why_ending(effect, why, "scancel" if why == "cancelled" else "", self.now))
 
     def _ask_superseded(self) -> None:
         disk, name = self.cluster.disk, self.site.name
@@ -372,9 +377,7 @@ class SimSupervisor:
 
     def _over(self) -> None:
         """The machine wants no more: what follows is for the batch host, or who took over."""
-        if self.state.ended or self.state.phase is Phase.REQUEUED:
-            self.cluster.end()
-        self.end()
+        self.cluster.job_over(self)
 
     def _give_way(self) -> None:
         self.superseded = True
