@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 
 from msgspec.structs import asdict
 
@@ -33,6 +34,8 @@ from jurymast.errors import never
 
 # Steps that some rank could not save. What other ranks saved of them may be told of later.
 VOIDS_KEPT = 16
+# An image that is not told of by the time that ranks could not save so often since is not on its way.
+VOIDS_AFTER = 2
 
 
 class Checkpoints:
@@ -172,11 +175,26 @@ class Checkpoints:
         key = step, attempt
         if key in self._void or attempt != self._state.attempt:
             return []
-        effects = self._make_void(key, f"rank {rank}: {why}", now)
+        effects = self._make_void(key, f"rank {rank}: {why}", now) + self._give_incomplete_up(attempt, now)
         if why == REFUSED:  # its state outgrew the node: started again, all ranks save to storage
             by = f"jurymast, because rank {rank}: {why}"
             effects.append(Record(ev.Asked(t=now, what="restart", by=by)))
         return effects
+
+    def _give_incomplete_up(self, attempt: int, now: float) -> list[Effect]:
+        """States that will never be complete, as some image was dropped when nobody listened, say: what there
+        is of them takes the ranks' room."""
+        if not self._holders.keys() >= set(self._state.placement):
+            return []  # who is away may bring it
+        voids = [step for step, of in self._void if of == attempt]
+        late = [
+            key
+            for key in takewhile(self._commit.is_newer, self.copies.newest_first())
+            if key[1] == attempt and sum(step > key[0] for step in voids) >= VOIDS_AFTER
+        ]
+        why = "some of its images are on no node"
+        lost = [key for key in late if not self.copies.restorable(key)]
+        return [effect for key in lost for effect in self._make_void(key, why, now)]
 
     def _make_void(self, key: Key, why: str, now: float) -> list[Effect]:
         """Agents give up what they have of a state that is of no use."""
