@@ -25,6 +25,7 @@ from jurymast.core.run.instructions import Instruction
 from jurymast.core.run.machine import step, step_quietly
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
+from jurymast.foreign import reading
 from jurymast.rundir import RunDirectory, sync_directory
 
 VERSION = 1
@@ -188,7 +189,7 @@ def _replaced(files: Sequence[Path]) -> Iterator[Entry]:
 
 
 def read_file(path: Path) -> Iterator[Entry]:
-    with open(path, "rb") as file:
+    with reading(path) as file:
         for line in file:
             if (entry := entry_of(line)) is not None:
                 yield entry
@@ -305,7 +306,7 @@ class FileTail:
         """
         self.more = False
         try:
-            with open(self.path, "rb") as file:
+            with reading(self.path) as file:
                 file.seek(self._offset)
                 data = file.read(limit_bytes)
         except FileNotFoundError:

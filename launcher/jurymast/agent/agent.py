@@ -9,6 +9,7 @@ import random
 import secrets
 import shutil
 import signal
+import threading
 import time
 
 from jurymast.agent import node as here
@@ -69,6 +70,7 @@ class Agent:
         loop.add_signal_handler(signal.SIGTERM, lambda: driver.act(self._machine.terminated(driver.now)))
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)
         loop.add_reader(self._memory.events_fd, self._ranks_said)
+        threading.Thread(target=here.remove_abandoned, name="remove-abandoned", daemon=True).start()
         await self._keeping.start()
         if self._hint is not None:
             self._connecting.address = here.local_address(*self._hint)

@@ -32,6 +32,7 @@ from typing import Any
 
 import xxhash
 
+from jurymast import foreign
 from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.rundir import sync_directory, write_atomically
 
@@ -119,7 +120,7 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> tuple
     digest = xxhash.xxh3_64()
     size = 0
     buffer = memoryview(bytearray(READ_BYTES))
-    with open(path, "rb", buffering=0) as file:
+    with foreign.reading(path) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
@@ -153,7 +154,7 @@ class CheckpointDirectory:
     def manifest(self, step: int) -> Manifest:
         """Raises BadCheckpoint when there is none, or it is damaged or of another step."""
         try:
-            data = (self.path(step) / MANIFEST).read_bytes()
+            data = foreign.read(self.path(step) / MANIFEST)
         except FileNotFoundError as error:
             raise BadCheckpoint(f"it has no {MANIFEST}: incomplete, or not ours") from error
         except OSError as error:
@@ -246,7 +247,7 @@ class CheckpointDirectory:
         is "" when there was none."""
         mark = self.root / VERIFIED / f"{step:08d}"
         try:
-            digest, _, why = mark.read_text().partition("\n")
+            digest, _, why = foreign.read(mark).decode().partition("\n")
             if digest == hash_file(self.path(step) / MANIFEST)[1]:
                 return digest, mark.stat().st_mtime, why
         except (OSError, ValueError):
@@ -376,7 +377,7 @@ class CheckpointDirectory:
         nobody knows what may be restored."""
         path = self.root / ROLLBACK
         try:
-            values: dict[str, Any] = json.loads(path.read_bytes())
+            values: dict[str, Any] = json.loads(foreign.read(path))
             return [Rollback(**one) for one in values["rollbacks"]]
         except FileNotFoundError:
             return []

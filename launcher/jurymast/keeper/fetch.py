@@ -34,10 +34,10 @@ from jurymast.core.messages.keepers import (
     read_served,
 )
 from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.foreign import open_own
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Block, Group, blocks_of, parts_of, trusted
 from jurymast.keeper.manifest import BadImage, Manifest, hash_block
-from jurymast.keeper.private import open_own
 from jurymast.wire import stream
 from jurymast.wire.stream import Stream
 

@@ -23,9 +23,9 @@ from jurymast.core.messages.keepers import (
     read_request,
 )
 from jurymast.errors import AuthenticationError, ProtocolError, never
+from jurymast.foreign import open_own
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy
-from jurymast.keeper.private import open_own
 from jurymast.wire import stream
 from jurymast.wire.stream import Stream
 
