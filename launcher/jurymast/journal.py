@@ -189,8 +189,9 @@ def _replaced(files: Sequence[Path]) -> Iterator[Entry]:
 
 
 def read_file(path: Path) -> Iterator[Entry]:
-    with reading(path) as file:
-        for line in file:
+    tail = FileTail(path)
+    while lines := tail.lines(partial=True):
+        for line in lines:
             if (entry := entry_of(line)) is not None:
                 yield entry
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from jurymast import foreign
 from jurymast.checkpoint.directory import (
     MANIFEST,
     BadCheckpoint,
@@ -128,7 +129,7 @@ class ObjectStore:
         # without autocommit an unfinished upload never becomes an object
         target = self._files.open(path, "wb", block_size=part_bytes, autocommit=False)
         try:
-            with open(source, "rb", buffering=0) as file:
+            with foreign.reading(source) as file:
                 while count := file.readinto(buffer):
                     digest.update(buffer[:count])
                     target.write(buffer[:count])
