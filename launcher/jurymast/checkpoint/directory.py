@@ -96,10 +96,33 @@ class Manifest:
                 raise BadCheckpoint(f"its format is {values['format']}, this version reads {FORMAT}")
             if _hash_of_values(values) != expected:
                 raise BadCheckpoint(f"{MANIFEST} is damaged: its hash does not match")
-            values["files"] = tuple(FileRecord(**record) for record in values["files"])
-            return cls(**values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            values["files"] = tuple(_record(record) for record in values["files"])
+            return _checked(cls(**values))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadCheckpoint(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _record(values: dict[str, Any]) -> FileRecord:
+    """Raises TypeError, and BadCheckpoint for a name that leads out of the checkpoint: it may be read from a
+    bucket that others write to."""
+    record = FileRecord(**values)
+    if not (isinstance(record.name, str) and isinstance(record.xxh3_64, str)):
+        raise TypeError("a name and a hash are text")
+    if not all(type(number) is int and number >= 0 for number in (record.size_bytes, record.rank)):
+        raise TypeError("a size and a rank are whole numbers")
+    if record.name in ("", ".", "..", MANIFEST) or "/" in record.name or not record.name.isprintable():
+        raise BadCheckpoint(f"{MANIFEST} names a file that is none of a checkpoint's: {record.name!r}")
+    return record
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Raises TypeError."""
+    numbers = (manifest.step, manifest.attempt, manifest.world_size)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("step, attempt and number of ranks are whole numbers")
+    if not isinstance(manifest.entries, dict) or not isinstance(manifest.torch, str):
+        raise TypeError("its entries are no mapping, or its version of torch no text")
+    return manifest
 
 
 def _hash_of_values(values: dict[str, Any]) -> str:
