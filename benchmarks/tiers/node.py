@@ -50,6 +50,7 @@ class Node:
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         await self._keeper.start()
+        self._keeper.listen_at("127.0.0.1")
         loop.add_reader(self._events, self._hear)
         reader = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

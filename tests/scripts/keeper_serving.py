@@ -45,6 +45,8 @@ def send_until_stopped(self: Stream[Any], descriptor: int, at: int, length: int)
 
 
 Stream.send_file = send_until_stopped  # type: ignore[method-assign]
-sys.stdout.write(f"{Server(copies, SECRET, lambda copy: None).port}\n")
+server = Server(copies, SECRET, lambda copy: None)
+server.listen_at("127.0.0.1")
+sys.stdout.write(f"{server.port}\n")
 sys.stdout.flush()
 threading.Event().wait()

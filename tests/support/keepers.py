@@ -165,6 +165,7 @@ async def keeper(
     told = Told()
     one = Keeper(secret, node, ranks, told.append, local_root=local_root, room=room)
     await one.start()
+    one.listen_at("127.0.0.1")
     try:
         yield one, told
     finally:

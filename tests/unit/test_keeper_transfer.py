@@ -274,6 +274,7 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
     monkeypatch.setattr(serve, "UNPROVEN_MAX", 4)
     monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
     server = serve.Server(Copies(), SECRET, lambda copy: None)
+    server.listen_at("127.0.0.1")
     with ExitStack() as closed:
         closed.callback(server.close)
 

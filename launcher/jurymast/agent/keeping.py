@@ -50,8 +50,12 @@ class Keeping:
         self.run_is_over = False  # nobody will restore from this node's disk any more
 
     async def start(self) -> None:
-        """Serve other agents, and see what earlier allocations left on this node's disk."""
+        """See what earlier allocations left on this node's disk."""
         await self._keeper.start()
+
+    def listen_at(self, address: str) -> None:
+        """Serve other agents there. Raises OSError."""
+        self._keeper.listen_at(address)
 
     def environment(self) -> dict[str, str]:
         """For the ranks; empty when the policy wants no checkpoints in memory."""

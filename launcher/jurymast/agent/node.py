@@ -10,10 +10,9 @@ import tempfile
 from pathlib import Path
 from subprocess import DEVNULL
 
-import psutil
-
 from jurymast.core.settings import RunPlan
 from jurymast.foreign import check_private
+from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of
 
 TEMPORARY_PREFIX = "jurymast-agent-"
 
@@ -68,6 +67,7 @@ def rank_environment(
         "JURYMAST_RUN": plan.run,
         "JURYMAST_RUN_DIR": str(run_directory),
         "JURYMAST_NODE": node,
+        ADDRESS_VARIABLE: address,
         "JURYMAST_KEEP": str(settings.keep),
         "JURYMAST_USER_TMPDIR": os.environ.get("TMPDIR", ""),
         "TMPDIR": str(temporary),
@@ -94,14 +94,6 @@ def local_address(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return ""
-
-
-def interface_of(address: str) -> str:
-    """Name of the network interface that has `address`, or ""."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return name
-    return ""
 
 
 def boot_id() -> str:

@@ -64,7 +64,7 @@ class Keeper:
         self._page_fd, page = create_page(ranks_per_node)
         self._records = [RankRecord(page, local) for local in range(ranks_per_node)]
         self._local_root = local_root
-        self._server: Server | None = None
+        self._server = Server(self.copies, secret, lambda copy: self._in_loop(lambda: self.doubt(copy)))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._works = Works(self.copies, Gathering(self.copies, secret, node, self.distrust))
@@ -74,16 +74,19 @@ class Keeper:
         self._acting = self._closed = False
 
     async def start(self) -> None:
-        """Serve other agents, look at the local disk, and re-read what is held from now on."""
+        """Look at the local disk, and re-read what is held from now on."""
         self._loop = asyncio.get_running_loop()
-        self._server = Server(self.copies, self._secret, lambda copy: self._in_loop(lambda: self.doubt(copy)))
-        self.port = self._server.port
         self.spawn(scrub.forever(self.copies, self.distrust))
         if self._local_root is not None:
             try:
                 await asyncio.wait_for(self._scan(self._local_root), SCAN_LIMIT_S)
             except asyncio.TimeoutError:
                 pass  # a disk that hangs has nothing for us
+
+    def listen_at(self, address: str) -> None:
+        """Serve other agents there, too. Raises OSError."""
+        self._server.listen_at(address)
+        self.port = self._server.port
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -92,8 +95,7 @@ class Keeper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
         for buffer in self.buffers.values():
             buffer.close()
         if self._page_fd >= 0:

@@ -26,12 +26,12 @@ from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.foreign import open_own
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy
-from jurymast.wire import stream
+from jurymast.wire import addresses, stream
 from jurymast.wire.stream import Stream
 
 Peer = Stream[Request]
 
-BACKLOG = 128
+ANY = "0.0.0.0"
 # Connections that have not proved yet that they know the run's secret; each holds a thread.
 UNPROVEN_MAX = 128
 # After a connection could not be accepted.
@@ -40,7 +40,7 @@ NOT_HELD = NotServed(why="not held (any more)")
 
 
 class Server:
-    """Listens on all addresses from the start; a thread a connection, which mostly waits in sendfile.
+    """A thread a connection, which mostly waits in sendfile; `port` is that of all addresses listened at.
 
     `doubt` is called, in such a thread, with a copy from which somebody got wrong bytes.
     """
@@ -49,26 +49,34 @@ class Server:
         self._copies = copies
         self._doubt = doubt
         self._secret = secret
-        self._listener = socket.create_server(("0.0.0.0", 0), backlog=BACKLOG)
-        self.port: int = self._listener.getsockname()[1]
+        self.port = 0
+        self._listeners: dict[str, socket.socket] = {}
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._unproven: dict[socket.socket, None] = {}  # oldest first
         self._closed = threading.Event()
-        threading.Thread(target=self._accept, name="keeper-accept", daemon=True).start()
+
+    def listen_at(self, address: str) -> None:
+        """From now on. Raises OSError."""
+        if address in self._listeners or any(one.getsockname()[0] == ANY for one in self._listeners.values()):
+            return
+        listener = self._listeners[address] = addresses.listen_at(address, self.port)
+        self.port = listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(listener,), name="keeper-accept", daemon=True).start()
 
     def close(self) -> None:
         """Stop at once; transfers under way fail at the other end."""
         with self._lock:
             self._closed.set()
-            for connection in [self._listener, *self._connections]:
+            for connection in [*self._listeners.values(), *self._connections]:
                 _shut(connection)
-        self._listener.close()
+        for listener in self._listeners.values():
+            listener.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 if self._closed.wait(REST_S):
                     return
