@@ -39,7 +39,7 @@ def test_an_address_that_is_gone_keeps_no_node_out() -> None:
 
 
 class Pipe:
-    """An agent that launches an attempt with this rank here, and rank 0's store at `master` if it is another."""
+    """An agent that launches an attempt with this rank here, and rank 0's store at `master`."""
 
     def __init__(self, rank: int, master: int) -> None:
         self._rank, self._master = rank, master

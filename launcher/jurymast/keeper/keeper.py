@@ -24,6 +24,7 @@ from jurymast.core.keeper.slots import State
 from jurymast.core.keeper.work import Fetched, Found
 from jurymast.errors import never
 from jurymast.keeper import limits, scrub, slots
+from jurymast.keeper.access import Access
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy, local_copies
 from jurymast.keeper.gathering import Gathering
@@ -45,7 +46,7 @@ class Keeper:
 
     def __init__(
         self,
-        secret: bytes,
+        access: Access,
         node: str,
         ranks_per_node: int,
         tell: Tell,
@@ -53,7 +54,6 @@ class Keeper:
         local_root: Path | None = None,
         room: Callable[[], Room] = limits.room,
     ) -> None:
-        self._secret = secret
         self.node = node
         self.tell = tell
         self.port = 0
@@ -64,10 +64,10 @@ class Keeper:
         self._page_fd, page = create_page(ranks_per_node)
         self._records = [RankRecord(page, local) for local in range(ranks_per_node)]
         self._local_root = local_root
-        self._server = Server(self.copies, secret, lambda copy: self._in_loop(lambda: self.doubt(copy)))
+        self._server = Server(self.copies, access, node, lambda copy: self._in_loop(lambda: self.doubt(copy)))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._works = Works(self.copies, Gathering(self.copies, secret, node, self.distrust))
+        self._works = Works(self.copies, Gathering(self.copies, access, node, self.distrust))
         self._borrowers: dict[int, asyncio.Future[Buffer | None]] = {}
         self._numbers = itertools.count(1)
         self._due: deque[do.Effect] = deque()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import threading
@@ -24,9 +23,12 @@ from jurymast.core.messages.keepers import (
 )
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.foreign import open_own
+from jurymast.keeper.access import Access
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy
 from jurymast.wire import addresses, stream
+from jurymast.wire.handshake import keeper_of
+from jurymast.wire.shield import agreed
 from jurymast.wire.stream import Stream
 
 Peer = Stream[Request]
@@ -40,15 +42,16 @@ NOT_HELD = NotServed(why="not held (any more)")
 
 
 class Server:
-    """A thread a connection, which mostly waits in sendfile; `port` is that of all addresses listened at.
+    """A thread a connection, which mostly waits for its socket; `port` is that of all addresses listened at.
 
     `doubt` is called, in such a thread, with a copy from which somebody got wrong bytes.
     """
 
-    def __init__(self, copies: Copies, secret: bytes, doubt: Callable[[Copy], None]) -> None:
+    def __init__(self, copies: Copies, access: Access, node: str, doubt: Callable[[Copy], None]) -> None:
         self._copies = copies
         self._doubt = doubt
-        self._secret = secret
+        self._access = access
+        self._who = keeper_of(node)
         self.port = 0
         self._listeners: dict[str, socket.socket] = {}
         self._lock = threading.Lock()
@@ -96,7 +99,7 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            peer = stream.accept(connection, self._secret, read_request)
+            peer = stream.accept(connection, self._access.secret, self._who, read_request)
             with self._lock:
                 self._unproven.pop(connection, None)
             while True:
@@ -111,10 +114,16 @@ class Server:
 
     def _answer(self, peer: Peer, request: Request) -> None:
         match request:
-            case GetManifest():
-                self._send_manifest(peer, request.image)
-            case GetBytes():
-                self._send_bytes(peer, request)
+            case GetManifest() | GetBytes():
+                here = self._access.ways
+                if (way := agreed(request.ways, here)) is None:
+                    asked = ", ".join(request.ways) or "nothing"
+                    why = f"no way to protect the bytes that both know: {asked} there, {', '.join(here)} here"
+                    peer.send(NotServed(why=why))
+                elif isinstance(request, GetManifest):
+                    self._send_manifest(peer, request.image, way)
+                else:
+                    self._send_bytes(peer, request, way)
             case Check():
                 for copy in self._copies.find(_key(request.image), group=request.image.group):
                     self._doubt(copy)
@@ -124,18 +133,18 @@ class Server:
             case _:
                 never(request)
 
-    def _send_bytes(self, peer: Peer, request: GetBytes) -> None:
+    def _send_bytes(self, peer: Peer, request: GetBytes, way: str) -> None:
         image, at, length = request.image, request.at, request.length
         held = self._copies.acquire(_key(image), at, length, image.group)
         if held is None:
             peer.send(NOT_HELD)
             return
         try:
-            _send_from(peer, held, at, length)
+            _send_from(peer, held, at, length, way)
         finally:
             self._copies.release(held)
 
-    def _send_manifest(self, peer: Peer, image: ImageName) -> None:
+    def _send_manifest(self, peer: Peer, image: ImageName, way: str) -> None:
         key, group = _key(image), image.group
         known, held = self._copies.manifest(key, group), self._copies.find(key, group=group)
         if known is None:
@@ -143,20 +152,18 @@ class Server:
             return
         manifest, capacity = known
         data = held[0].manifest_bytes if held else manifest.to_bytes()
-        # It may be larger than a message; its hash in the message vouches for it.
-        digest = hashlib.sha256(data).hexdigest()
-        peer.send(ManifestFollows(length=len(data), sha256=digest, capacity=capacity))
-        peer.send_bytes(data)
+        peer.send(ManifestFollows(length=len(data), way=way, capacity=capacity))  # larger than a message
+        peer.send_bytes(data, way)
 
 
 def _key(image: ImageName) -> Key:
     return image.step, image.attempt, image.rank
 
 
-def _send_from(peer: Peer, copy: Copy, at: int, length: int) -> None:
+def _send_from(peer: Peer, copy: Copy, at: int, length: int, way: str) -> None:
     if isinstance(copy.place, Buffer):
-        peer.send(BytesFollow(length=length))
-        peer.send_file(copy.place.descriptor, at, length)
+        peer.send(BytesFollow(length=length, way=way))
+        peer.send_file(copy.place.descriptor, at, length, way)
         return
     try:
         descriptor = open_own(copy.place)
@@ -164,8 +171,8 @@ def _send_from(peer: Peer, copy: Copy, at: int, length: int) -> None:
         peer.send(NotServed(why=f"{copy.place}: {error.strerror or error}"))
         return
     try:
-        peer.send(BytesFollow(length=length))
-        peer.send_file(descriptor, at, length)
+        peer.send(BytesFollow(length=length, way=way))
+        peer.send_file(descriptor, at, length, way)
     finally:
         os.close(descriptor)
 
