@@ -163,6 +163,7 @@ def _request(
     from jurymast.cluster.exclusions import keep_out
     from jurymast.cluster.planning import Asked
     from jurymast.cluster.request import build_request, check_runs_directory
+    from jurymast.report.layout import clean
 
     asked = Asked(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
     plan = _plan(asked, line, script, policy)
@@ -171,7 +172,7 @@ def _request(
     partition = line.last("partition") or os.environ.get("SBATCH_PARTITION", "")
     plan, notes = keep_out(plan, runs, partition, plan.submitted_at)
     for note in notes:
-        click.echo(f"jurymast: note: {note}", err=True)
+        click.echo(f"jurymast: note: {clean(note)}", err=True)
     return build_request(plan, policy, script)
 
 

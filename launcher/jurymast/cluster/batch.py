@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jurymast import foreign
 from jurymast.cluster.agents import Agents, LocalAgents, SrunAgents, end_with_us
 from jurymast.cluster.allocation import Allocation, from_slurm_environment
 from jurymast.cluster.control import requeue
@@ -144,7 +145,7 @@ class Batch:
 
     def _read_outcome(self) -> dict[str, Any] | None:
         try:
-            outcome: dict[str, Any] = json.loads(self._directory.outcome_file.read_bytes())
+            outcome: dict[str, Any] = json.loads(foreign.read(self._directory.outcome_file))
             return outcome
         except (OSError, ValueError):
             return None

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from jurymast import foreign
 from jurymast.cluster.sbatch_options import CommandLine, Given, split_command_line
 from jurymast.errors import ScriptError, UsageError
 
@@ -55,7 +56,7 @@ class BatchScript:
 def is_batch_script(path: Path) -> bool:
     """Whether this file is for sbatch rather than for Python. Raises ScriptError."""
     try:
-        with path.open("rb") as file:
+        with foreign.reading(path) as file:
             first = file.readline(200)
     except OSError as error:
         raise ScriptError(f"the script {path} cannot be read: {error.strerror}") from error
@@ -65,7 +66,7 @@ def is_batch_script(path: Path) -> bool:
 def read_script(path: Path, own: Mapping[str, bool]) -> BatchScript:
     """Raises ScriptError and, naming the line, UsageError."""
     try:
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        text = foreign.read(path).decode(errors="surrogateescape")
     except OSError as error:
         raise ScriptError(f"the script {path} cannot be read: {error.strerror}") from error
     return parse(text, str(path), own)

@@ -13,6 +13,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 from jurymast.policy.resolve import Resolved
 from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.wire import shield
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ def users_script(run: RunDirectory) -> Path:
 
 
 def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = None) -> Request:
-    """The request for this plan, of a batch script if one is given; writes nothing and asks nobody."""
+    """The request for this plan, of a batch script if one is given; writes nothing and asks nobody. Raises
+    PolicyError for what cannot be done with what is installed here."""
+    shield.ways(plan.settings.encrypt)
     text = policy.yaml(origins=True)
     if plan.cluster == "local":
         from jurymast.cluster.local import command

@@ -12,6 +12,7 @@ from types import FrameType
 
 import psutil
 
+from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, from_slurm_environment
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.request import users_script
@@ -50,7 +51,7 @@ def _own_directory(submitted: RunDirectory) -> RunDirectory:
     own = RunDirectory(submitted.root.with_name(f"{submitted.root.name}-task-{task}"))
     if not own.plan_file.exists():  # not after a requeue
         beside(submitted, own, os.environ["SLURM_JOB_ID"])
-        write_atomically(users_script(own), users_script(submitted).read_bytes())
+        write_atomically(users_script(own), foreign.read_own(users_script(submitted)))
     return own
 
 
@@ -61,9 +62,9 @@ def _environment(allocation: Allocation, plan: RunPlan) -> dict[str, str]:
 
 def interpreter(script: Path) -> list[str]:
     """As the kernel reads a script's first line: a program, and at most one argument."""
-    with script.open(encoding="utf-8", errors="surrogateescape") as file:
-        words = file.readline().removeprefix("#!").strip().split(None, 1)
-    return words or ["/bin/sh"]
+    first, _, _ = foreign.read_own(script).partition(b"\n")
+    words = os.fsdecode(first).removeprefix("#!").split(None, 1)
+    return [word.strip() for word in words] or ["/bin/sh"]
 
 
 class _Script:

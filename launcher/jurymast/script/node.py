@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jurymast import foreign
 from jurymast.cluster.gpus import visible_gpus
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import run_module
@@ -101,7 +102,7 @@ def _await(path: Path) -> dict[str, Any]:
     end = time.monotonic() + ANSWER_LIMIT_S
     while time.monotonic() < end:
         try:
-            answer: dict[str, Any] = json.loads(path.read_bytes())
+            answer: dict[str, Any] = json.loads(foreign.read_own(path))
             return answer
         except FileNotFoundError:
             renew(path.parent)

@@ -70,6 +70,6 @@ class Output:
             return 1
         name = "/dev/null" if self._pattern == "none" else expanded(self._pattern, self._environment, rank)
         if name not in self._files:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | self._new
-            self._files[name] = os.open(name, flags, 0o666)
+            how = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | self._new
+            self._files[name] = os.open(name, how | os.O_CREAT, 0o666)
         return self._files[name]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jurymast import foreign
 from jurymast.script.srun_options import Srun
 
 # What starts ranks by torch's elastic agent, which our hook in Python finds wherever it is started.
@@ -73,7 +74,7 @@ def tasks_a_node(srun: Srun, environment: Mapping[str, str], active: int) -> int
 def read_shell_script(word: str) -> str:
     """The beginning of a file of this name; "" when there is none."""
     try:
-        with open(word, encoding="utf-8", errors="replace") as file:
-            return file.read(SCRIPT_BYTES_MAX)
+        with foreign.reading(word) as file:
+            return file.read(SCRIPT_BYTES_MAX).decode(errors="replace")
     except (OSError, ValueError):
         return ""

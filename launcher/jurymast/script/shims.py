@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from jurymast import foreign
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
@@ -59,7 +60,7 @@ def write(directory: RunDirectory, python: str) -> None:
     text = TORCHRUN.format(folder=place, hook=shlex.quote(str(hook(directory))))
     write_program(place / "torchrun", text)
     name = "sitecustomize.py"
-    write_atomically(hook(directory) / name, (Path(__file__).parent / "hook" / name).read_bytes())
+    write_atomically(hook(directory) / name, foreign.read(Path(__file__).parent / "hook" / name))
 
 
 def write_program(path: Path, text: str) -> None:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jurymast import foreign
 from jurymast.cluster.agents import SURVIVE, end_srun
 from jurymast.cluster.allocation import Allocation, announced_hosts
 from jurymast.cluster.batch import Batch
@@ -176,7 +177,7 @@ class Step:
         node_command = folder / "node"
         log = self._job.submission / f"job-{self._allocation.job}-spares.log"
         # srun goes by them for how many nodes there are.
-        true = json.loads(true_variables_file(self._job).read_bytes())
+        true = json.loads(foreign.read_own(true_variables_file(self._job)))
         narrow = {name: os.environ[name] for name in true if name in os.environ}
         text = _node_command(folder, {**narrow, **_seen(os.environ, self.active)}, self.active, log)
         shims.write_program(node_command, text)
@@ -264,6 +265,7 @@ if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
 "$@"
 code=$?
 if [ "$SLURM_NODEID" -ge {active} ]; then code=0; fi
+umask 077
 cd {folder} && echo $code > ".ended-$SLURMD_NODENAME" && mv ".ended-$SLURMD_NODENAME" "ended-$SLURMD_NODENAME"
 exit $code
 """
@@ -281,7 +283,7 @@ def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | 
     while True:
         ended = process.poll() is not None
         try:
-            return Training.from_json(json.loads(path.read_bytes()))
+            return Training.from_json(json.loads(foreign.read_own(path)))
         except FileNotFoundError:
             if ended:
                 return None
@@ -290,7 +292,7 @@ def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | 
 
 def _code(path: Path) -> int | None:
     try:
-        return int(path.read_text())
+        return int(foreign.read_own(path))
     except (OSError, ValueError):
         return None
 

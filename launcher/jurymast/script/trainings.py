@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jurymast import foreign
 from jurymast.journal import replay
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
 
@@ -83,13 +84,13 @@ def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:
     run.create()
     (run.submission / "jobs").mkdir(mode=0o700)
     write_atomically(run.submission / "jobs" / job, b"")
-    write_atomically(run.policy_file, submitted.policy_file.read_bytes())
+    write_atomically(run.policy_file, foreign.read_own(submitted.policy_file))
     run.save_plan(plan)
 
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        entry: dict[str, Any] = json.loads(file.read_bytes())
+        entry: dict[str, Any] = json.loads(foreign.read_own(file))
     except FileNotFoundError:
         return None
     return entry
