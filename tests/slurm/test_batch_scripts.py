@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cli.find import find_run, run_ids
+from jurymast.cli.find import find_run
 from support.runs import SCRIPTS, result
 from support.slurm_runs import SlurmRun, power_loss
 from support.waiting import wait_until
@@ -180,7 +180,8 @@ def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp
     assert (work / f"{after}-4294967294").read_text() == "wrapped 1 named\n"
     scripts = [(work / f"{array}-{task}").read_text().split() for task in (2, 4)]
     assert [(Path(path).name, *rest) for path, *rest in scripts] == [("slurm_script",)] * 2
-    runs = [name.partition("-ours-")[2][4:] for name in run_ids(work / "runs")]
+    names = [path.parent.name for path in (work / "runs").glob("*/plan.json")]
+    runs = [name.partition("-ours-")[2][4:] for name in names]
     assert sorted(runs) == ["", "", "-task-2", "-task-4"]
 
 

@@ -84,6 +84,12 @@ def test_a_line_at_fault_is_named(line: str, says: str) -> None:
         plan(f"#!/bin/bash\n{line}\nsrun torchrun train.py\n")
 
 
+def test_a_script_without_an_interpreter_is_none() -> None:
+    with pytest.raises(UsageError, match="standard input, line 1: a batch script begins with #!"):
+        parse("#SBATCH -N 2\n", "standard input", OWN)
+    assert parse("#!/bin/sh\n", "standard input", OWN).job_name == "sbatch"
+
+
 def test_the_local_cluster_runs_no_batch_script() -> None:
     with pytest.raises(UsageError, match="no srun on the local cluster"):
         plan(JOB, cluster="local")

@@ -153,7 +153,7 @@ def test_torchruns_options(
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--no-python ./run.sh", "--no-python is not supported yet"),
+        ("--run-path train.py", "--run-path is not supported yet"),
         ("--nproc-per-node", "needs a value"),
         ("--r 3 train.py", "ambiguous"),
         ("--gpus 3 train.py", "--gpus is unknown"),
@@ -166,6 +166,7 @@ def test_what_torchrun_would_not_run_is_refused(typed: str, says: str) -> None:
 
 
 def test_torchrun_reads_variables_and_launch_adds_the_local_rank() -> None:
+    assert torchrun.parse(["--no-python", "./run.sh", "x"], {}).program
     assert torchrun.parse(["t.py"], {"PET_NPROC_PER_NODE": "4"}).ranks == "4"
     assert torchrun.parse(["--nproc-per-node=2", "t.py"], {"PET_NPROC_PER_NODE": "4"}).ranks == "2"
     assert torchrun.parse(["t.py", "a"], {}, launch=True).arguments == ("--local-rank=${local_rank}", "a")

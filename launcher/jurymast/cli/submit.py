@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jurymast.cli.find import default_runs
-from jurymast.cluster.batch_script import BatchScript, find_script, parse, read_script, wrapped
+from jurymast.cluster.batch_script import (
+    STANDARD_INPUT,
+    BatchScript,
+    find_script,
+    parse,
+    read_script,
+    wrapped,
+)
 from jurymast.cluster.sbatch_options import CommandLine, split_command_line
 from jurymast.errors import UsageError
 
@@ -38,11 +45,7 @@ class SubmitCommand(click.Command):
         return super().parse_args(context, [*(script.own if script else ()), *line.own])
 
     def collect_usage_pieces(self, context: click.Context) -> list[str]:
-        return [
-            "[OPTIONS] [SBATCH OPTIONS] -- SCRIPT.py [ARGS]...",
-            "",
-            "       or: ... JOB.sbatch [ARGS]...",
-        ]
+        return ["[OPTIONS] [SBATCH OPTIONS] JOB.sbatch|-- SCRIPT.py [ARGS]..."]
 
 
 def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None:
@@ -54,8 +57,8 @@ def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None
         line.script.append("wrap")
         return wrapped(wrap)
     if not line.script and not sys.stdin.isatty() and (text := sys.stdin.read()):
-        line.script.append("stdin")
-        return parse(text, "stdin", own)
+        line.script.append(STANDARD_INPUT)
+        return parse(text, STANDARD_INPUT, own)
     path = find_script(line.script, Path.cwd())
     return read_script(path, own) if path else None
 
@@ -103,7 +106,7 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def command(context: click.Context, /, **options: Any) -> int:
-    """Submit a training script, with spare nodes, as a run that survives failures."""
+    """Submit a batch script or a training script, with spare nodes, as a run that survives failures."""
     line: CommandLine = context.meta["jurymast.line"]
     script: BatchScript | None = context.meta["jurymast.script"]
     runs = (options["runs"] or default_runs()).expanduser().absolute()
@@ -199,9 +202,11 @@ def _note_unused(line: CommandLine, cluster: str) -> None:
 
 def _shown(request: Request) -> str:
     """A dry run for people: the command line, the batch script, the policy."""
+    from jurymast.cluster.request import script_file
+
     parts = [f"# {request.plan.directory}", shlex.join(request.argv)]
     if request.script:
-        parts += ["", f"# {request.argv[-1]}", request.script.rstrip()]
+        parts += ["", f"# {script_file(request.plan)}", request.script.rstrip()]
     return "\n".join([*parts, "", f"# {request.run_directory.policy_file}", request.policy.rstrip()])
 
 

@@ -18,6 +18,7 @@ from jurymast import foreign
 from jurymast.cluster.sbatch_options import CommandLine, Given, split_command_line
 from jurymast.errors import ScriptError, UsageError
 
+STANDARD_INPUT = "standard input"
 SBATCH, OURS = "#SBATCH", "#JURYMAST"
 # Variables that stand for an option, of those that jurymast looks at. All others reach sbatch as they are.
 VARIABLES = {
@@ -38,6 +39,11 @@ class BatchScript:
     sbatch: tuple[Given, ...] = ()
     own: tuple[str, ...] = ()
     places: tuple[int, ...] = ()
+
+    @property
+    def job_name(self) -> str:
+        """As sbatch names the job when nobody else does."""
+        return "sbatch" if self.name == STANDARD_INPUT else Path(self.name).name
 
     @property
     def head(self) -> str:
@@ -79,6 +85,11 @@ def wrapped(command: str) -> BatchScript:
 
 def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
     """`own`: our options, as for `split_command_line`. Raises UsageError, which names the line."""
+    if not text.startswith("#!"):
+        raise UsageError(
+            f"{name}, line 1: a batch script begins with #! and its interpreter",
+            hint="for example #!/bin/bash",
+        )
     sbatch: list[Given] = []
     ours: list[str] = []
     places: list[int] = []

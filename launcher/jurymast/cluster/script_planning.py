@@ -67,16 +67,20 @@ def make_script_plan(
             f"{script.name} is a batch script, and there is no srun on the local cluster",
             hint="give the Python script that it starts: jurymast submit --cluster local -- SCRIPT.py [args]",
         )
+    if asked.nproc_per_node is not None:
+        raise UsageError(
+            "--nproc-per-node is for a Python script", hint=f"say it where {script.name} starts torchrun"
+        )
     _check(script, told)
     size = size_of(script, told, asked.nodes)
-    name = run_name(asked.name or told.last("job-name") or Path(script.name).name)
+    name = run_name(asked.name or told.last("job-name") or script.job_name)
     spares = spares_for(policy, size.active, told.last("time"))
     run = run or new_run_id(name, time.localtime())
     requeue = _requeue(told)
     options = [*_where(script), *passed_on(line, CONSUMED), *size.options(size.active + spares), "--no-kill"]
     options.append("--requeue" if requeue else "--no-requeue")
     if not told.has("job-name"):  # sbatch takes the script's, and it gets another file
-        options.append(f"--job-name={Path(script.name).name}")
+        options.append(f"--job-name={script.job_name}")
     if not told.has("signal"):
         options.append(f"--signal={WARN_SIGNAL}")
     return RunPlan(
@@ -86,7 +90,7 @@ def make_script_plan(
         cluster=asked.cluster,
         active=size.active,
         spares=spares,
-        ranks_per_node=asked.nproc_per_node or 1,
+        ranks_per_node=1,
         batch=True,
         script=script.name,
         arguments=tuple(line.script[1:]),

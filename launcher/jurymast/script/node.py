@@ -52,7 +52,7 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
     """Say what is to be trained, hear which run that is, and be its agent here."""
     launch = torchrun.parse(arguments, os.environ, launch=launcher == "launch")
     training = Training(
-        script=launch.script, arguments=launch.arguments, module=launch.module,
+        script=launch.script, arguments=launch.arguments, module=launch.module, program=launch.program,
         ranks=torchrun.rank_count(launch.ranks, visible_gpus(os.environ), len(os.sched_getaffinity(0))),
         directory=os.getcwd(), python=sys.executable, ignored=launch.ignored,
     )  # fmt: skip

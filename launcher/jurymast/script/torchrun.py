@@ -24,10 +24,9 @@ RENDEZVOUS = frozenset({
     "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "node-rank",
     "master-addr", "master-port", "local-addr",
 })  # fmt: skip
-KEPT = frozenset({"nproc-per-node", "module", "use-env"})
+KEPT = frozenset({"nproc-per-node", "module", "no-python", "use-env"})
 # What is said about an option that would change what ranks are, and is not there yet.
 NOT_YET = {
-    "no-python": "ranks are Python's; give the Python script",
     "run-path": "give the script without --run-path",
     "virtual-local-rank": "leave it out",
 }
@@ -38,12 +37,13 @@ LOCAL_RANK = "--local-rank=${local_rank}"  # torch fills the number in
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher is asked to start: a script, or a `module`, with its arguments. `ranks` a node, as
-    written: a number, or auto, gpu, cpu. `ignored` names options that change something and are not used."""
+    """What a launcher is asked to start: a script, a `module` or a `program`, with its arguments. `ranks` a
+    node, as written: a number, or auto, gpu, cpu. `ignored`: options that would change something."""
 
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False
+    program: bool = False
     ranks: str = "1"
     ignored: tuple[str, ...] = ()
 
@@ -73,6 +73,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool 
         script=given.rest[0],
         arguments=arguments,
         module="module" in given.values,
+        program="no-python" in given.values,
         ranks=given.values.get("nproc-per-node", "1"),
         ignored=tuple(name for name in given.values if name not in RENDEZVOUS | KEPT),
     )
