@@ -49,9 +49,11 @@ STYLES = {
         said: here-document of $SLURM_JOB_NAME $SLURM_SUBMIT_DIR
         END
     """.replace(" $SLURM_SUBMIT_DIR", "")),
-    "a loop over seeds, on one node, without srun": (1, """
-        for seed in 1 2; do
-          WORD=seed-$seed torchrun --nproc-per-node=2 $SUM || exit 1
+    "a loop over seeds, without srun and in a container": (1, """
+        printf '#!/bin/bash\\nshift 2; PATH=%s exec "$@"' "$PATH" > apptainer
+        chmod +x apptainer
+        for run in "" "srun ./apptainer exec image.sif"; do
+          WORD=seed-${#run} $run torchrun --nproc-per-node=2 $SUM || exit 1
         done 2> /dev/null | stdbuf -oL cat
         exit ${PIPESTATUS[0]}
     """),

@@ -239,7 +239,8 @@ def launched(tmp_path: Path, *command: str, **environment: str) -> list[str]:
     (fake.parent / "__init__.py").touch()
     (fake / "__init__.py").touch()
     (fake / "__main__.py").write_text("import sys, json\nprint(json.dumps(sys.argv[1:]))\n")
-    values = shims.with_shims({**os.environ, "PYTHONPATH": str(fake.parents[1])}, job)
+    users = {**os.environ, "PYTHONPATH": str(fake.parents[1]), "SLURM_JOB_ID": "7"}
+    values = shims.with_shims(users, job)
     done = subprocess.run(
         command, env={**values, **environment}, capture_output=True, text=True, check=True, timeout=30
     )
@@ -257,6 +258,19 @@ def test_python_becomes_our_front_end_for_a_launcher(tmp_path: Path) -> None:
     shim = str(tmp_path / "run/slurm/bin/torchrun")
     path = f"{shims.folder(RunDirectory(tmp_path / 'run'))}:{tmp_path}:/usr/bin:/bin"
     assert launched(tmp_path, shim, "x", PATH=path, PYTHONPATH=str(tmp_path / "fake")) == ["torchrun", "x"]
+
+
+def test_a_job_that_the_script_submits_has_nothing_of_ours(tmp_path: Path) -> None:
+    program = tmp_path / "torchrun"
+    program.write_text(f"#!{sys.executable}\nprint('[\"torch itself\"]')\n")
+    program.chmod(0o700)
+    assert launched(tmp_path, str(program), SLURM_JOB_ID="8") == ["torch itself"]
+    (tmp_path / "srun").write_text("#!/bin/sh\necho '[\"Slurm itself\"]'\n")
+    (tmp_path / "srun").chmod(0o700)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    told = launched(tmp_path, "bash", "-c", "srun hostname", SLURM_JOB_ID="8", PATH=path)
+    assert told == ["Slurm itself"]
+    assert launched(tmp_path, "bash", "-c", "srun hostname", PATH=path) == ["srun", "hostname"]
 
 
 def test_a_launcher_of_somebodys_own_is_ours_once_torch_is_to_run(tmp_path: Path) -> None:

@@ -30,10 +30,11 @@ ANSWER_LIMIT_S = 600.0
 
 def run(launcher: str, arguments: list[str]) -> int:
     """As a launcher's process: its exit code. Raises UsageError."""
-    folder = os.environ.get(shims.STEP_VARIABLE)
-    if folder:
+    if not shims.in_the_script(os.environ):
+        _really(launcher, arguments)
+    if folder := os.environ.get(shims.STEP_VARIABLE):
         return _join(Path(folder), launcher, arguments)
-    if "SLURM_STEP_ID" in os.environ or shims.RUN_VARIABLE not in os.environ:
+    if "SLURM_STEP_ID" in os.environ:
         say(f"{launcher}: this step was not seen to be a training, and runs without failure handling")
         _really(launcher, arguments)
     # In the script itself, on the batch host: as if srun had started it.

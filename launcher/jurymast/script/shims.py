@@ -21,12 +21,17 @@ from jurymast.rundir import RunDirectory, make_folder, write_atomically
 
 # The batch script's run directory, for whatever runs below the script.
 RUN_VARIABLE = "JURYMAST_SCRIPT_RUN"
+# The script's Slurm job: in another one, which the script may submit with all its variables, ours stand aside.
+JOB_VARIABLE = "JURYMAST_SCRIPT_JOB"
 # The step's folder, for whatever runs below the command of a training step.
 STEP_VARIABLE = "JURYMAST_STEP"
 # A module that is loaded by the script may put the real srun before ours on PATH; a function of the shell
 # comes before all of PATH.
 FUNCTION = "BASH_FUNC_srun%%"
 # Directories that containers see besides their own.
+FUNCTION_TEXT = """\
+() {{  if [ "${job}" = "$SLURM_JOB_ID" ]; then {srun} "$@"; else command srun "$@"; fi
+}}"""
 BINDS = ("APPTAINER_BIND", "SINGULARITY_BIND")
 
 SRUN = """\
@@ -75,8 +80,9 @@ def with_shims(environment: Mapping[str, str], directory: RunDirectory) -> dict[
     place = str(folder(directory))
     values["PATH"] = os.pathsep.join([place, values.get("PATH", os.defpath)])
     values["PYTHONPATH"] = os.pathsep.join([str(hook(directory)), *filter(None, [values.get("PYTHONPATH")])])
-    values[FUNCTION] = f'() {{  {shlex.quote(place + "/srun")} "$@"\n}}'
+    values[FUNCTION] = FUNCTION_TEXT.format(job=JOB_VARIABLE, srun=shlex.quote(f"{place}/srun"))
     values[RUN_VARIABLE] = str(directory.root)
+    values[JOB_VARIABLE] = environment.get("SLURM_JOB_ID", "")
     return values
 
 
@@ -89,12 +95,19 @@ def for_step(environment: Mapping[str, str], directory: RunDirectory, step: Path
     return values
 
 
+def in_the_script(environment: Mapping[str, str]) -> bool:
+    """Whether this is below a batch script of ours, in its own job."""
+    job = environment.get(JOB_VARIABLE)
+    return job is not None and RUN_VARIABLE in environment and job == environment.get("SLURM_JOB_ID")
+
+
 def without_shims(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` as the user has it."""
     values = dict(environment)
     run = values.pop(RUN_VARIABLE, "")
     in_step = values.pop(STEP_VARIABLE, None) is not None
-    values.pop(FUNCTION, None)
+    for name in (FUNCTION, JOB_VARIABLE):
+        values.pop(name, None)
     if not run:
         return values
     job = RunDirectory(run)

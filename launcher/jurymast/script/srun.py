@@ -13,7 +13,9 @@ from jurymast.script.step import Step
 
 def run(arguments: list[str]) -> int:
     """As srun's process: its exit code. Raises what a step raises."""
-    if shims.RUN_VARIABLE not in os.environ or shims.STEP_VARIABLE in os.environ:
+    if not shims.in_the_script(os.environ):
+        _really(arguments, shims.without_shims(os.environ))
+    if shims.STEP_VARIABLE in os.environ:
         _really(arguments, os.environ)
     step = Step.of_environment()
     code = _as_training(step, arguments)
