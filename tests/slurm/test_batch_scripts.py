@@ -50,7 +50,7 @@ STYLES = {
         END
     """.replace(" $SLURM_SUBMIT_DIR", "")),
     "a loop over seeds, without srun and in a container": (1, """
-        printf '#!/bin/bash\\nshift 2; PATH=%s exec "$@"' "$PATH" > apptainer
+        printf '#!/bin/bash\\nshift 2; PATH=%s exec "$@"' "${PATH#*slurm/bin:}" > apptainer
         chmod +x apptainer
         for run in "" "srun ./apptainer exec image.sif"; do
           WORD=seed-${#run} $run torchrun --nproc-per-node=2 $SUM || exit 1

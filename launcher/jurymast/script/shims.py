@@ -21,7 +21,7 @@ from jurymast.rundir import RunDirectory, make_folder, write_atomically
 
 # The batch script's run directory, for whatever runs below the script.
 RUN_VARIABLE = "JURYMAST_SCRIPT_RUN"
-# The script's Slurm job: in another one, which the script may submit with all its variables, ours stand aside.
+# The script's Slurm job: in another one, which it may submit with all its variables, ours stand aside.
 JOB_VARIABLE = "JURYMAST_SCRIPT_JOB"
 # The step's folder, for whatever runs below the command of a training step.
 STEP_VARIABLE = "JURYMAST_STEP"

@@ -96,9 +96,7 @@ def _go_on():
     import sitecustomize  # noqa: F401
 
 
-if "JURYMAST_SCRIPT_JOB" in os.environ and os.environ["JURYMAST_SCRIPT_JOB"] == os.environ.get(
-    "SLURM_JOB_ID"
-):
+if os.environ.get("JURYMAST_SCRIPT_JOB", "") == os.environ.get("SLURM_JOB_ID"):
     _found = _launcher(_command_line())
     if _found is not None:
         _become_ours(*_found)
