@@ -12,7 +12,7 @@ import pytest
 
 from jurymast.cli.find import find_run
 from support.runs import SCRIPTS, result
-from support.slurm_runs import SlurmRun, power_loss
+from support.slurm_runs import SlurmRun, jurymast, power_loss
 from support.waiting import wait_until
 from testcluster import Cluster
 
@@ -140,8 +140,7 @@ def test_the_outcome_is_sbatchs(cluster: Cluster, tmp_path: Path, style: str) ->
         known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
         known[style] = outcome(cluster, work.with_name(f"{work.name}-sbatch"), style, "sbatch")
         GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
-    jurymast = str(cluster.python.parent / "jurymast")
-    found = outcome(cluster, work, style, jurymast, "submit", "--spares=1")
+    found = outcome(cluster, work, style, str(cluster.python.parent / "jurymast"), "submit", "--spares=1")
     assert found == json.loads(GOLDEN.read_text())[style]
 
 
@@ -162,17 +161,13 @@ def submit(cluster: Cluster, work: Path, script: str, *options: str) -> SlurmRun
 def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name
     cluster.login(["mkdir", str(work)])
-    jurymast = [
-        str(cluster.python.parent / "jurymast"),
-        "submit",
-        "--parsable",
-        "--spares=1",
-        "--output=%A-%a",
-    ]
+    command = [str(cluster.python.parent / "jurymast"), "submit", "--parsable", "--spares=1"]
     environment = {"JURYMAST_RUNS": str(work / "runs"), "SBATCH_JOB_NAME": "named"}
 
     def job(*words: str, script: str = "") -> str:
-        done = cluster.login([*jurymast, *words], cwd=work, env=environment, input=script, timeout_s=60)
+        done = cluster.login(
+            [*command, "--output=%A-%a", *words], cwd=work, env=environment, input=script, timeout_s=60
+        )
         return done.stdout.strip()
 
     text = '#!/bin/sh\n#SBATCH --array=0-7\n#JURYMAST --name ours\necho "$0 $*"; exit $SLURM_ARRAY_TASK_ID\n'
@@ -282,3 +277,15 @@ def test_without_a_spare_the_script_begins_again_and_its_training_goes_on(
     said = [line for line in printed.splitlines() if line.startswith("said")]
     assert said == ["said: begin  4", "said: begin 1 4", "said: after 0"], printed
     assert result(work / "out.json")["sha256"] == trained_plainly("--steps", steps, nodes=4)
+
+
+def test_cancel_ends_the_script_too(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name
+    script = "#!/bin/bash\n#SBATCH --output=out\ntorchrun $SUM --until\necho said: after\n"
+    run = submit(cluster, work, script, "--spares=0")
+    wait_until("the first step", (work / "started").exists, limit_s=LIMIT_S)
+    code, _, error = jurymast(cluster, "cancel", str(run.directory.root))
+    assert code == 0, error
+    cluster.wait_job(run.job, "CANCELLED", deadline_s=LIMIT_S)
+    assert run.state().phase.value == "cancelled", run.story()
+    assert "said" not in (work / "out").read_text()

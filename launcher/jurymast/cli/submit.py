@@ -134,6 +134,10 @@ def command(context: click.Context, /, **options: Any) -> int:
         if submitted.notes:
             click.echo(submitted.notes, err=True)
         _announce(submitted, options, runs)
+        if options["wait"] and request.plan.batch:
+            from jurymast.cluster.job_end import wait as wait_for_job
+
+            return wait_for_job(submitted.slurm_job, submitted.slurm_cluster)
         if options["wait"]:
             from jurymast.report.follow import wait
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.agents import SURVIVE, end_srun
-from jurymast.cluster.allocation import Allocation, announced_hosts
+from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
 from jurymast.cluster.batch import Batch
 from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
@@ -46,8 +46,8 @@ OURS = frozenset({
     "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "no-kill",
     "overlap", "exact", "exclusive", "output",
 })  # fmt: skip
-# Slurm ends a requeued job in seconds; whatever stands behind the step in the script must not begin.
-REQUEUE_LIMIT_S = 120.0
+# Slurm ends a job in seconds; whatever stands behind the step in the script must not begin.
+END_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,11 @@ class Step:
         os.close(log)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
-        if outcome["state"] == "requeued":
+        if (
+            outcome["state"] == "cancelled"
+        ):  # by jurymast cancel, if not by Slurm: it is the job that is meant
+            run_command(["scancel", allocation.job])
+        if outcome["state"] in ("requeued", "cancelled"):
             _await_end()
         self._lost |= set(outcome["lost"])
         self._trainings.told(run, outcome["lost"])
@@ -299,6 +303,6 @@ def _code(path: Path) -> int | None:
 
 def _await_end() -> None:
     """Slurm ends this life of the job."""
-    time.sleep(REQUEUE_LIMIT_S)
-    say(f"the job was not requeued within {REQUEUE_LIMIT_S:g} s")
+    time.sleep(END_LIMIT_S)
+    say(f"Slurm has not ended the job within {END_LIMIT_S:g} s")
     sys.exit(ClusterUnavailableError.exit_code)
