@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from jurymast.cluster.request import users_script
 from jurymast.core import events as ev
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunCancelledError, UsageError
@@ -20,10 +22,12 @@ from jurymast.script.job import interpreter
 from jurymast.script.narrow import narrowed
 from jurymast.script.output import Output, expanded
 from jurymast.script.recognise import python_command, starts_launcher, starts_python, tasks_a_node
+from jurymast.script.relay import Relay
 from jurymast.script.srun_options import parse
 from jurymast.script.torchrun import rank_count
-from jurymast.script.trainings import Trainings
+from jurymast.script.trainings import Training, Trainings
 from jurymast.worker.slurm_tasks import as_a_task, task_variables
+from support.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -340,6 +344,64 @@ def test_output_goes_where_srun_was_told(tmp_path: Path) -> None:
     assert (tmp_path / "old-1").read_text() == "1: a\n1: b\ncommand\nd\n"
 
 
+RUN_SCRIPT = """
+import sys
+from jurymast.rundir import RunDirectory
+from jurymast.script.job import _Script
+sys.exit(_Script(RunDirectory(sys.argv[1]), sys.argv[2] == "warns").run(["a b"], {}))
+"""
+
+
+@pytest.mark.parametrize("warns", [True, False])
+def test_signals_for_the_batch_process_reach_the_script(tmp_path: Path, warns: bool) -> None:
+    """But for our own warning of the time limit, and the SIGTERM that Slurm sends to all."""
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    traps = "trap 'exec echo $1' USR1; trap 'echo > warned' USR2; echo > ready"
+    loop = "while :; do sleep 0.01; done"
+    users_script(job).write_text(f"#!/bin/bash\ncd {tmp_path}\n{traps}\n{loop}\n")
+    command = [sys.executable, "-c", RUN_SCRIPT, str(tmp_path), "warns" if warns else ""]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_until("the script's traps", (tmp_path / "ready").exists)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR2)
+        if not warns:
+            wait_until("its warning", (tmp_path / "warned").exists)
+        process.send_signal(signal.SIGUSR1)
+        told, _ = process.communicate(timeout=20)
+    assert (told, process.returncode) == ("a b\n", 0)
+    assert (tmp_path / "warned").exists() is not warns
+
+
+def test_a_script_that_a_signal_ends_ends_its_batch_process_so(tmp_path: Path) -> None:
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    users_script(job).write_text("#!/bin/sh\nkill -INT $$\n")
+    done = subprocess.run([sys.executable, "-c", RUN_SCRIPT, str(tmp_path), ""], timeout=20, check=False)
+    assert done.returncode == -signal.SIGINT
+
+
+def test_what_ranks_print_is_relayed_attempt_by_attempt(job: RunDirectory, tmp_path: Path) -> None:
+    def prints(attempt: int, rank: int, text: str) -> None:
+        path = job.rank_log(attempt, rank)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+
+    job.attempt_file.write_text("1")
+    prints(1, 0, "of an earlier life\n")
+    srun = parse(["-o", str(tmp_path / "out"), "x"])
+    assert srun is not None
+    output = Output(srun, {})
+    with Relay(job, output):
+        job.attempt_file.write_text("3")
+        prints(2, 1, "second\n")
+        prints(3, 0, "third, ")
+        prints(3, 0, "to its end")
+    output.close()
+    assert (tmp_path / "out").read_text() == "second\nthird, to its end\n"
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path / "20261120-134501-train-x7f3")
@@ -354,10 +416,10 @@ def job(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def training(*arguments: str) -> dict[str, object]:
-    return {
-        "script": "t.py", "arguments": list(arguments), "module": False, "ranks": 8, "directory": "/work",
-    }  # fmt: skip
+def training(*arguments: str) -> Training:
+    return Training(
+        script="t.py", arguments=arguments, module=False, ranks=8, directory="/work", python="python"
+    )
 
 
 def cancel(run: RunDirectory) -> None:

@@ -21,7 +21,8 @@ from jurymast.script import shims, torchrun
 from jurymast.script.recognise import python_command
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
-from jurymast.script.step import ANSWER, ASKED, Step, Training
+from jurymast.script.step import ANSWER, ASKED, Step
+from jurymast.script.trainings import Training
 
 POLL_S = 0.05
 # The step's front end is on the batch host; when that is gone for so long, so is the job.

@@ -11,7 +11,7 @@ from jurymast.journal import FileTail
 from jurymast.rundir import RunDirectory
 from jurymast.script.output import Output
 
-EVERY_S = 0.2
+EVERY_S = 0.5
 READ_BYTES = 1 << 20
 # Of more ranks only the first is relayed: one process reads the logs of all.
 RANKS_MAX = 64
@@ -24,7 +24,7 @@ class Relay:
         self._run, self._output = run, output
         plan = run.plan()
         self._few = plan.active * plan.ranks_per_node <= RANKS_MAX
-        self._first = self._attempt() + 1  # what earlier lives of the job printed is there already
+        self._attempt_shown = self._newest() + 1  # what earlier lives of the job printed is there already
         self._tails: dict[Path, FileTail] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -39,7 +39,7 @@ class Relay:
         self._over.set()
         self._thread.join()
 
-    def _attempt(self) -> int:
+    def _newest(self) -> int:
         try:
             return self._run.newest_attempt()
         except RunDirectoryError:
@@ -47,14 +47,20 @@ class Relay:
 
     def _follow(self) -> None:
         over = False
-        while not over:
-            over = self._over.wait(EVERY_S)
-            for attempt in range(self._first, self._attempt() + 1):
-                for log in self._logs(attempt):
-                    try:
-                        self._copy(self._tails.setdefault(log, FileTail(log)), whole=over)
-                    except OSError:
-                        return  # whoever read it has gone; the logs have all of it
+        try:
+            while not over:
+                over = self._over.wait(EVERY_S)
+                newest = self._newest()
+                while self._attempt_shown < newest:  # an attempt before the newest says nothing any more
+                    self._copy_all(self._attempt_shown, whole=True)
+                    self._attempt_shown += 1
+                self._copy_all(self._attempt_shown, whole=over)
+        except OSError:
+            return  # whoever read it has gone; the logs have all of it
+
+    def _copy_all(self, attempt: int, *, whole: bool) -> None:
+        for log in self._logs(attempt):
+            self._copy(self._tails.setdefault(log, FileTail(log)), whole=whole)
 
     def _logs(self, attempt: int) -> list[Path]:
         if self._few:

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.agents import SURVIVE, end_srun
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
-from jurymast.cluster.batch import Batch
+from jurymast.cluster.batch import SIGNALS, Batch
 from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
@@ -31,12 +30,13 @@ from jurymast.processes import name_process, run_module
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
 from jurymast.script import shims
 from jurymast.script.narrow import LISTS
+from jurymast.script.node_command import node_command, seen
 from jurymast.script.output import Output
 from jurymast.script.recognise import python_command
 from jurymast.script.relay import Relay
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
-from jurymast.script.trainings import Trainings
+from jurymast.script.trainings import Training, Trainings
 
 PROCESS_NAME = "jurymast-step"
 ASKED, ANSWER = "asked-{}.json", "answer-{}.json"
@@ -48,37 +48,6 @@ OURS = frozenset({
 })  # fmt: skip
 # Slurm ends a job in seconds; whatever stands behind the step in the script must not begin.
 END_LIMIT_S = 120.0
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a launcher was asked to start, where."""
-
-    script: str
-    arguments: tuple[str, ...]
-    module: bool
-    ranks: int
-    directory: str
-    python: str
-    ignored: tuple[str, ...] = ()
-    tasks: bool = False
-    program: bool = False
-
-    def plan(self, job: RunPlan, run: RunDirectory) -> RunPlan:
-        """Of `run`, in the batch script that `job` is the plan of."""
-        return replace(
-            job, run=run.root.name, directory=str(run.root), script=self.script, arguments=self.arguments,
-            module=self.module, program=self.program, tasks=self.tasks, ranks_per_node=self.ranks,
-            working_directory=self.directory, python=self.python,
-        )  # fmt: skip
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Training:
-        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**kept)
 
 
 def true_variables_file(job: RunDirectory) -> Path:
@@ -174,13 +143,13 @@ class Step:
 
     def _start(self, srun: Srun, folder: Path, output: int) -> subprocess.Popen[bytes]:
         nodes = self._nodes()
-        node_command = folder / "node"
+        program = folder / "node"
         log = self._job.submission / f"job-{self._allocation.job}-spares.log"
         # srun goes by them for how many nodes there are.
         true = json.loads(foreign.read_own(true_variables_file(self._job)))
         narrow = {name: os.environ[name] for name in true if name in os.environ}
-        text = _node_command(folder, {**narrow, **_seen(os.environ, self.active)}, self.active, log)
-        shims.write_program(node_command, text)
+        text = node_command(folder, {**narrow, **seen(os.environ, self.active)}, self.active, log)
+        shims.write_program(program, text)
         command = [
             shims.real("srun", os.environ),
             *srun.without(OURS),
@@ -190,7 +159,7 @@ class Step:
             f"--nodes={len(nodes)}",
         ]
         command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
-        command += [str(node_command), *srun.command]
+        command += [str(program), *srun.command]
         environment = {**shims.for_step(os.environ, self._job, folder), **true}
         return subprocess.Popen(command, env=environment, stdout=output)
 
@@ -205,7 +174,7 @@ class Step:
     def _train(
         self, training: Training, process: subprocess.Popen[bytes], answer: Path, output: Output
     ) -> None:
-        run, ended = self._trainings.claim(training.to_json())
+        run, ended = self._trainings.claim(training)
         if ended is not None:
             say(f"{run.root.name} ended with code {ended} before the job was requeued; it is not run again")
             write_atomically(answer, json.dumps({"exit_code": ended}).encode())
@@ -216,24 +185,26 @@ class Step:
             say(f"not used of torchrun's options: {names} (jurymast restarts, and keeps logs, by its policy)")
         plan = training.plan(self._plan, run)
         run.save_plan(plan)
-        allocation = replace(self._allocation, nodes=tuple(self._nodes()))
-        log = os.open(
-            run.submission / f"job-{allocation.job}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
-        )
-        agents = StepAgents(answer, str(run.root), process)
         with Relay(run, output):
-            outcome = Batch(run, plan, allocation, agents, log).run()
-        os.close(log)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_DFL)
-        if (
-            outcome["state"] == "cancelled"
-        ):  # by jurymast cancel, if not by Slurm: it is the job that is meant
-            run_command(["scancel", allocation.job])
+            outcome = self._supervise(run, plan, StepAgents(answer, str(run.root), process))
+        self._lost |= set(outcome["lost"])
+        if outcome["state"] == "cancelled":  # by Slurm, or by hand, which means the job
+            run_command(["scancel", self._allocation.job])
         if outcome["state"] in ("requeued", "cancelled"):
             _await_end()
-        self._lost |= set(outcome["lost"])
         self._trainings.told(run, outcome["lost"])
+
+    def _supervise(self, run: RunDirectory, plan: RunPlan, agents: StepAgents) -> dict[str, Any]:
+        """The training's outcome."""
+        allocation = replace(self._allocation, nodes=tuple(self._nodes()))
+        path = run.submission / f"job-{allocation.job}.log"
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            return Batch(run, plan, allocation, agents, log).run()
+        finally:
+            os.close(log)
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
 
     def _end(self, process: subprocess.Popen[bytes], folder: Path) -> int:
         """Of the command on all nodes that are there: srun waits for lost ones as well."""
@@ -245,41 +216,6 @@ class Step:
                 return max(code for code in codes if code is not None)
             time.sleep(POLL_S)
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-
-def _seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
-    """What the step's command is to see of its step, which has spare nodes besides."""
-    hosts, tasks = environment.get("SLURM_JOB_NODELIST", ""), str(active)
-    counts = ("SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NPROCS",
-              "SLURM_STEP_NUM_TASKS")  # fmt: skip
-    each = "1" if active == 1 else f"1(x{active})"
-    return {
-        **dict.fromkeys(counts, tasks),
-        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST"), hosts),
-        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each),
-    }
-
-
-NODE_COMMAND = """\
-#!/bin/sh
-# Runs a step's command on a node, and leaves word of its end: srun waits for lost nodes as well. What the
-# command says on a spare node beside so many others nobody has asked for.
-{exports}
-if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
-"$@"
-code=$?
-if [ "$SLURM_NODEID" -ge {active} ]; then code=0; fi
-umask 077
-cd {folder} && echo $code > ".ended-$SLURMD_NODENAME" && mv ".ended-$SLURMD_NODENAME" "ended-$SLURMD_NODENAME"
-exit $code
-"""
-
-
-def _node_command(folder: Path, seen: Mapping[str, str], active: int, log: Path) -> str:
-    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
-    return NODE_COMMAND.format(
-        exports=exports, active=active, log=shlex.quote(str(log)), folder=shlex.quote(str(folder))
-    )
 
 
 def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | None:

@@ -10,16 +10,51 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
+from jurymast.core.settings import RunPlan
 from jurymast.journal import replay
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
 
-# What makes two trainings the same, for their checkpoints are.
-SAME = ("script", "arguments", "module", "ranks", "directory")
+
+@dataclass(frozen=True)
+class Training:
+    """What a launcher was asked to start, where; see `RunPlan`. `ignored` options were not used."""
+
+    script: str
+    arguments: tuple[str, ...]
+    module: bool
+    ranks: int
+    directory: str
+    python: str
+    ignored: tuple[str, ...] = ()
+    tasks: bool = False
+    program: bool = False
+
+    @property
+    def key(self) -> str:
+        """The same for trainings that share their checkpoints: of the same command, in the same place."""
+        same = (self.script, self.arguments, self.module, self.ranks, self.directory)
+        return hashlib.sha256(json.dumps(same).encode()).hexdigest()[:16]
+
+    def plan(self, job: RunPlan, run: RunDirectory) -> RunPlan:
+        """Of `run`, in the batch script that `job` is the plan of."""
+        return replace(
+            job, run=run.root.name, directory=str(run.root), script=self.script, arguments=self.arguments,
+            module=self.module, program=self.program, tasks=self.tasks, ranks_per_node=self.ranks,
+            working_directory=self.directory, python=self.python,
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Training:
+        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**kept)
 
 
 class Trainings:
@@ -30,13 +65,11 @@ class Trainings:
         self._folder = job.submission / "trainings"
         make_folder(self._folder)
 
-    def claim(self, training: Mapping[str, Any]) -> tuple[RunDirectory, int | None]:
+    def claim(self, training: Training) -> tuple[RunDirectory, int | None]:
         """The run of this training, and the exit code if it has ended unheard."""
-        same = json.dumps([training[name] for name in SAME], sort_keys=True)
-        key = hashlib.sha256(same.encode()).hexdigest()[:16]
         number = 1
         while True:
-            file = self._folder / f"{key}-{number}.json"
+            file = self._folder / f"{training.key}-{number}.json"
             entry = _read(file)
             if entry is None:
                 run = self._new_run()
