@@ -25,7 +25,7 @@ python $DUMP batch 0 "$@"
 srun -N1 -n1 python $DUMP step SLURM_PROCID
 srun --ntasks-per-node=1 --ntasks=2 torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d \\
     --rdzv-endpoint=$(hostname):29517 $DUMP rank RANK
-srun python $DUMP task SLURM_PROCID
+srun --gpus-per-task=1 --cpus-per-task=1 python $DUMP task SLURM_PROCID
 """
 # What differs for a reason, and is all that may. Jobs, processes, ports and this test's directories first.
 ANYWAY = {

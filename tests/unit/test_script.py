@@ -21,12 +21,18 @@ from jurymast.script import shims, torchrun
 from jurymast.script.job import interpreter
 from jurymast.script.narrow import narrowed
 from jurymast.script.output import Output, expanded
-from jurymast.script.recognise import python_command, starts_launcher, starts_python, tasks_a_node
+from jurymast.script.recognise import (
+    gpus_a_task,
+    python_command,
+    starts_launcher,
+    starts_python,
+    tasks_a_node,
+)
 from jurymast.script.relay import Relay
 from jurymast.script.srun_options import parse
 from jurymast.script.torchrun import rank_count
 from jurymast.script.trainings import Training, Trainings
-from jurymast.worker.slurm_tasks import as_a_task, task_variables
+from jurymast.worker.slurm_tasks import as_a_task, own_gpus, task_variables
 from support.waiting import wait_until
 
 
@@ -215,6 +221,19 @@ def test_ranks_have_the_variables_of_slurms_tasks() -> None:
     )  # fmt: skip
     under = task_variables(RANK, each_rank=False)
     assert (under["SLURM_PROCID"], under["SLURM_LOCALID"], under["SLURM_NTASKS"]) == ("1", "0", "2")
+
+
+def test_a_task_sees_its_own_gpus() -> None:
+    node = {"CUDA_VISIBLE_DEVICES": "0,1,4,5"}
+    assert own_gpus(node, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert own_gpus(node, 1, 0) == {}
+    assert own_gpus({}, 1, 2) == {}
+    for typed, environment, each in [
+        ("--gpus-per-task=h100:2 x", {}, 2), ("x", {"SLURM_GPUS_PER_TASK": "1"}, 1), ("x", {}, 0),
+    ]:  # fmt: skip
+        srun = parse(typed.split())
+        assert srun is not None
+        assert gpus_a_task(srun, environment) == each
 
 
 def test_a_task_has_nothing_of_torchruns_rendezvous() -> None:

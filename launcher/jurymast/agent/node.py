@@ -57,7 +57,7 @@ def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, 
         "directory": plan.working_directory, "run_directory": str(run_directory),
         "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
         "warm": plan.settings.warm_start, "batch": plan.batch, "tasks": plan.tasks,
-        "program": plan.program,
+        "program": plan.program, "gpus": plan.gpus_per_task,
     }  # fmt: skip
 
 

@@ -120,6 +120,7 @@ class RunPlan:
     batch: bool = False
     # Each of its ranks stands for a task that srun would have started, not for one of torchrun's.
     tasks: bool = False
+    gpus_per_task: int = 0  # 0: each sees all of its node's
     # `script` is a program, a shell say, that starts the Python of its rank itself.
     program: bool = False
     working_directory: str = "."

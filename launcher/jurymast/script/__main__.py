@@ -21,7 +21,7 @@ def main(what: str, arguments: list[str]) -> int:
     if what == "tasks":
         from jurymast.script.node import run_tasks
 
-        return run_tasks(int(arguments[0]), arguments[1:])
+        return run_tasks(int(arguments[0]), int(arguments[1]), arguments[2:])
     from jurymast.script.node import run as run_launcher
 
     return run_launcher(what, arguments)

@@ -61,8 +61,8 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
     return _train(folder, training)
 
 
-def run_tasks(count: int, command: list[str]) -> int:
-    """So many tasks of a command on each node, which srun would have started."""
+def run_tasks(count: int, gpus: int, command: list[str]) -> int:
+    """So many tasks of a command on each node, which srun would have started, each with so many GPUs."""
     python = python_command(command)
     program, *arguments = command
     training = Training(
@@ -70,7 +70,7 @@ def run_tasks(count: int, command: list[str]) -> int:
         arguments=python.arguments if python else tuple(arguments),
         module=python is not None and python.module,
         program=python is None,
-        tasks=True, ranks=count, directory=os.getcwd(), python=sys.executable,
+        tasks=True, gpus=gpus, ranks=count, directory=os.getcwd(), python=sys.executable,
     )  # fmt: skip
     return _train(Path(os.environ[shims.STEP_VARIABLE]), training)
 

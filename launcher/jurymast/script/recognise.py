@@ -58,6 +58,13 @@ def starts_python(command: Sequence[str], read: Callable[[str], str]) -> bool:
     return any(PYTHON.search(text) for text in texts)
 
 
+def gpus_a_task(srun: Srun, environment: Mapping[str, str]) -> int:
+    """How many GPUs each task is to see; 0: all of its node's."""
+    said = srun.last("gpus-per-task") or environment.get("SLURM_GPUS_PER_TASK", "")
+    number = said.rpartition(":")[2]
+    return int(number) if number.isdigit() else 0
+
+
 def tasks_a_node(srun: Srun, environment: Mapping[str, str], active: int) -> int:
     """How many tasks it starts on each of the active nodes; 0 when it does not start equally many on all."""
     nodes = srun.last("nodes") or environment.get("SLURM_NNODES", "")

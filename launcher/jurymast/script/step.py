@@ -32,7 +32,7 @@ from jurymast.script import shims
 from jurymast.script.narrow import LISTS
 from jurymast.script.node_command import node_command, seen
 from jurymast.script.output import Output
-from jurymast.script.recognise import python_command
+from jurymast.script.recognise import gpus_a_task, python_command
 from jurymast.script.relay import Relay
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
@@ -46,6 +46,14 @@ OURS = frozenset({
     "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "no-kill",
     "overlap", "exact", "exclusive", "output",
 })  # fmt: skip
+# What says how a node is shared out to its tasks, and the variables that say the same.
+SHARED_OUT = frozenset({
+    "cpu-bind", "cpus-per-task", "gpu-bind", "gpus-per-task", "ntasks-per-gpu", "tres-bind", "tres-per-task",
+})  # fmt: skip
+SHARES = (
+    "SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK",
+    "SLURM_NTASKS_PER_GPU", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK",
+)  # fmt: skip
 # Slurm ends a job in seconds; whatever stands behind the step in the script must not begin.
 END_LIMIT_S = 120.0
 
@@ -88,6 +96,7 @@ class Step:
         self._allocation = Allocation.load(job)
         self._trainings = Trainings(job, self._allocation.key)
         self._lost = self._trainings.lost()
+        self._hidden: dict[str, str] = {}  # variables that the step's srun must not see, its command must
 
     @classmethod
     def of_environment(cls) -> Step:
@@ -115,8 +124,13 @@ class Step:
         python = srun.command[0] if python_command(srun.command) else sys.executable
         if self._mounts(srun):
             python = "python3"  # the container's
-        command = run_module(python, "jurymast.script", "tasks", str(tasks), *srun.command)
-        return self.run(replace(srun, command=tuple(command)))
+        gpus = str(gpus_a_task(srun, os.environ))
+        command = run_module(python, "jurymast.script", "tasks", str(tasks), gpus, *srun.command)
+        # The agent is one task, and what it has is shared out to its ranks: it must have all of the node.
+        self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}
+        options = [option for option in srun.options if option[0] not in SHARED_OUT]
+        options.append(("cpu-bind", "none", ("--cpu-bind=none",)))
+        return self.run(Srun(tuple(options), tuple(command)))
 
     def around_lost(self, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
         """Variables and options for other steps, which Slurm would start on nodes that it takes for alive."""
@@ -148,7 +162,8 @@ class Step:
         # srun goes by them for how many nodes there are.
         true = json.loads(foreign.read_own(true_variables_file(self._job)))
         narrow = {name: os.environ[name] for name in true if name in os.environ}
-        text = node_command(folder, {**narrow, **seen(os.environ, self.active)}, self.active, log)
+        shown = {**narrow, **self._hidden, **seen(os.environ, self.active)}
+        text = node_command(folder, shown, self.active, log)
         shims.write_program(program, text)
         command = [
             shims.real("srun", os.environ),

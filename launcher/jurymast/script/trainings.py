@@ -32,6 +32,7 @@ class Training:
     python: str
     ignored: tuple[str, ...] = ()
     tasks: bool = False
+    gpus: int = 0
     program: bool = False
 
     @property
@@ -44,8 +45,8 @@ class Training:
         """Of `run`, in the batch script that `job` is the plan of."""
         return replace(
             job, run=run.root.name, directory=str(run.root), script=self.script, arguments=self.arguments,
-            module=self.module, program=self.program, tasks=self.tasks, ranks_per_node=self.ranks,
-            working_directory=self.directory, python=self.python,
+            module=self.module, program=self.program, tasks=self.tasks, gpus_per_task=self.gpus,
+            ranks_per_node=self.ranks, working_directory=self.directory, python=self.python,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:

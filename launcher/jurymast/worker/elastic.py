@@ -27,7 +27,7 @@ from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import error_file, stack_signal
 from jurymast.worker import rank as rank_start
 from jurymast.worker.rendezvous import AgentRendezvous
-from jurymast.worker.slurm_tasks import as_a_task, task_variables
+from jurymast.worker.slurm_tasks import as_a_task, own_gpus, task_variables
 
 # torch polls its ranks; here a look waits until one has ended or a stop was asked, which takes no processor
 # time from the ranks. Now and then it looks anyway.
@@ -51,7 +51,7 @@ class RankLogs(LogsSpecs):
     ) -> None:
         super().__init__()
         self._directory, self._temporary, self._rendezvous = directory, temporary, rendezvous
-        self._batch, self._tasks = plan["batch"], plan["tasks"]
+        self._batch, self._tasks, self._gpus = plan["batch"], plan["tasks"], plan["gpus"]
         self.error_files: dict[int, str] = {}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -84,6 +84,7 @@ class RankLogs(LogsSpecs):
                 environment.update(task_variables(environment, each_rank=self._tasks))
             if self._tasks:
                 as_a_task(environment)
+                environment.update(own_gpus(os.environ, local_rank, self._gpus))
         console = dict.fromkeys(envs, "")
         return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict(self.error_files))
 

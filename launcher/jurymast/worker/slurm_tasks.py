@@ -32,6 +32,13 @@ def task_variables(rank: Mapping[str, str], *, each_rank: bool) -> dict[str, str
     return values
 
 
+def own_gpus(node: Mapping[str, str], local_rank: int, each: int) -> dict[str, str]:
+    """What a rank is to see of its node's GPUs: `each` of them, by variables; 0 for all."""
+    names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if each else ()
+    parts = {name: node[name].split(",")[local_rank * each :][:each] for name in names if name in node}
+    return {name: ",".join(devices) for name, devices in parts.items()}
+
+
 def as_a_task(rank: dict[str, str]) -> None:
     """Take out of a rank's variables what it would not have without torchrun: its script makes its own store,
     at a port of its own."""
