@@ -88,6 +88,10 @@ class Checkpoints:
         self._gone(now)  # what it held for others must live elsewhere again
         return self._writes.lost(node, f"node {node} was lost", now)
 
+    def without(self, nodes: Iterable[str], now: float) -> list[Effect]:
+        """As if these were lost."""
+        return [effect for node in nodes if node in self._holders for effect in self.lost(node, now)]
+
     def hear(self, node: str, message: msg.AboutCheckpoints, now: float) -> list[Effect]:
         if node not in self._holders:  # said before it left
             return []
@@ -325,7 +329,10 @@ class Checkpoints:
         fresh = {name: node for name, node in self._holders.items() if not node.slotless}
         for node in fresh.values():
             node.full, node.slotless = False, True
-        older = self._replicas.give_up_older(keys[0], fresh) if len(keys) == 1 else []
+        older: list[Effect] = []
+        if fresh and len(keys) == 1:
+            self._commit.go_on_from(keys[0])
+            older = self._replicas.give_up_older(keys[0], fresh)
         return [*older, *(Send(name, msg.GiveSlotsUp()) for name in fresh)]
 
     def check(self) -> None:
