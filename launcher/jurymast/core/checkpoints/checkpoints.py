@@ -28,7 +28,7 @@ from jurymast.core.checkpoints.shortages import Shortages
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.instructions import Launch
-from jurymast.core.run.state import RunState
+from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.within import REFUSED
 from jurymast.errors import never
 
@@ -188,7 +188,9 @@ class Checkpoints:
     def _give_incomplete_up(self, attempt: int, now: float) -> list[Effect]:
         """States that will never be complete, as some image was dropped when nobody listened, say: what there
         is of them takes the ranks' room."""
-        if not self._holders.keys() >= set(self._state.placement):
+        nodes = self._state.nodes.values()
+        here = all(node.name in self._holders for node in nodes if node.role is not Role.FAILED)
+        if not here or self._state.phase is not Phase.RUNNING:
             return []  # who is away may bring it
         voids = [step for step, of in self._void if of == attempt]
         late = [
