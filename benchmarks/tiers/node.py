@@ -20,6 +20,7 @@ import msgspec
 
 from benchmarks.tiers.child import Message, first_line, say
 from jurymast.core import messages as msg
+from jurymast.keeper.access import Access
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
@@ -39,10 +40,8 @@ class Node:
     def __init__(self, config: Message) -> None:
         self._name = str(config["name"])
         self._local = Path(config["local"]) if config.get("local") else None
-        self._keeper = Keeper(
-            bytes.fromhex(config["secret"]), self._name, int(config["ranks"]), self._tell,
-            local_root=self._local,
-        )  # fmt: skip
+        access = Access(bytes.fromhex(config["secret"]), encrypt=bool(config.get("encrypt")))
+        self._keeper = Keeper(access, self._name, int(config["ranks"]), self._tell, local_root=self._local)
         self._drainer = Drainer()
         self._events, self._events_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._window = memoryview(b"")
@@ -50,6 +49,7 @@ class Node:
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         await self._keeper.start()
+        self._keeper.listen_at("127.0.0.1")
         loop.add_reader(self._events, self._hear)
         reader = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -26,6 +26,7 @@ from jurymast.core.run.machine import step, step_quietly
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
+from jurymast.foreign import reading
 from jurymast.rundir import RunDirectory, sync_directory
 
 # Of the events as `tests/data/golden/journal.txt` lists them. A field that is added has a default, and leaves
@@ -191,8 +192,9 @@ def _replaced(files: Sequence[Path]) -> Iterator[Entry]:
 
 
 def read_file(path: Path) -> Iterator[Entry]:
-    with open(path, "rb") as file:
-        for line in file:
+    tail = FileTail(path)
+    while lines := tail.lines(partial=True):
+        for line in lines:
             if (entry := entry_of(line, path)) is not None:
                 yield entry
 
@@ -319,7 +321,7 @@ class FileTail:
         """
         self.more = False
         try:
-            with open(self.path, "rb") as file:
+            with reading(self.path) as file:
                 file.seek(self._offset)
                 data = file.read(limit_bytes)
         except FileNotFoundError:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jurymast import foreign
 from jurymast.core import events as ev
 from jurymast.core.nodes.history import Departure, PastRun, Span
 from jurymast.core.run.incident import Incident
@@ -37,7 +38,7 @@ def forgiven_file(runs: Path) -> Path:
 
 
 def past_runs(runs: Path) -> list[PastRun]:
-    """Every run below `runs` on Slurm nodes, oldest first. Unreadable ones are left out."""
+    """Every run of this user's below `runs` on Slurm nodes, oldest first. Unreadable ones are left out."""
     kept = _load(summary_file(runs))
     known: dict[str, Any] = {}
     found = []
@@ -81,11 +82,13 @@ def forgive(runs: Path, node: str, now: float) -> None:
 
 
 def _names(runs: Path) -> list[str]:
-    """Run ids, oldest first (they begin with their time)."""
+    """Run ids, oldest first (they begin with their time). Who may write here could make up runs of others,
+    and with them which nodes fail: only this user's count."""
     try:
-        return sorted(entry.name for entry in os.scandir(runs) if not entry.name.startswith("."))
+        names = sorted(name for name in os.listdir(runs) if not name.startswith("."))
     except OSError:
         return []
+    return [name for name in names if foreign.owns(runs / name)]
 
 
 def _stamp(directory: RunDirectory) -> Stamp:
@@ -103,8 +106,7 @@ def _stamp(directory: RunDirectory) -> Stamp:
 def _load(path: Path) -> dict[str, Any]:
     """{} for a file that is none of ours: anybody may have put it there."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            content = json.load(file) if os.fstat(file.fileno()).st_uid == os.geteuid() else {}
+        content = json.loads(foreign.read_own(path))
         entries = content["entries"] if content["v"] == VERSION else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jurymast import foreign
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 
@@ -42,6 +43,7 @@ RANKS_A_FOLDER = 1000
 
 # So much room is kept free for the run's last words, which a full disk must not swallow.
 RESERVE_BYTES = 1 << 20
+SECRET_BYTES_MAX = 1024
 
 
 def sync_directory(path: Path) -> None:
@@ -193,14 +195,15 @@ class RunDirectory:
             ) from error
 
     def secret(self) -> bytes:
-        """The run's secret, 32 bytes. Raises RunDirectoryError when others could have read it."""
+        """The run's secret, 32 bytes. Raises RunDirectoryError when others could have read or made it."""
         try:
-            status = self.secret_file.stat()
-            if status.st_mode & 0o077:
-                raise RunDirectoryError(
-                    f"{self.secret_file} can be read by others", hint=f"chmod 600 {self.secret_file}"
-                )
-            return bytes.fromhex(self.secret_file.read_text())
+            data = foreign.read_own(self.secret_file, SECRET_BYTES_MAX, closed=foreign.OTHERS_ANYTHING)
+            return bytes.fromhex(data.decode())
+        except foreign.NotOurs as error:
+            raise RunDirectoryError(
+                f"{self.secret_file} can be read by others, or was made by others",
+                hint=f"if it is yours: chmod 600 {self.secret_file}",
+            ) from error
         except (OSError, ValueError) as error:
             raise RunDirectoryError(f"cannot read the run's secret {self.secret_file}: {error}") from error
 
@@ -210,7 +213,7 @@ class RunDirectory:
     def plan(self) -> RunPlan:
         """Raises RunDirectoryError when the file is missing or damaged."""
         try:
-            values: dict[str, Any] = json.loads(self.plan_file.read_bytes())
+            values: dict[str, Any] = json.loads(foreign.read(self.plan_file))
             return RunPlan.from_json(values)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             check_readable(self.root)
@@ -230,7 +233,7 @@ class RunDirectory:
         """Number in the attempt file; 0 when the run directory has none. Raises RunDirectoryError when it
         cannot be known: then nobody may take his own attempt for the newest."""
         try:
-            return int(self.attempt_file.read_bytes())
+            return int(foreign.read(self.attempt_file))
         except FileNotFoundError as error:
             if self.plan_file.exists():
                 return 0

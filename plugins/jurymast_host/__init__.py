@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from jurymast.health.probe import APPLICATION, HARDWARE, HOST, STORAGE, Context, Finding, Probe, Verdict
-from jurymast.health.readings import number, stands_in, text, waits_for_storage
+from jurymast.health.readings import stands_in, text, waits_for_storage
 from jurymast.health.tables import threshold
 from jurymast_host.cgroup import own_memory_cgroup
 from jurymast_host.kernel_log import KernelLog
+from jurymast_host.memory import uncorrectable
 
 INTERVAL_S = 10.0
 # Going through all processes costs more than the rest together.
@@ -49,7 +50,7 @@ class HostProbe:
         self._log = KernelLog(root, context, cgroup if self._oom_file is None else "")
         self._disks = [path for path in _local_directories(context) if not _is_shared(path, root)]
         self._oom_kills = _oom_kills(self._oom_file)
-        self._memory_errors = self._uncorrectable()
+        self._memory_errors = uncorrectable(self._root)
         self._short_at_start: set[tuple[str, str]] | None = None
         self._still: dict[int, tuple[str, float]] = {}
         self._stuck: list[Finding] = []
@@ -134,14 +135,8 @@ class HostProbe:
                 message=f"the kernel killed {kills - before} of the job's processes, out of the job's memory",
             )  # fmt: skip
 
-    def _uncorrectable(self) -> int | None:
-        """Uncorrectable memory errors since boot over all controllers; None when no EDAC driver counts."""
-        counts = [number(path) for path in (self._root / "sys/devices/system/edac/mc").glob("mc*/ue_count")]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known else None
-
     def _memory_error(self) -> Iterator[Finding]:
-        errors = self._uncorrectable() if self._memory_errors is not None else None
+        errors = uncorrectable(self._root) if self._memory_errors is not None else None
         if errors is None or self._memory_errors is None:
             return
         gained = errors - self._memory_errors

@@ -20,10 +20,18 @@ from jurymast.health.probe import (
     Verdict,
 )
 from jurymast.health.tables import xid_finding
+from jurymast_host.memory import is_broken
 
 RECORD_BYTES_MAX = 8192
 MESSAGE_MAX = 300
 OOM_KILL = "oom-kill"
+MEMORY = "memory-uncorrectable"
+# What the kernel says of a process begins with the process's name, 15 characters that any user can choose:
+# a crash, memory used up, a call that is out of date. None of it tells of hardware.
+OF_PROCESS = re.compile(
+    r".{0,15}(\[\d+\]:? | \(\d+\): |: \d+: |/\d+: | invoked oom-killer: "
+    r"|: page allocation failure|: potentially unexpected fatal signal )"
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +49,11 @@ def _pattern(regex: str, code: str, verdict: Verdict, kind: str) -> Pattern:
 
 
 # The first that fits counts. Texts as in the kernel's drivers/edac, mm, drivers/nvme, block, fs and
-# kernel/watchdog.c. They fit from the line's start only: further on a line may hold a name that a user gave.
+# kernel/watchdog.c. They fit from the line's start only, and leave no room for more than the kernel's own
+# words: further on a line may hold a name that a user gave.
 PATTERNS = (
-    _pattern(r"EDAC (?P<device>\S+): \d+ UE ", "memory-uncorrectable", Verdict.BAD, HARDWARE),
-    _pattern(r"Memory failure: 0x[0-9a-f]+: ", "memory-uncorrectable", Verdict.BAD, HARDWARE),
+    _pattern(r"EDAC (?P<device>\S+): \d+ UE ", MEMORY, Verdict.BAD, HARDWARE),
+    _pattern(r"Memory failure: 0x[0-9a-f]+: ", MEMORY, Verdict.BAD, HARDWARE),
     _pattern(
         r"mce: Uncorrected|mce: \[Hardware Error\]: CPU \d+: Machine Check Exception", "machine-check",
         Verdict.BAD, HARDWARE,
@@ -62,16 +71,17 @@ PATTERNS = (
         Verdict.SUSPECT, HARDWARE,
     ),
     _pattern(
-        r"nvme (?P<device>nvme\d+): .*(timeout, reset controller|controller is down|Removing after probe)",
-        "disk-error", Verdict.SUSPECT, HOST,
+        r"nvme (?P<device>nvme\d+): "
+        r"(I/O [\w ()/]*timeout, reset controller|controller is down|Removing after probe)", "disk-error",
+        Verdict.SUSPECT, HOST,
     ),
     _pattern(
-        r"(blk_update_request: |Buffer )?I/O error,? (on )?dev (?P<device>[\w-]+)", "disk-error",
+        r"((blk_update_request: )?I/O error, |Buffer I/O error on )dev (?P<device>[\w-]+), ", "disk-error",
         Verdict.SUSPECT, HOST,
     ),
     _pattern(r"EXT4-fs error \(device (?P<device>[\w-]+)\)", "disk-error", Verdict.SUSPECT, HOST),
     _pattern(
-        r"XFS \((?P<device>[\w-]+)\): .*(I/O error|Corruption|shut(ting)? ?down)", "disk-error",
+        r"XFS \((?P<device>[\w-]+)\): [\w /]*(I/O error|Corruption|shut(ting)? ?down)", "disk-error",
         Verdict.SUSPECT, HOST,
     ),
     _pattern(
@@ -146,6 +156,8 @@ class KernelLog:
 
     def _read(self, message: str, at: float) -> Finding | None:
         """What one message means; None for nothing that matters."""
+        if OF_PROCESS.match(message):
+            return None
         if xid := XID.match(message):
             return xid_finding(int(xid["code"]), self._gpu(xid["device"]), xid["text"], at, self._context)
         if oom := OOM.match(message):
@@ -155,8 +167,11 @@ class KernelLog:
                 if pattern.code == OOM_KILL and not self._was_ours():
                     return None
                 device = found.groupdict().get("device") or ""
+                verdict = pattern.verdict
+                if pattern.code == MEMORY and not is_broken(self._root):
+                    verdict = Verdict.UNKNOWN  # the kernel's counters know nothing of it
                 return Finding(
-                    probe="host", code=pattern.code, verdict=pattern.verdict, kind=pattern.kind, at=at,
+                    probe="host", code=pattern.code, verdict=verdict, kind=pattern.kind, at=at,
                     message=f"the kernel says: {message[:MESSAGE_MAX]}", device=device, once=True,
                 )  # fmt: skip
         return None

@@ -118,8 +118,8 @@ class StorageProbe:
 
 def _write_read_remove(path: Path) -> None:
     """Raises OSError, also when what is read is not what was written."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(path, flags, 0o600)
+    flags = os.O_RDWR | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.open(path, flags | os.O_CREAT, 0o600)
     try:
         if os.write(file, CONTENT) < len(CONTENT):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

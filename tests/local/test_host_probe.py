@@ -279,6 +279,16 @@ HARMLESS = (
     "traps: EDAC MC0: 1 UE [4242] trap int3 ip:7f sp:7f error:0",
     "python[7]: segfault at 0 ip 0 sp 0 error 4 in NVRM: Xid (PCI:0000:3b:00): 79",
 )
+NAME_MAX = 15
+# What the kernel says of a process: its name, and maybe a file's or a cgroup's, are any user's choice.
+OF_PROCESSES = (
+    "{name}[4242]: segfault at 0 ip 000055d0 sp 00007ffd error 4 in {more}[400000+1000]",
+    "{name} (4242): Using mlock ulimits for SHM_HUGETLB is deprecated",
+    "{name} invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
+    "{name}: page allocation failure: order:0, mode:0xcc0, nodemask=(null),cpuset={more},mems_allowed=0",
+    "{name}: 4242: potentially unexpected fatal signal 11.",
+    "{name}: potentially unexpected fatal signal 11.",
+)
 
 
 KILLED_IN = (
@@ -289,10 +299,15 @@ OUR_CGROUP = "/slurm/uid_7/job_7/step_0"
 
 
 def kernel_log(
-    folder: Path, lines: Sequence[str], *, prefix: str = "3,1,{us},-;", cgroup: str = OUR_CGROUP
-) -> list[Finding]:
-    """What a log with these lines of this moment comes to, for a job that started a minute ago."""
+    folder: Path, lines: Sequence[str], *, prefix: str = "3,1,{us},-;", cgroup: str = OUR_CGROUP,
+    errors: int = 1,
+) -> list[Finding]:  # fmt: skip
+    """What a log with these lines of this moment comes to, for a job that started a minute ago, where the
+    kernel has counted so many `errors` of the memory."""
     (folder / "dev").mkdir(parents=True)
+    count = folder / "sys/devices/system/edac/mc/mc0/ue_count"
+    count.parent.mkdir(parents=True)
+    count.write_text(f"{errors}\n")
     for address in ("0000:18:00.0", "0000:3b:00.0"):
         (folder / "proc/driver/nvidia/gpus" / address).mkdir(parents=True)
     us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
@@ -325,6 +340,26 @@ def test_kills_for_memory_in_other_cgroups_do_not_count(tmp_path: Path) -> None:
 
 def test_what_users_can_make_the_kernel_say_comes_to_nothing(tmp_path: Path) -> None:
     assert kernel_log(tmp_path, HARMLESS) == []
+
+
+def test_no_name_of_a_process_makes_the_kernel_say_that_hardware_is_broken(tmp_path: Path) -> None:
+    """Not even on a node of which some memory was broken earlier."""
+    forged = [
+        said.format(name=line[:cut], more=line[cut:])
+        for line in LINES.values()
+        for cut in range(NAME_MAX + 1)
+        for said in OF_PROCESSES
+    ]
+    assert "EDAC MC0: 1 UE [4242]: segfault at 0" in "\n".join(forged)
+    assert kernel_log(tmp_path, forged) == []
+
+
+def test_broken_memory_that_the_kernel_has_not_counted_is_told_and_blames_nobody(tmp_path: Path) -> None:
+    lines = [line for (code, _, _), line in LINES.items() if code == "memory-uncorrectable"]
+    assert [f.verdict for f in kernel_log(tmp_path / "text alone", lines, errors=0)] == [Verdict.UNKNOWN] * 2
+    (tmp_path / "dropped/proc").mkdir(parents=True)
+    (tmp_path / "dropped/proc/meminfo").write_text("MemTotal: 1 kB\nHardwareCorrupted:     4 kB\n")
+    assert [f.verdict for f in kernel_log(tmp_path / "dropped", lines, errors=0)] == [Verdict.BAD] * 2
 
 
 def test_other_processes_words_and_older_ones_do_not_count(tmp_path: Path) -> None:

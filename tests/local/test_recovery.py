@@ -17,7 +17,7 @@ import pytest
 
 from jurymast.cluster.local import local_process
 from jurymast.core.run.state import RunState
-from support.runs import RunUnderTest, hosts, jurymast, local_run, result, wait_gone
+from support.runs import RunUnderTest, hosts, jurymast, local_run, processes_of, result, wait_gone
 from support.saves import check_restores
 from support.waiting import wait_until
 
@@ -56,6 +56,7 @@ def test_fault_after_fault_costs_no_bit(tmp_path: Path, trained_plainly: Callabl
     train = (*TRAIN, "--steps", "150")
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",
                    arguments=(*train, "--raise-once", "15:0", "--out", str(out))) as run:  # fmt: skip
+        assert heard_at(run) == {"127.0.0.1"}, "others on this network could talk to a run of this machine"
         run.wait("the exception", partial(recovered, 1))
         for number, (fault, cause, action) in enumerate(FAULTS, 2):
             safe = (run.state().incidents[-1].step_restored or 0) + 20
@@ -73,6 +74,17 @@ def test_fault_after_fault_costs_no_bit(tmp_path: Path, trained_plainly: Callabl
     assert (first.cause, first.rank, first.action) == ("worker_exception", 0, "restart")
     check_restores(run, least=20 * len(FAULTS))
     assert result(out)["sha256"] == trained_plainly(*train)
+
+
+def heard_at(run: RunUnderTest) -> set[str]:
+    """Every address at which a process of the run listens."""
+    run.wait("the first step", lambda state: state.step > 0)
+    return {
+        str(connection.laddr[0])
+        for process in processes_of(run.directory.root)
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 def recovered(number: int, state: RunState) -> bool:

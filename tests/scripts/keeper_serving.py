@@ -19,7 +19,7 @@ from jurymast.keeper.copies import Copies, Copy
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.serve import Server
 from jurymast.wire.stream import Stream
-from support.keepers import COMMON_BYTES, SECRET, SIZE, image_bytes, use_small_blocks
+from support.keepers import ACCESS, COMMON_BYTES, SIZE, image_bytes, use_small_blocks
 
 step, rank, world, block_bytes, stop_after = map(int, sys.argv[1:])
 use_small_blocks(pytest.MonkeyPatch(), block_bytes)
@@ -33,18 +33,20 @@ sent = 0
 send_file = Stream.send_file
 
 
-def send_until_stopped(self: Stream[Any], descriptor: int, at: int, length: int) -> None:
+def send_until_stopped(self: Stream[Any], descriptor: int, at: int, length: int, way: str) -> None:
     global sent
     if stop_after and sent >= stop_after:
-        send_file(self, descriptor, at, length // 2)
+        send_file(self, descriptor, at, length // 2, way)
         sys.stdout.write("stopped\n")
         sys.stdout.flush()
         threading.Event().wait()
-    send_file(self, descriptor, at, length)
+    send_file(self, descriptor, at, length, way)
     sent += 1
 
 
 Stream.send_file = send_until_stopped  # type: ignore[method-assign]
-sys.stdout.write(f"{Server(copies, SECRET, lambda copy: None).port}\n")
+server = Server(copies, ACCESS, "served", lambda copy: None)
+server.listen_at("127.0.0.1")
+sys.stdout.write(f"{server.port}\n")
 sys.stdout.flush()
 threading.Event().wait()

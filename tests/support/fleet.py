@@ -32,7 +32,8 @@ from jurymast.core.nodes.heartbeat import patience_s
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
-from jurymast.wire.channel import HEAD_BYTES, MAGIC, NONCE_BYTES, digest
+from jurymast.wire.channel import HEAD_BYTES
+from jurymast.wire.handshake import MAGIC, NONCE_BYTES, SUPERVISOR, Handshake
 from jurymast.wire.seal import Seal
 
 RANKS = 8
@@ -258,9 +259,10 @@ class Fleet:
             theirs = bytes(agent.inbox[len(MAGIC) : len(MAGIC) + NONCE_BYTES])
             del agent.inbox[: len(MAGIC) + NONCE_BYTES]
             ours = secrets.token_bytes(NONCE_BYTES)
-            agent.seal = Seal(digest(self._secret, b"to-server", theirs, ours))
+            shaking = Handshake(self._secret, SUPERVISOR, theirs, ours)
+            agent.seal = Seal(shaking.made(b"to-server"))
             agent.greeted = 1
-            self._write(agent, ours + digest(self._secret, b"client", theirs, ours))
+            self._write(agent, ours + shaking.made(b"client"))
         elif agent.greeted == 1 and len(agent.inbox) >= NONCE_BYTES:
             del agent.inbox[:NONCE_BYTES]
             agent.greeted = 2

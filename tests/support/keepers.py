@@ -17,12 +17,14 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import copies, manifest
+from jurymast.keeper.access import Access
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.page import SLOTS, RankRecord, Restore, SlotWord, Word
 from jurymast.worker import link
 
 SECRET = b"k" * 32
+ACCESS = Access(SECRET)
 LIMIT_S = 60.0
 BLOCK = 64 << 10
 SIZE = 10 * BLOCK + 123
@@ -159,12 +161,14 @@ async def keeper(
     ranks: int = 1,
     *,
     secret: bytes = SECRET,
+    encrypt: bool = False,
     room: Callable[[], Room] = plenty,
     local_root: Path | None = None,
 ) -> AsyncIterator[tuple[Keeper, Told]]:
     told = Told()
-    one = Keeper(secret, node, ranks, told.append, local_root=local_root, room=room)
+    one = Keeper(Access(secret, encrypt=encrypt), node, ranks, told.append, local_root=local_root, room=room)
     await one.start()
+    one.listen_at("127.0.0.1")
     try:
         yield one, told
     finally:
@@ -187,6 +191,17 @@ async def saved(one: Keeper, rank: FakeRank, step: int, number: int = 0, **more:
     key = (step, more.get("attempt", 1), number)
     await until(f"image of step {step}", lambda: one.copies.find(key, ("memory",)))
     return slot
+
+
+@asynccontextmanager
+async def holding(
+    node: str, rank: int = 0, world: int = 1, **more: Any
+) -> AsyncIterator[tuple[Keeper, Told]]:
+    """A node whose own rank has saved step 10."""
+    async with keeper(node, **more) as (one, told):
+        one.launch(1, [rank], world, None)
+        await saved(one, await ready_rank(one), 10, rank, world=world)
+        yield one, told
 
 
 def source(one: Keeper, rank: int, part: str = "all", tier: str = "peer", **more: Any) -> msg.Source:

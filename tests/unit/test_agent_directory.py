@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.agent.node import own_temporary_directory
+from jurymast.agent.node import own_temporary_directory, remove_abandoned
 
 
 def test_a_killed_agents_directory_is_removed_and_a_living_ones_is_not(
@@ -24,6 +24,7 @@ def test_a_killed_agents_directory_is_removed_and_a_living_ones_is_not(
     assert first.stat().st_mode & 0o777 == 0o700
     os.close(first_lock)  # as the kernel does when the agent is killed
     third, third_lock = own_temporary_directory()
+    remove_abandoned()
     assert not first.exists()
     assert second.exists()
     assert third != second
@@ -32,12 +33,58 @@ def test_a_killed_agents_directory_is_removed_and_a_living_ones_is_not(
     os.close(third_lock)
 
 
+def starting() -> tuple[Path, int]:
+    remove_abandoned()
+    return own_temporary_directory()
+
+
 def test_agents_that_start_at_once_leave_each_other_their_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ThreadPoolExecutor(8) as agents:
-        made = list(agents.map(lambda _: own_temporary_directory(), range(200)))
+        made = list(agents.map(lambda _: starting(), range(200)))
     for own, lock in made:
         assert (own / "lock").exists()
         os.close(lock)
+
+
+NOBODY = 65534
+DEPTH = 1200
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="making another user's files needs root")
+def test_what_another_user_has_put_there_stays_and_delays_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directories that look like those of a killed agent: another user's, one that others can write to, a
+    link to somewhere else, a pipe for a lock. One that is nested deeply, as ranks may have left it, goes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("theirs", "open", "pipe", "deep"):
+        place = tmp_path / f"jurymast-agent-{name}"
+        place.mkdir(mode=0o700)
+        (place / "lock").touch()
+    os.chown(tmp_path / "jurymast-agent-theirs", NOBODY, NOBODY)
+    (tmp_path / "jurymast-agent-open").chmod(0o777)
+    (tmp_path / "jurymast-agent-pipe/lock").unlink()
+    os.mkfifo(tmp_path / "jurymast-agent-pipe/lock")
+    precious = tmp_path / "precious"
+    precious.mkdir(mode=0o700)
+    (precious / "lock").touch()
+    (tmp_path / "jurymast-agent-link").symlink_to(precious)
+    nested(tmp_path / "jurymast-agent-deep")
+    remove_abandoned()
+    for name in ("theirs", "open", "link"):
+        assert (tmp_path / f"jurymast-agent-{name}/lock").exists(), name
+    assert not (tmp_path / "jurymast-agent-deep").exists()
+
+
+def nested(place: Path) -> None:
+    """More directories in each other than Python goes down."""
+    above = os.open(place, os.O_RDONLY)
+    for _ in range(DEPTH):
+        os.mkdir("d", dir_fd=above)
+        below = os.open("d", os.O_RDONLY, dir_fd=above)
+        os.close(above)
+        above = below
+    os.close(above)

@@ -20,6 +20,7 @@ from jurymast.supervisor import door
 from jurymast.supervisor.door import Door
 from jurymast.wire import channel
 from jurymast.wire.connection import Connection
+from jurymast.wire.handshake import MAGIC
 from support.wire import served
 
 SECRET = secrets.token_bytes(32)
@@ -85,7 +86,7 @@ def test_strangers_who_say_nothing_are_few_and_keep_nobody_out(monkeypatch: pyte
                         pass
             assert await greet(port) == asks("how")
             late, _ = strangers[-1]
-            assert (await late.read(len(channel.MAGIC))) == channel.MAGIC
+            assert (await late.read(len(MAGIC))) == MAGIC
             for _, writer in strangers:
                 writer.close()
             known.send(asks("still here"))

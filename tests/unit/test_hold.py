@@ -27,8 +27,9 @@ LIMIT_S = 20.0
 
 @contextmanager
 def reading_for_ever(directory: RunDirectory) -> Iterator[None]:
-    """A supervisor that never gets to the end of the journal: the last file is a pipe without a writer."""
-    os.mkfifo(directory.journal / "epoch-000099.jsonl")
+    """A supervisor that does not get to the end of the journal: the last file has a terabyte of nothing."""
+    (directory.journal / "epoch-000099.jsonl").touch()
+    os.truncate(directory.journal / "epoch-000099.jsonl", 1 << 40)
     Allocation("local-1", 0, ("n1", "n2", "n3"), "n1", 0.0).save(directory)
     command = [sys.executable, "-m", "jurymast.supervisor", str(directory.root)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as supervisor:

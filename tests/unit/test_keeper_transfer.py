@@ -11,8 +11,8 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,17 @@ from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import Restore, Word
 from jurymast.wire import stream
+from jurymast.wire.handshake import keeper_of
+from jurymast.wire.shield import BLAKE2B, shield
 from support.keepers import (
+    ACCESS,
     BLOCK,
     COMMON_BYTES,
     SECRET,
     SIZE,
     FakeRank,
-    Told,
     flip,
+    holding,
     image_bytes,
     keeper,
     plan,
@@ -65,17 +68,6 @@ LIMIT_S = 20.0
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_blocks(monkeypatch)
-
-
-@asynccontextmanager
-async def holding(
-    node: str, rank: int = 0, world: int = 1, **more: Any
-) -> AsyncIterator[tuple[Keeper, Told]]:
-    """A node whose own rank has saved step 10."""
-    async with keeper(node, **more) as (one, told):
-        one.launch(1, [rank], world, None)
-        await saved(one, await ready_rank(one), 10, rank, world=world)
-        yield one, told
 
 
 async def restored(one: Keeper, sources: list[msg.Source], rank: int = 0, world: int = 1) -> FakeRank:
@@ -150,7 +142,7 @@ def serving_process(stop_after: int, block: int = BLOCK) -> Iterator[tuple[subpr
 def test_between_two_processes() -> None:
     async def work(port: int) -> None:
         async with keeper("b") as (new, _):
-            rank = await restored(new, [source(new, 0, node="a", port=port)])
+            rank = await restored(new, [source(new, 0, node="served", port=port)])
             assert rank.restored()[0] == image_bytes(10, 0)
 
     with serving_process(0) as (_, port):
@@ -163,7 +155,7 @@ def test_a_source_that_is_killed_half_way(other: bool) -> None:
 
     async def work(process: subprocess.Popen[bytes], port: int) -> None:
         async with holding("a") as (a, _), keeper("b") as (new, told):
-            sources = [source(new, 0, node="dying", port=port)]
+            sources = [source(new, 0, node="served", port=port)]
             if other:
                 sources.append(source(a, 0))
             new.launch(2, [0], 1, plan(10, 1, {0: sources}))
@@ -177,12 +169,12 @@ def test_a_source_that_is_killed_half_way(other: bool) -> None:
                 assert rank.restored()[0] == image_bytes(10, 0)
                 (word,) = told.of(msg.Prefetched)
                 assert word.tiers == {"peer": SIZE}
-                assert word.passed_over[0].startswith("dying: ")
+                assert word.passed_over[0].startswith("served: ")
             else:
                 assert rank.answer is Restore.FAILED
                 assert rank.writable() == []
                 assert new.inventory() == ()
-                assert told.of(msg.Unrestorable)[0].why.startswith("dying: ")
+                assert told.of(msg.Unrestorable)[0].why.startswith("served: ")
 
     with serving_process(3) as (process, port):
         run(work(process, port))
@@ -194,7 +186,7 @@ def test_a_source_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def work(port: int) -> None:
         async with holding("a") as (a, _), keeper("b") as (new, told):
-            rank = await restored(new, [source(new, 0, node="silent", port=port), source(a, 0)])
+            rank = await restored(new, [source(new, 0, node="served", port=port), source(a, 0)])
             assert rank.restored()[0] == image_bytes(10, 0)
             assert "not a byte" in told.of(msg.Prefetched)[0].passed_over[0]
 
@@ -256,7 +248,7 @@ def test_a_handshake_has_one_deadline_however_it_drips(monkeypatch: pytest.Monke
         stranger.start()
         try:
             with pytest.raises(TimeoutError):
-                stream.accept(ours, SECRET, read_request)
+                stream.accept(ours, SECRET, keeper_of("a"), read_request)
         finally:
             over.set()
             stranger.join()
@@ -273,7 +265,8 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
 ) -> None:
     monkeypatch.setattr(serve, "UNPROVEN_MAX", 4)
     monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
-    server = serve.Server(Copies(), SECRET, lambda copy: None)
+    server = serve.Server(Copies(), ACCESS, "a", lambda copy: None)
+    server.listen_at("127.0.0.1")
     with ExitStack() as closed:
         closed.callback(server.close)
 
@@ -284,7 +277,7 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
         for stranger in strangers()[:6]:
             while stranger.recv(4096):
                 pass  # until the server hangs up
-        peer = stream.connect("127.0.0.1", server.port, SECRET, read_served, LIMIT_S)
+        peer = stream.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S)
         closed.callback(peer.close)
         for _ in range(2):  # its first answer says that it has proven itself there, too
             peer.send(GetManifest(image=ImageName(step=1, attempt=1, rank=0)))
@@ -305,13 +298,15 @@ def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:
 
 
 def ask_nonsense(port: int) -> None:
-    connection = stream.connect("127.0.0.1", port, SECRET, read_served)
+    connection = stream.connect("127.0.0.1", port, SECRET, keeper_of("a"), read_served)
     connection.send(msg.Dismiss())
     assert refusal(connection).startswith("a request that is none: dismiss: ")
     for at, length in ((0, SIZE + 1), (SIZE, 1), (-1, 5), (3, -1)):
-        connection.send(GetBytes(image=ImageName(step=10, attempt=1, rank=0), at=at, length=length))
+        connection.send(
+            GetBytes(image=ImageName(step=10, attempt=1, rank=0), at=at, length=length, ways=(BLAKE2B,))
+        )
         assert refusal(connection) == "not held (any more)"
-    connection.send(GetManifest(image=ImageName(step=10, attempt=2, rank=0)))
+    connection.send(GetManifest(image=ImageName(step=10, attempt=2, rank=0), ways=(BLAKE2B,)))
     assert refusal(connection) == "not held (any more)"
     connection.close()
 
@@ -322,25 +317,36 @@ def refusal(connection: stream.Stream[Served]) -> str:
     return answer.why
 
 
+def key(way: bytes) -> bytes:
+    """Of bytes that are protected in this way."""
+    return way.ljust(32, b"k")
+
+
 def test_a_frame_that_was_touched_is_refused() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sender = stream.Stream(ours, b"a", b"b", read_served)
+        sender = stream.Stream(ours, b"a", b"b", key, read_served)
         sender.send(NotServed(why="not here"))
         data = bytearray(theirs.recv(1000))
         data[-3] ^= 1
         ours.sendall(data)
         with pytest.raises(AuthenticationError):
-            stream.Stream(theirs, b"b", b"a", read_served).receive()
+            stream.Stream(theirs, b"b", b"a", key, read_served).receive()
         ours.sendall(b"\xff" * 20)
         with pytest.raises(ProtocolError):
-            stream.Stream(theirs, b"b", b"a", read_served).receive()
+            stream.Stream(theirs, b"b", b"a", key, read_served).receive()
 
 
 @pytest.mark.parametrize("size", [1, 5, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE - 1, 2 * PIECE, 3 * PIECE + 7])
 @pytest.mark.parametrize("first", [0, PIECE - 5])
-def test_the_last_bytes_do_not_wait_for_more_to_come(size: int, first: int) -> None:
+def test_the_last_bytes_do_not_wait_for_more_to_come(
+    size: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "PIECE_BYTES", PIECE)
     data, first = os.urandom(size), min(first, size - 1)
+    covering = shield(BLAKE2B, key(BLAKE2B.encode()))
+    covered = [covering.cover(memoryview(data)[at : at + PIECE]) for at in range(0, size, PIECE)]
+    sent = b"".join(bytes(part) for pair in covered for part in pair)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
@@ -348,16 +354,16 @@ def test_the_last_bytes_do_not_wait_for_more_to_come(size: int, first: int) -> N
     pieces: list[int] = []
 
     def receive() -> None:
-        receiver = stream.Stream(theirs, b"", b"", read_served)
-        pieces.extend(map(len, receiver.receive_pieces(memoryview(got), PIECE)))
+        receiver = stream.Stream(theirs, b"", b"", key, read_served)
+        pieces.extend(map(len, receiver.receive_pieces(memoryview(got), BLAKE2B)))
 
     with ours, theirs:
-        ours.sendall(data[:first])
+        ours.sendall(sent[:first])
         wait_until("first bytes", lambda: waiting_bytes(theirs) == first)
         receiving = threading.Thread(target=receive, daemon=True)
         receiving.start()
         wait_until("first bytes taken", lambda: not waiting_bytes(theirs))
-        ours.sendall(data[first:])
+        ours.sendall(sent[first:])
         receiving.join(stream.SILENT_LIMIT_S / 2)
         assert not receiving.is_alive()
     assert bytes(got) == data
@@ -458,7 +464,7 @@ async def freed(one: Keeper, rank: FakeRank) -> FakeRank:
 def test_a_replica_that_nobody_wants_any_more_is_given_up() -> None:
     async def work(process: subprocess.Popen[bytes], port: int) -> None:
         async with keeper("s") as (spare, told):
-            spare.obey(order("all", source(spare, 0, node="a", port=port)))
+            spare.obey(order("all", source(spare, 0, node="served", port=port)))
             assert process.stdout is not None
             await asyncio.to_thread(process.stdout.readline)
             spare.obey(msg.Forget(step=10, attempt=1, ranks=(0,)))
@@ -474,7 +480,7 @@ def test_a_replica_that_nobody_wants_any_more_is_given_up() -> None:
 def test_a_newer_attempt_takes_over_from_a_restore_under_way() -> None:
     async def work(process: subprocess.Popen[bytes], port: int) -> None:
         async with holding("a") as (a, _), keeper("b") as (new, told):
-            new.launch(2, [0], 1, plan(10, 1, {0: [source(new, 0, node="slow", port=port)]}))
+            new.launch(2, [0], 1, plan(10, 1, {0: [source(new, 0, node="served", port=port)]}))
             assert process.stdout is not None
             await asyncio.to_thread(process.stdout.readline)
             new.launch(3, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
@@ -518,10 +524,10 @@ def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPat
     gate, begun = threading.Event(), threading.Event()
     send_file = stream.Stream.send_file
 
-    def wait_and_send(self: stream.Stream[Any], descriptor: int, at: int, length: int) -> None:
+    def wait_and_send(self: stream.Stream[Any], descriptor: int, at: int, length: int, way: str) -> None:
         begun.set()
         assert gate.wait(20.0)
-        send_file(self, descriptor, at, length)
+        send_file(self, descriptor, at, length, way)
 
     monkeypatch.setattr(stream.Stream, "send_file", wait_and_send)
 
@@ -555,13 +561,13 @@ def test_a_block_counts_only_when_it_is_whole() -> None:
             assert buffer is not None
             filling = Filling(manifest, buffer)
             await asyncio.to_thread(
-                filling.from_peer, Peer("a", ("127.0.0.1",), a.port), SECRET, (10, 1, 1), "all", "peer"
+                filling.from_peer, Peer("a", ("127.0.0.1",), a.port), ACCESS, (10, 1, 1), "all", "peer"
             )
             assert not filling.complete
             assert filling.got == {}
             assert "not held" in filling.passed_over[0]
             hosts = ("127.0.0.2:0", "127.0.0.1")  # the first is no address
-            await asyncio.to_thread(filling.from_peer, Peer("a", hosts, a.port), SECRET, KEY, "all", "peer")
+            await asyncio.to_thread(filling.from_peer, Peer("a", hosts, a.port), ACCESS, KEY, "all", "peer")
             assert filling.complete
             a.give_back(buffer)
 

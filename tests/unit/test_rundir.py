@@ -15,6 +15,8 @@ from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory, write_atomically
 
+NOBODY = 65534
+
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
@@ -59,6 +61,20 @@ def test_a_secret_that_others_could_touch_is_refused(directory: RunDirectory, bi
     assert "chmod 600" in caught.value.hint
     directory.secret_file.chmod(0o600)
     assert len(directory.secret()) == 32
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+def test_a_secret_that_another_user_has_put_there_is_refused(directory: RunDirectory, tmp_path: Path) -> None:
+    """Who swapped it knows it; so does whoever wrote what a link leads to."""
+    os.chown(directory.secret_file, NOBODY, NOBODY)
+    with pytest.raises(RunDirectoryError, match="made by others"):
+        directory.secret()
+    os.chown(directory.secret_file, 0, 0)
+    elsewhere = tmp_path / "known"
+    directory.secret_file.rename(elsewhere)
+    directory.secret_file.symlink_to(elsewhere)
+    with pytest.raises(RunDirectoryError, match="cannot read"):
+        directory.secret()
 
 
 def test_a_missing_or_damaged_secret_is_told(directory: RunDirectory) -> None:

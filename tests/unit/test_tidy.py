@@ -108,6 +108,24 @@ def unpickles(source: Source) -> Iterator[str]:
                 yield f"{source.name}:{call.lineno}: unpickles"
 
 
+def opens(source: Source) -> Iterator[str]:
+    """What another user could have made is opened by `jurymast.foreign` alone: a pipe there would hang, and
+    another's file would be believed."""
+    if not source.name.startswith(PRODUCT):
+        return
+    for call in source.calls():
+        function, words = ast.unparse(call.func), [ast.unparse(word) for word in call.args]
+        way = function.rpartition(".")[2]
+        by_path = function == "open" and not words[0].startswith(("foreign.", "open_own", "descriptor"))
+        if (
+            (by_path and not any("w" in mode or "x" in mode for mode in words[1:2]))
+            or (function == "os.open" and "O_CREAT" not in words[1])
+            or (way == "open" and words in (["'rb'"], ["'r'"]))
+            or way in ("read_bytes", "read_text")
+        ) and not any(kernel in " ".join([function, *words]) for kernel in ("/proc", "/sys")):
+            yield f"{source.name}:{call.lineno}: opens by itself"
+
+
 def broad_silence(source: Source) -> Iterator[str]:
     """`except Exception: pass` hides the very errors that this program exists to report."""
     for node in ast.walk(source.tree):
@@ -166,6 +184,41 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         },
     ),
     unpickles: (Source("launcher/a.py", "import pickle\npickle.loads(b'')\n"), set()),
+    opens: (
+        Source("launcher/a.py", "def f(path):\n    return path.read_bytes()\n"),
+        {
+            "launcher/jurymast/foreign.py",
+            # The kernel's files.
+            "launcher/jurymast/agent/evidence.py",
+            "launcher/jurymast/agent/stacks.py",
+            "launcher/jurymast/cluster/verdicts.py",
+            "launcher/jurymast/health/readings.py",
+            "launcher/jurymast/keeper/limits.py",
+            "plugins/jurymast_amd/__init__.py",
+            "plugins/jurymast_host/kernel_log.py",
+            # Memory of this user's processes, by a link below /proc that only they may follow.
+            "launcher/jurymast/checkpoint/memory_tier.py",
+            "launcher/jurymast/keeper/fetch.py",
+            "launcher/jurymast/storage/source.py",
+            "launcher/jurymast/worker/link.py",
+            # In a directory that was made for this user alone, or found to be.
+            "launcher/jurymast/agent/node.py",
+            "launcher/jurymast/storage/export.py",
+            "launcher/jurymast/worker/error_file.py",
+            # What comes with the package, and what somebody names on the command line.
+            "launcher/jurymast/cli/main.py",
+            "launcher/jurymast/cli/policy.py",
+            "launcher/jurymast/cluster/planning.py",
+            "launcher/jurymast/demo/train_gpt.py",
+            "launcher/jurymast/policy/load.py",
+            "launcher/jurymast/reference.py",
+            "launcher/jurymast/report/doctor.py",
+            "launcher/jurymast/rundir.py",  # a directory, to have renames in it on disk
+            "launcher/jurymast/sim/faults.py",
+            "launcher/jurymast/sim/measured.py",
+            "launcher/jurymast/worker/server.py",
+        },
+    ),
     broad_silence: (Source("tests/a.py", "try:\n    f()\nexcept Exception:\n    pass\n"), set()),
 }
 

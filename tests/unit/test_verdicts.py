@@ -76,7 +76,7 @@ def health(*findings: Finding, verdict: str = "bad") -> str:
     [
         (FINDING, True),
         (replace(FINDING, code="gpu-lost"), True),  # the same GPU: root sees it by another sign
-        (replace(FINDING, code="gpu-lost", device=""), True),
+        (replace(FINDING, code="gpu-lost", device=""), False),
         (replace(FINDING, device="gpu4"), True),  # numbered otherwise inside the job
         (replace(FINDING, code="gpu-lost", device="gpu4"), False),
         (replace(FINDING, kind="host"), False),
@@ -92,6 +92,13 @@ def test_roots_own_finding_decides(own: Finding, confirmed: bool) -> None:
     else:
         with pytest.raises(Refused, match="root's own probes do not find xid-79 gpu3"):
             confirming(look, HONEST)
+
+
+def test_a_verdict_that_names_no_part_is_not_confirmed_by_any_other_trouble() -> None:
+    vague = replace(HONEST, code="memory-uncorrectable", device="")
+    for own in (FINDING, replace(FINDING, device="")):
+        with pytest.raises(Refused, match="root's own probes do not find memory-uncorrectable"):
+            confirming(parsed(health(own)), vague)
 
 
 def test_a_look_that_failed_confirms_nothing() -> None:

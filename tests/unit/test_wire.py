@@ -27,14 +27,15 @@ from jurymast.wire.ask import ask
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection, ConnectionClosed
 from jurymast.wire.endpoint import NEWEST, Endpoint, announce, claim, claim_epoch, find, newest_epoch
+from jurymast.wire.handshake import MAGIC, NONCE_BYTES
 from jurymast.wire.seal import TAG_BYTES
 from support.reports import STEPPING
 from support.wire import served
 
 SECRET = secrets.token_bytes(32)
 LIMIT_S = 20.0
-HELLO_BYTES = len(channel.MAGIC) + channel.NONCE_BYTES
-PROOF_BYTES = 2 * channel.NONCE_BYTES
+HELLO_BYTES = len(MAGIC) + NONCE_BYTES
+PROOF_BYTES = 2 * NONCE_BYTES
 HEAD_BYTES = 4 + TAG_BYTES
 
 Result = TypeVar("Result")
@@ -229,15 +230,15 @@ def test_a_client_with_another_secret_is_refused() -> None:
 
 
 async def _answer_with_noise(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(channel.MAGIC + secrets.token_bytes(channel.NONCE_BYTES))
+    writer.write(MAGIC + secrets.token_bytes(NONCE_BYTES))
     await reader.readexactly(PROOF_BYTES)
-    writer.write(secrets.token_bytes(channel.NONCE_BYTES))
+    writer.write(secrets.token_bytes(NONCE_BYTES))
 
 
 async def _reflect_the_proof(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Gives the client its own proof back, as if it were the server's."""
-    writer.write(channel.MAGIC + secrets.token_bytes(channel.NONCE_BYTES))
-    writer.write((await reader.readexactly(PROOF_BYTES))[channel.NONCE_BYTES :])
+    writer.write(MAGIC + secrets.token_bytes(NONCE_BYTES))
+    writer.write((await reader.readexactly(PROOF_BYTES))[NONCE_BYTES:])
 
 
 @pytest.mark.parametrize("imposter", [_answer_with_noise, _reflect_the_proof])
@@ -267,7 +268,7 @@ async def _say_nothing(_reader: asyncio.StreamReader, _writer: asyncio.StreamWri
 
 
 async def _say_hello_only(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(channel.MAGIC + secrets.token_bytes(channel.NONCE_BYTES))
+    writer.write(MAGIC + secrets.token_bytes(NONCE_BYTES))
 
 
 @pytest.mark.parametrize("silent", [_say_nothing, _say_hello_only])
@@ -322,7 +323,7 @@ async def man_in_the_middle(port: int, change: Callable[[Frames], Frames], count
         try:
             writer.write(await server_reader.readexactly(HELLO_BYTES))
             server_writer.write(await reader.readexactly(PROOF_BYTES))
-            writer.write(await server_reader.readexactly(channel.NONCE_BYTES))
+            writer.write(await server_reader.readexactly(NONCE_BYTES))
             frames = []
             for _ in range(count):
                 head = await reader.readexactly(HEAD_BYTES)
@@ -390,7 +391,7 @@ def test_a_recorded_connection_cannot_be_played_again() -> None:
                 writer.write(await server_reader.readexactly(HELLO_BYTES))
                 recorded.append(await reader.readexactly(PROOF_BYTES))
                 server_writer.write(recorded[0])
-                writer.write(await server_reader.readexactly(channel.NONCE_BYTES))
+                writer.write(await server_reader.readexactly(NONCE_BYTES))
                 recorded.append(await reader.readexactly(HEAD_BYTES + len(msg.encode(ready(1)))))
                 server_writer.close()
 
@@ -484,7 +485,7 @@ def test_a_supervisor_survives_garbage_and_hangs_up_on_silence(tmp_path: Path) -
                     pass
         for connection in silent:
             with connection:
-                assert connection.recv(HELLO_BYTES).startswith(channel.MAGIC)
+                assert connection.recv(HELLO_BYTES).startswith(MAGIC)
                 assert connection.recv(1) == b""
 
 

@@ -9,6 +9,7 @@ import random
 import secrets
 import shutil
 import signal
+import threading
 import time
 
 from jurymast.agent import node as here
@@ -69,6 +70,7 @@ class Agent:
         loop.add_signal_handler(signal.SIGTERM, lambda: driver.act(self._machine.terminated(driver.now)))
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)
         loop.add_reader(self._memory.events_fd, self._ranks_said)
+        threading.Thread(target=here.remove_abandoned, name="remove-abandoned", daemon=True).start()
         await self._keeping.start()
         if self._hint is not None:
             self._connecting.address = here.local_address(*self._hint)
@@ -144,6 +146,7 @@ class Agent:
         self._connecting.give_up_tries()
         self._probing.new_supervisor()
         ranks = self._machine.ranks
+        self._keeping.listen_at(self._connecting.address)
         hello = msg.Hello(
             node=self._node, allocation=self._allocation, address=self._connecting.address,
             incarnation=self._incarnation, pid=os.getpid(), boot_id=here.boot_id(), gpus=here.visible_gpus(),

@@ -13,6 +13,7 @@ from jurymast.core import messages as msg
 from jurymast.core.message import Strange
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
+from jurymast.wire.addresses import is_up
 from jurymast.wire.channel import Channel
 from jurymast.wire.strangers import Strangers
 
@@ -75,7 +76,9 @@ class Connecting:
         elif self._channel is not None:  # another one was first
             found.close()
         else:
-            self._channel, self.address = found, found.local_address
+            self._channel = found
+            if not is_up(self.address):  # what others were told stays true as long as it can
+                self.address = found.local_address
             self._driver.act(self._machine.connected(self._driver.now))
             self._listening = self._driver.spawn(self._listen(found))
 

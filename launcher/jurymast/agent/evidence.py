@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from jurymast import foreign
+
 SHM = "/dev/shm"
 # Logs are on shared storage, which may hang; the failure must be told all the same.
 LOG_LIMIT_S = 0.2
@@ -112,7 +114,7 @@ def _last_lines(log: Path) -> list[str]:
 
     def look() -> None:
         try:
-            with log.open("rb") as file:
+            with foreign.reading(log) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
                 read.append(file.read(LOG_BYTES).decode(errors="replace"))
         except OSError:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jurymast import foreign
 from jurymast.core.nodes.flight import Entered, entered
 
 RECORD_BYTES_MAX = 64 << 20
@@ -25,10 +27,7 @@ class _PlainValues(pickle.Unpickler):
 def read(path: Path, rank: int) -> list[Entered]:
     """How far the rank is in each of its groups; [] for a record that is unfinished, or of another format."""
     try:
-        if path.stat().st_size > RECORD_BYTES_MAX:
-            return []
-        with path.open("rb") as file:
-            record = _PlainValues(file).load()
+        record = _PlainValues(BytesIO(foreign.read(path, RECORD_BYTES_MAX))).load()
         return entered(rank, record) if isinstance(record, Mapping) else []
     except (OSError, pickle.UnpicklingError, EOFError, MemoryError, RecursionError):
         return []

@@ -14,6 +14,7 @@ from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.settings import RunPlan
+from jurymast.keeper.access import Access
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
@@ -43,15 +44,21 @@ class Keeping:
         self._local = local_root(settings.local_path, plan.run) if settings.local_path else None
         # A script may have its checkpoints elsewhere, and keep another number of them.
         self._shared, self._keep = directory.checkpoints.absolute(), settings.keep
-        self._keeper = Keeper(directory.secret(), node, plan.ranks_per_node, tell, local_root=self._local)
+        access = Access(directory.secret(), encrypt=settings.encrypt)
+        access.ways  # noqa: B018  # raises here, rather than when another node asks
+        self._keeper = Keeper(access, node, plan.ranks_per_node, tell, local_root=self._local)
         self._drainer = Drainer()
         self._writes: dict[str, asyncio.Task[None]] = {}
         self._warming: asyncio.Future[Answer] | None = None
         self.run_is_over = False  # nobody will restore from this node's disk any more
 
     async def start(self) -> None:
-        """Serve other agents, and see what earlier allocations left on this node's disk."""
+        """See what earlier allocations left on this node's disk."""
         await self._keeper.start()
+
+    def listen_at(self, address: str) -> None:
+        """Serve other agents there. Raises OSError."""
+        self._keeper.listen_at(address)
 
     def environment(self) -> dict[str, str]:
         """For the ranks; empty when the policy wants no checkpoints in memory."""

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import socket
+import subprocess
 import tempfile
 from pathlib import Path
-
-import psutil
+from subprocess import DEVNULL
 
 from jurymast.core.settings import RunPlan
+from jurymast.foreign import check_private
+from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of
 
 TEMPORARY_PREFIX = "jurymast-agent-"
 
 
 def own_temporary_directory() -> tuple[Path, int]:
-    """A new directory for this agent, with the descriptor of the lock that says it lives; those that agents
-    which were killed left behind are removed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
-        try:
-            lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # another user's, or not an agent's
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            pass  # its agent lives
-        finally:
-            os.close(lock)
+    """A new directory for this agent, with the descriptor of the lock that says it lives."""
     while True:
         own = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
         lock = os.open(own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -38,6 +26,25 @@ def own_temporary_directory() -> tuple[Path, int]:
         if os.fstat(lock).st_nlink:
             return own, lock
         os.close(lock)  # another agent that starts now took it for one that was left behind
+
+
+def remove_abandoned() -> None:
+    """Temporary directories of this user's agents that were killed. Best effort: it may take long, and what
+    cannot be removed stays."""
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
+        try:
+            check_private(path)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's, or not an agent's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not by Python, which nested directories take beyond its limit.
+            subprocess.run(["rm", "-rf", "--", path], stdin=DEVNULL, stderr=DEVNULL, check=False)
+        except OSError:
+            pass  # its agent lives
+        finally:
+            os.close(lock)
 
 
 def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, object]:
@@ -60,6 +67,7 @@ def rank_environment(
         "JURYMAST_RUN": plan.run,
         "JURYMAST_RUN_DIR": str(run_directory),
         "JURYMAST_NODE": node,
+        ADDRESS_VARIABLE: address,
         "JURYMAST_KEEP": str(settings.keep),
         "JURYMAST_USER_TMPDIR": os.environ.get("TMPDIR", ""),
         "TMPDIR": str(temporary),
@@ -86,14 +94,6 @@ def local_address(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return ""
-
-
-def interface_of(address: str) -> str:
-    """Name of the network interface that has `address`, or ""."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return name
-    return ""
 
 
 def boot_id() -> str:

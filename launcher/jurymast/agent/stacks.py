@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from jurymast import foreign
 from jurymast.agent import flight_record
 from jurymast.agent.ranks import process_state
 from jurymast.core import messages as msg
@@ -77,7 +78,7 @@ class _Rank:
     def take_answer(self) -> None:
         """As far as it is there."""
         with suppress(OSError):
-            self.text = self.dump.read_text(errors="replace")[:STACK_BYTES_MAX]
+            self.text = foreign.read(self.dump).decode(errors="replace")[:STACK_BYTES_MAX]
 
     def process(self) -> str:
         """What /proc says of it, in a few words: "state D, in nfs_wait_on_request"."""

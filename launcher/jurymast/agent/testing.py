@@ -16,6 +16,7 @@ from typing import Any
 from jurymast.core import messages as msg
 from jurymast.core.nodes.tests import LOCAL, Alone, limit_s
 from jurymast.core.settings import RunPlan
+from jurymast.wire.addresses import ADDRESS_VARIABLE
 
 # Slurm may grant devices that no driver stands behind.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
@@ -99,10 +100,13 @@ class Testing:
         task.add_done_callback(self._tasks.discard)
 
     async def _test_alone(self, processes: _Processes) -> None:
-        port = await processes.start({**os.environ, **self._environment()})
+        environment = self._environment()
+        port = await processes.start({**os.environ, **environment})
         found = await processes.ask({"do": "alone"})
         if self._count > 1 and not found.error:
-            meeting = msg.TestPair(name="local", host="127.0.0.1", port=port, rank=0, limit_s=LOCAL_LIMIT_S)
+            meeting = msg.TestPair(
+                name="local", host=environment[ADDRESS_VARIABLE], port=port, rank=0, limit_s=LOCAL_LIMIT_S
+            )
             together = await processes.meet(meeting, 1)
             times = {**found.times, **{LOCAL + key: value for key, value in together.times.items()}}
             found = Alone(times, found.wrong, together.error)

@@ -32,6 +32,7 @@ from typing import Any
 
 import xxhash
 
+from jurymast import foreign
 from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.rundir import sync_directory, write_atomically
 
@@ -95,10 +96,33 @@ class Manifest:
                 raise BadCheckpoint(f"its format is {values['format']}, this version reads {FORMAT}")
             if _hash_of_values(values) != expected:
                 raise BadCheckpoint(f"{MANIFEST} is damaged: its hash does not match")
-            values["files"] = tuple(FileRecord(**record) for record in values["files"])
-            return cls(**values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            values["files"] = tuple(_record(record) for record in values["files"])
+            return _checked(cls(**values))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadCheckpoint(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _record(values: dict[str, Any]) -> FileRecord:
+    """Raises TypeError, and BadCheckpoint for a name that leads out of the checkpoint: it may be read from a
+    bucket that others write to."""
+    record = FileRecord(**values)
+    if not (isinstance(record.name, str) and isinstance(record.xxh3_64, str)):
+        raise TypeError("a name and a hash are text")
+    if not all(type(number) is int and number >= 0 for number in (record.size_bytes, record.rank)):
+        raise TypeError("a size and a rank are whole numbers")
+    if record.name in ("", ".", "..", MANIFEST) or "/" in record.name or not record.name.isprintable():
+        raise BadCheckpoint(f"{MANIFEST} names a file that is none of a checkpoint's: {record.name!r}")
+    return record
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Raises TypeError."""
+    numbers = (manifest.step, manifest.attempt, manifest.world_size)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("step, attempt and number of ranks are whole numbers")
+    if not isinstance(manifest.entries, dict) or not isinstance(manifest.torch, str):
+        raise TypeError("its entries are no mapping, or its version of torch no text")
+    return manifest
 
 
 def _hash_of_values(values: dict[str, Any]) -> str:
@@ -119,7 +143,7 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> tuple
     digest = xxhash.xxh3_64()
     size = 0
     buffer = memoryview(bytearray(READ_BYTES))
-    with open(path, "rb", buffering=0) as file:
+    with foreign.reading(path) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
@@ -153,7 +177,7 @@ class CheckpointDirectory:
     def manifest(self, step: int) -> Manifest:
         """Raises BadCheckpoint when there is none, or it is damaged or of another step."""
         try:
-            data = (self.path(step) / MANIFEST).read_bytes()
+            data = foreign.read(self.path(step) / MANIFEST)
         except FileNotFoundError as error:
             raise BadCheckpoint(f"it has no {MANIFEST}: incomplete, or not ours") from error
         except OSError as error:
@@ -246,7 +270,7 @@ class CheckpointDirectory:
         is "" when there was none."""
         mark = self.root / VERIFIED / f"{step:08d}"
         try:
-            digest, _, why = mark.read_text().partition("\n")
+            digest, _, why = foreign.read(mark).decode().partition("\n")
             if digest == hash_file(self.path(step) / MANIFEST)[1]:
                 return digest, mark.stat().st_mtime, why
         except (OSError, ValueError):
@@ -376,7 +400,7 @@ class CheckpointDirectory:
         nobody knows what may be restored."""
         path = self.root / ROLLBACK
         try:
-            values: dict[str, Any] = json.loads(path.read_bytes())
+            values: dict[str, Any] = json.loads(foreign.read(path))
             return [Rollback(**one) for one in values["rollbacks"]]
         except FileNotFoundError:
             return []

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from jurymast import foreign
 from jurymast.errors import CheckpointError
 from jurymast.rundir import RunDirectory, sync_directory
 
@@ -48,7 +49,7 @@ class Owner:
         """Whether the run has ended, or somebody has removed it; False also when that is not known."""
         run = RunDirectory(self.directory)
         try:
-            outcome = json.loads(run.outcome_file.read_bytes())
+            outcome = json.loads(foreign.read(run.outcome_file))
             return bool(outcome["state"] in ENDED)
         except FileNotFoundError:
             return run.root.parent.is_dir() and not run.root.exists()
@@ -63,7 +64,7 @@ def owner(root: Path) -> Owner | None:
 
 def _read(path: Path) -> Owner | None:
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(foreign.read(path))
         return Owner(run=str(values["run"]), directory=str(values["directory"]))
     except FileNotFoundError:
         return None

@@ -9,7 +9,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
+from jurymast import foreign
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord, Manifest, one_line
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
@@ -305,27 +306,32 @@ class SharedTier:
                     candidate.world_size,
                     group.size,
                 )
-        reader = FileSystemReader(self._directory.path(step))
+        return self._read(step, candidate, state)
+
+    def _read(self, step: int, candidate: Candidate, state: State) -> str:
+        group = self._group
         template: dict[str, Any] = {}
+        with ExitStack() as held:
+            place = self._directory.path(step)
 
-        def prepare() -> None:
-            template.update(
-                state.template(reader.read_metadata(), candidate.entries, group.rank, candidate.world_size)
-            )
+            def prepare() -> None:
+                nonlocal place
+                # What DCP unpickles runs as this user.
+                place = held.enter_context(foreign.own_directory(place))
+                metadata = FileSystemReader(place).read_metadata()
+                template.update(state.template(metadata, candidate.entries, group.rank, candidate.world_size))
 
-        if why := self._on_all(prepare):
-            return why
-        try:
-            with _alone_is_fine():
-                dcp.load(
-                    template,
-                    storage_reader=reader,
-                    planner=DefaultLoadPlanner(),
-                    process_group=group.process_group,
-                )
-        except CheckpointException as error:
-            rank, failure = min(error.failures.items())
-            return f"rank {rank}: {one_line(failure[0])}"
+            if why := self._on_all(prepare):
+                return why
+            try:
+                with _alone_is_fine():
+                    dcp.load(
+                        template, storage_reader=FileSystemReader(place), planner=DefaultLoadPlanner(),
+                        process_group=group.process_group,
+                    )  # fmt: skip
+            except CheckpointException as error:
+                rank, failure = min(error.failures.items())
+                return f"rank {rank}: {one_line(failure[0])}"
         return self._on_all(lambda: state.apply(template, candidate.entries))
 
     def _verify(self, manifest: Manifest) -> list[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jurymast import foreign
 from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, the_run, user
 from jurymast.core.nearest import did_you_mean
 from jurymast.errors import CheckpointError, UsageError
@@ -34,6 +35,7 @@ ACTIONS = {
     "export": (2, 2, "STEP DIR"),
     "fetch": (1, 1, "STEP"),
 }
+LOOKS = ("ls", "verify")
 ENDINGS = {"torch": ".pt", "safetensors": ".safetensors"}
 DAMAGED_EXIT_CODE = CheckpointError.exit_code
 
@@ -75,7 +77,7 @@ def command(
     if delete and action != "rollback":
         raise UsageError(f"--delete is for rollback, not for {action}")
     step = _number(words[0]) if words else None
-    asked = _Asked(the_run(run, runs), as_json, url)
+    asked = _Asked(the_run(run, runs, only_look=action in LOOKS), as_json, url)
     with _findings():
         if action == "ls":
             return asked.ls()
@@ -124,7 +126,9 @@ class _Asked:
         if url is not None and "://" not in url:
             raise UsageError(f"--object {url}: no URL of an object store", hint="like s3://bucket/prefix")
         self._insists = url is not None
-        self._url = url or run.plan().settings.object_url or None
+        self._ours = foreign.owns(run.root)
+        # What another user's plan names is not asked with this user's credentials.
+        self._url = url or (run.plan().settings.object_url if self._ours else "") or None
 
     def _say(self, text: str, **values: Any) -> int:
         """One line for people, or an object."""
@@ -276,9 +280,9 @@ class _Asked:
                 problems = []
                 for record in manifest.files:
                     problems += self._directory.check_files(step, [record], advance)
-            if problems:
+            if problems and self._ours:
                 self._directory.mark_damaged(step, problems[0])
-            else:
+            elif self._ours:
                 self._directory.mark_verified(step)
             yield step, problems
 

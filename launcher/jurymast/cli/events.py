@@ -36,7 +36,7 @@ def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path 
     """Tell what happened in a run, and what was decided and why (=>)."""
     from jurymast.report.view import Watcher
 
-    watcher = Watcher(the_run(run, runs))
+    watcher = Watcher(the_run(run, runs, only_look=True))
     entries = _entries(watcher, follow)
     lines: Iterable[str]
     if as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from jurymast import foreign
 from jurymast.core.nearest import nearest
 from jurymast.errors import RunDirectoryError, RunNotFoundError
 from jurymast.rundir import RunDirectory, check_readable
@@ -16,7 +17,12 @@ def default_runs() -> Path:
 
 
 def run_ids(runs: Path) -> list[str]:
-    """Ids of all runs below `runs` that this user may look at, newest first."""
+    """Ids of this user's runs below `runs`, newest first."""
+    return [name for name in _all_ids(runs) if foreign.owns(runs / name)]
+
+
+def _all_ids(runs: Path) -> list[str]:
+    """Those of others as well, as far as this user may look at them."""
     try:
         names = [name for name in os.listdir(runs) if not name.startswith(".")]
     except OSError:
@@ -34,8 +40,10 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
         places.insert(0, runs / text)
         job, _, _cluster = text.partition(";")  # as `submit --parsable` prints it
         if job.isdigit() or job.startswith("local-"):
-            # Slurm starts counting anew one day; the newest run with this job is meant.
-            jobs = (runs / name / "slurm" / "jobs" / job for name in run_ids(runs))
+            # Slurm starts counting anew one day; the newest run with this job is meant. Anybody may say that
+            # a job is his: one of this user's own comes first.
+            names = dict.fromkeys((*run_ids(runs), *_all_ids(runs)))
+            jobs = (runs / name / "slurm" / "jobs" / job for name in names)
             places += [job.parents[2] for job in jobs if os.path.exists(job)][:1]
     for place in places:
         if os.path.exists(place / "plan.json"):

@@ -45,7 +45,7 @@ def command(
 
     Lines of different ranks carry no times, so they stand in the order in which they are found.
     """
-    directory = the_run(run, runs)
+    directory = the_run(run, runs, only_look=True)
     if job and (rank or everything or attempt):
         raise UsageError("--job is the log of the whole job: it has neither ranks nor attempts")
     if rank and everything:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from jurymast import foreign
 from jurymast.cli.find import default_runs, find_run
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
@@ -61,9 +62,26 @@ def runs_place(runs: Path | None) -> Path:
     return place
 
 
-def the_run(run: str, runs: Path | None) -> RunDirectory:
-    """Raises RunNotFoundError."""
-    return find_run(run, runs.expanduser().absolute() if runs is not None else None)
+def the_run(run: str, runs: Path | None, *, only_look: bool = False) -> RunDirectory:
+    """`only_look`: another user's run will do, and it is said whose it is. Raises RunNotFoundError,
+    RunDirectoryError."""
+    found = find_run(run, runs.expanduser().absolute() if runs is not None else None)
+    if foreign.owns(found.root):
+        return found
+    status = found.root.stat()
+    if status.st_uid == os.geteuid():
+        raise RunDirectoryError(
+            f"others can write to {found.root}: what is in it may not be yours",
+            hint=f"if nobody else has put anything there: chmod go-w {found.root}",
+        )
+    owner = foreign.user_name(status.st_uid)
+    if not only_look:
+        raise RunDirectoryError(
+            f"{found.root} belongs to {owner}",
+            hint="of others' runs there are only status, events, logs, report, checkpoints ls and verify",
+        )
+    click.echo(f"jurymast: note: this run belongs to {owner}", err=True)
+    return found
 
 
 def resolved_policy(file: Path | None) -> Resolved:

@@ -28,11 +28,12 @@ def command(run: str, html: Path | None, compare: str | None, as_json: bool, run
     from jurymast.report.report_text import compare_blocks, report_blocks
     from jurymast.report.view import read_status
 
-    watcher = read_status(the_run(run, runs))
+    watcher = read_status(the_run(run, runs, only_look=True))
     if compare is not None:
         if html is not None:
             raise UsageError("--html and --compare do not go together")
-        both = compared(report_view(watcher), report_view(read_status(the_run(compare, runs))))
+        other = read_status(the_run(compare, runs, only_look=True))
+        both = compared(report_view(watcher), report_view(other))
         show_json(both) if as_json else show(compare_blocks(both))
         return
     life, now = look(watcher.directory, watcher.state), time.time()

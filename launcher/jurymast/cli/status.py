@@ -23,7 +23,7 @@ def command(run: str, watch: bool, everything: bool, as_json: bool, runs: Path |
     from jurymast.report.text import status_blocks
     from jurymast.report.view import read_status
 
-    watcher = read_status(the_run(run, runs))
+    watcher = read_status(the_run(run, runs, only_look=True))
     while True:
         view = watcher.view()
         if as_json:

@@ -130,6 +130,7 @@ def _request(line: CommandLine, policy: Resolved, options: dict[str, Any], runs:
     from jurymast.cluster.exclusions import keep_out
     from jurymast.cluster.planning import Asked, make_plan
     from jurymast.cluster.request import build_request, check_runs_directory
+    from jurymast.report.layout import clean
 
     asked = Asked(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
     plan = make_plan(
@@ -145,7 +146,7 @@ def _request(line: CommandLine, policy: Resolved, options: dict[str, Any], runs:
     partition = line.last("partition") or os.environ.get("SBATCH_PARTITION", "")
     plan, notes = keep_out(plan, runs, partition, plan.submitted_at)
     for note in notes:
-        click.echo(f"jurymast: note: {note}", err=True)
+        click.echo(f"jurymast: note: {clean(note)}", err=True)
     return build_request(plan, policy)
 
 

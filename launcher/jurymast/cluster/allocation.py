@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from jurymast import foreign
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.rundir import RunDirectory, write_atomically
 
@@ -41,7 +42,7 @@ class Allocation:
     def load(cls, directory: RunDirectory) -> Allocation:
         """Raises RunDirectoryError when there is none."""
         try:
-            return cls.from_json(json.loads(directory.allocation_file.read_bytes()))
+            return cls.from_json(json.loads(foreign.read(directory.allocation_file)))
         except (OSError, ValueError, KeyError) as error:
             raise RunDirectoryError(f"cannot read {directory.allocation_file}: {error}") from error
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_environment
 from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
@@ -159,7 +160,7 @@ class Batch:
 
     def _read_outcome(self) -> dict[str, Any] | None:
         try:
-            outcome: dict[str, Any] = json.loads(self._directory.outcome_file.read_bytes())
+            outcome: dict[str, Any] = json.loads(foreign.read(self._directory.outcome_file))
             return outcome
         except (OSError, ValueError):
             return None

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from jurymast import foreign
 from jurymast.core.settings import RunPlan
 from jurymast.errors import SubmissionError
 from jurymast.rundir import RunDirectory, write_atomically
@@ -63,7 +64,7 @@ def submit_local(run_directory: str) -> int:
 def local_process(run: RunDirectory) -> psutil.Process | None:
     """The run's batch process when it still runs on this machine."""
     try:
-        record: dict[str, Any] = json.loads((run.submission / "local.json").read_bytes())
+        record: dict[str, Any] = json.loads(foreign.read(run.submission / "local.json"))
         process = psutil.Process(int(record["pid"]))
         same = abs(process.create_time() - float(record["started"])) < 0.01
         alive = process.status() != psutil.STATUS_ZOMBIE

@@ -12,6 +12,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 from jurymast.policy.resolve import Resolved
 from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.wire import shield
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ def script_file(plan: RunPlan) -> Path:
 
 
 def build_request(plan: RunPlan, policy: Resolved) -> Request:
-    """The request for this plan; writes nothing and asks nobody."""
+    """The request for this plan; writes nothing and asks nobody. Raises PolicyError for what cannot be done
+    with what is installed here."""
+    shield.ways(plan.settings.encrypt)
     text = policy.yaml(origins=True)
     if plan.cluster == "local":
         from jurymast.cluster.local import command

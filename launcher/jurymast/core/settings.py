@@ -37,7 +37,7 @@ class Settings:
     case, are blamed at a time, and an exclusion is forgotten after `exclusion_s`. Findings within
     `together_s` have one origin; so long a bad node is kept, for many may turn out to have the same.
     `spool` is the site's directory for verdicts, with `bad_nodes` drain. `warm_start`: ranks are forks of a
-    process that has loaded torch.
+    process that has loaded torch. `encrypt`: images are hidden on the network.
     """
 
     heartbeat_s: float = 0.5
@@ -77,6 +77,7 @@ class Settings:
     together_s: float = 180.0
     spool: str = "/var/spool/jurymast"
     warm_start: bool = True
+    encrypt: bool = False
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Settings:

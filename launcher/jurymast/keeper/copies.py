@@ -14,9 +14,9 @@ from jurymast.core.checkpoints.copies import ALL, LOCAL
 from jurymast.core.keeper import copies as core
 from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.holding import TIERS
+from jurymast.foreign import NotOurs, check_private, open_own, read_own
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
-from jurymast.keeper.private import NotOurs, check_private, open_own
 
 _STEP_NAME = re.compile(r"step-(\d+)\.a(\d+)")
 _RANK_NAME = re.compile(r"rank-(\d+)\.manifest")
@@ -229,8 +229,7 @@ def local_copies(root: Path) -> list[Copy]:
             continue
         image = path.with_suffix(".image")
         try:
-            with open(open_own(path), "rb") as file:
-                data = file.read()
+            data = read_own(path)
             manifest = trusted(data, (int(step[1]), int(step[2]), int(rank[1])))
             with open(open_own(image), "rb") as file:
                 size = os.fstat(file.fileno()).st_size

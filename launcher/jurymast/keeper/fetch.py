@@ -6,7 +6,6 @@ that are missing then, and the next source brings them.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections import deque
@@ -34,17 +33,18 @@ from jurymast.core.messages.keepers import (
     read_served,
 )
 from jurymast.errors import AuthenticationError, ProtocolError
+from jurymast.foreign import open_own
+from jurymast.keeper.access import Access
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Block, Group, blocks_of, parts_of, trusted
 from jurymast.keeper.manifest import BadImage, Manifest, hash_block
-from jurymast.keeper.private import open_own
 from jurymast.wire import stream
+from jurymast.wire.handshake import keeper_of
 from jurymast.wire.stream import Stream
 
 STREAMS = 2
 # Requests under way on one connection: the other side sends the next block while this one is hashed.
 AHEAD = 2
-PIECE_BYTES = 512 << 10
 MANIFEST_BYTES_MAX = 1 << 30
 Answer = TypeVar("Answer", bound=FromKeeper)
 _BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
@@ -58,30 +58,30 @@ class Peer:
     hosts: tuple[str, ...]
     port: int
 
-    def connect(self, secret: bytes) -> Stream[Served]:
+    def connect(self, access: Access) -> Stream[Served]:
         """Raises OSError, AuthenticationError, ProtocolError."""
+        whom = keeper_of(self.node)
         for host in self.hosts[:-1]:
             try:
-                return stream.connect(host, self.port, secret, read_served)
+                return stream.connect(host, self.port, access.secret, whom, read_served)
             except (OSError, AuthenticationError, ProtocolError):
                 continue
         if not self.hosts:
             raise ConnectionError("it has no address")
-        return stream.connect(self.hosts[-1], self.port, secret, read_served)
+        return stream.connect(self.hosts[-1], self.port, access.secret, whom, read_served)
 
-    def manifest(self, secret: bytes, key: Key, group: Group = ()) -> tuple[Manifest, int]:
+    def manifest(self, access: Access, key: Key, group: Group = ()) -> tuple[Manifest, int]:
         """(the image's manifest, capacity of the buffer it lies in there or 0); with a `group`, that of the
         group's XOR. Raises what `connect` does, and BadImage."""
-        connection = self.connect(secret)
+        connection = self.connect(access)
         try:
-            connection.send(GetManifest(image=_named(key, group)))
-            answer = _answer(connection, ManifestFollows)
+            connection.send(GetManifest(image=_named(key, group), ways=access.ways))
+            answer = _answer(connection, ManifestFollows, access)
             if not 0 < answer.length <= MANIFEST_BYTES_MAX:
                 raise ProtocolError(f"a manifest of {answer.length} bytes")
             data = bytearray(answer.length)
-            connection.receive_into(memoryview(data))
-            if hashlib.sha256(data).hexdigest() != answer.sha256:
-                raise BadImage("its manifest was damaged on the way")
+            for _ in connection.receive_pieces(memoryview(data), answer.way):
+                pass
             return trusted(bytes(data), key), answer.capacity
         finally:
             connection.close()
@@ -156,10 +156,10 @@ class Filling:
         self.passed_over.append(f"{name}: {why}")
         return why
 
-    def from_peer(self, peer: Peer, secret: bytes, key: Key, part: str, tier: str) -> None:
+    def from_peer(self, peer: Peer, access: Access, key: Key, part: str, tier: str) -> None:
         """`key`: the image there whose part this is; a common part may be another rank's."""
         wanted = self.wanted(part)
-        good, why = pull(peer, secret, _named(key, self.group), wanted, self.view, self.stop)
+        good, why = pull(peer, access, _named(key, self.group), wanted, self.view, self.stop)
         if self._take(good, tier) < len(wanted):
             self.passed_over.append(f"{peer.node}: {why}")
 
@@ -176,7 +176,7 @@ class Filling:
 
 def pull(
     peer: Peer,
-    secret: bytes,
+    access: Access,
     image: ImageName,
     wanted: Sequence[Block],
     target: Callable[[Block], memoryview],
@@ -190,9 +190,9 @@ def pull(
 
     def work() -> None:
         try:
-            connection = peer.connect(secret)
+            connection = peer.connect(access)
             try:
-                reasons.extend(_pull(connection, image, queue, target, good, stop))
+                reasons.extend(_pull(connection, access, image, queue, target, good, stop))
             finally:
                 connection.close()
         except _BROKEN as error:
@@ -212,6 +212,7 @@ def pull(
 
 def _pull(
     connection: Stream[Served],
+    access: Access,
     image: ImageName,
     queue: deque[Block],
     target: Callable[[Block], memoryview],
@@ -221,40 +222,44 @@ def _pull(
     """Take blocks from the queue until it is empty; the reasons why some are corrupt."""
     asked: deque[Block] = deque()
     reasons = []
+    ways = access.ways
     while not stop.is_set():
         while len(asked) < AHEAD and queue:
             try:
                 block = queue.popleft()
             except IndexError:
                 break  # the other stream was faster
-            connection.send(GetBytes(image=image, at=block.at, length=block.length))
+            connection.send(GetBytes(image=image, at=block.at, length=block.length, ways=ways))
             asked.append(block)
         if not asked:
             break
         block = asked.popleft()
-        if _answer(connection, BytesFollow).length != block.length:
+        answer = _answer(connection, BytesFollow, access)
+        if answer.length != block.length:
             raise ProtocolError("an answer of another length than asked for")
-        if _receive(connection, target(block)) == block.hash:
+        if _receive(connection, target(block), answer.way) == block.hash:
             good.append(block)
         else:
             reasons.append(f"the block at {block.at} of the {block.part} part is corrupt")
     if reasons and not asked:
         connection.send(Check(image=image))  # there, or only on its way?
-        _answer(connection, Doubted)
+        _answer(connection, Doubted, access)
     return reasons
 
 
-def _receive(connection: Stream[Served], target: memoryview) -> str:
+def _receive(connection: Stream[Served], target: memoryview, way: str) -> str:
     """Fill `target`; its hash, made piece by piece while the processor's cache has the bytes."""
     hasher = xxhash.xxh3_64()
-    for piece in connection.receive_pieces(target, PIECE_BYTES):
+    for piece in connection.receive_pieces(target, way):
         hasher.update(piece)
     return str(hasher.hexdigest())
 
 
-def _answer(connection: Stream[Served], kind: type[Answer]) -> Answer:
+def _answer(connection: Stream[Served], kind: type[Answer], access: Access) -> Answer:
     """Raises ProtocolError for any other."""
     answer = connection.receive()
+    if isinstance(answer, ManifestFollows | BytesFollow) and answer.way not in access.ways:
+        raise ProtocolError(f"an answer that is protected by {answer.way}, which was not offered")
     if isinstance(answer, kind):
         return answer
     if isinstance(answer, NotServed):

@@ -10,6 +10,7 @@ from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.core.keeper.copies import Image as Key
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import parity
+from jurymast.keeper.access import Access
 from jurymast.keeper.copies import Copies, Copy, Group
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.manifest import BadImage, Manifest
@@ -53,7 +54,7 @@ class Gathering:
     """For the agent's loop; the work is done in threads. `distrust` is told of copies here that are bad."""
 
     copies: Copies
-    secret: bytes
+    access: Access
     node: str
     distrust: Callable[[Copy, str], None]
 
@@ -70,7 +71,7 @@ class Gathering:
             if source.rank == key[2] and source.peer.node != self.node and source.peer not in tried:
                 tried.add(source.peer)
                 try:
-                    return await in_thread(source.peer.manifest, self.secret, key, group)
+                    return await in_thread(source.peer.manifest, self.access, key, group)
                 except (OSError, AuthenticationError, ProtocolError, BadImage) as error:
                     passed_over.append(f"{source.peer.node}: {error or type(error).__name__}")
         return None
@@ -90,7 +91,7 @@ class Gathering:
             elif source.peer.node == self.node:
                 await self._from_here(filling, theirs, part)
             else:
-                await in_thread(filling.from_peer, source.peer, self.secret, theirs, part, PEER)
+                await in_thread(filling.from_peer, source.peer, self.access, theirs, part, PEER)
 
     async def _from_here(self, filling: Filling, key: Key, part: str) -> None:
         found = [copy for copy in self.copies.find(key, group=filling.group) if copy.part in (ALL, part)]

@@ -24,6 +24,7 @@ from jurymast.core.keeper.slots import State
 from jurymast.core.keeper.work import Fetched, Found
 from jurymast.errors import never
 from jurymast.keeper import limits, scrub, slots
+from jurymast.keeper.access import Access
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy, local_copies
 from jurymast.keeper.gathering import Gathering
@@ -45,7 +46,7 @@ class Keeper:
 
     def __init__(
         self,
-        secret: bytes,
+        access: Access,
         node: str,
         ranks_per_node: int,
         tell: Tell,
@@ -53,7 +54,6 @@ class Keeper:
         local_root: Path | None = None,
         room: Callable[[], Room] = limits.room,
     ) -> None:
-        self._secret = secret
         self.node = node
         self.tell = tell
         self.port = 0
@@ -64,26 +64,29 @@ class Keeper:
         self._page_fd, page = create_page(ranks_per_node)
         self._records = [RankRecord(page, local) for local in range(ranks_per_node)]
         self._local_root = local_root
-        self._server: Server | None = None
+        self._server = Server(self.copies, access, node, lambda copy: self._in_loop(lambda: self.doubt(copy)))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._works = Works(self.copies, Gathering(self.copies, secret, node, self.distrust))
+        self._works = Works(self.copies, Gathering(self.copies, access, node, self.distrust))
         self._borrowers: dict[int, asyncio.Future[Buffer | None]] = {}
         self._numbers = itertools.count(1)
         self._due: deque[do.Effect] = deque()
         self._acting = self._closed = False
 
     async def start(self) -> None:
-        """Serve other agents, look at the local disk, and re-read what is held from now on."""
+        """Look at the local disk, and re-read what is held from now on."""
         self._loop = asyncio.get_running_loop()
-        self._server = Server(self.copies, self._secret, lambda copy: self._in_loop(lambda: self.doubt(copy)))
-        self.port = self._server.port
         self.spawn(scrub.forever(self.copies, self.distrust))
         if self._local_root is not None:
             try:
                 await asyncio.wait_for(self._scan(self._local_root), SCAN_LIMIT_S)
             except asyncio.TimeoutError:
                 pass  # a disk that hangs has nothing for us
+
+    def listen_at(self, address: str) -> None:
+        """Serve other agents there, too. Raises OSError."""
+        self._server.listen_at(address)
+        self.port = self._server.port
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -92,8 +95,7 @@ class Keeper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
         for buffer in self.buffers.values():
             buffer.close()
         if self._page_fd >= 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import threading
@@ -23,15 +22,18 @@ from jurymast.core.messages.keepers import (
     read_request,
 )
 from jurymast.errors import AuthenticationError, ProtocolError, never
+from jurymast.foreign import open_own
+from jurymast.keeper.access import Access
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy
-from jurymast.keeper.private import open_own
-from jurymast.wire import stream
+from jurymast.wire import addresses, stream
+from jurymast.wire.handshake import keeper_of
+from jurymast.wire.shield import agreed
 from jurymast.wire.stream import Stream
 
 Peer = Stream[Request]
 
-BACKLOG = 128
+ANY = "0.0.0.0"
 # Connections that have not proved yet that they know the run's secret; each holds a thread.
 UNPROVEN_MAX = 128
 # After a connection could not be accepted.
@@ -40,35 +42,44 @@ NOT_HELD = NotServed(why="not held (any more)")
 
 
 class Server:
-    """Listens on all addresses from the start; a thread a connection, which mostly waits in sendfile.
+    """A thread a connection, which mostly waits for its socket; `port` is that of all addresses listened at.
 
     `doubt` is called, in such a thread, with a copy from which somebody got wrong bytes.
     """
 
-    def __init__(self, copies: Copies, secret: bytes, doubt: Callable[[Copy], None]) -> None:
+    def __init__(self, copies: Copies, access: Access, node: str, doubt: Callable[[Copy], None]) -> None:
         self._copies = copies
         self._doubt = doubt
-        self._secret = secret
-        self._listener = socket.create_server(("0.0.0.0", 0), backlog=BACKLOG)
-        self.port: int = self._listener.getsockname()[1]
+        self._access = access
+        self._who = keeper_of(node)
+        self.port = 0
+        self._listeners: dict[str, socket.socket] = {}
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._unproven: dict[socket.socket, None] = {}  # oldest first
         self._closed = threading.Event()
-        threading.Thread(target=self._accept, name="keeper-accept", daemon=True).start()
+
+    def listen_at(self, address: str) -> None:
+        """From now on. Raises OSError."""
+        if address in self._listeners or any(one.getsockname()[0] == ANY for one in self._listeners.values()):
+            return
+        listener = self._listeners[address] = addresses.listen_at(address, self.port)
+        self.port = listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(listener,), name="keeper-accept", daemon=True).start()
 
     def close(self) -> None:
         """Stop at once; transfers under way fail at the other end."""
         with self._lock:
             self._closed.set()
-            for connection in [self._listener, *self._connections]:
+            for connection in [*self._listeners.values(), *self._connections]:
                 _shut(connection)
-        self._listener.close()
+        for listener in self._listeners.values():
+            listener.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 if self._closed.wait(REST_S):
                     return
@@ -88,7 +99,7 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            peer = stream.accept(connection, self._secret, read_request)
+            peer = stream.accept(connection, self._access.secret, self._who, read_request)
             with self._lock:
                 self._unproven.pop(connection, None)
             while True:
@@ -103,10 +114,16 @@ class Server:
 
     def _answer(self, peer: Peer, request: Request) -> None:
         match request:
-            case GetManifest():
-                self._send_manifest(peer, request.image)
-            case GetBytes():
-                self._send_bytes(peer, request)
+            case GetManifest() | GetBytes():
+                here = self._access.ways
+                if (way := agreed(request.ways, here)) is None:
+                    asked = ", ".join(request.ways) or "nothing"
+                    why = f"no way to protect the bytes that both know: {asked} there, {', '.join(here)} here"
+                    peer.send(NotServed(why=why))
+                elif isinstance(request, GetManifest):
+                    self._send_manifest(peer, request.image, way)
+                else:
+                    self._send_bytes(peer, request, way)
             case Check():
                 for copy in self._copies.find(_key(request.image), group=request.image.group):
                     self._doubt(copy)
@@ -116,18 +133,18 @@ class Server:
             case _:
                 never(request)
 
-    def _send_bytes(self, peer: Peer, request: GetBytes) -> None:
+    def _send_bytes(self, peer: Peer, request: GetBytes, way: str) -> None:
         image, at, length = request.image, request.at, request.length
         held = self._copies.acquire(_key(image), at, length, image.group)
         if held is None:
             peer.send(NOT_HELD)
             return
         try:
-            _send_from(peer, held, at, length)
+            _send_from(peer, held, at, length, way)
         finally:
             self._copies.release(held)
 
-    def _send_manifest(self, peer: Peer, image: ImageName) -> None:
+    def _send_manifest(self, peer: Peer, image: ImageName, way: str) -> None:
         key, group = _key(image), image.group
         known, held = self._copies.manifest(key, group), self._copies.find(key, group=group)
         if known is None:
@@ -135,20 +152,18 @@ class Server:
             return
         manifest, capacity = known
         data = held[0].manifest_bytes if held else manifest.to_bytes()
-        # It may be larger than a message; its hash in the message vouches for it.
-        digest = hashlib.sha256(data).hexdigest()
-        peer.send(ManifestFollows(length=len(data), sha256=digest, capacity=capacity))
-        peer.send_bytes(data)
+        peer.send(ManifestFollows(length=len(data), way=way, capacity=capacity))  # larger than a message
+        peer.send_bytes(data, way)
 
 
 def _key(image: ImageName) -> Key:
     return image.step, image.attempt, image.rank
 
 
-def _send_from(peer: Peer, copy: Copy, at: int, length: int) -> None:
+def _send_from(peer: Peer, copy: Copy, at: int, length: int, way: str) -> None:
     if isinstance(copy.place, Buffer):
-        peer.send(BytesFollow(length=length))
-        peer.send_file(copy.place.descriptor, at, length)
+        peer.send(BytesFollow(length=length, way=way))
+        peer.send_file(copy.place.descriptor, at, length, way)
         return
     try:
         descriptor = open_own(copy.place)
@@ -156,8 +171,8 @@ def _send_from(peer: Peer, copy: Copy, at: int, length: int) -> None:
         peer.send(NotServed(why=f"{copy.place}: {error.strerror or error}"))
         return
     try:
-        peer.send(BytesFollow(length=length))
-        peer.send_file(descriptor, at, length)
+        peer.send(BytesFollow(length=length, way=way))
+        peer.send_file(descriptor, at, length, way)
     finally:
         os.close(descriptor)
 

@@ -208,6 +208,12 @@ class NodesPolicy(Section):
     )
 
 
+class Network(Section):
+    encrypt: OnOff = _key(
+        False, "on: images are hidden on their way between nodes, which needs the package cryptography"
+    )
+
+
 class Notification(Section):
     when: Literal["incident", "requeue", "stop", "end"] = Field(description="what it is called for")
     command: list[str] = Field(min_length=1, description="program and arguments; no shell")
@@ -226,4 +232,5 @@ class Policy(Section):
     failures: Failures = _key({}, "failure rate and restart budgets")
     nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes")
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
+    network: Network = _key({}, "what nodes send each other")
     notify: list[Notification] = _key([], "programs to call")

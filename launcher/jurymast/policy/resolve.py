@@ -85,6 +85,7 @@ class Resolved:
             together_s=policy.nodes_policy.together,
             spool=policy.nodes_policy.spool,
             warm_start=policy.start == "warm",
+            encrypt=policy.network.encrypt,
         )
 
     def yaml(self, *, origins: bool = False) -> str:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from jurymast.processes import die_with_parent
+from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
 
 STORE_LIMIT_S = 30.0
 
@@ -34,11 +35,10 @@ def main() -> int:
 
     from jurymast.preflight import device, group
 
-    # Every pairing that this node leads meets at this store, under a name of its own.
-    store = dist.TCPStore(
-        "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_LIMIT_S)
-    )
-    answers.write(json.dumps({"said": "ready", "port": store.port}) + "\n")
+    listener = listen_at(os.environ.get(ADDRESS_VARIABLE, ""))
+    port = listener.getsockname()[1]
+    store = None
+    answers.write(json.dumps({"said": "ready", "port": port}) + "\n")
     for line in sys.stdin:
         order: dict[str, Any] = json.loads(line)
         answer: dict[str, Any] = {"said": "done", "times": {}, "wrong": "", "error": ""}
@@ -46,6 +46,12 @@ def main() -> int:
             if order["do"] == "alone":
                 answer["times"], answer["wrong"] = device.test(device.choose(local_rank))
             else:
+                if order["rank"] == 0 and store is None:
+                    # Every pairing that this node leads meets here, under a name of its own.
+                    store = dist.TCPStore(
+                        order["host"], port, is_master=True, master_listen_fd=listener.detach(),
+                        wait_for_workers=False, timeout=timedelta(seconds=STORE_LIMIT_S),
+                    )  # fmt: skip
                 answer["times"] = group.test(order, device.choose(local_rank))
         except (RuntimeError, OSError, ValueError) as error:  # torch's and CUDA's errors are RuntimeErrors
             answer["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from jurymast import foreign
 from jurymast.core.run.state import RunState
 from jurymast.rundir import RunDirectory
 from jurymast.wire.endpoint import PULSE
@@ -46,7 +47,7 @@ def slurm_jobs(directory: RunDirectory, state: RunState) -> list[tuple[str, str]
         files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
     except OSError:
         files = []
-    clusters = {path.name: path.read_text().strip() for path in files if path.name.isdigit()}
+    clusters = {path.name: foreign.read(path).decode().strip() for path in files if path.name.isdigit()}
     known = [job for job in state.slurm_jobs if job.isdigit()]
     order = dict.fromkeys([*known, *(job for job in clusters if job not in known)])
     return [(job, clusters.get(job, "")) for job in order]
@@ -75,7 +76,7 @@ def _silence_s(directory: RunDirectory) -> float:
 def _written_at(path: Path) -> float:
     """Opened first, because only then NFS asks the server instead of its cache."""
     try:
-        with open(path, "rb") as file:
+        with foreign.reading(path) as file:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return 0.0
@@ -83,7 +84,7 @@ def _written_at(path: Path) -> float:
 
 def _local(directory: RunDirectory) -> Liveness:
     try:
-        record = json.loads((directory.submission / "local.json").read_bytes())
+        record = json.loads(foreign.read(directory.submission / "local.json"))
         job, host = f"pid {int(record['pid'])}", record.get("host")
     except (OSError, ValueError, KeyError, TypeError):
         return Liveness("unknown", "slurm/local.json cannot be read")

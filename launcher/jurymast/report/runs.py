@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jurymast import foreign
 from jurymast.errors import RunDirectoryError
 from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs
 from jurymast.report.view import Watcher, public_state, read_status, shown_step
@@ -50,7 +51,7 @@ def _ended_long_ago(directory: RunDirectory) -> bool:
     """By the supervisor's last word, without reading the journal."""
     path = directory.root / "outcome.json"
     try:
-        ended = json.loads(path.read_bytes())["state"] in ("succeeded", "failed", "cancelled")
+        ended = json.loads(foreign.read(path))["state"] in ("succeeded", "failed", "cancelled")
         return ended and time.time() - path.stat().st_mtime > ENDED_SHOWN_S
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -102,9 +103,7 @@ def _empty(run: str) -> Row:
 
 def _owner(directory: RunDirectory) -> str:
     uid = directory.plan_file.stat().st_uid
-    if uid == os.getuid():
-        return getpass.getuser()
-    return str(uid)
+    return getpass.getuser() if uid == os.getuid() else foreign.user_name(uid)
 
 
 def _nodelist(names: tuple[str, ...]) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jurymast import foreign
+
 INSTALL = "pip install safetensors"
 
 
@@ -42,7 +44,8 @@ def _load(source: Path) -> dict[str, Any]:
 
     state: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()
-    _load_state_dict(state, storage_reader=FileSystemReader(source), planner=planner, no_dist=True)
+    with foreign.own_directory(source) as place:  # what is unpickled runs as this user
+        _load_state_dict(state, storage_reader=FileSystemReader(place), planner=planner, no_dist=True)
     return {key: decode(value) for key, value in state.items()}
 
 

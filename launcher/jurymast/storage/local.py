@@ -15,7 +15,7 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
-from jurymast.keeper.private import NotOurs, check_private, make_private
+from jurymast.foreign import NotOurs, check_private, make_private
 from jurymast.rundir import sync_directory, write_atomically
 from jurymast.storage.job import Job, StorageFailure, explain, free_bytes, size_text
 from jurymast.storage.orders import Done, WriteLocal

@@ -17,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from jurymast import foreign
 from jurymast.checkpoint.directory import (
     MANIFEST,
     BadCheckpoint,
@@ -36,6 +37,7 @@ log = logging.getLogger("jurymast.storage")
 
 STREAMS = 4
 PART_BYTES = 32 << 20
+MANIFEST_BYTES_MAX = 256 << 20  # of a hundred thousand ranks less
 PARTS_MAX = 9000  # S3 allows 10,000 parts a file
 # A store that is away for a moment costs a moment; pauses before further tries.
 PAUSES_S = (0.5, 2.0, 8.0)
@@ -71,7 +73,9 @@ class ObjectStore:
 
     def manifest(self, step: int) -> Manifest:
         path = self._path(step, MANIFEST)
-        data = self._tried(path, lambda: self._files.cat_file(path))
+        if (size := self._size(path)) > MANIFEST_BYTES_MAX:
+            raise StorageFailure(f"{path} has {size} bytes, most is {MANIFEST_BYTES_MAX}")
+        data = self._tried(path, lambda: self._files.cat_file(path, end=MANIFEST_BYTES_MAX))
         try:
             return Manifest.from_bytes(data)
         except BadCheckpoint as error:
@@ -128,7 +132,7 @@ class ObjectStore:
         # without autocommit an unfinished upload never becomes an object
         target = self._files.open(path, "wb", block_size=part_bytes, autocommit=False)
         try:
-            with open(source, "rb", buffering=0) as file:
+            with foreign.reading(source) as file:
                 while count := file.readinto(buffer):
                     digest.update(buffer[:count])
                     target.write(buffer[:count])

@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from jurymast import foreign
 from jurymast.checkpoint.directory import (
     BadCheckpoint,
     CheckpointDirectory,
@@ -184,7 +185,7 @@ class _Meeting:
 
     def _read_layout(self, path: Path) -> list[keeper.Manifest]:
         try:
-            found = [keeper.Manifest.from_bytes(text.encode()) for text in json.loads(path.read_bytes())]
+            found = [keeper.Manifest.from_bytes(text.encode()) for text in json.loads(foreign.read(path))]
         except (keeper.BadImage, ValueError) as error:
             raise StorageFailure(f"{path.name} is damaged on the way: {error}") from error
         for one in found:
@@ -200,7 +201,7 @@ class _Meeting:
         if (self._place / FAILED).exists():
             self._listed()
         try:
-            return (self._place / WRITES).read_text()
+            return foreign.read(self._place / WRITES).decode()
         except FileNotFoundError:
             self._place.stat()
             return None
@@ -231,7 +232,7 @@ class _Meeting:
         names = [name.replace("layout", "done", 1) for name in self._heard]
         if not self._listed().issuperset(names):
             return None
-        texts = ((self._place / name).read_bytes() for name in names)
+        texts = (foreign.read(self._place / name) for name in names)
         return [FileRecord(**record) for text in texts for record in json.loads(text)]
 
     def _seal(self, layout: Layout, records: list[FileRecord]) -> None:
@@ -281,9 +282,9 @@ class _Meeting:
         for name in sorted(names):
             if name.startswith("failed-r"):
                 rank = name[len("failed-r") :].partition(".")[0]
-                if not (why := (self._place / name).read_text()):  # not yet, or there is no room for it
+                if not (why := foreign.read(self._place / name).decode()):  # not yet, or no room
                     self._job.cancelled.wait(CAUSE_FIRST_S)
-                    why = (self._place / name).read_text() or "its node has failed"
+                    why = foreign.read(self._place / name).decode() or "its node has failed"
                 raise _OthersFailure(f"rank {int(rank)}: {why}")
         return names
 

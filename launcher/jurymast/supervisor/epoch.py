@@ -104,7 +104,8 @@ def serve(
     """Exit code of the process; see `supervise`. Raises JurymastError."""
     print(f"supervisor: pid {os.getpid()} at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}", flush=True)
     allocation = Allocation.load(directory)
-    listener = listener or socket.create_server(("", 0))
+    here = "127.0.0.1" if directory.plan().cluster == "local" else ""
+    listener = listener or socket.create_server((here, 0))
     node = takeover.node if takeover else allocation.host
     state = asyncio.run(supervise(directory, allocation, node, listener, replayed, takeover))
     if state is None:

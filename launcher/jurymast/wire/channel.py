@@ -4,16 +4,13 @@ Both sides prove that they know the run's secret before anything is parsed, and 
 HMAC over its sequence number, so nothing can be forged, replayed or reordered on a shared network.
 The content is not hidden: nothing secret is sent.
 
-    server -> client   MAGIC, 32 random bytes
-    client -> server   32 random bytes, HMAC("client", both nonces)
-    server -> client   HMAC("server", both nonces)
+    the handshake      see `wire.handshake`
     then frames        u32 length, 16 bytes of HMAC(direction key, u64 sequence + payload), payload
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 import struct
 from collections.abc import Callable, Coroutine, Sequence
@@ -25,20 +22,14 @@ from jurymast.core.messages import encode
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import connection
 from jurymast.wire.connection import Connection
+from jurymast.wire.handshake import MAGIC, NONCE_BYTES, SUPERVISOR, Handshake
 from jurymast.wire.seal import TAG_BYTES, Seal
 
-MAGIC = b"jurymast/3\n"
-NONCE_BYTES = 32
 HEAD_BYTES = 4 + TAG_BYTES
 FRAME_BYTES_MAX = 4 * 1024 * 1024
 HANDSHAKE_LIMIT_S = 5.0
 
 Hears = TypeVar("Hears")
-
-
-def digest(secret: bytes, *parts: bytes) -> bytes:
-    """What only somebody who knows the secret can make of these parts."""
-    return hmac.digest(secret, b"|".join(parts), "sha256")
 
 
 class Channel(Generic[Hears]):
@@ -128,12 +119,11 @@ async def accept(come: Connection, secret: bytes, read: Callable[[bytes], Hears]
     ours = secrets.token_bytes(NONCE_BYTES)
     come.write(MAGIC + ours)
     answer = await come.exactly(2 * NONCE_BYTES)
-    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not hmac.compare_digest(proof, digest(secret, b"client", ours, theirs)):
+    shaking = Handshake(secret, SUPERVISOR, ours, answer[:NONCE_BYTES])
+    if not shaking.proves(b"client", answer[NONCE_BYTES:]):
         raise AuthenticationError("a connection did not prove that it knows the run's secret")
-    come.write(digest(secret, b"server", ours, theirs))
-    to_server, to_client = (digest(secret, way, ours, theirs) for way in (b"to-server", b"to-client"))
-    return Channel(come, to_client, to_server, read)
+    come.write(shaking.made(b"server"))
+    return Channel(come, shaking.made(b"to-client"), shaking.made(b"to-server"), read)
 
 
 async def connect(
@@ -145,16 +135,15 @@ async def connect(
         hello = await asyncio.wait_for(made.exactly(len(MAGIC) + NONCE_BYTES), limit_s)
         if not hello.startswith(MAGIC):
             raise ProtocolError(f"{host}:{port} does not speak {MAGIC.decode().strip()}")
-        theirs, ours = hello[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-        made.write(ours + digest(secret, b"client", theirs, ours))
-        proof = await asyncio.wait_for(made.exactly(NONCE_BYTES), limit_s)
-        if not hmac.compare_digest(proof, digest(secret, b"server", theirs, ours)):
+        ours = secrets.token_bytes(NONCE_BYTES)
+        shaking = Handshake(secret, SUPERVISOR, hello[len(MAGIC) :], ours)
+        made.write(ours + shaking.made(b"client"))
+        if not shaking.proves(b"server", await asyncio.wait_for(made.exactly(NONCE_BYTES), limit_s)):
             raise AuthenticationError(f"{host}:{port} does not know the run's secret")
     except BaseException:
         made.close()
         raise
-    to_server, to_client = (digest(secret, way, theirs, ours) for way in (b"to-server", b"to-client"))
-    return Channel(made, to_server, to_client, read)
+    return Channel(made, shaking.made(b"to-server"), shaking.made(b"to-client"), read)
 
 
 async def connect_any(

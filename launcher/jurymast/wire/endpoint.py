@@ -14,6 +14,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from jurymast import foreign
 from jurymast.core.agent.succession import PULSE_INTERVAL_S as PULSE_INTERVAL_S
 from jurymast.core.endpoint import Endpoint as Endpoint
 from jurymast.rundir import write_atomically
@@ -83,7 +84,7 @@ def read_pulse(epochs: Path) -> str:
 def _read(path: Path) -> str:
     """ "" while it is not there. Raises OSError."""
     try:
-        return path.read_text(errors="replace")
+        return foreign.read(path).decode(errors="replace")
     except FileNotFoundError:
         return ""
 
@@ -102,7 +103,7 @@ def find(epochs: Path) -> Endpoint | None:
 
 def _endpoint(path: Path) -> Endpoint | None:
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(foreign.read(path))
         values["hosts"] = tuple(values["hosts"])
         return Endpoint(**values)
     except (OSError, ValueError, TypeError, KeyError):

@@ -1,15 +1,13 @@
 """Bulk bytes between agents: blocking sockets, the handshake and sealed messages of `wire.channel`.
 
     client -> server   a message
-    server -> client   a message, then as many plain bytes as it announced
+    server -> client   a message, then as many bytes as it announced, in pieces, each with a tag after it
 
-The plain bytes are neither sealed nor hidden: whoever receives them checks them against hashes that came
-in a sealed message, or that such a message vouches for.
+How the pieces are protected, and whether they are hidden, the message says: see `wire.shield`.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import socket
@@ -22,17 +20,15 @@ import msgspec
 
 from jurymast.core.message import encode
 from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.wire.channel import (
-    FRAME_BYTES_MAX,
-    HANDSHAKE_LIMIT_S,
-    MAGIC,
-    NONCE_BYTES,
-    digest,
-)
+from jurymast.wire.channel import FRAME_BYTES_MAX, HANDSHAKE_LIMIT_S
+from jurymast.wire.handshake import MAGIC, NONCE_BYTES, Handshake
 from jurymast.wire.seal import TAG_BYTES, Seal
+from jurymast.wire.shield import TAG_BYTES as PIECE_TAG_BYTES
+from jurymast.wire.shield import Shield, shield
 
 SILENT_LIMIT_S = 10.0
 CONNECT_LIMIT_S = 3.0
+PIECE_BYTES = 512 << 10
 
 Hears = TypeVar("Hears")
 
@@ -47,12 +43,17 @@ class Stream(Generic[Hears]):
         connection: socket.socket,
         send_key: bytes,
         receive_key: bytes,
+        bulk: Callable[[bytes], bytes],
         read: Callable[[bytes], Hears],
     ) -> None:
+        """`bulk` makes the key for bytes that are protected in this way."""
         self._connection = connection
         self._read = read
         self._sealing = Seal(send_key)
         self._opening = Seal(receive_key)
+        self._bulk = bulk
+        self._shields: dict[str, Shield] = {}
+        self._buffer = memoryview(b"")
 
     def send(self, message: msgspec.Struct) -> None:
         payload = encode(message)
@@ -69,34 +70,43 @@ class Stream(Generic[Hears]):
             raise AuthenticationError("a frame is not sealed with this run's key")
         return self._read(payload)
 
-    def send_bytes(self, data: bytes) -> None:
-        _send(self._connection, data)
+    def send_bytes(self, data: bytes, way: str) -> None:
+        view = memoryview(data)
+        for at in range(0, len(view), PIECE_BYTES):
+            self._send_piece(view[at : at + PIECE_BYTES], way)
 
-    def send_file(self, descriptor: int, at: int, length: int) -> None:
-        """Straight from the file's pages. Raises EOFError when the file is shorter."""
+    def send_file(self, descriptor: int, at: int, length: int, way: str) -> None:
+        """Piece by piece, while the processor's cache has it. Raises EOFError when the file is shorter."""
+        self._buffer = self._buffer or memoryview(bytearray(PIECE_BYTES))
         end = at + length
         while at < end:
-            try:
-                sent = os.sendfile(self._connection.fileno(), descriptor, at, end - at)
-            except BlockingIOError as error:
-                raise _silent() from error
-            if not sent:
+            got = os.preadv(descriptor, [self._buffer[: min(PIECE_BYTES, end - at)]], at)
+            if got < min(PIECE_BYTES, end - at):
                 raise EOFError("the file is shorter than announced")
-            at += sent
+            self._send_piece(self._buffer[:got], way)
+            at += got
 
-    def receive_into(self, target: memoryview) -> None:
-        _receive_into(self._connection, target)
+    def _send_piece(self, piece: memoryview, way: str) -> None:
+        sent, tag = self._shield(way).cover(piece)
+        _send(self._connection, sent, socket.MSG_MORE)
+        _send(self._connection, tag)
 
-    def receive_pieces(self, target: memoryview, piece_bytes: int) -> Iterator[memoryview]:
-        """Fill `target`; each piece of it as soon as it is there. Waking up once a piece instead of once a
-        packet makes a transfer some percent faster."""
-        self._wake_at(piece_bytes)
-        for at in range(0, len(target), piece_bytes):
-            if len(target) - at < 2 * piece_bytes:
+    def receive_pieces(self, target: memoryview, way: str) -> Iterator[memoryview]:
+        """Fill `target`; each piece of it as soon as it is there and known to be unchanged. Waking up once a
+        piece instead of once a packet makes a transfer some percent faster. Raises AuthenticationError."""
+        self._wake_at(PIECE_BYTES)
+        for at in range(0, len(target), PIECE_BYTES):
+            if len(target) - at < 2 * PIECE_BYTES:
                 self._wake_at(1)  # of what is still to come so many bytes may never be there at once
-            piece = target[at : at + piece_bytes]
+            piece = target[at : at + PIECE_BYTES]
             _receive_into(self._connection, piece)
+            self._shield(way).uncover(piece, _receive(self._connection, PIECE_TAG_BYTES))
             yield piece
+
+    def _shield(self, way: str) -> Shield:
+        if way not in self._shields:
+            self._shields[way] = shield(way, self._bulk(way.encode()))
+        return self._shields[way]
 
     def _wake_at(self, count: int) -> None:
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
@@ -109,27 +119,29 @@ class Stream(Generic[Hears]):
         self._connection.close()
 
 
-def accept(connection: socket.socket, secret: bytes, read: Callable[[bytes], Hears]) -> Stream[Hears]:
-    """Server side of the handshake. Raises AuthenticationError or OSError; `connection` stays the caller's
-    then."""
+def accept(
+    connection: socket.socket, secret: bytes, who: str, read: Callable[[bytes], Hears]
+) -> Stream[Hears]:
+    """Server side of the handshake: `who` answers here. Raises AuthenticationError or OSError; `connection`
+    stays the caller's then."""
     end = time.monotonic() + HANDSHAKE_LIMIT_S
     _tune(connection, HANDSHAKE_LIMIT_S)
     ours = secrets.token_bytes(NONCE_BYTES)
     _send(connection, MAGIC + ours)
     answer = _receive(connection, 2 * NONCE_BYTES, end)
-    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not hmac.compare_digest(proof, digest(secret, b"client", ours, theirs)):
+    shaking = Handshake(secret, who, ours, answer[:NONCE_BYTES])
+    if not shaking.proves(b"client", answer[NONCE_BYTES:]):
         raise AuthenticationError("a connection did not prove that it knows the run's secret")
-    _send(connection, digest(secret, b"server", ours, theirs))
-    to_server, to_client = (digest(secret, way, ours, theirs) for way in (b"to-server", b"to-client"))
+    _send(connection, shaking.made(b"server"))
     _tune(connection, SILENT_LIMIT_S)
-    return Stream(connection, to_client, to_server, read)
+    return Stream(connection, shaking.made(b"to-client"), shaking.made(b"to-server"), shaking.made, read)
 
 
 def connect(
-    host: str, port: int, secret: bytes, read: Callable[[bytes], Hears], limit_s: float = CONNECT_LIMIT_S
-) -> Stream[Hears]:
-    """Connect and authenticate. Raises OSError, AuthenticationError or ProtocolError."""
+    host: str, port: int, secret: bytes, whom: str, read: Callable[[bytes], Hears],
+    limit_s: float = CONNECT_LIMIT_S,
+) -> Stream[Hears]:  # fmt: skip
+    """Connect to `whom` and authenticate. Raises OSError, AuthenticationError or ProtocolError."""
     connection = socket.create_connection((host, port), limit_s)
     end = time.monotonic() + limit_s
     try:
@@ -137,17 +149,16 @@ def connect(
         hello = _receive(connection, len(MAGIC) + NONCE_BYTES, end)
         if not hello.startswith(MAGIC):
             raise ProtocolError(f"{host}:{port} does not speak {MAGIC.decode().strip()}")
-        theirs, ours = hello[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-        _send(connection, ours + digest(secret, b"client", theirs, ours))
-        proof = _receive(connection, NONCE_BYTES, end)
-        if not hmac.compare_digest(proof, digest(secret, b"server", theirs, ours)):
-            raise AuthenticationError(f"{host}:{port} does not know the run's secret")
+        ours = secrets.token_bytes(NONCE_BYTES)
+        shaking = Handshake(secret, whom, hello[len(MAGIC) :], ours)
+        _send(connection, ours + shaking.made(b"client"))
+        if not shaking.proves(b"server", _receive(connection, NONCE_BYTES, end)):
+            raise AuthenticationError(f"{host}:{port} does not know the run's secret, or is not the {whom}")
         _tune(connection, SILENT_LIMIT_S)
     except BaseException:
         connection.close()
         raise
-    to_server, to_client = (digest(secret, way, theirs, ours) for way in (b"to-server", b"to-client"))
-    return Stream(connection, to_server, to_client, read)
+    return Stream(connection, shaking.made(b"to-server"), shaking.made(b"to-client"), shaking.made, read)
 
 
 def _tune(connection: socket.socket, silent_s: float) -> None:
@@ -164,9 +175,9 @@ def _time(seconds: float) -> bytes:
     return struct.pack("ll", *divmod(max(1, int(seconds * 1_000_000)), 1_000_000))
 
 
-def _send(connection: socket.socket, data: bytes) -> None:
+def _send(connection: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
     try:
-        connection.sendall(data)
+        connection.sendall(data, flags)
     except BlockingIOError as error:
         raise _silent() from error
 

@@ -1,12 +1,13 @@
 """A rendezvous that takes the supervisor's word: ranks are decided, nobody waits for last calls.
 
-Registered with torch under `torchrun.handlers`. Each node opens the store of the next attempt in
-advance and tells its port, so that the plan can name rank 0's store and nobody binds a fixed port or
-meets keys of an earlier attempt.
+Registered with torch under `torchrun.handlers`. Each node listens in advance and tells its port, so that
+the plan can name rank 0's store and nobody binds a fixed port or meets keys of an earlier attempt. Only rank
+0's node makes a store of it: torch's store lets in everybody who reaches it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
 from jurymast.worker.agent_pipe import AgentPipe
 
 # Rank 0's store is listening before the plan is made, so a slow connection means a lost node.
@@ -47,29 +49,21 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open a store, tell the agent that this node is ready, and wait for the plan.
+        """Listen, tell the agent that this node is ready, and wait for the plan.
 
         When the run is over the agent ends this process here.
         """
         self._store = None  # closes the last attempt's server
-        store = TCPStore(
-            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_CONNECT_S)
-        )
-        order = self.pipe.next_launch(store.port)
+        with listen_at(os.environ.get(ADDRESS_VARIABLE, "")) as listener:
+            order = self.pipe.next_launch(listener.getsockname()[1])
+            served = listener.detach() if order.rank == 0 else None
         self.attempt, self.mtbf_s, self.saved = order.attempt, order.mtbf_s, order.saved
         self.environment, self.cold = order.environment, order.cold
         address, port = order.master_address, order.master_port
-        if order.rank == 0:
-            self._store = store
-        else:
-            del store
-            self._store = TCPStore(
-                address,
-                port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=STORE_CONNECT_S),
-            )
+        self._store = TCPStore(
+            address, port, is_master=served is not None, master_listen_fd=served, wait_for_workers=False,
+            timeout=timedelta(seconds=STORE_CONNECT_S),
+        )  # fmt: skip
         return RendezvousInfo(self._store, order.rank, order.world, RendezvousStoreInfo(address, port))
 
     def is_closed(self) -> bool:

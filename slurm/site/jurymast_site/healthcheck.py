@@ -223,9 +223,10 @@ def parsed(told: str) -> Look:
 
 
 def confirming(look: Look | None, verdict: Verdict) -> Mapping[str, Any]:
-    """Root's own finding that bears the verdict out. Raises Refused when there is none."""
+    """Root's own finding that bears the verdict out: the same sign, or another one of the same part (which is
+    numbered otherwise inside a job that has some only). Raises Refused when there is none."""
     for finding in look.bad if look is not None else ():
-        same_part = not verdict.device or not finding["device"] or finding["device"] == verdict.device
+        same_part = verdict.device != "" and finding["device"] == verdict.device
         if finding["kind"] == verdict.kind and (finding["code"] == verdict.code or same_part):
             return finding
     told = f"{verdict.code} {verdict.device}".strip()

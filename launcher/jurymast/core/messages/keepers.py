@@ -20,9 +20,10 @@ class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToKeeper(msgspec.Struct, frozen=True, kw_only=True, tag_field="get", tag=kind_of):
-    """What a keeper asks for, of one image."""
+    """What a keeper asks for, of one image; `ways`: how the bytes may be protected, see `wire.shield`."""
 
     image: ImageName
+    ways: tuple[str, ...] = ()
 
 
 class GetManifest(ToKeeper, frozen=True, kw_only=True):
@@ -45,17 +46,18 @@ class FromKeeper(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer", 
 
 
 class ManifestFollows(FromKeeper, frozen=True, kw_only=True):
-    """So many bytes, with this hash. `capacity`: bytes of the buffer that the image lies in, or 0."""
+    """So many bytes, protected in this way. `capacity`: bytes of the buffer that the image lies in, or 0."""
 
     length: int
-    sha256: str
+    way: str
     capacity: int
 
 
 class BytesFollow(FromKeeper, frozen=True, kw_only=True):
-    """So many."""
+    """So many, protected in this way."""
 
     length: int
+    way: str
 
 
 class Doubted(FromKeeper, frozen=True, kw_only=True):

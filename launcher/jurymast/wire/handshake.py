@@ -1,0 +1,40 @@
+"""How the two ends of a connection prove that they know the run's secret, and what keys come of it.
+
+    server -> client   MAGIC, 32 random bytes
+    client -> server   32 random bytes, HMAC("client", whom, both nonces)
+    server -> client   HMAC("server", whom, both nonces)
+
+`whom` is who the server is: the supervisor, or the keeper of a node. So nobody on the way can lead a
+connection to another end than was meant, of the same run though it may be.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+
+MAGIC = b"jurymast/4\n"
+NONCE_BYTES = 32
+SUPERVISOR = "supervisor"
+
+
+def keeper_of(node: str) -> str:
+    return f"keeper {node}"
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """One connection's, once both nonces are known."""
+
+    secret: bytes
+    whom: str
+    server: bytes
+    client: bytes
+
+    def made(self, what: bytes) -> bytes:
+        """What only the two ends can make: a proof, or a key."""
+        parts = (what, self.whom.encode(), self.server, self.client)
+        return hmac.digest(self.secret, b"|".join(parts), "sha256")
+
+    def proves(self, what: bytes, proof: bytes) -> bool:
+        return hmac.compare_digest(proof, self.made(what))

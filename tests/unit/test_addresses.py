@@ -1,0 +1,80 @@
+"""Where a node listens: at the address that others are told, and no store of torch's before it is needed."""
+
+from __future__ import annotations
+
+import socket
+from typing import cast
+
+import psutil
+import pytest
+
+from jurymast.core.within import Launch
+from jurymast.wire.addresses import ADDRESS_VARIABLE, is_up, listen_at
+from jurymast.worker.agent_pipe import AgentPipe
+
+HOME = "127.0.0.1"
+# Of a network that is kept for documents (RFC 5737).
+NOWHERE = "192.0.2.1"
+# What a client of torch's store says first, and then asks for the value of a key.
+HELLO = b"\x09\x85\x3c\x13\x0c" + b"\x01\x01\x00\x00\x00\x00\x00\x00\x00a"
+
+
+def test_only_the_given_address_is_listened_at() -> None:
+    assert is_up(HOME)
+    with listen_at(HOME) as listener:
+        host, port = listener.getsockname()
+        assert host == HOME
+        for name, addresses in psutil.net_if_addrs().items():
+            for entry in addresses:
+                if entry.family == socket.AF_INET and entry.address != HOME:
+                    with pytest.raises(OSError):
+                        socket.create_connection((entry.address, port), 5.0)
+                    assert name
+
+
+def test_an_address_that_is_gone_keeps_no_node_out() -> None:
+    assert not is_up(NOWHERE)
+    with listen_at(NOWHERE) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+class Pipe:
+    """An agent that launches an attempt with this rank here, and rank 0's store at `master`."""
+
+    def __init__(self, rank: int, master: int) -> None:
+        self._rank, self._master = rank, master
+        self.port = 0
+
+    def next_launch(self, port: int) -> Launch:
+        self.port = port
+        with socket.create_connection((HOME, port), 5.0) as stranger:
+            stranger.sendall(HELLO)
+            stranger.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                stranger.recv(1)
+        master = self._master if self._rank else port
+        return Launch(
+            attempt=1, rank=self._rank, world=2, master_address=HOME, master_port=master, mtbf_s=1.0,
+            cold=False, saved=0, environment={},
+        )  # fmt: skip
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_is_made_only_where_rank_0_is(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody who comes before is answered."""
+    from torch.distributed import TCPStore
+
+    from jurymast.worker.rendezvous import AgentRendezvous
+
+    monkeypatch.setenv(ADDRESS_VARIABLE, HOME)
+    elsewhere = TCPStore(HOME, 0, is_master=True, wait_for_workers=False)
+    pipe = Pipe(rank, elsewhere.port)
+    here = AgentRendezvous(cast(AgentPipe, pipe), "run")
+    here.next_rendezvous().store.set("a", "b")
+    if rank == 0:
+        assert TCPStore(HOME, pipe.port, is_master=False, wait_for_workers=False).get("a") == b"b"
+    else:
+        assert elsewhere.get("a") == b"b"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((HOME, pipe.port), 5.0)

@@ -1,0 +1,155 @@
+"""Images on their way between nodes: nobody on that way changes them, or reads them if they are hidden."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from jurymast.core import messages as msg
+from jurymast.core.messages.keepers import read_served
+from jurymast.errors import AuthenticationError, PolicyError
+from jurymast.keeper.access import Access
+from jurymast.keeper.page import Restore
+from jurymast.wire import channel, shield, stream
+from jurymast.wire.handshake import NONCE_BYTES, Handshake, keeper_of
+from jurymast.wire.shield import BLAKE2B, GCM, GMAC, TAG_BYTES
+from jurymast.wire.stream import Stream
+from support.keepers import SECRET, FakeRank, holding, image_bytes, keeper, plan, source, until
+
+PIECE = 1000
+DATA = os.urandom(3 * PIECE + 7)
+WAYS = (BLAKE2B, GMAC, GCM)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 30.0))
+
+
+def key(way: bytes) -> bytes:
+    return way.ljust(32, b"k")
+
+
+def on_the_wire(way: str, make_key: Callable[[bytes], bytes] = key) -> bytes:
+    """What a node sends for `DATA`."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Stream(ours, b"a", b"b", make_key, read_served).send_bytes(DATA, way)
+        ours.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: theirs.recv(1 << 20), b""))
+
+
+def received(sent: bytes, way: str) -> bytes:
+    """What another node makes of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    with ours, theirs:
+        sender = threading.Thread(target=theirs.sendall, args=(sent,))
+        sender.start()
+        got = bytearray(len(DATA))
+        for _ in Stream(ours, b"b", b"a", key, read_served).receive_pieces(memoryview(got), way):
+            pass
+        sender.join()
+        return bytes(got)
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "PIECE_BYTES", PIECE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_sent_arrives_and_is_hidden_if_it_is_to_be(way: str) -> None:
+    sent = on_the_wire(way)
+    assert received(sent, way) == DATA
+    assert len(sent) == len(DATA) + 4 * TAG_BYTES
+    assert (DATA[:64] in sent) == (way != GCM)
+
+
+def flipped(sent: bytes) -> bytes:
+    return sent[:5] + bytes([sent[5] ^ 1]) + sent[6:]
+
+
+def flipped_tag(sent: bytes) -> bytes:
+    return sent[:PIECE] + bytes([sent[PIECE] ^ 1]) + sent[PIECE + 1 :]
+
+
+def swapped(sent: bytes) -> bytes:
+    """Two pieces, each with its tag."""
+    one = PIECE + TAG_BYTES
+    return sent[one : 2 * one] + sent[:one] + sent[2 * one :]
+
+
+def played_again(sent: bytes) -> bytes:
+    one = PIECE + TAG_BYTES
+    return sent[:one] + sent[:one] + sent[2 * one :]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", [flipped, flipped_tag, swapped, played_again])
+def test_nothing_can_be_changed_on_the_way(way: str, change: Callable[[bytes], bytes]) -> None:
+    """Whatever hash the bytes have that somebody made up."""
+    with pytest.raises(AuthenticationError, match="changed on the way"):
+        received(change(on_the_wire(way)), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_another_connection_carried_is_refused(way: str) -> None:
+    one, other = (Handshake(SECRET, keeper_of("a"), os.urandom(NONCE_BYTES), b"c" * 32) for _ in range(2))
+    assert one.made(b"bulk") != other.made(b"bulk")
+    with pytest.raises(AuthenticationError):
+        received(on_the_wire(way, one.made), way)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_keepers_restore_from_each_other(encrypt: bool) -> None:
+    async def work() -> None:
+        async with holding("a", encrypt=encrypt) as (a, _), keeper("b", encrypt=encrypt) as (new, _):
+            new.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
+            rank = FakeRank(new)
+            await until("answer", lambda: rank.answer is not Restore.PENDING)
+            assert rank.restored()[0] == image_bytes(10, 0)
+
+    run(work())
+
+
+def test_a_node_that_is_to_hide_images_neither_gives_nor_takes_them_in_the_clear() -> None:
+    async def work() -> None:
+        async with holding("a", encrypt=True) as (a, _), keeper("b") as (new, told):
+            new.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
+            await until("word", lambda: told.of(msg.Unrestorable))
+            assert "no way to protect the bytes that both know" in told.of(msg.Unrestorable)[0].why
+
+    run(work())
+
+
+def test_a_connection_leads_to_whom_it_was_meant_for() -> None:
+    """All ends know the secret: who is on the way could lead one to another of them."""
+
+    def elsewhere(port: int) -> None:
+        with pytest.raises((AuthenticationError, ConnectionError)):
+            stream.connect("127.0.0.1", port, SECRET, keeper_of("b"), read_served)
+
+    async def work() -> None:
+        async with keeper("a") as (a, _):
+            await asyncio.to_thread(elsewhere, a.port)
+            with pytest.raises((AuthenticationError, ConnectionError)):
+                await channel.connect("127.0.0.1", a.port, SECRET, msg.read_order)
+
+    run(work())
+
+
+def test_without_the_package_bytes_are_vouched_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Access(SECRET).ways == (GMAC, BLAKE2B)
+    assert Access(SECRET, encrypt=True).ways == (GCM,)
+    monkeypatch.setattr(shield, "_aes", lambda: None)
+    assert Access(SECRET).ways == (BLAKE2B,)
+    with pytest.raises(PolicyError, match="needs the package cryptography") as caught:
+        assert Access(SECRET, encrypt=True).ways
+    assert "jurymast[encrypt]" in caught.value.hint
