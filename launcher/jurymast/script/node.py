@@ -36,7 +36,8 @@ def run(launcher: str, arguments: list[str]) -> int:
     if folder := os.environ.get(shims.STEP_VARIABLE):
         return _join(Path(folder), launcher, arguments)
     if "SLURM_STEP_ID" in os.environ:
-        say(f"{launcher}: this step was not seen to be a training, and runs without failure handling")
+        if os.environ.get("SLURM_PROCID") == "0":  # one of many says it
+            say(f"{launcher}: this step was not seen to be a training, and runs without failure handling")
         _really(launcher, arguments)
     # In the script itself, on the batch host: as if srun had started it.
     job = RunDirectory(os.environ[shims.RUN_VARIABLE])
