@@ -25,7 +25,7 @@ from jurymast.script.recognise import (
     gpus_a_task,
     python_command,
     starts_launcher,
-    starts_python,
+    starts_ranks,
     tasks_a_node,
 )
 from jurymast.script.relay import Relay
@@ -129,6 +129,7 @@ def test_python_commands(command: str, script: str | None, module: bool) -> None
         (["bash", "-c", "cd /work && python -u train.py --rank $SLURM_PROCID"], {}, True),
         (["/bin/sh", "-c", "RANK=$SLURM_PROCID python3.11 -m pkg.train"], {}, True),
         (["./run.sh"], {"./run.sh": "#!/bin/bash\nsource env\nexec python train.py\n"}, True),
+        (["python", "train.py"], {}, True),
         (["bash", "-c", "python -c 'import torch'"], {}, False),
         (["bash", "-c", "python --version"], {}, False),
         (["bash", "-c", "which python; nvidia-smi"], {}, False),
@@ -137,7 +138,7 @@ def test_python_commands(command: str, script: str | None, module: bool) -> None
     ],
 )
 def test_shells_that_run_python(command: list[str], files: dict[str, str], found: bool) -> None:
-    assert starts_python(command, lambda name: files.get(name, "")) is found
+    assert starts_ranks(command, lambda name: files.get(name, "")) is found
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,11 @@ def python_command(command: Sequence[str]) -> PythonCommand | None:
     return PythonCommand(rest[0], tuple(rest[1:]))
 
 
-def starts_python(command: Sequence[str], read: Callable[[str], str]) -> bool:
-    """Whether a shell runs a Python script or module: in its -c, or in a shell script that is the command."""
+def starts_ranks(command: Sequence[str], read: Callable[[str], str]) -> bool:
+    """Whether it is Python's, or a shell's that runs a Python script or module: in its -c, or in a shell
+    script that is the command."""
+    if python_command(command) is not None:
+        return True
     shell = bool(command) and command[0].rpartition("/")[2] in SHELLS
     texts = list(command) if shell else []
     texts += [text for word in command if (text := read(word)).startswith("#!")]

@@ -56,6 +56,11 @@ def hook(directory: RunDirectory) -> Path:
     return folder(directory) / "hook"
 
 
+def trainings(directory: RunDirectory) -> Path:
+    """Where it is kept which run is which training; there from the first one on."""
+    return directory.submission / "trainings"
+
+
 def write(directory: RunDirectory, python: str) -> None:
     """Raises OSError."""
     place = folder(directory)

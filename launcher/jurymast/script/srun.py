@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from jurymast.rundir import RunDirectory
 from jurymast.script import recognise, shims
-from jurymast.script.srun_options import parse
-from jurymast.script.step import Step
+from jurymast.script.srun_options import Srun, parse
+
+if TYPE_CHECKING:
+    from jurymast.script.step import Step
 
 
 def run(arguments: list[str]) -> int:
@@ -17,8 +20,14 @@ def run(arguments: list[str]) -> int:
         _really(arguments, shims.without_shims(os.environ))
     if shims.STEP_VARIABLE in os.environ:
         _really(arguments, os.environ)
-    step = Step.of_environment()
-    code = _as_training(step, arguments)
+    srun = parse(arguments)
+    job = RunDirectory(os.environ[shims.RUN_VARIABLE])
+    if not _may_train(srun) and not shims.trainings(job).exists():  # most steps: lose no time
+        _really(arguments, os.environ)
+    from jurymast.script.step import Step
+
+    step = Step(job)
+    code = None if srun is None else _as_training(step, srun)
     if code is None:
         environment, options = step.around_lost(os.environ)
         _really([*options, *arguments], environment)
@@ -29,17 +38,18 @@ def _really(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
     os.execve(shims.real("srun", os.environ), ["srun", *arguments], dict(environment))
 
 
-def _as_training(step: Step, arguments: list[str]) -> int | None:
+def _may_train(srun: Srun | None) -> bool:
+    read = recognise.read_shell_script
+    return srun is not None and (
+        recognise.starts_launcher(srun.command, read) or recognise.starts_ranks(srun.command, read)
+    )
+
+
+def _as_training(step: Step, srun: Srun) -> int | None:
     """Exit code of a training step; None for what is none."""
-    srun = parse(arguments)
-    if srun is None:
-        return None
     tasks = recognise.tasks_a_node(srun, os.environ, step.active)
     if recognise.starts_launcher(srun.command, recognise.read_shell_script):
         return step.run(srun) if tasks == 1 else None
-    if tasks * step.active < 2:
-        return None
-    python = recognise.python_command(srun.command) is not None
-    if python or recognise.starts_python(srun.command, recognise.read_shell_script):
+    if tasks * step.active > 1 and recognise.starts_ranks(srun.command, recognise.read_shell_script):
         return step.run_tasks(srun, tasks)
     return None

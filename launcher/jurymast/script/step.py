@@ -98,10 +98,6 @@ class Step:
         self._lost = self._trainings.lost()
         self._hidden: dict[str, str] = {}  # variables that the step's srun must not see, its command must
 
-    @classmethod
-    def of_environment(cls) -> Step:
-        return cls(RunDirectory(os.environ[shims.RUN_VARIABLE]))
-
     @property
     def active(self) -> int:
         return self._plan.active

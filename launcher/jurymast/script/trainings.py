@@ -18,6 +18,7 @@ from jurymast import foreign
 from jurymast.core.settings import RunPlan
 from jurymast.journal import replay
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
+from jurymast.script import shims
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Trainings:
 
     def __init__(self, job: RunDirectory, life: str) -> None:
         self._job, self._life = job, life
-        self._folder = job.submission / "trainings"
+        self._folder = shims.trainings(job)
         make_folder(self._folder)
 
     def claim(self, training: Training) -> tuple[RunDirectory, int | None]:
