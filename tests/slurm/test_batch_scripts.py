@@ -37,7 +37,7 @@ STYLES = {
     """),
     "torch.distributed.run in a shell of srun's, a function and a here-document": (1, """
         launch() {
-          srun --export=ALL,WORD=exported bash -c '
+          srun --export=PATH,SUM,GLOO_SOCKET_IFNAME,WORD=exported bash -c '
             cd /tmp && export WORD="$WORD of $SLURM_NNODES in $PWD"
             python -m torch.distributed.run --standalone --nproc-per-node=2 $SUM "b c" &&
               echo said: $SLURM_PROCID
@@ -46,9 +46,9 @@ STYLES = {
         launch &
         wait $!
         cat <<END
-        said: here-document of $SLURM_JOB_NAME $SLURM_SUBMIT_DIR
+        said: here-document of $SLURM_JOB_NAME
         END
-    """.replace(" $SLURM_SUBMIT_DIR", "")),
+    """),
     "a loop over seeds, without srun and in a container": (1, """
         printf '#!/bin/bash\\nshift 2; PATH=%s exec "$@"' "${PATH#*slurm/bin:}" > apptainer
         chmod +x apptainer

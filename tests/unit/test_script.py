@@ -20,6 +20,7 @@ from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import shims, torchrun
 from jurymast.script.job import interpreter
 from jurymast.script.narrow import narrowed
+from jurymast.script.node_command import node_command
 from jurymast.script.output import Output, expanded
 from jurymast.script.recognise import (
     gpus_a_task,
@@ -252,6 +253,24 @@ def test_what_we_add_to_the_environment_is_taken_away_again(tmp_path: Path) -> N
     assert changed["APPTAINER_BIND"] == f"/data,{tmp_path}/run"
     assert shims.without_shims(changed) == users
     assert shims.without_shims(shims.for_step({}, job, tmp_path / "step")) == {"PATH": os.defpath}
+
+
+def test_a_steps_command_finds_ours_whatever_became_of_its_variables(tmp_path: Path) -> None:
+    job, step = RunDirectory(tmp_path / "a run"), tmp_path / "step"
+    step.mkdir()
+    (step / "node").write_text(node_command(job, step, {"SLURM_NNODES": "2"}, 1, tmp_path / "spares"))
+    tell = ["sh", str(step / "node"), "sh", "-c", "env; exit 3"]
+    bare = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1", "PATH": os.environ["PATH"]}
+    done = subprocess.run(tell, env=bare, capture_output=True, text=True, check=False)
+    assert (done.returncode, (step / "ended-n1").read_text()) == (3, "3\n")
+    told = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert (told["SLURM_NNODES"], told["PYTHONPATH"]) == ("2", str(shims.hook(job)))
+    assert told["PATH"] == f"{shims.folder(job)}:{os.environ['PATH']}"
+    assert shims.in_the_script(told)
+    spare = {**bare, "SLURM_NODEID": "1", "SLURMD_NODENAME": "n2"}
+    done = subprocess.run(tell, env=spare, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, (step / "ended-n2").read_text()) == (0, "", "0\n")
+    assert "SLURM_NODEID=1" in (tmp_path / "spares").read_text()
 
 
 def launched(tmp_path: Path, *command: str, **environment: str) -> list[str]:

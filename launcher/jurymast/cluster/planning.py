@@ -22,7 +22,7 @@ from jurymast.policy.resolve import Resolved
 
 # sbatch options that say what jurymast decides: the message says what to do instead.
 REFUSED = {
-    "array": "one run is one job; submit the runs of a sweep one by one",
+    "array": "one run is one job; a batch script may be an array",
     "ntasks": "say --nodes N and --nproc-per-node K",
     "ntasks-per-node": "say --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
     "tasks-per-node": "say --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",

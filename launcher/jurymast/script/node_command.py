@@ -6,6 +6,9 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from jurymast.rundir import RunDirectory
+from jurymast.script import shims
+
 
 def seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
     """What the step's command is to see of its step, which has spare nodes besides."""
@@ -23,8 +26,10 @@ def seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
 NODE_COMMAND = """\
 #!/bin/sh
 # Runs a step's command on a node, and leaves word of its end: srun waits for lost nodes as well. What the
-# command says on a spare node beside so many others nobody has asked for.
+# command says on a spare node beside so many others nobody has asked for. A container, or srun's --export,
+# may have changed the variables that lead to our front ends.
 {exports}
+{ours}
 if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
 "$@"
 code=$?
@@ -35,8 +40,10 @@ exit $code
 """
 
 
-def node_command(folder: Path, seen: Mapping[str, str], active: int, log: Path) -> str:
+def node_command(job: RunDirectory, step: Path, seen: Mapping[str, str], active: int, log: Path) -> str:
+    """The text of that program, for the folder of a `step` of `job`, beside `active` nodes."""
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
     return NODE_COMMAND.format(
-        exports=exports, active=active, log=shlex.quote(str(log)), folder=shlex.quote(str(folder))
-    )
+        exports=exports, ours=shims.exports(job, step), active=active, log=shlex.quote(str(log)),
+        folder=shlex.quote(str(step)),
+    )  # fmt: skip

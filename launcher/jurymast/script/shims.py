@@ -100,6 +100,15 @@ def for_step(environment: Mapping[str, str], directory: RunDirectory, step: Path
     return values
 
 
+def exports(directory: RunDirectory, step: Path) -> str:
+    """The same as `for_step`, said to a shell."""
+    lines = [f"{RUN_VARIABLE}={shlex.quote(str(directory.root))}", f'{JOB_VARIABLE}="$SLURM_JOB_ID"']
+    lines.append(f"{STEP_VARIABLE}={shlex.quote(str(step))}")
+    for name, first in (("PATH", folder(directory)), ("PYTHONPATH", hook(directory))):
+        lines.append(f'{name}={shlex.quote(str(first))}"${{{name}:+:${name}}}"')
+    return "\n".join(f"export {line}" for line in lines)
+
+
 def in_the_script(environment: Mapping[str, str]) -> bool:
     """Whether this is below a batch script of ours, in its own job."""
     job = environment.get(JOB_VARIABLE)

@@ -159,7 +159,7 @@ class Step:
         true = json.loads(foreign.read_own(true_variables_file(self._job)))
         narrow = {name: os.environ[name] for name in true if name in os.environ}
         shown = {**narrow, **self._hidden, **seen(os.environ, self.active)}
-        text = node_command(folder, shown, self.active, log)
+        text = node_command(self._job, folder, shown, self.active, log)
         shims.write_program(program, text)
         command = [
             shims.real("srun", os.environ),
