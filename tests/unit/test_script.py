@@ -246,13 +246,17 @@ def test_a_task_has_nothing_of_torchruns_rendezvous() -> None:
 
 def test_what_we_add_to_the_environment_is_taken_away_again(tmp_path: Path) -> None:
     users = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/mine", "APPTAINER_BIND": "/data", "HOME": "/home/me"}
-    job = RunDirectory(tmp_path / "run")
-    changed = shims.for_step(shims.with_shims(users, job), job, tmp_path / "step")
-    assert changed["PATH"].split(":")[0] == str(tmp_path / "run/slurm/bin")
-    assert changed["PYTHONPATH"].split(":")[1:] == ["/mine"]
-    assert changed["APPTAINER_BIND"] == f"/data,{tmp_path}/run"
-    assert shims.without_shims(changed) == users
-    assert shims.without_shims(shims.for_step({}, job, tmp_path / "step")) == {"PATH": os.defpath}
+    job = RunDirectory(tmp_path / "a run")
+    begun = shims.with_shims(users, job)
+    script = f"{shims.exports(job, tmp_path / 'step')}\nexec env -0"
+    told = subprocess.run(["sh", "-c", script], env=begun, capture_output=True, text=True, check=True).stdout
+    changed = dict(line.split("=", 1) for line in told.rstrip("\0").split("\0"))
+    assert changed["PATH"].split(":")[0] == str(job.root / "slurm/bin")
+    assert changed["PYTHONPATH"].split(":")[-1] == "/mine"
+    assert changed["APPTAINER_BIND"] == f"/data,{job.root}"
+    shells = ("PWD", "OLDPWD", "SHLVL", "_")
+    left = {n: value for n, value in shims.without_shims(changed).items() if n not in shells}
+    assert left == users
 
 
 def test_a_steps_command_finds_ours_whatever_became_of_its_variables(tmp_path: Path) -> None:

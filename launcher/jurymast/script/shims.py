@@ -91,21 +91,15 @@ def with_shims(environment: Mapping[str, str], directory: RunDirectory) -> dict[
     return values
 
 
-def for_step(environment: Mapping[str, str], directory: RunDirectory, step: Path) -> dict[str, str]:
-    """`environment` of a training step: containers see the run directory."""
-    values = with_shims(environment, directory)
-    values[STEP_VARIABLE] = str(step)
-    for name in BINDS:
-        values[name] = ",".join([*filter(None, [values.get(name)]), str(directory.root)])
-    return values
-
-
 def exports(directory: RunDirectory, step: Path) -> str:
-    """The same as `for_step`, said to a shell."""
-    lines = [f"{RUN_VARIABLE}={shlex.quote(str(directory.root))}", f'{JOB_VARIABLE}="$SLURM_JOB_ID"']
+    """The same and more, for the command of a training step, said to a shell: containers see the run
+    directory."""
+    root = shlex.quote(str(directory.root))
+    lines = [f"{RUN_VARIABLE}={root}", f'{JOB_VARIABLE}="$SLURM_JOB_ID"']
     lines.append(f"{STEP_VARIABLE}={shlex.quote(str(step))}")
     for name, first in (("PATH", folder(directory)), ("PYTHONPATH", hook(directory))):
         lines.append(f'{name}={shlex.quote(str(first))}"${{{name}:+:${name}}}"')
+    lines += [f'{name}="${{{name}:+${name},}}"{root}' for name in BINDS]
     return "\n".join(f"export {line}" for line in lines)
 
 

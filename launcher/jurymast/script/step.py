@@ -171,7 +171,7 @@ class Step:
         ]
         command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
         command += [str(program), *srun.command]
-        environment = {**shims.for_step(os.environ, self._job, folder), **true}
+        environment = {**shims.with_shims(os.environ, self._job), **true}
         return subprocess.Popen(command, env=environment, stdout=output)
 
     def _mounts(self, srun: Srun) -> list[str]:
