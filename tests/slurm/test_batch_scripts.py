@@ -183,7 +183,7 @@ def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp
 
 
 LOSES_A_NODE = """#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=2 --output=out
+#SBATCH --nodes=2 --ntasks-per-node=2 --output=out --partition=main
 #JURYMAST --spares 1
 srun python -u $SUM --slurm --until
 srun --ntasks-per-node=1 -n2 echo said: alive

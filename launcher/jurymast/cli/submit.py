@@ -16,6 +16,7 @@ from jurymast.cluster.batch_script import (
     STANDARD_INPUT,
     BatchScript,
     find_script,
+    merged,
     parse,
     read_script,
     wrapped,
@@ -121,8 +122,9 @@ def command(context: click.Context, /, **options: Any) -> int:
     if request.plan.cluster == "slurm":
         from jurymast.cluster import slurm_info
 
-        found = slurm_info.partitions(line.last("clusters", "cluster") or "")
-        asked = line.last("partition") or os.environ.get("SBATCH_PARTITION", "")
+        told = _told(line, script)
+        found = slurm_info.partitions(told.last("clusters", "cluster") or "")
+        asked = told.last("partition") or os.environ.get("SBATCH_PARTITION", "")
         slurm_info.check_fits(found, asked, request.plan.active, request.plan.spares)
         if line.has("test-only"):
             from jurymast.cluster.slurm_submit import test_only
@@ -147,6 +149,11 @@ def command(context: click.Context, /, **options: Any) -> int:
         click.echo(f"the run goes on; {ends} ends it", err=True)
         raise
     return 0
+
+
+def _told(line: CommandLine, script: BatchScript | None) -> CommandLine:
+    """With what the script says itself."""
+    return line if script is None else merged(script, os.environ, line)
 
 
 def _policy(path: Path | None, spares: int | str | None) -> Resolved:
@@ -176,7 +183,7 @@ def _request(
     plan = _plan(asked, line, script, policy)
     check_runs_directory(runs)
     plan = with_earlier(plan, runs, plan.submitted_at)
-    partition = line.last("partition") or os.environ.get("SBATCH_PARTITION", "")
+    partition = _told(line, script).last("partition") or os.environ.get("SBATCH_PARTITION", "")
     plan, notes = keep_out(plan, runs, partition, plan.submitted_at)
     for note in notes:
         click.echo(f"jurymast: note: {clean(note)}", err=True)
