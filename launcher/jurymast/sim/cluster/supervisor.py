@@ -160,8 +160,12 @@ class SimSupervisor:
                     ranks_per_node=plan.ranks_per_node, script="x", submitted_at=0.0,
                 )
             )  # fmt: skip
-        silent_s = self._silent_s
-        self.feed(ev.SupervisorStarted(t=self.now, epoch=self.epoch, node=self.site.name, silent_s=silent_s))
+        self.feed(
+            ev.SupervisorStarted(
+                t=self.now, epoch=self.epoch, node=self.site.name, silent_s=self._silent_s,
+                read=dict(state.lines_read),
+            )
+        )  # fmt: skip
         if state.allocation != cluster.allocation:
             self.feed(
                 ev.AllocationStarted(
