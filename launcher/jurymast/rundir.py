@@ -181,7 +181,9 @@ class RunDirectory:
         """Make the directory and its parts, and the run's secret. Raises RunDirectoryError."""
         made = False
         try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=False)
+            if self.root.parent != self.root:
+                make_folder(self.root.parent)  # whatever the umask: who may write there can swap runs
+            self.root.mkdir(mode=0o700)
             made = True
             for part in (self.epochs, self.journal, self.logs, self.checkpoints, self.submission):
                 part.mkdir(mode=0o700)

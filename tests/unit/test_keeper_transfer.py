@@ -522,14 +522,14 @@ def test_an_image_stays_for_the_node_that_has_its_rank_now() -> None:
 def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot is given up while somebody reads it: the rank gets it back only afterwards."""
     gate, begun = threading.Event(), threading.Event()
-    send_file = stream.Stream.send_file
+    send_from = serve._send_from
 
-    def wait_and_send(self: stream.Stream[Any], descriptor: int, at: int, length: int, way: str) -> None:
+    def wait_and_send(*what: Any) -> None:
         begun.set()
         assert gate.wait(20.0)
-        send_file(self, descriptor, at, length, way)
+        send_from(*what)
 
-    monkeypatch.setattr(stream.Stream, "send_file", wait_and_send)
+    monkeypatch.setattr(serve, "_send_from", wait_and_send)
 
     async def work() -> None:
         async with keeper("a") as (a, _), keeper("s") as (spare, told):

@@ -163,7 +163,8 @@ def _key(image: ImageName) -> Key:
 def _send_from(peer: Peer, copy: Copy, at: int, length: int, way: str) -> None:
     if isinstance(copy.place, Buffer):
         peer.send(BytesFollow(length=length, way=way))
-        peer.send_file(copy.place.descriptor, at, length, way)
+        with copy.place.view(at, at + length) as view:
+            peer.send_bytes(view, way)
         return
     try:
         descriptor = open_own(copy.place)
