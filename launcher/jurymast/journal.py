@@ -25,9 +25,12 @@ from jurymast.core.run.instructions import Instruction
 from jurymast.core.run.machine import step, step_quietly
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
+from jurymast.errors import RunDirectoryError
 from jurymast.foreign import reading
 from jurymast.rundir import RunDirectory, sync_directory
 
+# Of the events as `tests/data/golden/journal.txt` lists them. A field that is added has a default, and leaves
+# the version as it is; whatever else changes in them raises it.
 VERSION = 1
 # A shared file system that hangs must not stop the recovery: decisions wait this long for the disk.
 FLUSH_LIMIT_S = 0.5
@@ -192,14 +195,25 @@ def read_file(path: Path) -> Iterator[Entry]:
     tail = FileTail(path)
     while lines := tail.lines(partial=True):
         for line in lines:
-            if (entry := entry_of(line)) is not None:
+            if (entry := entry_of(line, path)) is not None:
                 yield entry
 
 
-def entry_of(line: bytes) -> Entry | None:
-    """One line's entry; None for one that a crash cut short, or a newer version's."""
+def entry_of(line: bytes, path: Path) -> Entry | None:
+    """The entry of a line of `path`; None for one that a crash cut short, or that is damaged otherwise.
+
+    Raises RunDirectoryError for one of another version: its words may mean something else.
+    """
     entry = _decode(line)
-    return entry if isinstance(entry, dict) and entry.get("v") == VERSION and "t" in entry else None
+    if not isinstance(entry, dict) or "t" not in entry:
+        return None
+    version = entry.get("v")
+    if version != VERSION and isinstance(version, int):
+        raise RunDirectoryError(
+            f"{path} has lines of journal version {version}, and this jurymast reads version {VERSION}",
+            hint="use the jurymast that the run was submitted with",
+        )
+    return entry if version == VERSION else None
 
 
 def single(entry: Entry) -> list[Entry]:
@@ -340,7 +354,8 @@ class Follower:
             self._take(_replaced(files))
             self._files, self._newest = files, FileTail(files[-1])
         while files and (lines := self._newest.lines()):
-            self._take(entry for line in lines if (entry := entry_of(line)) is not None)
+            path = self._newest.path
+            self._take(entry for line in lines if (entry := entry_of(line, path)) is not None)
         return self._state
 
     def _take(self, entries: Iterable[Entry]) -> None:

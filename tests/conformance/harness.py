@@ -53,29 +53,39 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What is left of a run. `failures`: the rank that failed first, with its exit code. `printed`: for each
-    rank the lines of its standard output and of its standard error, or of both where they share a log."""
+    """What is left of a run. `work`: where it ran. `failures`: the rank that failed first, with its exit
+    code. `printed`: for each rank the lines of its standard output and of its standard error, or of both
+    where they share a log."""
 
+    work: Path
     failures: dict[int, int]
     printed: dict[int, list[list[str]]]
     files: dict[str, str]
 
 
-def run_both(case: Case, folder: Path) -> tuple[Outcome, Outcome]:
-    """Under torchrun and under jurymast, at the same time."""
-    for launcher in ("torchrun", "jurymast"):
-        _prepare(case, folder / launcher)
-    with _torchrun(case, folder / "torchrun") as process, jurymast_run(case, folder / "jurymast") as run:
+def run_both(case: Case, folder: Path, shared: Path) -> tuple[Outcome, Outcome]:
+    """Under torchrun and under jurymast. `shared`: see `under_torchrun`."""
+    with jurymast_run(case, folder / "jurymast") as run:
+        torchrun = under_torchrun(case, shared)
         run.wait_end(LIMIT_S)
         wait_gone(run.directory.root)
-        wait_until("end of torchrun", lambda: process.poll() is not None, limit_s=LIMIT_S)
-    torchrun = _of_torchrun(folder / "torchrun")
-    if torchrun.failures != case.fails:  # what is compared with; gloo aborts now and then at a rank's end
-        _prepare(case, folder / "again")
-        with _torchrun(case, folder / "again") as process:
-            wait_until("end of torchrun", lambda: process.poll() is not None, limit_s=LIMIT_S)
-        torchrun = _of_torchrun(folder / "again")
     return torchrun, _of_jurymast(folder / "jurymast", run)
+
+
+def under_torchrun(case: Case, shared: Path) -> Outcome:
+    """It runs once for all that give the same folder, in processes beside each other as well."""
+    place = shared / f"torchrun {' '.join(case.command)}"
+    place.mkdir(exist_ok=True)
+    with open(place / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        first, again = place / "first", place / "again"
+        if not first.exists():
+            _torchrun(case, first)
+        if not again.exists():
+            if (outcome := _of_torchrun(first)).failures == case.fails:
+                return outcome
+            _torchrun(case, again)  # what is compared with; gloo aborts now and then at a rank's end
+        return _of_torchrun(again)
 
 
 def assert_alike(case: Case, torchrun: Outcome, jurymast: Outcome) -> None:
@@ -130,8 +140,8 @@ def _prepare(case: Case, folder: Path) -> None:
             shutil.copy(SCRIPTS / source, work)
 
 
-@contextmanager
-def _torchrun(case: Case, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _torchrun(case: Case, folder: Path) -> None:
+    _prepare(case, folder)
     # Older torch takes one and the same port for all on a machine unless told otherwise.
     command = [command_of("torchrun"), "--nproc-per-node", str(RANKS), "--master-port", str(free_port()),
                "--redirects", "3", "--log-dir", str(folder / "logs"), *case.command]  # fmt: skip
@@ -141,27 +151,17 @@ def _torchrun(case: Case, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        yield process
+        wait_until("end of torchrun", lambda: process.poll() is not None, limit_s=LIMIT_S)
     finally:
         end_all(tree(process.pid))
         process.wait()
 
 
-def torchruns_weights(script: str, folder: Path) -> str:
-    """What the script, undisturbed, leaves in weights.txt under torchrun. It runs once for all that give the
-    same `folder`, in processes beside each other as well."""
-    place = folder / f"torchrun-{script}"
-    place.mkdir(exist_ok=True)
-    weights = place / "work" / "weights.txt"
-    with open(place / "lock", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not weights.exists():
-            case = Case(script, (script,), (script,))
-            _prepare(case, place)
-            with _torchrun(case, place) as process:
-                wait_until("end of torchrun", lambda: process.poll() is not None, limit_s=LIMIT_S)
-            assert process.returncode == 0, (place / "torchrun.log").read_text()
-    return weights.read_text()
+def torchruns_weights(script: str, shared: Path) -> str:
+    """What the script, undisturbed, leaves in weights.txt under torchrun."""
+    plain = under_torchrun(Case(script, (script,), (script,)), shared)
+    assert plain.failures == {}
+    return (plain.work / "weights.txt").read_text()
 
 
 @contextmanager
@@ -189,7 +189,8 @@ def _of_torchrun(folder: Path) -> Outcome:
     printed: dict[int, list[list[str]]] = {}
     for rank in range(RANKS):
         printed[rank] = [_lines(log, folder) for log in folder.glob(f"logs/*/attempt_0/{rank}/*.log")]
-    return Outcome(_root_cause((folder / "torchrun.log").read_text()), printed, files_of(folder))
+    failures = _root_cause((folder / "torchrun.log").read_text())
+    return Outcome(folder / "work", failures, printed, files_of(folder))
 
 
 def _root_cause(log: str) -> dict[int, int]:
@@ -203,7 +204,8 @@ def _of_jurymast(folder: Path, run: RunUnderTest) -> Outcome:
     logs = {rank: run.directory.rank_log(1, rank) for rank in range(RANKS)}
     printed = {rank: [_lines(log, folder)] for rank, log in logs.items()}
     failed = [event for event in run.events() if isinstance(event, ev.WorkerFailed) and event.attempt == 1]
-    return Outcome({event.rank: event.exit_code for event in failed[:1]}, printed, files_of(folder))
+    failures = {event.rank: event.exit_code for event in failed[:1]}
+    return Outcome(folder / "work", failures, printed, files_of(folder))
 
 
 # What is another at each run, and what stands for it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,15 +46,14 @@ OWN = ("seed", "draws", "authkey", "name")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory: pytest.TempPathFactory, session_folder: Path) -> Found:
     """What each rank has found, by launcher."""
-    folder = tmp_path_factory.mktemp("probe")
-    run_both(Case("probe", ("probe.py",), ("probe.py", "an argument")), folder)
+    case = Case("probe", ("probe.py",), ("probe.py", "an argument"))
     told: Found = {}
-    for launcher in LAUNCHERS:
-        work = folder / launcher / "work"
-        texts = [(work / f"found-{rank}.json").read_text() for rank in range(RANKS)]
-        told[launcher] = [json.loads(text.replace(str(work), "WORK")) for text in texts]
+    outcomes = run_both(case, tmp_path_factory.mktemp("probe"), session_folder)
+    for launcher, outcome in zip(LAUNCHERS, outcomes, strict=True):
+        texts = [(outcome.work / f"found-{rank}.json").read_text() for rank in range(RANKS)]
+        told[launcher] = [json.loads(text.replace(str(outcome.work), "WORK")) for text in texts]
     return told
 
 

@@ -56,9 +56,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_script_does_the_same_under_both(case: Case, tmp_path: Path) -> None:
+def test_a_script_does_the_same_under_both(case: Case, tmp_path: Path, session_folder: Path) -> None:
     if case.needs:
         pytest.importorskip(case.needs)
-    torchrun, jurymast = run_both(case, tmp_path)
-    assert torchrun.printed[0] != [[], []], (tmp_path / "torchrun" / "torchrun.log").read_text()
+    torchrun, jurymast = run_both(case, tmp_path, session_folder)
+    assert torchrun.printed[0] != [[], []]
     assert_alike(case, torchrun, jurymast)

@@ -1,13 +1,10 @@
-"""Deaths at each point of a save: a process is stopped and its stack looked at; there, somebody dies."""
+"""Deaths at each point of a save: a process stops itself in a function (`support/stopping`); there, somebody
+dies."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -17,17 +14,16 @@ import psutil
 import pytest
 
 from jurymast.core.run.state import RunState
+from support import stopping
 from support.runs import RunUnderTest, local_run, result, wait_gone
 from support.saves import check_restores
+from support.waiting import wait_until
 
-# Alone: on a busy machine a look with py-spy takes longer than what it looks for.
-pytestmark = [pytest.mark.torch, pytest.mark.alone, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.torch
 
-PY_SPY = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 TRAIN = (
-    "--steps", "100000", "--step-time", "0.05", "--save-every", "1 step", "--buffer-mib", "96",
+    "--steps", "100000", "--step-time", "0.1", "--save-every", "2 steps", "--buffer-mib", "4",
 )  # fmt: skip
-LIMIT_S = 360.0  # found by chance: on a busy machine after many looks
 # Where a save is, by the function that some thread is in, and the process whose thread that is.
 COPYING, HASHING, REPLICATING, DRAINING = "Window.stage", "_read_image", "_receive", "_Meeting._write_rank"
 
@@ -44,8 +40,7 @@ def agents(run: RunUnderTest, node: str) -> list[int]:
 
 
 def drainers(run: RunUnderTest, node: str) -> list[int]:
-    children = psutil.Process(run.agent_pid(node)).children()
-    return [child.pid for child in children if "jurymast.storage" in child.cmdline()]
+    return agents(run, node)  # theirs are children of it
 
 
 def spares_agents(run: RunUnderTest, node: str) -> list[int]:
@@ -67,10 +62,17 @@ POINTS = [(COPYING, ranks), (HASHING, agents), (DRAINING, drainers), (REPLICATIN
 
 @pytest.mark.parametrize(("victim", "spares"), [(ranks, 1), (agents, 4)])
 def test_whoever_dies_at_any_point_of_a_save_costs_no_bit(
-    tmp_path: Path, trained_plainly: Callable[..., str], victim: Who, spares: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained_plainly: Callable[..., str],
+    victim: Who,
+    spares: int,
 ) -> None:
     """One death at each point; an agent's costs a spare."""
-    out, enough = tmp_path / "out.json", tmp_path / "enough"
+    out, enough, stops = tmp_path / "out.json", tmp_path / "enough", tmp_path / "stops"
+    stops.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(Path(stopping.__path__[0])))
+    monkeypatch.setenv("STOP_IN", str(stops))
     arguments = (*TRAIN, "--until", str(enough), "--out", str(out))
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", str(spares), script="train_tiny.py",
                    arguments=arguments) as run:  # fmt: skip
@@ -78,7 +80,7 @@ def test_whoever_dies_at_any_point_of_a_save_costs_no_bit(
         for number, (point, where) in enumerate(POINTS, 1):
             run.wait_safe(safe)
             node = placed(run, victim)
-            stopped = stop_in(point, run, where, node)
+            stopped = stop_in(point, stops, where(run, node))
             for pid in victim(run, node):
                 psutil.Process(pid).kill()
             if where is not victim:
@@ -99,25 +101,17 @@ def recovered(number: int, state: RunState) -> bool:
     return len(state.incidents) >= number and state.incident is None
 
 
-def stop_in(function: str, run: RunUnderTest, where: Who, node: str) -> int:
-    """A process of which a thread is in that function: stopped there. One that is only looked at goes on."""
-    end = time.monotonic() + LIMIT_S
-    while time.monotonic() < end:
-        for pid in where(run, node):
-            if not is_in(function, pid):
-                continue
-            os.kill(pid, signal.SIGSTOP)
-            if is_in(function, pid):
-                return pid
-            os.kill(pid, signal.SIGCONT)
-    raise AssertionError(f"nobody was found in {function} within {LIMIT_S:.0f} s\n{run.story()}")
+def stop_in(function: str, folder: Path, pids: list[int]) -> int:
+    """The process that has stopped there: one of these, or a child of one."""
+    armed = folder / function
+    written = folder / "written"
+    written.write_text(" ".join(map(str, pids)))
+    written.rename(armed)
 
+    def stopped() -> int:
+        found = [int(path.suffix[1:]) for path in folder.glob(f"{function}.*")]
+        return found[0] if found and psutil.Process(found[0]).status() == psutil.STATUS_STOPPED else 0
 
-def is_in(function: str, pid: int) -> bool:
-    if PY_SPY is None:
-        pytest.skip("py-spy is not installed")
-    command = [PY_SPY, "dump", "--nonblocking", "--pid", str(pid)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if "ermission" in done.stderr:
-        pytest.skip("py-spy may not look at other processes here")
-    return f" {function} (" in done.stdout
+    pid = wait_until(f"process in {function}", stopped, limit_s=60.0)
+    (folder / f"{function}.{pid}").unlink()
+    return pid

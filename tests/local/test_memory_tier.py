@@ -128,7 +128,7 @@ def test_state_that_outgrows_its_slots_is_saved_when_there_are_larger_ones(
     assert events(keeper, "Skipped")[0]["why"] == "memory is not ready yet"
     memory = checkpoint._memory
     assert memory is not None
-    assert wait_until("larger slots", lambda: memory.ready)
+    assert memory.wait_ready(20.0)
     assert checkpoint.save(3)
     assert same(read(keeper, 0, "it.value"), holder.value)
     holder.value = "small"

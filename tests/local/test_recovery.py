@@ -24,7 +24,7 @@ from support.waiting import wait_until
 pytestmark = pytest.mark.torch
 
 STEPS = 120
-TRAIN = ("--steps", str(STEPS), "--step-time", "0.02", "--save-every", "10 steps")
+TRAIN = ("--steps", str(STEPS), "--step-time", "0.05", "--save-every", "10 steps")
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_an_unmodified_script_is_watched_and_restarted(
     """No import of jurymast in it: torch's optimizer hook gives the heartbeats."""
     out, train = tmp_path / "out.json", ("--steps", "100", "--save-every", "10")
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_plain.py",
-                   arguments=(*train, "--step-time", "0.02", "--checkpoints", str(tmp_path / "own"),
+                   arguments=(*train, "--step-time", "0.08", "--checkpoints", str(tmp_path / "own"),
                               "--out", str(out))) as run:  # fmt: skip
         kill_rank(run, run.wait_step(20).placement[1])
         state = run.wait_end()

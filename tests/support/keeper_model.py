@@ -87,6 +87,7 @@ class KeeperNode:
         self.attempt = self.step = 0
         self.training = False
         self.safe = (0, -1)  # what the keeper was told of
+        self.kept = {self.safe}  # what the newest attempt may need
         self.states: list[tuple[int, int]] = []
         self.asked: set[tuple[Image, str, tuple[int, ...]]] = set()
         self.may_go: Callable[[Copy], bool] = lambda copy: False
@@ -253,7 +254,7 @@ class KeeperNode:
             self.save(local, self.step, dies=self.chance.random() < 0.05)
 
     def want(self, local: int, size: int) -> None:
-        self.may_go = lambda copy: copy.image[1] < self.attempt
+        self.may_go = lambda copy: copy.image[1] < self.attempt and copy.age != self.safe
         self.act(self.machine.wants(local, size))
 
     def save(self, local: int, step: int, *, dies: bool = False) -> bool:
@@ -304,12 +305,16 @@ class KeeperNode:
         else:
             ranks = {number: self.sources(number) for number in numbers if self.chance.random() < 0.95}
             restore = msg.Restore(step=state[0], attempt=state[1], ranks=ranks)
-            keep = {self.safe, age(state)}
-            self.may_go = lambda copy: copy.tier == MEMORY and copy.age not in keep
-            self.safe = age(state)
+            self.kept = {self.safe, age(state)}
+            self.may_go = self.may_make_room
+            self.safe = min(self.safe, age(state))
         for rank, number in zip(self.ranks, numbers, strict=True):
             rank.number = number
         self.act(self.machine.launch(self.attempt, numbers, self.world, restore, 0.0))
+
+    def may_make_room(self, copy: Copy) -> bool:
+        """For what the newest attempt restores."""
+        return copy.tier == MEMORY and copy.image[1] < self.attempt and copy.age not in self.kept
 
     def sources(self, rank: int) -> tuple[msg.Source, ...]:
         return (msg.Source(tier=PEER, node="n2", hosts=("h",), port=1, part=ALL, rank=rank),)
@@ -338,6 +343,8 @@ class KeeperNode:
             if self.safe[1] > state[0]:
                 self.safe = (0, -1)
             self.act(self.machine.ordered(msg.ForgetNewer(step=state[0])))
+        elif kind < 0.51:
+            self.act(self.machine.ordered(msg.GiveSlotsUp()))
         else:
             self.replicate(state)
 
@@ -424,7 +431,8 @@ class KeeperNode:
         may_go, self.may_go = self.may_go, lambda copy: False
         for copy in self.gone:
             there = any(one.image == copy.image and one.part in (ALL, copy.part) for one in self.served)
-            assert there or may_go(copy), f"{copy.entry} is given up, and nobody wanted that"
+            gone = may_go(copy) or self.may_make_room(copy)
+            assert there or gone, f"{copy.entry} is given up, and nobody wanted that"
         self.gone.clear()
         self.machine.check()
         for copy in self.served:

@@ -181,7 +181,11 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         exactly(_alone_while_nodes_come),
         [(recovery, "deadline", lambda *_: 0.0)],
     ),
-    "9: what was given up stays in mind": (of(), [(Replicas, "_give_up_older", _no_books)]),
+    "9: what was given up stays in mind": (of(), [(Replicas, "give_up_older", _no_books)]),
+    "10: a rollback is forgotten": (
+        of("rollback", "rank", "supervisor"),
+        [(Checkpoints, "go_back", _nothing), (restoring.Restore, "is_void", lambda *_: False)],
+    ),
 }
 
 

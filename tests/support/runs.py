@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import psutil
 from jurymast.cli.find import find_run
 from jurymast.core import events as ev
 from jurymast.core.run.state import RunState
-from jurymast.journal import events, read, replay
+from jurymast.journal import Follower, events, read
 from jurymast.rundir import RunDirectory
 from support.waiting import wait_until
 
@@ -32,28 +33,25 @@ class RunUnderTest:
 
     def __init__(self, directory: Path) -> None:
         self.directory = RunDirectory(directory)
-        self._read_bytes = -1
-        self._events: list[ev.Event] = []
-        self._state: RunState | None = None
+        self._journal = Follower(self.directory)  # tests ask many times a second
+        self._events: tuple[int, list[ev.Event]] = (-1, [])  # as of so many bytes
 
     def events(self) -> list[ev.Event]:
-        self.state()
-        return list(self._events)
+        size_bytes = sum(path.stat().st_size for path in self.directory.journal_files())
+        if self._events[0] != size_bytes:
+            self._events = (size_bytes, list(events(read(self.directory))))
+        return list(self._events[1])
 
     def state(self) -> RunState:
-        """Tests ask many times a second; reading all of it each time would slow the run under test down."""
-        size_bytes = sum(path.stat().st_size for path in self.directory.journal_files())
-        if self._state is None or size_bytes != self._read_bytes:
-            self._events = list(events(read(self.directory)))
-            self._state, self._read_bytes = replay(self.directory), size_bytes
-        return self._state
+        """As the journal says it now; what comes later does not change it."""
+        return deepcopy(self._journal.catch_up())
 
     def wait(self, what: str, condition: Callable[[RunState], bool], limit_s: float = 60.0) -> RunState:
         end = time.monotonic() + limit_s
         while True:
-            state = self.state()
+            state = self._journal.catch_up()
             if condition(state):
-                return state
+                return deepcopy(state)
             if state.ended or time.monotonic() > end:
                 raise AssertionError(f"waited for: {what}\n{self.story()}")
             time.sleep(POLL_S)

@@ -29,8 +29,10 @@ def connect(port: int) -> do.Connect:
     return do.Connect((("n9", port), ("10.0.0.9", port)))
 
 
-def link(hint: tuple[str, int] | None = None, nodes: int = 1, ranks: Ranks | None = None) -> Link:
-    return Link("17.0", hint, PATIENCE_S, nodes, 0.5, ranks or Ranks(5.0), Hearing(ANSWER_INTERVAL_S))
+def link(
+    hint: tuple[str, int] | None = None, nodes: int = 1, ranks: Ranks | None = None, node: str = "n1"
+) -> Link:
+    return Link(node, "17.0", hint, PATIENCE_S, nodes, 0.5, ranks or Ranks(5.0), Hearing(ANSWER_INTERVAL_S))
 
 
 def connected(made: Link | None = None) -> Link:
@@ -134,15 +136,33 @@ def test_a_supervisor_that_is_silent_for_longer_than_usual_is_left_for_a_newer_o
     now = made.wake_at
     assert made.tick(now) == [do.Find()]
     effects = made.found(at(8, epoch=2), now)
-    assert effects == [do.Send(msg.HangsUp()), do.HangUp(), connect(8)]
+    newer = at(8, epoch=2)
+    assert effects == [do.Send(msg.HangsUp(newer=newer)), do.HangUp(), connect(8)], "it may not know"
     made.check()
     assert made.connected_to(now + 0.1) == [do.Greet()]
+
+
+def test_a_supervisor_that_was_taken_over_from_says_where_the_next_is() -> None:
+    made = connected()
+    last = answered(made)
+    assert made.heard(msg.Moved(place=at(8, "16.0", 2)), last) == []
+    newer = at(8, epoch=2)
+    effects = made.heard(msg.Moved(place=newer), last)
+    assert effects == [do.Send(msg.HangsUp(newer=newer)), do.HangUp(), connect(8)]
+    made.check()
 
 
 def test_who_is_slow_by_habit_is_not_soon_suspected() -> None:
     made = connected()
     last = answered(made, every_s=2.0)
     assert made.wake_at == pytest.approx(last + FACTOR * 2.0, abs=0.01)
+
+
+def test_the_agent_beside_a_supervisor_that_falls_silent_is_early_with_the_next_although_it_is_slow() -> None:
+    """Who takes over gives this node up first: it most likely went with the supervisor."""
+    made = connected(link(node="n9"))
+    last = answered(made, every_s=2.0)
+    assert made.wake_at == pytest.approx(last + BEATS * ANSWER_INTERVAL_S, abs=0.01)
 
 
 @pytest.mark.parametrize("place", [None, at(8, epoch=0), at(8, "16.0", 2)])

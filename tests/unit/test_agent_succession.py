@@ -97,6 +97,25 @@ def test_the_first_few_take_over_one_after_the_other(heir: int) -> None:
     assert start.silent_s == pytest.approx(took_s, abs=PULSE_INTERVAL_S), "since the loss, as far as is known"
 
 
+def test_the_next_supervisor_that_is_lost_is_replaced_as_quickly_as_the_one_before() -> None:
+    """How long the first was silent, when it had ended, is no habit of the second."""
+    part = knows(heir=1)
+    part.falls_silent()
+    part.passes(LIMIT_S + 1.0)  # another takes over
+    part.loses()
+    part.epoch += 1
+    part.lives = True
+    part.passes(2 * LOOK_S)  # it sees the pulse before it is there
+    part.heard = True
+    part.hearing.begin(part.now)
+    part.does(part.machine.answered(part.now))
+    assert do.StartSupervisor not in map(type, part.passes(3.0))
+    part.falls_silent()
+    took_s = part.takes_over_within(20.0)
+    assert took_s is not None
+    assert took_s <= LIMIT_S + STAGGER_S + 2 * LOOK_S
+
+
 @pytest.mark.parametrize("node", ["n0", "n3", "elsewhere"])
 def test_the_others_follow_once_they_have_lost_their_supervisor(node: str) -> None:
     place = HEIRS + (NODES.index(node) if node in NODES else machine.PLACE_UNKNOWN)

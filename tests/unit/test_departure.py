@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jurymast.core import messages as msg
-from jurymast.core.effects import AskSuperseded, Effect, Send
+from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send
+from jurymast.core.endpoint import Endpoint
 from jurymast.core.nodes.heartbeat import LIMIT_MAX_S
 from jurymast.core.run.state import Phase
+from support.site import Site
 from support.stories import Story
 from support.successor import Successor
 
@@ -79,3 +83,42 @@ def test_a_checkpoint_that_does_not_get_to_storage_is_told_of() -> None:
         after.joins(node, copies=(image(rank),))
     assert not sent_home(after.waits(62.0))
     assert "the storage is slow, or it hangs" in story.state.saved["shared"].error
+
+
+def test_a_supervisor_that_hears_of_a_newer_one_sends_the_other_agents_there_and_goes() -> None:
+    """Its storage hangs, so that neither it nor they see that; half of the nodes each have no checkpoint."""
+    story = Story(active=2, spares=1).running()
+    one, other, third = story.state.nodes
+    after = Successor(story)
+    for node in (one, other, third):
+        after.joins(node)
+    epoch = story.state.epoch
+    old = Endpoint(epoch, (one,), 7, one, "17.0", 1)
+    assert GiveWay() not in after.hears(one, msg.HangsUp(newer=old)), "it is this one"
+    newer = replace(old, epoch=epoch + 1)
+    effects = after.hears(other, msg.HangsUp(newer=newer))
+    assert [one for one in effects if isinstance(one, Send)] == [Send(third, msg.Moved(place=newer))]
+    assert effects[-1] == GiveWay()
+
+
+def test_before_the_nodes_go_those_that_had_no_memory_for_more_are_asked_once_more() -> None:
+    """The memory of what ranks would write next serves as well then."""
+    site = Site(shared_every_s=3600.0)
+    site.save()
+    site.answer(site.ordered(msg.Drain))
+    site.save(20)
+    site.replicas_made(20)
+    site.ordered(msg.Replicate)
+    for node in ("n1", "n3", "s1"):
+        site.hear(node, msg.Refused(why="no memory"))
+    site.lost("n2")
+    assert not site.secured()
+    assert {node for node, _ in site.ordered(msg.GiveSlotsUp)} == {"n1", "n3", "s1"}
+    (_, order), *_ = site.ordered(msg.Replicate)
+    assert (order.rank, order.part) == (1, "all")
+    for node in ("n1", "n3", "s1"):
+        assert not site.checkpoints.secured
+        site.hear(node, msg.Refused(why="no memory"))
+        site.secured()
+    assert site.secured(), "asked again for ever"
+    assert site.ordered(msg.GiveSlotsUp) == []

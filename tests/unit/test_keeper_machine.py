@@ -111,6 +111,25 @@ def test_a_replica_of_what_is_passed_is_not_made(order: msg.KeeperOrder) -> None
     assert not node.replicated
 
 
+def test_free_slots_make_room_for_others_images_when_the_nodes_are_about_to_go() -> None:
+    node = trained()
+    node.free = 0
+    order = msg.Replicate(step=5, attempt=1, rank=2, part="all", sources=node.sources(2))
+    node.act(node.machine.ordered(order))
+    node.quiet()
+    assert steps_held(node) == [1]
+    node.ranks[0].slots[0].writing = node.ranks[0].slots[1].writing = True
+    node.act(node.machine.ordered(msg.GiveSlotsUp()))
+    node.act(node.machine.ordered(order))
+    node.quiet()
+    assert steps_held(node) == [1], "its rank is writing there"
+    node.ranks[0].slots[0].writing = node.ranks[0].slots[1].writing = False
+    node.act(node.machine.ordered(msg.GiveSlotsUp()))
+    node.act(node.machine.ordered(order))
+    node.quiet()
+    assert steps_held(node) == [1, 5]
+
+
 def test_what_was_given_up_and_is_ordered_again_is_made() -> None:
     node = trained()
     replicate(node, 5)

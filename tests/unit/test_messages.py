@@ -23,6 +23,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Schedule
 from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.endpoint import Endpoint
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.flight import Entered
 from jurymast.core.nodes.stacks import Stand
@@ -48,6 +49,7 @@ COPY = msg.CopyReport(
     tier="peer", step=10, attempt=1, rank=0, world=2, part="own", size_bytes=9, stall_s=0.1,
     members=(msg.MemberReport(rank=0, size_bytes=9, common_id="x"), msg.MemberReport(rank=1, size_bytes=8)),
 )  # fmt: skip
+PLACE = Endpoint(2, ("n2", "10.0.0.2"), 7, "n2", "17.0", 1)
 PLAIN = msg.Source(tier="peer", node="n2", hosts=("10.0.0.2",), port=7, part="all", rank=1)
 MEMBER = msg.Member(rank=1, sources=(PLAIN,))
 SOURCE = msgspec.structs.replace(PLAIN, part="own", rank=0, group=(0, 1), members=(MEMBER,))
@@ -67,6 +69,7 @@ SAID: list[msg.ToSupervisor] = [
     msg.RankEvent(attempt=1, event=within.Skipped(step=5, why="busy")),
     msg.Terminated(),
     msg.HangsUp(),
+    msg.HangsUp(newer=PLACE),
     msg.Leaving(why="x"),
     msg.Looked(attempt=1, number=2, stands={0: Stand("code", "in f"), 7: Stand("collective", "in g")}),
     msg.Stacks(attempt=1, ranks=(0,), kinds=("code",), places=("in f",), folder="e", flights=(ENTERED,)),
@@ -94,6 +97,7 @@ ORDERS: list[msg.ToAgent] = [
     msg.Cadence(attempt=1, schedule=Schedule(1, 2, 3, 4), decided=-1),
     msg.GoOn(time=1.5, patience_s=2.5, heard=3),
     msg.Leave(over=True),
+    msg.Moved(place=PLACE),
     msg.Look(attempt=1, number=2),
     msg.LeaveVerdict(job="17", finding=FINDING),
     msg.TestAlone(limit_s=5.0),
@@ -104,6 +108,7 @@ ORDERS: list[msg.ToAgent] = [
     msg.Void(step=1, attempt=1),
     msg.Forget(step=1, attempt=1, ranks=(0, 1)),
     msg.ForgetNewer(step=1),
+    msg.GiveSlotsUp(),
     msg.Drain(id="7", tier="shared", step=1, attempt=1, ranks=(0,), world=2, lead=True),
     msg.CancelDrain(id="7"),
 ]  # fmt: skip

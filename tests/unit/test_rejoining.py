@@ -50,3 +50,29 @@ def test_nobody_is_out_of_time_because_no_supervisor_was_there(phase: Phase) -> 
     story.feed(ev.Tick(t=story.t + 1.0))
     assert story.state.phase is phase
     assert not [node for node in story.state.nodes.values() if node.role.value == "failed"]
+
+
+def test_what_will_never_be_complete_makes_room_when_ranks_cannot_save() -> None:
+    """A supervisor has taken over: an image was dropped as damaged while there was none."""
+    site = Site()
+    site.hold(1, at=10)
+    site.hold(2, at=10)
+    site.skip(20, rank=1, why="both slots are busy")
+    assert {order.step for _, order in site.ordered(msg.Void)} == {20}, "it may be on its way"
+    site.lost("n1")
+    site.skip(30, rank=1, why="both slots are busy")
+    assert {order.step for _, order in site.ordered(msg.Void)} == {30}, "n1 may bring it"
+    site.joined("n1")
+    site.skip(40, rank=1, why="both slots are busy")
+    assert {order.step for _, order in site.ordered(msg.Void)} == {10, 40}
+
+
+def test_an_image_that_a_node_no_longer_has_when_it_is_back_is_not_waited_for() -> None:
+    """It was found corrupt, and dropped, when nobody heard of that: no other node had it."""
+    site = Site()
+    site.save()
+    site.joined("n2", copies=())
+    site.look()
+    assert {(node, order.step) for node, order in site.ordered(msg.Void)} == {
+        (node, 10) for node in ("n1", "n2", "n3", "s1")
+    }

@@ -482,7 +482,7 @@ def test_a_journal_is_read_only_once(tmp_path: Path) -> None:
     assert watching.poll() == []
     more = {"v": 1, "epoch": 1, "n": 99, **ev.to_json(ev.Noted(t=story.t, message="late"))}
     with open(next(directory.journal_files()), "a") as file:
-        file.write(json.dumps(more) + "\nnot json\n" + json.dumps({**more, "v": 2}) + "\n")
+        file.write(json.dumps(more) + "\nnot json\n" + json.dumps({**more, "v": "1"}) + "\n")
     assert [entry["message"] for entry in watching.poll()] == ["late"]
     assert watching.state.notes[-1][1] == "late"
 

@@ -96,11 +96,78 @@ def test_an_attempt_that_the_journal_does_not_know_is_stopped_and_the_next_one_b
 def test_the_node_that_a_supervisor_left_behind_is_known() -> None:
     story = Story(active=2, spares=1).running()
     first = story.state.supervised_on
-    assert story.state.abandoned == ""
+    assert story.state.abandoned == {}
     story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node=first))
-    assert story.state.abandoned == "", "its process was started again"
+    assert story.state.abandoned == {}, "its process was started again"
+    left_at = story.t - 1.5
     story.feed(ev.SupervisorStarted(t=story.t, epoch=3, node="n3", silent_s=1.5))
-    assert (story.state.abandoned, story.state.abandoned_at) == (first, story.t - 1.5)
+    assert story.state.abandoned == {first: left_at}
+    story.feed(ev.SupervisorStarted(t=story.t + 1.0, epoch=4, node="n2"))
+    assert story.state.abandoned == {first: left_at, "n3": story.t + 1.0}, "who was quicker knew no more"
+    comes_back(story, first)
+    story.feed(ev.SupervisorStarted(t=story.t + 2.0, epoch=5, node="n3"))
+    assert story.state.abandoned == {"n2": story.t + 2.0}
+
+
+def taken_over(story: Story, *heard: str) -> None:
+    """These nodes have come back to the new supervisor."""
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=story.state.epoch + 1, node=heard[0]))
+    for name in heard:
+        comes_back(story, name)
+
+
+def comes_back(story: Story, name: str) -> None:
+    known = story.state.nodes[name].incarnation
+    story.feed(ev.NodeJoined(t=story.t, node=name, address=name, incarnation=known))
+
+
+def host_died(story: Story, node: str) -> None:
+    story.feed(ev.WorkersStopped(t=story.t, node=node, attempt=story.state.attempt, store_port=0))
+
+
+def test_a_spare_of_which_a_supervisor_that_took_over_has_not_heard_is_not_swapped_in() -> None:
+    """It may have been lost with the one before: whoever comes first takes the place."""
+    story = Story(active=2, spares=2).running()
+    one, other = story.state.placement
+    unheard, heard = (name for name in story.state.nodes if name not in story.state.places)
+    taken_over(story, one, other)
+    story.lost(other)
+    story.stopped()
+    assert (story.state.phase, story.incident.action) == (Phase.WAITING, "swap")
+    story.feed(ev.NodeLost(t=story.t, node=unheard, how="silent", silent_s=8.0, limit_s=8.0))
+    assert story.state.phase is Phase.WAITING
+    comes_back(story, heard)
+    assert story.last(Launch).placement == (one, heard)
+
+
+def test_a_node_whose_torchrun_host_starts_anew_is_better_than_a_requeue() -> None:
+    """The spare that was to replace it is lost: it takes its own place again as soon as it is ready."""
+    story = Story(active=2, spares=1).running()
+    one, other = story.state.placement
+    (spare,) = (name for name in story.state.nodes if name not in story.state.places)
+    story.failed(1, exit_code=-9)
+    host_died(story, other)
+    story.stopped()
+    assert spare in story.last(Launch).placement
+    story.lost(spare)
+    story.stopped()
+    assert story.state.phase is Phase.WAITING, story.incident.reason
+    story.feed(ev.NodeReady(t=story.t, node=other, store_port=1))
+    story.backed_off()
+    assert story.last(Launch).placement == (one, other)
+
+
+def test_nodes_whose_hosts_start_anew_are_waited_for_although_some_are_ready_sooner() -> None:
+    """The last node of a run that is nearly over is lost: the others had ended, and their hosts with them."""
+    story = Story(active=3, spares=1).running()
+    lost, *others = story.state.placement
+    story.lost(lost)
+    for node in others:
+        host_died(story, node)
+    for port, node in enumerate(others, 1):
+        assert story.state.phase is Phase.WAITING, story.incident.reason
+        story.feed(ev.NodeReady(t=story.t, node=node, store_port=port))
+    assert set(story.last(Launch).placement) == {*story.state.nodes} - {lost}
 
 
 def test_a_node_was_not_lost_before_a_step_that_it_took_part_in() -> None:
@@ -149,3 +216,11 @@ def test_what_was_restored_from_storage_is_there_whoever_said_so_before() -> Non
     assert story.state.saved_on(SHARED) == 5
     story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=9, tier=MEMORY, seconds=1.0))
     assert story.state.saved_on(SHARED) == 5
+
+
+def test_who_takes_over_after_the_run_s_end_rules_in_its_own_epoch() -> None:
+    """It still brings the newest checkpoint to storage: what was said of other writes is not of its own."""
+    story = Story(active=2, spares=1).running().finished()
+    assert story.state.phase is Phase.SUCCEEDED
+    taken_over(story, "n3")
+    assert (story.state.epoch, story.state.supervised_on) == (2, "n3")

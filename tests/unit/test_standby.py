@@ -71,5 +71,5 @@ def test_once_called_it_supervises(directory: RunDirectory) -> None:
         finally:
             process.kill()
     state = replay(directory)
-    assert (state.supervised_on, state.abandoned) == ("n2", "n1")
-    assert state.abandoned_at == pytest.approx(state.now - 1.5, abs=1.0)
+    assert (state.supervised_on, [*state.abandoned]) == ("n2", ["n1"])
+    assert state.abandoned["n1"] == pytest.approx(state.now - 1.5, abs=1.0)

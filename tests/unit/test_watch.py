@@ -350,9 +350,9 @@ def test_after_a_take_over_nodes_have_time_to_come_back() -> None:
     assert ears.lost() == ["n3"]
 
 
-def taken_over(ears: Ears, silent_s: float = 1.6) -> None:
-    """From n3, which nobody had heard for so long."""
-    ears.state.abandoned, ears.state.abandoned_at = "n3", ears.now - silent_s
+def taken_over(ears: Ears, *nodes: str, silent_s: float = 1.6) -> None:
+    """From n3, or supervisors on these nodes, which nobody had heard for so long."""
+    ears.state.abandoned = dict.fromkeys(nodes or ("n3",), ears.now - silent_s)
     ears.watch = Watch(ears.state, ears.now)
     ears.watch.take_over(ears.now)
 
@@ -374,6 +374,15 @@ def test_the_node_of_a_supervisor_that_was_replaced_is_lost_soon_after_all_other
     assert event.silent_s == pytest.approx(1.6 + 1.0 + AFTER_OTHERS_S, abs=0.2), "from the loss on"
 
 
+def test_of_several_that_were_replaced_one_after_the_other_none_is_waited_for_longer() -> None:
+    ears = Ears((*NAMES, "n4"))
+    taken_over(ears, "n2", "n3")
+    for node in ("n1", "n4"):
+        ears.joins(node, 1)
+    ears.passes(AFTER_OTHERS_S + 0.1, beating=("n1", "n4"))
+    assert ears.lost() == ["n2", "n3"]
+
+
 def test_an_agent_whose_supervisor_alone_died_is_back_with_the_others() -> None:
     ears = Ears()
     taken_over(ears)
@@ -385,12 +394,13 @@ def test_an_agent_whose_supervisor_alone_died_is_back_with_the_others() -> None:
 
 
 def test_the_last_supervisor_s_node_is_not_waited_for_because_another_is_lost_too() -> None:
-    ears = Ears()
+    ears = Ears((*NAMES, "n4"))
     taken_over(ears)
-    ears.joins("n1", 1)
-    ears.passes(ABANDONED_LIMIT_S + 0.2, beating=("n1",))
+    for node in ("n1", "n4"):
+        ears.joins(node, 1)
+    ears.passes(ABANDONED_LIMIT_S + 0.2, beating=("n1", "n4"))
     assert ears.lost() == ["n3"]
-    ears.passes(COMES_S, beating=("n1",))
+    ears.passes(COMES_S, beating=("n1", "n4"))
     assert ears.lost() == ["n3", "n2"]
 
 
@@ -423,6 +433,18 @@ def test_the_next_to_take_over_are_spares_first_and_never_this_node() -> None:
     assert len(heirs()) == HEIRS
     ears.closes("n3")
     assert heirs() == {"n4": 0, "n5": 1, "n2": 2}
+
+
+def test_while_nobody_else_is_back_the_node_of_the_one_before_has_as_long_as_all_others() -> None:
+    """Its storage hangs, say, so that it goes on and all are with it still."""
+    ears = Ears()
+    taken_over(ears)
+    ears.joins("n1", 1)
+    ears.passes(ABANDONED_LIMIT_S + 0.5, beating=("n1",))
+    assert ears.lost() == []
+    ears.joins("n2", 1)
+    ears.passes(AFTER_OTHERS_S + 0.1, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"], "now it is known to be late"
 
 
 def test_who_cannot_find_the_supervisor_as_storage_hangs_is_waited_for() -> None:

@@ -104,7 +104,12 @@ class End:
     """Everything is decided, and all agents have gone or had time to: end this process."""
 
 
+@dataclass(frozen=True)
+class GiveWay:
+    """Another supervisor has taken over: end this process, and nothing else."""
+
+
 Effect = (
     Send | Record | Answer | Disconnect | Pulse | GiveBack | SaveFirst | Journal | Fence | WhyEnding
-    | AskSuperseded | End
+    | AskSuperseded | End | GiveWay
 )  # fmt: skip

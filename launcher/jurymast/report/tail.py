@@ -28,7 +28,7 @@ class _EpochTail:
         while lines := self._tail.lines(partial=over):
             for line in lines:
                 self._line += 1
-                entry = entry_of(line)
+                entry = entry_of(line, self._tail.path)
                 if entry is None:
                     self._bad.append(self._line)
                     continue

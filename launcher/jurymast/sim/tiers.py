@@ -194,7 +194,7 @@ class _Storage:
         if key is not None:
             self._hold(key)
         until = now + SECURE_LIMIT_S["requeued"]
-        while key is not None and self._writes.unsaved() is not None and self._now < until:
+        while key is not None and self._writes.unsaved() and self._now < until:
             if self._order is None:
                 self._carry_out(self._writes.write(SHARED, key, self._now))
             self.pass_until(min(self._ends_at, until))

@@ -102,6 +102,8 @@ class Supervisor:
                     self._hold.silent = not effect.on
                 case do.End():
                     self._over.set()
+                case do.GiveWay():
+                    self._give_way()
                 case do.Fence():
                     self._spawn(self._fence(effect.attempt))
                 case do.GiveBack():
@@ -187,9 +189,7 @@ class Supervisor:
         self._do(self._machine.why_ending(effect, why, by, self.now()))
 
     async def _ask_superseded(self) -> None:
-        if await self._hold.is_superseded():
-            self.superseded = True
-        self._do(self._machine.superseded(self.superseded, self.now()))
+        self._do(self._machine.superseded(await self._hold.is_superseded(), self.now()))
 
     async def _look_at_storage(self) -> None:
         try:
@@ -207,9 +207,12 @@ class Supervisor:
             await asyncio.sleep(self._machine.interval_s)
             self._do(self._machine.tick(self.now(), storage_waits_s=self._hold.waits_s))
 
-    async def _give_way(self) -> None:
-        """Once another has taken over, nothing is this one's to decide or to end any more."""
+    async def _await_successor(self) -> None:
         await self._hold.taken_over()
+        self._give_way()
+
+    def _give_way(self) -> None:
+        """Once another has taken over, nothing is this one's to decide or to end any more."""
         self.superseded = True
         self._over.set()
 
@@ -230,7 +233,7 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGUSR2, lambda: self._do(self._machine.warned(self.now())))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the batch process had them wait
         self._do(self._machine.start(self.now()))
-        for work in (self._tick(), self._give_way(), self._look_at_storage()):
+        for work in (self._tick(), self._await_successor(), self._look_at_storage()):
             self._spawn(work)
         try:
             await self._over.wait()

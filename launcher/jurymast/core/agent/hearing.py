@@ -6,7 +6,7 @@ from collections import deque
 
 from jurymast.core import messages as msg
 from jurymast.core.agent.effects import NEVER
-from jurymast.core.nodes.heartbeat import Arrivals
+from jurymast.core.nodes.heartbeat import BEATS, Arrivals
 
 # Gaps remembered: half a minute. While everything starts, all is slow.
 MEMORY = 60
@@ -28,7 +28,8 @@ class Hearing:
         self.epoch: int | None = None
         self.heir: int | None = None
         self.heard_at = 0.0
-        self.suspect_at = NEVER  # silence from then on is unusual
+        self.suspect_at = NEVER  # silence from then on is unusual for this supervisor,
+        self.late_at = NEVER  # and from then on for one that answers on time
 
     def begin(self, now: float) -> None:
         """A new connection."""
@@ -44,3 +45,4 @@ class Hearing:
 
     def _heard(self, now: float) -> None:
         self.heard_at, self.suspect_at = now, now + self._answers.limit_s()
+        self.late_at = now + BEATS * self._answer_every_s

@@ -31,11 +31,13 @@ class Link:
     newest is by the run directory, since storage may need longer for its answer than a supervisor that lives
     waits for its agent. The next round begins when all tries of one have come to nothing, which takes a while
     where something listens and does not answer: so within one the run directory is looked at again and again.
-    One that is silent for longer than usual is left as soon as there is a newer one.
+    One that is silent for longer than usual is left as soon as there is a newer one. The agent on its own
+    node looks for that early, however late answers usually come: that node is the first to be given up.
     """
 
     def __init__(
         self,
+        node: str,
         allocation: str,
         hint: tuple[str, int] | None,
         patience_s: float,
@@ -47,7 +49,7 @@ class Link:
         """`hint`: (host, port) of the first supervisor. `share`: from 0 to 1, when this one of the run's
         `nodes` looks in the run directory, after all have lost their supervisor at once. `ranks` are only
         looked at."""
-        self._allocation = allocation
+        self._node, self._allocation = node, allocation
         self._hint = hint
         # After a power loss there is no other sign of a supervisor's end than its silence: no reset comes.
         self._patience_s = patience_s
@@ -152,7 +154,7 @@ class Link:
         if place is None or not epoch or place.epoch <= epoch or place.allocation != self._allocation:
             return []
         self._last = place
-        return self._hang_up(now)
+        return self._hang_up(now, newer=place)
 
     # Having one.
 
@@ -172,12 +174,17 @@ class Link:
             case msg.GoOn():
                 self._patience_s = order.patience_s
                 self._kept = [one for one in self._kept if one[0] > order.heard]
+            case msg.Moved():
+                return self._change_over(order.place, now)
             case msg.Leave():
                 return [Leave(order.over)]
         return []
 
     def _peek_later(self) -> None:
-        self._find_at = self._hearing.suspect_at + self._find_every_s * self._share
+        supervised_on = self._last.node if self._last else self._hint[0] if self._hint else ""
+        hearing = self._hearing
+        peek_at = hearing.late_at if supervised_on == self._node else hearing.suspect_at
+        self._find_at = peek_at + self._find_every_s * self._share
 
     def say(self, message: msg.ToSupervisor) -> list[Effect]:
         """Now; and what no hello tells again over the next connection, unless it is known to have been heard:
@@ -208,9 +215,10 @@ class Link:
         self._peeking, self._find_at = True, now + max(PEEK_EVERY_S, self._find_every_s)
         return [Find()]
 
-    def _hang_up(self, now: float) -> list[Effect]:
-        """One that was only late must not take this for an end."""
-        return [Send(msg.HangsUp()), HangUp(), *self.lost(now)]
+    def _hang_up(self, now: float, newer: Endpoint | None = None) -> list[Effect]:
+        """One that was only late must not take this for an end; and it may not see that there is a newer one,
+        as its storage hangs."""
+        return [Send(msg.HangsUp(newer=newer)), HangUp(), *self.lost(now)]
 
     def terminated(self, now: float) -> list[Effect]:
         """A SIGTERM: Slurm ends the job or takes the node. The supervisor finds out which; until it says

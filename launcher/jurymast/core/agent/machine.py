@@ -50,7 +50,7 @@ class AgentMachine:
         patience = patience_s(plan.settings.heartbeat_s, plan.nodes)
         hearing = Hearing(answer_every_s(plan.settings.heartbeat_s, plan.nodes))
         self.ranks = Ranks(plan.settings.stop_grace_s)
-        self.link = Link(allocation, hint, patience, plan.nodes, share, self.ranks, hearing)
+        self.link = Link(node, allocation, hint, patience, plan.nodes, share, self.ranks, hearing)
         self.succession = Succession(node, nodes, hearing, enabled=plan.cluster == "slurm")
         self.writes = Writes(plan.ranks_per_node)
         self.left = False
@@ -164,7 +164,7 @@ class AgentMachine:
                 return self.writes.begin(order, now)
             case msg.CancelDrain():
                 return self.writes.cancel(order.id, now)
-            case msg.Leave() | Strange():
+            case msg.Leave() | msg.Moved() | Strange():
                 return []  # the link's, and nobody's
             case _:
                 return [Obey(order)]

@@ -22,6 +22,10 @@ LOOK_SHARE = 0.1
 STANDBY_AFTER_S = 5.0
 
 
+def epoch_of(pulse: str) -> int:
+    return int(pulse.partition(":")[0])
+
+
 class Succession:
     """One agent's part in it, decided from what it hears of the supervisor, from readings of the supervisor's
     pulse in the run directory, and from its place in the order. `now` is monotonic, in seconds.
@@ -35,7 +39,8 @@ class Succession:
     - A node that is merely cut off does not take over: while the pulse changes the supervisor lives, and
       others hear it. Quiet is the time from the answer of one reading to the question of a later one that
       reads the same, so that a storage that answers late, or not at all, is not taken for a quiet supervisor.
-      A pulse that has been slow before has more time, as with heartbeats.
+      A pulse that has been slow before has more time, as with heartbeats; the silence of one supervisor that
+      ended says nothing of the next.
     - Who never met a supervisor starts none: it is the batch process's to bring the first one up.
     - An agent has at most one supervisor here, and reads one pulse at a time.
     """
@@ -130,7 +135,7 @@ class Succession:
         if value is None or asked_at is None or not self._looks:
             return []
         if self._quiet_since is None or value != self._pulse:
-            if self._quiet_since is not None:
+            if self._quiet_since is not None and epoch_of(value) == epoch_of(self._pulse):
                 self._pulses.gaps.append(self._quiet_s)
             self._pulse, self._quiet_since, self._quiet_s = value, now, 0.0
             return []
@@ -140,7 +145,7 @@ class Succession:
         silent_s = now - max(self._quiet_since - LOOK_S, self._hearing.heard_at)
         self._quiet_since, self._supervises = None, True
         self._stand_by_at, self._stands_by = NEVER, False
-        return [StartSupervisor(int(value.partition(":")[0]), silent_s)]
+        return [StartSupervisor(epoch_of(value), silent_s)]
 
     def _look_every_s(self) -> float:
         return LOOK_S if self._place < HEIRS else max(LOOK_S, LOOK_SHARE * STAGGER_S * self._place)

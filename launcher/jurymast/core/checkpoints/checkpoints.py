@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 
 from msgspec.structs import asdict
 
@@ -33,6 +34,8 @@ from jurymast.errors import never
 
 # Steps that some rank could not save. What other ranks saved of them may be told of later.
 VOIDS_KEPT = 16
+# An image that is not told of by the time that ranks could not save so often since is not on its way.
+VOIDS_AFTER = 2
 
 
 class Checkpoints:
@@ -53,6 +56,7 @@ class Checkpoints:
         self._shortages = Shortages()
         self._void: deque[Key] = deque(maxlen=VOIDS_KEPT)
         self._gather_at = -math.inf
+        self._hopeless: set[Key] = set()  # of what is in no shared tier: it cannot be got there
         self.secured = False
 
     # ---- agents
@@ -64,7 +68,10 @@ class Checkpoints:
         if before is not None and before.incarnation != hello.incarnation:
             effects += self._writes.lost(node, f"the agent of {node} was started again", now)
         held = {copy for report in hello.copies for copy in report.on(node)}
-        if not held.issuperset(self.copies.on(node)):
+        gone = [copy for copy in self.copies.on(node) if copy not in held]
+        for copy in gone:  # dropped as damaged, maybe, and its word of that was lost with the connection
+            self._commit.corrupt(copy, f"{node} has its image no more")
+        if gone:
             self._gone(now)
         self.copies.drop_where(node=node)
         self._holders[node] = Holder(hello.address, hello.data_port, hello.incarnation)
@@ -168,11 +175,26 @@ class Checkpoints:
         key = step, attempt
         if key in self._void or attempt != self._state.attempt:
             return []
-        effects = self._make_void(key, f"rank {rank}: {why}", now)
+        effects = self._make_void(key, f"rank {rank}: {why}", now) + self._give_incomplete_up(attempt, now)
         if why == REFUSED:  # its state outgrew the node: started again, all ranks save to storage
             by = f"jurymast, because rank {rank}: {why}"
             effects.append(Record(ev.Asked(t=now, what="restart", by=by)))
         return effects
+
+    def _give_incomplete_up(self, attempt: int, now: float) -> list[Effect]:
+        """States that will never be complete, as some image was dropped when nobody listened, say: what there
+        is of them takes the ranks' room."""
+        if not self._holders.keys() >= set(self._state.placement):
+            return []  # who is away may bring it
+        voids = [step for step, of in self._void if of == attempt]
+        late = [
+            key
+            for key in takewhile(self._commit.is_newer, self.copies.newest_first())
+            if key[1] == attempt and sum(step > key[0] for step in voids) >= VOIDS_AFTER
+        ]
+        why = "some of its images are on no node"
+        lost = [key for key in late if not self.copies.restorable(key)]
+        return [effect for key in lost for effect in self._make_void(key, why, now)]
 
     def _make_void(self, key: Key, why: str, now: float) -> list[Effect]:
         """Agents give up what they have of a state that is of no use."""
@@ -268,33 +290,43 @@ class Checkpoints:
 
     def unsaved(self) -> str:
         """What would be lost with these nodes, in words; "" for nothing."""
-        key = self._writes.unsaved()
-        return f"the checkpoint of step {key[0]}" if key else ""
+        keys = self._writes.unsaved()
+        return f"the checkpoint of step {keys[0][0]}" if keys else ""
 
     def secure(self, now: float) -> list[Effect]:
-        """Get the newest state to the shared tier. To be called again and again until `secured`: it is there,
-        or cannot be got there."""
-        key, late = self._writes.unsaved(), self._writes.look_for_late(now)
-        self.secured = key is None
-        if key is None or not self._writes.free(cp.SHARED, now, hurry=True):
+        """Get the newest state to the shared tier, or else one before it. To be called again and again until
+        `secured`: it is there, or none can be got there."""
+        late = self._writes.look_for_late(now)
+        keys = [key for key in self._writes.unsaved() if key not in self._hopeless]
+        self.secured = not keys
+        if not keys or not self._writes.free(cp.SHARED, now, hurry=True):
             return late
-        return [*late, *(self._writes.write(cp.SHARED, key, now) or self._gather(key, now))]
+        return [*late, *(self._writes.write(cp.SHARED, keys[0], now) or self._gather(keys, now))]
 
-    def _gather(self, key: Key, now: float) -> list[Effect]:
-        """Have the images that only exist in parts put together on some node."""
+    def _gather(self, keys: list[Key], now: float) -> list[Effect]:
+        """Have the images of the first of these states that only exist in parts put together on some node."""
+        key, effects = keys[0], self._have_room_made(keys)
         nodes = [name for name, node in self._holders.items() if not node.full]
         if not nodes:
-            self.secured = True
-            return []
+            self._hopeless.add(key)
+            return effects
         if now < self._gather_at:
-            return []  # what failed just now fails again
-        effects: list[Effect] = []
+            return effects  # what failed just now fails again
         for number, rank in enumerate(range(self.copies.world(key))):
             if not self._writes.writer(key, rank):
                 holder = nodes[number % len(nodes)]
                 sources = self.copies.sources(key, rank, holder)
                 effects += self._replicas.order(key, cp.Replication(holder, rank, cp.ALL, sources))
         return effects
+
+    def _have_room_made(self, keys: list[Key]) -> list[Effect]:
+        """Once by each node, which may have memory then although it had refused some: ranks save no more, and
+        all that is older is in the shared tier unless it is one of these."""
+        fresh = {name: node for name, node in self._holders.items() if not node.slotless}
+        for node in fresh.values():
+            node.full, node.slotless = False, True
+        older = self._replicas.give_up_older(keys[0], fresh) if len(keys) == 1 else []
+        return [*older, *(Send(name, msg.GiveSlotsUp()) for name in fresh)]
 
     def check(self) -> None:
         """Invariants; AssertionError names the one broken."""

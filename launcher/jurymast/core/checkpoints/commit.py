@@ -22,13 +22,13 @@ class Commit:
 
     def held(self, key: Key, stall_s: float) -> None:
         """Training stood still so long for one of its images."""
-        if self._is_newer(key):
+        if self.is_newer(key):
             self._stalls[key] = max(self._stalls.get(key, 0.0), stall_s)
 
     def look(self, now: float) -> list[Effect]:
         """The commit of a state that has just become complete, if one has."""
         for key in self._copies.newest_first():
-            if not self._is_newer(key):
+            if not self.is_newer(key):
                 break
             if self._counts(key) and self._copies.in_memory(key):
                 return [self._commit(key, now)]
@@ -46,7 +46,7 @@ class Commit:
     def go_on_from(self, key: Key | None) -> None:
         """This is what counts now, None: nothing does; it is not whole until all have it again."""
         self.key, self.broken, self.damaged = key, True, ""
-        held = {one for one in self._copies.newest_first() if self._is_newer(one)}
+        held = {one for one in self._copies.newest_first() if self.is_newer(one)}
         self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
 
     def corrupt(self, copy: Copy, why: str) -> None:
@@ -74,11 +74,11 @@ class Commit:
             return True
         return restore.tier == cp.MEMORY and key[0] == restore.step
 
-    def _is_newer(self, key: Key) -> bool:
+    def is_newer(self, key: Key) -> bool:
         return self.key is None or cp.age(key) > cp.age(self.key)
 
     def check(self) -> None:
         """Invariants; AssertionError names the one broken."""
         if self.key is not None and not self.broken:
             assert self._copies.in_memory(self.key), f"{self.key} is committed, and some of it is nowhere"
-        assert all(map(self._is_newer, self._stalls)), "times are kept of saves that are over"
+        assert all(map(self.is_newer, self._stalls)), "times are kept of saves that are over"

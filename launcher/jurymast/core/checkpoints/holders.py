@@ -13,7 +13,7 @@ from jurymast.core.checkpoints.copies import Member, Source
 class Holder:
     """How other agents reach this one's data. `incarnation` is new with every agent process. `full`: it has
     refused memory; `packed`: for parity as well, which is asked of it once more (until `retried`) when it has
-    given older replicas up."""
+    given older replicas up. `slotless`: it was told that ranks save no more."""
 
     address: str
     port: int
@@ -21,6 +21,7 @@ class Holder:
     full: bool = False
     packed: bool = False
     retried: bool = False
+    slotless: bool = False
 
 
 def spelled(sources: Iterable[Source], holders: Mapping[str, Holder]) -> tuple[msg.Source, ...]:

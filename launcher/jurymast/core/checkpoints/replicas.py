@@ -71,7 +71,7 @@ class Replicas:
     def tell_safe(self, node: str) -> list[Effect]:
         """To one that is here again, and may not have been told: else it keeps older images, and has no room
         for newer ones."""
-        return [] if self._safe is None else self._give_up_older(self._safe, [node])
+        return [] if self._safe is None else self.give_up_older(self._safe, [node])
 
     def lost(self, node: str) -> None:
         self._ordered.pop(node, None)
@@ -235,11 +235,11 @@ class Replicas:
             self._told_safe = key
             size_bytes, took_s = self._copies.replica_bytes(key), now - self._commit.at
             effects.append(copied(cp.PEER, key, now, size_bytes=size_bytes, seconds=took_s))
-        effects += self._give_up_older(key, self._holders)
+        effects += self.give_up_older(key, self._holders)
         self._ordered.clear()
         return effects
 
-    def _give_up_older(self, key: Key, nodes: Iterable[str]) -> list[Effect]:
+    def give_up_older(self, key: Key, nodes: Iterable[str]) -> list[Effect]:
         committed = msg.Committed(step=key[0], attempt=key[1])
         older = [one for one in self._copies.newest_first() if cp.age(one) < cp.age(key)]
         for one in older:

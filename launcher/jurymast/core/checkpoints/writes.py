@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
@@ -218,15 +219,11 @@ class Writes:
 
     # ---- what is not there yet
 
-    def unsaved(self) -> Key | None:
-        """The newest state that would be lost with these nodes."""
+    def unsaved(self) -> list[Key]:
+        """States that would be lost with these nodes, the newest first."""
         newest = max(map(cp.age, self.shared), default=(-1, -1))
-        for key in self._copies.newest_first():
-            if cp.age(key) <= newest:
-                return None
-            if self._copies.restorable(key):
-                return key
-        return None
+        newer = takewhile(lambda key: cp.age(key) > newest, self._copies.newest_first())
+        return [key for key in newer if self._copies.restorable(key)]
 
     def check(self) -> None:
         """Invariants; AssertionError names the one broken."""

@@ -31,6 +31,10 @@ class Holding:
         self.committed = NOTHING
         self.busy: set[Buffer] = set()
         self.leaving: set[Buffer] = set()  # until nobody reads them
+        self._wanted = {
+            NOTHING
+        }  # states that this attempt may need: what it restores, and the newest safe one
+        self._slots_go = False
         self._void: set[tuple[int, int]] = set()  # (step, attempt)
         self._unwanted: set[Image] = set()  # rolled back: what the disk has of them is not looked at
 
@@ -166,12 +170,12 @@ class Holding:
         self.settle(slot)
 
     def settle(self, slot: Slot) -> None:
-        """A larger buffer that was waiting for this slot gets in, if it is free."""
+        """A larger buffer that was waiting for this slot gets in, if it is free; one that is to go goes."""
         if slot.following is not None and slot.state is State.EMPTY:
             buffer, slot.following = slot.following, None
             slot.state, slot.buffer = State.FREE, buffer
             self._do(do.Offer(slot.local, slot.number, buffer.number))
-        elif slot.following is not None and slot.state is State.FREE and slot.buffer is not None:
+        elif (slot.following or self._slots_go) and slot.state is State.FREE and slot.buffer is not None:
             self._do(do.Withdraw(slot.local, slot.number, slot.buffer.number))
 
     def withdrawn(self, slot: Slot, number: int) -> None:
@@ -179,6 +183,12 @@ class Holding:
         if old is not None and old.number == number and slot.state is State.FREE:
             slot.state, slot.buffer = State.EMPTY, None
             self.leave(old)
+            self.settle(slot)
+
+    def give_slots_up(self) -> None:
+        """As soon as they are free; a rank that is just writing keeps its own."""
+        self._slots_go = True
+        for slot in self._slots():
             self.settle(slot)
 
     def detach(self, slot: Slot) -> Buffer | None:
@@ -189,7 +199,9 @@ class Holding:
 
     def vacate(self, mine: RankSlots) -> Slot:
         """The slot that is easiest to do without, now waiting for what comes."""
-        slot = min(mine.slots, key=lambda one: EASE.index(one.state))
+        slot = min(mine.slots, key=lambda one: (EASE.index(one.state), self._is_wanted(one)))
+        if slot.copy is not None and not self._is_wanted(slot):
+            self.drop(slot.copy)
         was_free = slot.state is State.FREE
         buffer = self.detach(slot)
         slot.state = State.FILLING
@@ -199,17 +211,22 @@ class Holding:
 
     # ---- what is said of states
 
+    def _is_wanted(self, slot: Slot) -> bool:
+        return slot.copy is not None and slot.copy.age in self._wanted
+
     def launch(self, attempt: int, restore: msg.Restore | None) -> None:
-        """Only what is restored, and the newest that is safe, are still of use; without `restore` nothing
-        in memory is: the ranks will save other states under the same steps."""
-        self.attempt = attempt
+        """Only what is restored, and the newest that is safe, are still of use, and until the ranks go on
+        from there what is newer: nodes that were away may have the rest of it. Without `restore` nothing in
+        memory is: the ranks will save other states under the same steps."""
+        self.attempt, self._slots_go = attempt, False
         self._void.clear()
-        wanted = {self.committed} if restore is not None else set()
-        self.committed = (restore.attempt, restore.step) if restore is not None else NOTHING
-        wanted.add(self.committed)
+        restored = (restore.attempt, restore.step) if restore is not None else NOTHING
+        self._wanted = {self.committed, restored}
+        # What is restored may be on no other node yet: the one before it stays until that is said.
+        self.committed = min(self.committed, restored)
         for copy in list(self.copies.values()):
-            unused = copy.age not in wanted
-            if (copy.tier == MEMORY and unused) or (copy.tier == PEER and restore is None):
+            older = copy.age not in self._wanted and (copy.age < restored or self.slot_of(copy) is None)
+            if copy.tier != LOCAL and (restore is None or (copy.tier == MEMORY and older)):
                 self.drop(copy, say=restore is not None)
 
     def begin(self, mine: RankSlots, rank: int) -> None:
@@ -222,14 +239,21 @@ class Holding:
             elif slot.state is State.FILLING:
                 slot.state = State.EMPTY
             elif slot.copy is not None and slot.copy.image[2] != rank:
-                self.detach(slot)  # another rank's now; it is held all the same, for whoever has that rank
+                if self._is_wanted(slot):
+                    self.detach(
+                        slot
+                    )  # another rank's now; it is held all the same, for whoever has that rank
+                else:
+                    self.drop(slot.copy)
             self.settle(slot)
 
     def went_on(self, mine: RankSlots) -> None:
-        """All ranks have restored what they were to: only now nobody needs an older image any more."""
+        """All ranks have restored what they were to: only now nobody needs another image any more, but one
+        that is safe."""
         for slot in mine.slots:
             copy = slot.copy
-            if copy is not None and copy is not mine.restored and copy.image[1] != self.attempt:
+            kept = copy is None or copy is mine.restored or copy.image[1] == self.attempt
+            if copy is not None and not kept and copy.age != self.committed:
                 self.drop(copy)
 
     def commit(self, step: int, attempt: int) -> None:

@@ -196,6 +196,8 @@ class KeeperMachine:
             case msg.ForgetNewer():
                 self.holding.forget_newer(order.step)
                 self.replicas.stop(lambda one: one.image[0] > order.step)
+            case msg.GiveSlotsUp():
+                self.holding.give_slots_up()
             case _:
                 never(order)
         return self._out()

@@ -32,6 +32,7 @@ from jurymast.core.messages.checkpoints import (
     Forget,
     ForgetNewer,
     FromKeeper,
+    GiveSlotsUp,
     Held,
     KeeperOrder,
     Member,
@@ -69,6 +70,7 @@ from jurymast.core.messages.run import (
     Launch,
     Leave,
     Leaving,
+    Moved,
     RankEvent,
     RanksState,
     Ready,
@@ -81,12 +83,12 @@ from jurymast.core.messages.run import (
 __all__ = [
     "AboutCheckpoints", "Accepted", "Answer", "Ask", "Beat", "Cadence", "CadenceReport", "CancelDrain",
     "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss", "Drain", "Drained",
-    "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper", "GoOn", "HangsUp",
-    "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave", "LeaveVerdict", "Leaving", "Look",
-    "Looked", "Member", "MemberReport", "Order", "Prefetched", "RankEvent", "RankReport", "RanksState",
-    "Ready", "Refused", "Replicate", "Restore", "Said", "Source", "Stacks", "Started", "Stop", "Stopped",
-    "Strange", "Terminated", "TestAlone", "TestOver", "TestPair", "TestedAlone", "TestedPair", "Times",
-    "ToAgent", "ToSupervisor", "Unreplicated", "Unrestorable", "VerdictLeft", "Void", "beat_of",
+    "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper", "GiveSlotsUp", "GoOn",
+    "HangsUp", "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave", "LeaveVerdict", "Leaving",
+    "Look", "Looked", "Member", "MemberReport", "Moved", "Order", "Prefetched", "RankEvent", "RankReport",
+    "RanksState", "Ready", "Refused", "Replicate", "Restore", "Said", "Source", "Stacks", "Started", "Stop",
+    "Stopped", "Strange", "Terminated", "TestAlone", "TestOver", "TestPair", "TestedAlone", "TestedPair",
+    "Times", "ToAgent", "ToSupervisor", "Unreplicated", "Unrestorable", "VerdictLeft", "Void", "beat_of",
     "encode", "out_of_place", "read_answer", "read_order", "read_said",
 ]  # fmt: skip
 
@@ -98,8 +100,8 @@ _Said = (
     | Looked | Stacks | Health | VerdictLeft | TestedAlone | TestedPair | AboutCheckpoints | Ask
 )  # fmt: skip
 _Order = (
-    Launch | Stop | Dismiss | Cadence | GoOn | Leave | Look | LeaveVerdict | TestAlone | TestPair | TestOver
-    | CheckpointOrder
+    Launch | Stop | Dismiss | Cadence | GoOn | Moved | Leave | Look | LeaveVerdict | TestAlone | TestPair
+    | TestOver | CheckpointOrder
 )  # fmt: skip
 _Answer = Accepted | Declined | Condition
 

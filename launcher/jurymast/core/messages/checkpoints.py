@@ -201,6 +201,10 @@ class ForgetNewer(ToAgent, frozen=True, kw_only=True):
     step: int
 
 
+class GiveSlotsUp(ToAgent, frozen=True, kw_only=True):
+    """The nodes are about to go, and ranks save no more: free slots' memory is for other nodes' images."""
+
+
 class Drain(ToAgent, frozen=True, kw_only=True):
     """Copy the images of these `ranks`, of `world` in all, to a tier; `lead`: bring all nodes' parts
     together."""
@@ -222,5 +226,5 @@ class CancelDrain(ToAgent, frozen=True, kw_only=True):
 
 FromKeeper = Held | Dropped | Refused | Prefetched | Unrestorable | Unreplicated
 AboutCheckpoints = FromKeeper | Foreseen | Drained
-KeeperOrder = Replicate | Committed | Void | Forget | ForgetNewer
+KeeperOrder = Replicate | Committed | Void | Forget | ForgetNewer | GiveSlotsUp
 CheckpointOrder = KeeperOrder | Drain | CancelDrain

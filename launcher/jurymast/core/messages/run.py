@@ -7,6 +7,7 @@ from typing import Literal
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Schedule
 from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.endpoint import Endpoint
 from jurymast.core.message import ToAgent, ToSupervisor
 from jurymast.core.messages.checkpoints import CopyReport, Restore
 from jurymast.core.nodes.findings import Finding
@@ -89,7 +90,9 @@ class Terminated(ToSupervisor, frozen=True, kw_only=True):
 
 
 class HangsUp(ToSupervisor, frozen=True, kw_only=True):
-    """The agent has heard nothing for too long, and looks for another supervisor."""
+    """The agent has heard nothing for too long: it looks for another supervisor, or has a `newer` one."""
+
+    newer: Endpoint | None = None
 
 
 class Leaving(ToSupervisor, frozen=True, kw_only=True):
@@ -144,6 +147,12 @@ class GoOn(ToAgent, frozen=True, kw_only=True):
     heard: int = 0
     epoch: int = 0
     heir: int | None = None
+
+
+class Moved(ToAgent, frozen=True, kw_only=True):
+    """The run has a newer supervisor, there."""
+
+    place: Endpoint
 
 
 class Leave(ToAgent, frozen=True, kw_only=True):

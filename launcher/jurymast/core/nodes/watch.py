@@ -10,7 +10,7 @@ node:
   after a pause of the supervisor, has as long to come back as after a take-over; one that goes together with
   others has a few seconds;
 - the node of a supervisor that was taken over from was silent for long before that: it is lost if its agent
-  does not come back with (nearly) all others;
+  does not come back with (nearly) all others, be it to this supervisor or one between them;
 - a supervisor that hears nobody is more likely cut off than all others dead. Another may then take over,
   and only if nobody does are the others given up. Once it hears somebody again, the others have their time
   anew: they come back one after the other.
@@ -102,7 +102,7 @@ class Watch:
         self._broken: dict[str, None] = {}  # whose connection closed a moment ago
         self._broke_at: deque[float] = deque(maxlen=MANY)
         self._many_until = self._late_until = -math.inf
-        self._abandoned = ""  # the last supervisor's node, while it is to connect
+        self._abandoned: set[str] = set()  # nodes of the last supervisors, while they are to connect
         self._heirs = Heirs(state, self.here)
         self._doubted: set[str] = set()
         self._isolated_since: float | None = None
@@ -112,16 +112,16 @@ class Watch:
     # Connections.
 
     def take_over(self, now: float) -> None:
-        """All that the journal knows are to come, most likely but for the last supervisor's node."""
+        """All that the journal knows are to come, most likely but for the last supervisors' nodes."""
         self.clock.tick(now)
         for name, node in self._state.nodes.items():
             if node.incarnation and node.role is not Role.FAILED:
                 self.expect(name)
-        last = self.nodes.get(self._state.abandoned)
-        if last is not None and last.away is not None:
-            self._abandoned = self._state.abandoned
-            last.away.before_s = max(0.0, now - self._state.abandoned_at)
-            last.away.limit_s = rejoin_limit_s(len(self._state.nodes), ABANDONED_LIMIT_S)
+        for name, heard_at in self._state.abandoned.items():
+            last = self.nodes.get(name)
+            if last is not None and last.away is not None:
+                self._abandoned.add(name)
+                last.away.before_s = max(0.0, now - heard_at)
 
     def expect(self, node: str) -> None:
         """A node that is known is to connect."""
@@ -195,8 +195,7 @@ class Watch:
         self.nodes.pop(node, None)
         self.here.discard(node)
         self._broken.pop(node, None)
-        if node == self._abandoned:
-            self._abandoned = ""
+        self._abandoned.discard(node)
 
     def _give_time(self) -> None:
         """No connection that broke a moment ago is evidence against its node."""
@@ -263,7 +262,7 @@ class Watch:
         if self.ending:
             return effects
         self._heirs.look(self.clock.now)
-        self._look_for_the_last_supervisor()
+        self._look_for_the_last_supervisors()
         quiet = self._quiet()
         effects += self._listen(quiet)
         lost = {} if self.cut_off else self._beyond_limit(self._quiet() if effects else quiet, now)
@@ -283,15 +282,22 @@ class Watch:
                 most_s = RECONNECT_LIMIT_S + (self._many_limit_s() if away.many else 0.0)
                 away.limit_s = max(away.limit_s, min(most_s, away.limit_s + counted_s))
 
-    def _look_for_the_last_supervisor(self) -> None:
-        """Its agent, if it lives, looks for this one just as the others do."""
-        watch = self.nodes.get(self._abandoned)
-        if watch is None or watch.away is None:
+    def _look_for_the_last_supervisors(self) -> None:
+        """Their agents, if they live, look for this one just as the others do. While none of those is here
+        but this node's own, all may well be with the last one still."""
+        if not self._abandoned or not self.here:
             return
-        others = len(self.nodes) - 1
-        if others and len(self.here) >= NEARLY_ALL * others:
-            soon_s = self.clock.now - watch.away.since + AFTER_OTHERS_S
-            watch.away.limit_s, self._abandoned = min(watch.away.limit_s, soon_s), ""
+        others = self.nodes.keys() - self._abandoned - {self._state.supervised_on}
+        if others and others.isdisjoint(self.here):
+            return
+        nearly_all = len(self.here) >= NEARLY_ALL * (len(self.nodes) - len(self._abandoned))
+        for name in self._abandoned:
+            if away := self.nodes[name].away:
+                soon_s = self.clock.now - away.since + AFTER_OTHERS_S
+                limit_s = soon_s if nearly_all else rejoin_limit_s(len(self._state.nodes), ABANDONED_LIMIT_S)
+                away.limit_s = min(away.limit_s, limit_s)
+        if nearly_all:
+            self._abandoned.clear()
 
     @property
     def cut_off(self) -> bool:

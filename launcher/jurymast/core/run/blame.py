@@ -267,8 +267,8 @@ def _replaceable(state: RunState, node: Node) -> bool:
         enough = sum(n.role is not Role.FAILED for n in others) >= state.active
     else:
         spare = node.name not in state.placement
-        coming = [n for n in others if n.role is Role.JOINING and n.incarnation]
-        enough = spare or bool(coming) or any(n is not node for n in state.spare_nodes())
+        coming = any(n.coming and n.role is not Role.SUSPECT for n in others)
+        enough = spare or coming or any(n is not node for n in state.spare_nodes())
     return enough or state.may_requeue
 
 

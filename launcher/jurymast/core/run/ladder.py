@@ -60,9 +60,9 @@ def decide(state: RunState, cause: Cause) -> Decision:
     if not bad:
         wait_s = patient_s(_patient_tries(state, cause)) if cause.kind in PATIENT else wait_s
         return Decision("restart", f"{cause.evidence}; {why}", backoff_s=wait_s)
-    joining = [n.name for n in state.nodes.values() if n.role is Role.JOINING and n.incarnation]
-    coming = [name for name in joining if name not in bad]
-    if len(spares) + len(coming) >= len(bad):
+    coming = [node for node in state.nodes.values() if node.coming]
+    unblamed = [node for node in coming if node.role is not Role.SUSPECT and node.name not in bad]
+    if len(spares) + len(unblamed) >= len(bad):
         names = some(bad, NODES_TOLD)
         return Decision(
             "swap", f"{cause.evidence}; {why}: {names} out, a spare in", bad, wait_s, blames=blames
@@ -76,8 +76,9 @@ def decide(state: RunState, cause: Cause) -> Decision:
             f"{cause.evidence}; {why}, but no spare is left: tried again in place",
             backoff_s=wait_s,
         )
-    # Of those, who lacks no more than a torchrun host takes its own place again.
-    if len(spares) + len(joining) >= len(bad) and not blames:
+    # Of those, who lacks no more than a torchrun host takes its own place again; and a suspect that is about
+    # to be ready is better than a requeue.
+    if len(spares) + len(coming) >= len(bad) and not blames:
         names = some(bad, NODES_TOLD)
         return Decision("swap", f"{cause.evidence}; {why}: {names} out, or back soon", bad, wait_s)
     if state.may_requeue:

@@ -33,7 +33,7 @@ RANKS_GONE = "RanksGone"  # an error that no rank tells
 def step(state: RunState, event: ev.Event) -> list[Instruction]:
     """Apply one event; returns what to do, in order. Never raises on a late or repeated event."""
     state.now = max(state.now, event.t)
-    if state.ended and not isinstance(event, ev.AllocationEnded | ev.Saved | ev.Noted):
+    if state.ended and not isinstance(event, _AFTER_THE_END):
         return []
     before = state.phase
     handler = _HANDLERS.get(type(event))
@@ -137,9 +137,14 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
 
 def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[Instruction]:
     state.epoch = event.epoch
-    state.abandoned = state.supervised_on if event.node != state.supervised_on else ""
-    state.abandoned_at = event.t - event.silent_s
+    silent = {name for name in state.abandoned if name in state.nodes and not state.nodes[name].heard}
+    state.abandoned = {name: at for name, at in state.abandoned.items() if name in silent}
+    if state.supervised_on:
+        state.abandoned[state.supervised_on] = event.t - event.silent_s
+    state.abandoned.pop(event.node, None)
     state.supervised_on = event.node
+    for node in state.nodes.values():
+        node.heard = False
     if state.placement:
         state.rejoin_until = event.t + rejoin_limit_s(len(state.nodes))
     if state.deadline is not None:  # while no supervisor was there nobody could do what it is for
@@ -151,6 +156,7 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
     node = state.nodes.get(event.node)
     if node is None:
         node = state.nodes[event.node] = Node(event.node, len(state.nodes), since=event.t)
+    node.heard = True
     returning = node.incarnation == event.incarnation
     if returning and node.role is not Role.FAILED:
         return []
@@ -535,6 +541,8 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
     return []
 
 
+# The newest checkpoint gets to storage, and whoever sees to that may be lost as well.
+_AFTER_THE_END = (ev.AllocationEnded, ev.Saved, ev.Noted, ev.SupervisorStarted)
 # What may make a suspect fit for its tests; at any event would be much at 10,000 nodes.
 _LETS_TEST = (ev.Tick, ev.NodeTested)
 _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = {

@@ -317,15 +317,15 @@ def _replace(state: RunState) -> list[Instruction]:
         return []
     open_places = [i for i, name in enumerate(state.placement) if state.nodes[name].role is not Role.ACTIVE]
     # A node that was blamed gets its own place back only if all that is left is a requeue.
-    spares = [n for n in state.spare_nodes() if n.role is Role.SPARE or n.name not in state.places]
-    coming = [n for n in state.nodes.values() if n.role in (Role.JOINING, Role.SUSPECT) and n.incarnation]
+    usable = state.spare_nodes()
+    spares = [n for n in usable if n.role is Role.SPARE or n.name not in state.places]
+    coming = [node for node in state.nodes.values() if node.coming]
     missing = len(open_places) - len(spares)
-    warming = [node for node in coming if not node.ready]
-    if 0 < missing <= len(warming):
-        state.deadline = state.not_before + _patience_s(state, warming)
+    if 0 < missing <= len(coming) or 0 < len(open_places) - len(usable) <= len(coming):
+        state.deadline = state.not_before + _patience_s(state, coming)
         if state.now < state.deadline:
             return []
-    spares = spares if missing <= 0 else state.spare_nodes()
+    spares = spares if missing <= 0 else usable
     if len(spares) >= len(open_places):
         likely = [n for i, n in enumerate(spares) if i < len(open_places) or n.name in state.places]
         doubtful = [node for node in likely if node.role is Role.SUSPECT]
@@ -341,10 +341,10 @@ def _replace(state: RunState) -> list[Instruction]:
     return [finish(state, "failed", RunFailedError.exit_code, incident.reason)]
 
 
-def _patience_s(state: RunState, warming: list[Node]) -> float:
+def _patience_s(state: RunState, coming: list[Node]) -> float:
     """How long these are waited for. A node that has a place and lives, but whose torchrun host starts anew,
     has as long as at the run's start: a requeue would not make its import of torch any quicker."""
-    own = any(node.name in state.places for node in warming)
+    own = any(node.name in state.places for node in coming)
     return max(SPARE_WAIT_S, state.settings.join_limit_s) if own else SPARE_WAIT_S
 
 

@@ -57,7 +57,8 @@ ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
 
 @dataclass
 class Node:
-    """A node of the allocation, at place `order`. `ready`: its torchrun host waits for a plan."""
+    """A node of the allocation, at place `order`. `ready`: its torchrun host waits for a plan; `heard`: the
+    present supervisor has heard of it, so that it was not lost together with the one before."""
 
     name: str
     order: int
@@ -68,6 +69,7 @@ class Node:
     incarnation: str = ""
     pid: int = 0
     ready: bool = False
+    heard: bool = False
     store_port: int = 0
     drained: bool = False  # by hand: it stays out
     bad: bool = False  # a finding took it out: it stays out while the finding holds
@@ -90,7 +92,13 @@ class Node:
 
     @property
     def usable(self) -> bool:
-        return self.ready and self.role in (Role.SPARE, Role.SUSPECT)
+        return self.ready and self.heard and self.role in (Role.SPARE, Role.SUSPECT)
+
+    @property
+    def coming(self) -> bool:
+        """Not usable yet, but maybe soon: it warms up, or is to come back to a supervisor that took over."""
+        here = bool(self.incarnation) and self.role in (Role.JOINING, Role.SPARE, Role.SUSPECT)
+        return here and not self.usable
 
 
 @dataclass
@@ -187,9 +195,9 @@ class RunState:
     now: float = 0.0
     epoch: int = 0
     supervised_on: str = ""  # the newest supervisor's node
-    abandoned: str = ""  # the node of the one before it, if that was another
+    # Nodes of those before it, of which nobody has heard since: when each was heard last.
+    abandoned: dict[str, float] = field(default_factory=dict)
     rejoin_until: float = 0.0  # so long its placed nodes had to find it, after a take-over
-    abandoned_at: float = 0.0  # when it was last heard
     allocation: str = ""  # job.restarts: a requeued job keeps its id
     slurm_jobs: list[str] = field(default_factory=list)
     restarts: int = 0  # requeues so far

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.effects import AskSuperseded, Effect, End, Record, Send
+from jurymast.core.effects import AskSuperseded, Effect, End, GiveWay, Record, Send
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run.state import RunState
 from jurymast.core.supervision.asks import Asks
@@ -76,7 +76,7 @@ class Departure:
     def superseded(self, by_another: bool, now: float) -> list[Effect]:
         """The job's end is for the newest supervisor alone to bring about."""
         if by_another:
-            return [End()]
+            return [GiveWay()]
         why, job = self._state.end_reason or "requeued", self._state.allocation.rpartition(".")[0]
         return [Record(ev.AllocationEnded(t=now, slurm_job=job, why=why)), End()]
 

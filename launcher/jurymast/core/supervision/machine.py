@@ -19,7 +19,8 @@ from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.copies import SHARED, Key
 from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.checkpoints.saves import Saves
-from jurymast.core.effects import Effect, Journal, Record, SaveFirst, Send, WhyEnding
+from jurymast.core.effects import Effect, GiveWay, Journal, Record, SaveFirst, Send, WhyEnding
+from jurymast.core.endpoint import Endpoint
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.health import Health
 from jurymast.core.nodes.preflight import Preflight
@@ -336,7 +337,7 @@ class Supervision:
             case msg.Terminated():  # the job ends, or Slurm takes just this node away
                 effects = [WhyEnding(node, connection)]
             case msg.HangsUp():
-                effects = self.watch.hung_up(node, connection)
+                effects = self.watch.hung_up(node, connection) + self._hand_over(message.newer)
             case msg.Leaving():
                 effects = self.watch.left(node, connection, message.why, now)
             case msg.TestedAlone() | msg.TestedPair():
@@ -344,6 +345,13 @@ class Supervision:
             case _:
                 never(message)
         return self._do(effects, now)
+
+    def _hand_over(self, newer: Endpoint | None) -> list[Effect]:
+        """To the supervisor that has taken over, if this one does not know yet, as its storage hangs: the
+        other agents may not see it for the same reason, and a run with two has no whole checkpoint."""
+        if newer is None or newer.epoch <= self.state.epoch:
+            return []
+        return [*(Send(node, msg.Moved(place=newer)) for node in sorted(self.watch.here)), GiveWay()]
 
     # ---- others' answers
 

@@ -67,9 +67,23 @@ class SimSite:
         self.start_agent()
 
     def start_agent(self) -> None:
-        if self.up and not self.cluster.over:
+        """If there is none, and the job has this node and goes on."""
+        here = self.cluster.allocated and self.cluster.sites.get(self.name) is self
+        if self.up and here and self.agent is None:
             self.agents += 1
             self.agent = SimAgent(self.cluster, self)
+
+    @property
+    def usable(self) -> bool:
+        return self.up and self.stopped_until <= self.cluster.world.now
+
+    def end_job(self) -> None:
+        """Slurm kills all that the job has here."""
+        for process in self.processes:
+            process.alive = False
+        if self.agent is not None:
+            self.agent.gone(loud=False)
+        self.agents = 0
 
 
 class SimHost:
@@ -234,7 +248,7 @@ class SimAgent:
                 disk, name = self.cluster.disk, self.site.name
                 self.cluster.storage.do(name, self.process, lambda: disk.read_pulse(name), self._pulse)
             case do.StartSupervisor():
-                self.cluster.start_supervisor(self.site, takeover=self)
+                self.cluster.start_supervisor(self.site, takeover=self, silent_s=effect.silent_s)
             case do.Leave():
                 self.gone(loud=True)
             case _:
@@ -330,6 +344,10 @@ class SimAgent:
     def _pulse(self, value: str | OSError) -> None:
         known = None if isinstance(value, OSError) else value
         self._carry_out(self.machine.pulse(known, self.now))
+
+    def terminated(self) -> None:
+        """A SIGTERM."""
+        self._carry_out(self.machine.terminated(self.now))
 
     def supervisor_ended(self) -> None:
         if self.process.alive:
@@ -447,25 +465,26 @@ class SimAgent:
             return
         write = self.cluster.disk.parts.setdefault(order.id, set())
 
-        def part(_: object = None) -> None:
+        name, storage = self.site.name, self.cluster.storage
+
+        def part() -> None:
             write.update(order.ranks)
 
         def written(result: OSError | None) -> None:
             if self._writes.get(order.id, True):
                 return
-            if result is not None:
-                self._drained(order, str(result))
+            if result is not None or not storage.sees_checkpoints(name):
+                self._drained(order, str(result or "the other nodes' parts are not in sight"))
             elif order.lead and len(write) < order.world:
                 self.world.after(0.05, self.process, written, None)
             else:
                 if order.lead:
-                    self.cluster.publish(key, tokens[0])
+                    self.cluster.disk.publish(key, tokens[0])
                 self._drained(order, "")
 
-        name = self.site.name
         self.world.after(
             self.world.between(0.05, 0.4), self.process,
-            lambda: self.cluster.storage.do(name, self.process, part, written, writes=True),
+            lambda: storage.do(name, self.process, part, written, writes=True),
         )  # fmt: skip
 
     def _drained(self, order: msg.Drain, why: str) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import Key
 from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.sim.cluster.agent import SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.network import Network
 from jurymast.sim.cluster.oracle import Oracle, Violation
-from jurymast.sim.cluster.plans import Fault, Plan, smaller
-from jurymast.sim.cluster.storage import RunDisk, Storage, Token
+from jurymast.sim.cluster.plans import AFTER_S, Fault, Plan, smaller
+from jurymast.sim.cluster.storage import RunDisk, Storage
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.training import Group
 from jurymast.sim.cluster.world import World
@@ -20,11 +20,14 @@ from jurymast.sim.cluster.world import World
 BATCH_RESTART_S = 0.2
 LOOK_S = 1.0
 JUMP_S = 400.0
+# After a SIGTERM, and from a requeue to the job's next life.
+KILL_WAIT_S, QUEUE_S = 30.0, (1.0, 3.0)
+WATCHED_LIVES = 3
 
 
 @dataclass(frozen=True)
 class Result:
-    """`broken`: the rule that was, and how, or ""."""
+    """`broken`: the rule that was, and how, or ""; `lives`: of the job, one more than it was requeued."""
 
     plan: Plan
     broken: str
@@ -33,10 +36,12 @@ class Result:
     steps: int
     restores: tuple[str, ...]
     state: str  # the run's, as people see it
+    lives: int
 
 
 class Cluster:
-    allocation = "7.0"
+    """`restarts`: how often the job was requeued; between its lives nothing is `allocated`. `ending`: why
+    Slurm ends it, or ""."""
 
     def __init__(self, wanted: Plan) -> None:
         self.wanted = wanted
@@ -58,29 +63,33 @@ class Cluster:
         self.disk = RunDisk(self.storage, self.plan)
         self.oracle = Oracle(self)
         self.step_s = chance.uniform(0.1, 0.4)
-        self.over = False
-        self._port = 1000
+        self.allocated, self.ending, self.restarts = True, "", 0
+        self._until = wanted.seconds
+        self._port, self._nodes = 1000, 0
         self.ports: dict[tuple[str, int], SimSupervisor] = {}
         self.keepers: dict[tuple[str, int], SimKeeper] = {}
         self.groups: dict[tuple[int, str, int], Group] = {}
-        names = [f"n{number + 1}" for number in range(wanted.nodes)]
-        self.batch_host, self.batch_port = names[0], self.new_port()
-        self.batch_place = (self.batch_host, self.batch_port)
-        self.sites: dict[str, SimSite] = {}
-        for name in names:
-            self.sites[name] = SimSite(self, name, chance.uniform(-2.0, 2.0), wanted.room)
-        self.start_supervisor(self.sites[self.batch_host], takeover=None)
-        for site in self.sites.values():
-            self.world.after(self.world.between(0.1, 1.5), None, self._start_agent, site)
+        self.sites = dict(self._new_site() for _ in range(wanted.nodes))
+        self._start_job()
         for fault in wanted.faults:
             self.world.at(fault.at, None, self._strike, fault)
         self.world.after(LOOK_S, None, self._look)
 
+    @property
+    def allocation(self) -> str:
+        return f"7.{self.restarts}"
+
     def run(self) -> None:
         """Raises Violation."""
-        self.world.run(self.wanted.seconds)
-        if not self.over:
+        while self.world.now < self._until and not self.world.over:
+            self.world.run(self._until)
+        if not self.world.over:
             self.oracle.at_the_end()
+
+    def _new_site(self) -> tuple[str, SimSite]:
+        self._nodes += 1
+        name = f"n{self._nodes}"
+        return name, SimSite(self, name, self.world.chance.uniform(-2.0, 2.0), self.wanted.room)
 
     def new_port(self) -> int:
         self._port += 1
@@ -92,28 +101,65 @@ class Cluster:
 
     # ---- what happens in it
 
-    def start_supervisor(self, site: SimSite, takeover: SimAgent | None) -> None:
-        if site.up and not self.over:
-            SimSupervisor(self, site, takeover)
+    def _start_job(self) -> None:
+        self.batch_host, self.batch_port = next(iter(self.sites)), self.new_port()
+        self.batch_place = self.batch_host, self.batch_port
+        self.start_supervisor(self.sites[self.batch_host], takeover=None)
+        for site in self.sites.values():
+            self.world.after(self.world.between(0.1, 1.5), None, site.start_agent)
+
+    def start_supervisor(self, site: SimSite, takeover: SimAgent | None, silent_s: float = 0.0) -> None:
+        """`silent_s`: so long nobody has heard the one before."""
+        if site.up and self.allocated:
+            SimSupervisor(self, site, takeover, silent_s)
 
     def supervisor_ended(self, supervisor: SimSupervisor) -> None:
         if supervisor.takeover is not None:
             self.world.after(0.05, supervisor.takeover.process, supervisor.takeover.supervisor_ended)
         elif not supervisor.superseded:
-            self.world.after(BATCH_RESTART_S, None, self.start_supervisor, supervisor.site, None)
+            self.world.after(BATCH_RESTART_S, None, self._start_again, supervisor)
+
+    def _start_again(self, ended: SimSupervisor) -> None:
+        """By the batch process."""
+        if ended.allocation == self.allocation:
+            self.start_supervisor(ended.site, None)
+
+    def job_over(self, supervisor: SimSupervisor) -> None:
+        """It has said so."""
+        self.oracle.ends(supervisor)
+        state = supervisor.state
+        again = not state.ended and self.ending in ("", "preempted")
+        self._end_job(again=again, without=state.excluded)
+
+    def _end_job(self, *, again: bool, without: Collection[str] = ()) -> None:
+        """Slurm kills all of it. `again`: and starts it once more, on other nodes where some are excluded, or
+        not there."""
+        for site in self.sites.values():
+            site.end_job()
+        for supervisor in self.ports.values():
+            supervisor.listens = False
+        self.ports.clear()
+        self.allocated, self.ending = False, ""
+        if again:
+            if self.restarts < WATCHED_LIVES:
+                self._until = max(self._until, self.world.now + AFTER_S)
+            self.world.after(self.world.between(*QUEUE_S), None, self._requeued, without)
+        else:
+            self.world.over = True
+
+    def _requeued(self, without: Collection[str]) -> None:
+        fit = {name for name, site in self.sites.items() if site.usable and name not in without}
+        kept = self.sites.items()
+        self.sites = dict((name, site) if name in fit else self._new_site() for name, site in kept)
+        self.allocated, self.restarts = True, self.restarts + 1
+        self.oracle.allocated()
+        self._start_job()
 
     def group(self, order: msg.Launch) -> Group:
         name = (order.attempt, order.master_address, order.master_port)
         if name not in self.groups:
             self.groups[name] = Group(self, order, name)
         return self.groups[name]
-
-    def publish(self, key: Key, token: Token) -> None:
-        """Into the checkpoints on shared storage."""
-        self.disk.shared[key] = self.world.now, token
-
-    def end(self) -> None:
-        self.over = self.world.over = True
 
     # ---- faults
 
@@ -130,7 +176,7 @@ class Cluster:
                 if site.agent is not None:
                     site.agent.gone(loud=True)
                 if fault.seconds:
-                    self.world.after(fault.seconds, None, self._start_agent, site)
+                    self.world.after(fault.seconds, None, site.start_agent)
             case "freeze":
                 touch(site.name, until)
                 site.freeze(fault.seconds)
@@ -149,8 +195,10 @@ class Cluster:
                     site.agent.connection.snap(half=fault.kind == "half")
             case "clock":
                 site.clock_s += self.world.chance.uniform(-JUMP_S, JUMP_S)
-            case "supervisor" | "stall" | "restart" | "warning" | "signal":
+            case "supervisor" | "stall" | "restart" | "warning" | "signal" | "rollback":
                 self._strike_supervisor(fault)
+            case "preempted" | "cancelled" | "timeout":
+                self._terminate(fault.kind)
             case "rank" | "hang" | "host" | "corrupt":
                 self._strike_ranks(fault, site)
             case _:
@@ -167,9 +215,31 @@ class Cluster:
         if seconds:
             self.world.after(max(5.0, seconds), None, site.boot)
 
-    def _start_agent(self, site: SimSite) -> None:
-        if site.agent is None:
-            site.start_agent()
+    def _terminate(self, why: str) -> None:
+        """Slurm ends the job, and kills it after a while."""
+        if not self.allocated or self.ending:
+            return
+        self.ending = why
+        supervisor = self.oracle.supervisor
+        if supervisor is not None and supervisor.process.alive:
+            self.world.after(0.0, supervisor.process, supervisor.signalled, True)
+        for site in self.sites.values():
+            if site.agent is not None:
+                self.world.after(self.world.between(0.0, 0.2), site.agent.process, site.agent.terminated)
+        self._until = max(self._until, self.world.now + KILL_WAIT_S + AFTER_S)
+        self.world.after(KILL_WAIT_S, None, self._kill, self.allocation)
+
+    def _kill(self, allocation: str) -> None:
+        if allocation == self.allocation and self.allocated:
+            self.oracle.killed()
+            self._end_job(again=self.ending == "preempted")
+
+    def _roll_back(self, supervisor: SimSupervisor) -> None:
+        """To the newest checkpoint but one, if it is at hand."""
+        steps = sorted(step for step, _ in self.disk.shared)
+        if len(steps) > 1 and supervisor.listens:
+            self.oracle.rolled_back(self.disk.roll_back(steps[-2]))
+            supervisor.ask(msg.Ask(what="rollback", by="you", step=steps[-2]))
 
     def _strike_supervisor(self, fault: Fault) -> None:
         supervisor = self.oracle.supervisor
@@ -181,6 +251,8 @@ class Cluster:
             case "stall":
                 supervisor.process.stop_until(self.world.now + fault.seconds)
                 supervisor.thread.stop_until(self.world.now + fault.seconds)
+            case "rollback":
+                self.world.after(0.0, supervisor.process, self._roll_back, supervisor)
             case "restart":
                 self.world.after(0.0, supervisor.process, supervisor.ask, msg.Ask(what="restart", by="you"))
             case signal:
@@ -240,13 +312,16 @@ def run(plan: Plan) -> Result:
     oracle = cluster.oracle
     state = oracle.supervisor.state.public_state if oracle.supervisor is not None else ""
     restores = tuple(oracle.restores_from)
-    return Result(plan, broken, cluster.world.now, cluster.world.events, oracle.steps, restores, state)
+    return Result(
+        plan, broken, cluster.world.now, cluster.world.events, oracle.steps, restores, state,
+        cluster.restarts + 1,
+    )  # fmt: skip
 
 
 def smallest(result: Result) -> Result:
     """Faults are left out as long as the same rule is broken."""
     for plan in smaller(result.plan):
         tried = run(plan)
-        if tried.broken[:2] == result.broken[:2]:
+        if tried.broken.partition(":")[0] == result.broken.partition(":")[0]:
             return smallest(tried)
     return result

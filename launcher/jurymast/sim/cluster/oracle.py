@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.copies import MEMORY, Key, age
+from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.run.instructions import Finish, Requeue
 from jurymast.core.run.state import Phase
 from jurymast.sim.cluster.keeper import Image, SimKeeper, whole
@@ -30,8 +31,10 @@ NO_SILENCE = "6: no run stands still without a word"
 NO_BLAME = "7: nobody healthy is blamed"
 AGREES = "8: journal and reality agree"
 NO_GROWTH = "9: state does not grow with time"
+NOT_BACK = "10: what was rolled back is never restored"
 RULES = (
-    NOTHING_LOST, ONE_STATE, ONE_WORLD, NOT_FROM_0, SLOTS_FREE, NO_SILENCE, NO_BLAME, AGREES, NO_GROWTH
+    NOTHING_LOST, ONE_STATE, ONE_WORLD, NOT_FROM_0, SLOTS_FREE, NO_SILENCE, NO_BLAME, AGREES, NO_GROWTH,
+    NOT_BACK,
 )  # fmt: skip
 
 # Who was touched by a fault so long ago has nothing more to do with it.
@@ -149,9 +152,12 @@ class Oracle:
         self._planned[event.attempt] = event.step
         if not self.storage_fine(STEADY_S):
             return
-        best = self.best(supervisor.site.name, supervisor.state.failed_to_restore())
-        if best is not None and event.step < best[0]:
-            self.fail(NOTHING_LOST, f"attempt {event.attempt} restores {event.step}, {best} is there")
+        failed = supervisor.state.failed_to_restore()
+        best = self.best(supervisor.site.name, failed)
+        stored = max((key for key in self.cluster.disk.shared if key not in failed), default=None)
+        for there in (best, stored):
+            if there is not None and event.step < there[0]:
+                self.fail(NOTHING_LOST, f"attempt {event.attempt} restores {event.step}, {there} is there")
 
     def _blamed(self, supervisor: SimSupervisor, event: ev.NodeLost) -> None:
         """An agent that has ended took its ranks along, however long ago and for whatever reason."""
@@ -173,18 +179,46 @@ class Oracle:
             for site in self.cluster.sites.values()
             if self._is_known(site) and self.untouched(site.name, STILL_LIMIT_S, seen_from=node)
         ]
-        if "there is no checkpoint in sight" in decided.reason:
-            return  # as good as if it had told people to mount it
+        if "there is no checkpoint in sight" in decided.reason or self.cluster.ending:
+            return  # as good as if it had told people to mount it; and who ends the job is no node
         if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
             self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
 
     def sends_home(self, supervisor: SimSupervisor) -> None:
         """The nodes go, and what is in their memory with them."""
+        if supervisor is self.supervisor:
+            self._goes(supervisor, "the nodes go")
+
+    def _goes(self, supervisor: SimSupervisor, how: str) -> None:
         best, disk = self.best(supervisor.site.name), self.cluster.disk
-        if best is None or supervisor is not self.supervisor or not self.storage_fine(STEADY_S):
+        if best is None or not self.storage_fine(STEADY_S):
             return
-        if age(best) > max(map(age, disk.shared), default=(-1, -1)):
-            self.fail(NOTHING_LOST, f"the nodes go, and {best} is on none of {[*disk.shared]}")
+        if best[0] > max((step for step, _ in disk.shared), default=-1):
+            self.fail(NOTHING_LOST, f"{how}, and {best} is on none of {[*disk.shared]}")
+
+    # ---- the job's end, and its next life
+
+    def ends(self, supervisor: SimSupervisor) -> None:
+        """The supervisor says so: what Slurm does then is for it to know."""
+        phase, why = supervisor.state.phase, self.cluster.ending
+        if why in ("cancelled", "timeout") and not supervisor.state.ended and phase is not Phase.REQUEUED:
+            self.fail(AGREES, f"the job was ended: {why}; the run is {phase.value}")
+
+    def killed(self) -> None:
+        """By Slurm, some time after a SIGTERM."""
+        if self.supervisor is not None and self.supervisor.listens:
+            self._goes(self.supervisor, "Slurm kills the job")
+
+    def allocated(self) -> None:
+        """Again."""
+        self._word_at = self._step_at = self._supervised_at = self.cluster.world.now
+        self.supervisor = None
+        self._differ_since.clear()
+
+    def rolled_back(self, back: Rollback) -> None:
+        for keeper, images in self._shadow.items():
+            self._shadow[keeper] = [image for image in images if not back.voids(*image.key)]
+        self._planned = {attempt: min(step, back.step) for attempt, step in self._planned.items()}
 
     def _is_known(self, site: SimSite) -> bool:
         """The agent that follows one that has ended, and its ranks with it, is known once it was heard."""
@@ -205,6 +239,8 @@ class Oracle:
         self.restores_from.append(f"{group.attempt}:{key}")
         if step < planned:
             self.fail(NOTHING_LOST, f"attempt {group.attempt} restores {step}, {planned} was chosen")
+        if key is not None and self.cluster.disk.is_void(key):
+            self.fail(NOT_BACK, f"attempt {group.attempt} restores {key}: {self.cluster.disk.rollbacks}")
         if key is None and self.cluster.disk.shared:
             self.fail(
                 NOT_FROM_0, f"attempt {group.attempt}, shared storage has {[*self.cluster.disk.shared]}"
@@ -249,7 +285,7 @@ class Oracle:
             self.fail(NO_SILENCE, f"no step since {self._step_at:.1f} s, no word since {self._word_at:.1f} s")
         if now > self._supervised_at + STILL_LIMIT_S:
             self.fail(NO_SILENCE, f"no supervisor since {self._supervised_at:.1f} s")
-        if supervisor is not None and supervisor.listens:
+        if supervisor is not None and supervisor.listens and not self.cluster.ending:
             self._compare(supervisor)
 
     def _compare(self, supervisor: SimSupervisor) -> None:

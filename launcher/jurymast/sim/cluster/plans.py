@@ -36,6 +36,10 @@ KINDS: dict[str, tuple[float, float]] = {
     "restart": (0.5, 0.0),  # somebody asks for it
     "warning": (0.5, 0.0),  # Slurm says that a time limit is near
     "signal": (0.5, 0.0),  # the supervisor gets a SIGTERM, and the job goes on
+    "preempted": (0.5, 0.0),  # Slurm ends the job, all get a SIGTERM; it is requeued
+    "cancelled": (0.3, 0.0),  # and it is not
+    "timeout": (0.3, 0.0),
+    "rollback": (0.7, 0.0),  # somebody goes back to an older checkpoint
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jurymast.core.checkpoints.copies import Key
+from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.endpoint import Endpoint
 from jurymast.core.events import Event
 from jurymast.core.run.instructions import Instruction
@@ -57,6 +58,9 @@ class Storage:
         until, age_s = self.old.get(node, (0.0, 0.0))
         return self.world.now - (age_s if until > self.world.now else 0.0)
 
+    def sees_checkpoints(self, node: str) -> bool:
+        return self.unmounted.get(node, 0.0) <= self.world.now
+
     def do(
         self, node: str, process: Process, work: Callable[[], Any], then: Callable[[Any], None],
         *, writes: bool = False,
@@ -94,6 +98,22 @@ class RunDisk:
     shared: dict[Key, tuple[float, Token]] = field(default_factory=dict)
     parts: dict[str, set[int]] = field(default_factory=dict)  # of writes: ranks whose images are there
     journal: dict[int, list[Item]] = field(default_factory=dict)
+    rollbacks: list[Rollback] = field(default_factory=list)
+
+    def publish(self, key: Key, token: Token) -> None:
+        """Into the checkpoints, unless it was rolled back meanwhile."""
+        if not self.is_void(key):
+            self.shared[key] = self.storage.world.now, token
+
+    def is_void(self, key: Key) -> bool:
+        return any(back.voids(*key) for back in self.rollbacks)
+
+    def roll_back(self, step: int) -> Rollback:
+        """As `jurymast checkpoints RUN rollback` does, before it asks the supervisor."""
+        back = Rollback(step, self.attempt, self.storage.world.now)
+        self.rollbacks.append(back)
+        self.shared = {key: what for key, what in self.shared.items() if key[0] <= step}
+        return back
 
     def newest_epoch(self, node: str) -> int:
         seen_at = self.storage.view_at(node)

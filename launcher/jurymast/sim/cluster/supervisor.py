@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.endpoint import Endpoint
-from jurymast.core.run.state import Phase, RunState
-from jurymast.core.supervision.machine import Supervision
+from jurymast.core.run.state import RunState
+from jurymast.core.supervision.machine import STILL_RUNNING, Supervision
 from jurymast.journal import FLUSH_LIMIT_S
 from jurymast.sim.cluster.network import Connection
 from jurymast.sim.cluster.storage import Item
@@ -91,12 +92,14 @@ class Journal:
 
 
 class SimSupervisor:
-    """One process. `takeover`: the agent that has started it, else the batch host has."""
+    """One process. `takeover`: the agent that has started it, else the batch host has; nobody had heard the
+    one before for `silent_s`."""
 
-    def __init__(self, cluster: Cluster, site: SimSite, takeover: SimAgent | None) -> None:
+    def __init__(self, cluster: Cluster, site: SimSite, takeover: SimAgent | None, silent_s: float) -> None:
         self.cluster, self._site, self.world, self.takeover = cluster, site, cluster.world, takeover
         self.process, self.thread = site.process(), site.process()
         self.port = cluster.batch_port if takeover is None else cluster.new_port()
+        self.allocation = cluster.allocation
         self.listens = False
         self.superseded = False
         self.epoch = 0
@@ -110,7 +113,7 @@ class SimSupervisor:
         self._blocked = self._working = False
         self.machine: Supervision
         self.state: RunState
-        self.started_at = self.world.now
+        self._silent_s = silent_s
         self.world.after(self.world.between(*START_S), self.process, self._claim)
 
     @property
@@ -157,11 +160,12 @@ class SimSupervisor:
                     ranks_per_node=plan.ranks_per_node, script="x", submitted_at=0.0,
                 )
             )  # fmt: skip
-        self.feed(ev.SupervisorStarted(t=self.now, epoch=self.epoch, node=self.site.name))
+        silent_s = self._silent_s
+        self.feed(ev.SupervisorStarted(t=self.now, epoch=self.epoch, node=self.site.name, silent_s=silent_s))
         if state.allocation != cluster.allocation:
             self.feed(
                 ev.AllocationStarted(
-                    t=self.now, slurm_job="7", restarts=0, nodes=tuple(cluster.sites),
+                    t=self.now, slurm_job="7", restarts=cluster.restarts, nodes=tuple(cluster.sites),
                     host=cluster.batch_host, eligible_at=0.0,
                 )
             )  # fmt: skip
@@ -179,18 +183,20 @@ class SimSupervisor:
         self.cluster.oracle.supervises(self)
         self._do(self.machine.start(self.now))
         self._tick()
+        if self.takeover is None and self.cluster.ending:
+            self.signalled(terminates=True)  # the batch process has kept it
         disk = self.cluster.disk
 
-        def sizes() -> dict[Any, int]:
-            return dict.fromkeys(disk.shared, 100)
+        def look() -> tuple[dict[Any, int], list[Rollback]]:
+            return dict.fromkeys(disk.shared, 100), [*disk.rollbacks]
 
         def found(result: Any) -> None:
             if isinstance(result, OSError):
                 self._do(self.machine.note("", str(result), self.now))
             else:
-                self.machine.found_on_storage(result, [])
+                self.machine.found_on_storage(*result)
 
-        self.cluster.storage.do(self.site.name, self.process, sizes, found)
+        self.cluster.storage.do(self.site.name, self.process, look, found)
 
     # ---- holding the epoch
 
@@ -205,8 +211,7 @@ class SimSupervisor:
         def held(newest: int | OSError) -> None:
             self._asked_at = None
             if not isinstance(newest, OSError) and newest > self.epoch:
-                self.superseded = True
-                self.end()
+                self._give_way()
                 return
             self.world.after(PULSE_INTERVAL_S, self.process, self._hold, count + 1)
 
@@ -265,6 +270,8 @@ class SimSupervisor:
                 self._silent = not effect.on
             case do.End():
                 self._over()
+            case do.GiveWay():
+                self._give_way()
             case do.Fence():
                 self._fence(effect.attempt)
             case do.GiveBack():
@@ -311,7 +318,8 @@ class SimSupervisor:
         self._do(self.machine.given_back(node, True, "", self.now))
 
     def _why_ending(self, effect: do.WhyEnding) -> None:
-        self._do(self.machine.why_ending(effect, "running", "", self.now))
+        why = self.cluster.ending or STILL_RUNNING
+        self._do(self.machine.why_ending(effect, why, "scancel" if why == "cancelled" else "", self.now))
 
     def _ask_superseded(self) -> None:
         disk, name = self.cluster.disk, self.site.name
@@ -320,8 +328,7 @@ class SimSupervisor:
             if isinstance(newest, OSError) or newest < self.epoch:
                 self.world.after(ASK_AGAIN_S, self.process, self._ask_superseded)
                 return
-            self.superseded = newest > self.epoch
-            self._do(self.machine.superseded(self.superseded, self.now))
+            self._do(self.machine.superseded(newest > self.epoch, self.now))
 
         self.cluster.storage.do(name, self.process, lambda: disk.newest_epoch(name), asked)
 
@@ -370,9 +377,10 @@ class SimSupervisor:
 
     def _over(self) -> None:
         """The machine wants no more: what follows is for the batch host, or who took over."""
-        state = self.state
-        if not self.superseded and (state.ended or state.phase is Phase.REQUEUED):
-            self.cluster.end()
+        self.cluster.job_over(self)
+
+    def _give_way(self) -> None:
+        self.superseded = True
         self.end()
 
     def end(self) -> None:

@@ -142,9 +142,8 @@ class Group:
 
     def _newest_shared(self) -> Key | None:
         node = self.members[0].agent.site.name
-        if self.cluster.storage.unmounted.get(node, 0.0) > self.cluster.world.now:
-            return None
-        return max(self.cluster.disk.shared, default=None)
+        seen = self.cluster.disk.shared if self.cluster.storage.sees_checkpoints(node) else ()
+        return max(seen, default=None)
 
     def _from_shared(self, key: Key | None | OSError) -> None:
         if self.over:
