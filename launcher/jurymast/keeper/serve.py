@@ -95,7 +95,13 @@ class Server:
                     oldest = next(iter(self._unproven))
                     del self._unproven[oldest]
                     _shut(oldest)
-            threading.Thread(target=self._serve, args=(connection,), name="keeper-serve", daemon=True).start()
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="keeper-serve", daemon=True
+                ).start()
+            except RuntimeError:  # no more threads are allowed here for now
+                self._gone(connection)
+                self._closed.wait(REST_S)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -107,10 +113,13 @@ class Server:
         except (OSError, EOFError, AuthenticationError, ProtocolError):
             pass  # the other side is done, or it notices: what it has not got in full and verified is nothing
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-                self._unproven.pop(connection, None)
-            connection.close()
+            self._gone(connection)
+
+    def _gone(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+            self._unproven.pop(connection, None)
+        connection.close()
 
     def _answer(self, peer: Peer, request: Request) -> None:
         match request:
