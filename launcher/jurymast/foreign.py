@@ -8,6 +8,7 @@ waits: a pipe that somebody has put there opens at once, and is refused.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pwd
 import stat
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 # What anybody but the owner could write.
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -115,6 +117,19 @@ def read(path: Path | str, most: int = BYTES_MAX) -> bytes:
     """What is in it. Raises OSError, also when that are more than `most` bytes."""
     with reading(path) as file:
         return _all_of(file, path, most)
+
+
+def load(path: Path | str) -> Any:
+    """The JSON in it. Raises OSError, ValueError."""
+    return parse(read(path))
+
+
+def parse(data: bytes | str) -> Any:
+    """JSON. Raises ValueError, for brackets without end, too."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _open(path: Path | str, flags: int = 0) -> int:

@@ -215,7 +215,7 @@ class RunDirectory:
     def plan(self) -> RunPlan:
         """Raises RunDirectoryError when the file is missing or damaged."""
         try:
-            values: dict[str, Any] = json.loads(foreign.read(self.plan_file))
+            values: dict[str, Any] = foreign.load(self.plan_file)
             return RunPlan.from_json(values)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             check_readable(self.root)

@@ -219,7 +219,10 @@ class HealthCheck:
 
 def parsed(told: str) -> Look:
     """`jurymast health --json`: {"findings": [...]}. Raises ValueError."""
-    content = json.loads(told)
+    try:
+        content = json.loads(told)
+    except RecursionError:
+        raise ValueError("the health command printed JSON that is nested too deeply") from None
     if not isinstance(content, dict) or not isinstance(content.get("findings"), list):
         raise ValueError("the health command did not print findings as JSON")
     against = []
