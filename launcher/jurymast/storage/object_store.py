@@ -193,8 +193,8 @@ class ObjectStore:
     # ---- from the store
 
     def fetch(self, step: int, directory: CheckpointDirectory, job: Job, *, unsealed: bool = False) -> None:
-        """Download a checkpoint, verify it, and publish it in `directory`. `unsealed`: also one that the run's
-        key does not vouch for."""
+        """Download a checkpoint, verify it, and publish it in `directory`. `unsealed`: also one that is not
+        the run's by its key."""
         manifest, data = self._manifest(step)
         keyed = None if unsealed else self._vouched(step, data)
         if manifest.step != step:
