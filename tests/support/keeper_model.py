@@ -314,6 +314,8 @@ class KeeperNode:
 
     def may_make_room(self, copy: Copy) -> bool:
         """For what the newest attempt restores."""
+        if copy.tier == PEER:
+            return copy.age < max(self.kept)
         return copy.tier == MEMORY and copy.image[1] < self.attempt and copy.age not in self.kept
 
     def sources(self, rank: int) -> tuple[msg.Source, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jurymast.core import messages as msg
-from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send
+from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send, WhyEnding
 from jurymast.core.endpoint import Endpoint
 from jurymast.core.nodes.heartbeat import LIMIT_MAX_S
 from jurymast.core.run.state import Phase
@@ -74,6 +74,23 @@ def test_another_writes_what_a_node_that_is_lost_meanwhile_has_not_written() -> 
     effects = after.waits(2.0, beating=())
     assert sent_home(effects)
     assert "lost" not in " ".join(text for _, text in story.state.notes)
+
+
+def test_a_node_that_is_lost_while_slurm_ends_the_job_is_not_waited_for() -> None:
+    """It counts against nobody then; but another is to write what it has not written."""
+    story = Story(active=2, spares=1).running()
+    after = Successor(story)
+    one, other = story.state.placement
+    (spare,) = story.state.nodes.keys() - {one, other}
+    after.joins(spare, copies=(image(1, "peer"),))
+    after.joins(one, ranks="running", attempt=1, copies=(image(0),))
+    effects = after.joins(other, ranks="running", attempt=1, copies=(image(1),))
+    assert set(written(effects)) == {one, other}
+    (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
+    after.machine.why_ending(asks, "preempted", "", story.t)
+    orders = written(after.waits(LIMIT_MAX_S, beating=(one, spare)))
+    assert {node: order.ranks for node, order in orders.items()} == {one: (0,), spare: (1,)}
+    assert not story.state.incidents
 
 
 def test_a_checkpoint_that_does_not_get_to_storage_is_told_of() -> None:

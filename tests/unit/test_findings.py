@@ -13,8 +13,8 @@ import pytest
 from jurymast.agent.probing import OFFSETS, Probing
 from jurymast.core import messages as msg
 from jurymast.core.nodes.findings import Finding
+from jurymast.core.nodes.looks import WEDGED
 from jurymast.health.probe import Context
-from jurymast.health.watcher import WEDGED
 from jurymast_host import HostProbe
 from jurymast_infiniband import InfinibandProbe
 from jurymast_nvidia import NAME as NVIDIA

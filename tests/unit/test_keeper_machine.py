@@ -130,6 +130,23 @@ def test_free_slots_make_room_for_others_images_when_the_nodes_are_about_to_go()
     assert steps_held(node) == [1, 5]
 
 
+def test_older_replicas_make_room_for_what_a_rank_restores() -> None:
+    """A spare that was full of replicas gets a rank."""
+    node = KeeperNode(0, count=1)
+    node.free = 1 << 40
+    older = [*range(1, 9)]
+    node.states = [(step, 1) for step in (*older, 9)]
+    for step in (*older, 9):
+        replicate(node, step)
+        node.quiet()
+    assert steps_held(node) == [*older, 9]
+    node.free = sum(taken for _, taken in node.buffers.values())
+    node.launch((9, 1), [0])
+    node.quiet()
+    assert node.ranks[0].restore == "ready"
+    assert steps_held(node) == [9, 9], "the newest is for others to restore"
+
+
 def test_what_was_given_up_and_is_ordered_again_is_made() -> None:
     node = trained()
     replicate(node, 5)

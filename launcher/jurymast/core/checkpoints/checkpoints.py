@@ -28,7 +28,7 @@ from jurymast.core.checkpoints.shortages import Shortages
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.instructions import Launch
-from jurymast.core.run.state import RunState
+from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.within import REFUSED
 from jurymast.errors import never
 
@@ -87,6 +87,10 @@ class Checkpoints:
         self._replicas.lost(node)
         self._gone(now)  # what it held for others must live elsewhere again
         return self._writes.lost(node, f"node {node} was lost", now)
+
+    def without(self, nodes: Iterable[str], now: float) -> list[Effect]:
+        """As if these were lost."""
+        return [effect for node in nodes if node in self._holders for effect in self.lost(node, now)]
 
     def hear(self, node: str, message: msg.AboutCheckpoints, now: float) -> list[Effect]:
         if node not in self._holders:  # said before it left
@@ -184,7 +188,9 @@ class Checkpoints:
     def _give_incomplete_up(self, attempt: int, now: float) -> list[Effect]:
         """States that will never be complete, as some image was dropped when nobody listened, say: what there
         is of them takes the ranks' room."""
-        if not self._holders.keys() >= set(self._state.placement):
+        nodes = self._state.nodes.values()
+        here = all(node.name in self._holders for node in nodes if node.role is not Role.FAILED)
+        if not here or self._state.phase is not Phase.RUNNING:
             return []  # who is away may bring it
         voids = [step for step, of in self._void if of == attempt]
         late = [
@@ -325,7 +331,10 @@ class Checkpoints:
         fresh = {name: node for name, node in self._holders.items() if not node.slotless}
         for node in fresh.values():
             node.full, node.slotless = False, True
-        older = self._replicas.give_up_older(keys[0], fresh) if len(keys) == 1 else []
+        older: list[Effect] = []
+        if fresh and len(keys) == 1:
+            self._commit.go_on_from(keys[0])
+            older = self._replicas.give_up_older(keys[0], fresh)
         return [*older, *(Send(name, msg.GiveSlotsUp()) for name in fresh)]
 
     def check(self) -> None:

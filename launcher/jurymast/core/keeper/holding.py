@@ -266,6 +266,14 @@ class Holding:
         self._void.add((step, attempt))
         self._drop_where(lambda copy: copy.tier != LOCAL and copy.image[:2] == (step, attempt))
 
+    def drop_replicas_before(self, step: int, attempt: int) -> bool:
+        """Of older states. False when there is none that nobody is busy with."""
+        older = [copy for copy in self.copies.values() if copy.tier == PEER and copy.age < (attempt, step)]
+        idle = [copy for copy in older if self.buffer_of(copy) not in self.busy]
+        for copy in idle:
+            self.drop(copy)
+        return bool(idle)
+
     def forget(self, step: int, attempt: int, ranks: Iterable[int]) -> None:
         """Drop replicas of these images."""
         images = {(step, attempt, rank) for rank in ranks}

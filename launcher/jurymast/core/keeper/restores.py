@@ -26,7 +26,7 @@ class Bringing(Work):
         self.attempt = self.holding.attempt
         self.image: Image = (restore.step, restore.attempt, mine.rank)
         self._sources = restore.ranks[mine.rank]
-        self._start = 0
+        self._start = self._slot_bytes = 0
         busy, found = self.holding.busy, self.holding.find(self.image, (MEMORY, PEER))
         self._base = next((one for one in found if self.holding.buffer_of(one) not in busy), None)
         base = next((one for one in mine.slots if self._base is not None and one.copy is self._base), None)
@@ -60,8 +60,7 @@ class Bringing(Work):
                 self._distrust(base)
             whole = intact and base.part == ALL
             self._start = base.report.size_bytes if whole else 0
-            also = buffer.capacity - buffer.allocated
-            self.memory.claim(self, f"what rank {self.image[2]} restores", 0, 0, also=also)
+            self._claim()
 
     def _distrust(self, base: Copy) -> None:
         """What is good of it serves, but it is no copy, and nobody's slot until it is whole."""
@@ -84,8 +83,17 @@ class Bringing(Work):
         if self.stopped or not found.reports:
             self._over()
         else:
-            asked = f"what rank {self.image[2]} restores, {size(found.slot_bytes)}"
-            self.memory.claim(self, asked, 1, found.slot_bytes)
+            self._slot_bytes = found.slot_bytes
+            self._claim()
+
+    def _claim(self) -> None:
+        """A buffer, or what the one that is here lacks."""
+        asked = f"what rank {self.image[2]} restores"
+        if self.buffer is None:
+            self.memory.claim(self, f"{asked}, {size(self._slot_bytes)}", 1, self._slot_bytes)
+        else:
+            also = self.buffer.capacity - self.buffer.allocated
+            self.memory.claim(self, asked, 0, 0, also=also)
 
     def granted(self, buffers: list[Buffer]) -> None:
         for buffer in buffers:
@@ -102,6 +110,10 @@ class Bringing(Work):
             )  # fmt: skip
 
     def refused(self, why: str) -> None:
+        step, attempt, _ = self.image
+        if not self.stopped and self.holding.drop_replicas_before(step, attempt):
+            self._claim()  # without it the run stands still, with them it only would have been safer
+            return
         self.do(do.Tell(msg.Refused(why=why)))
         self.why.append(why)
         self._over()

@@ -272,6 +272,10 @@ class Watch:
                 effects += self._lose(name, event)
         return effects
 
+    def silent(self, now: float) -> list[str]:
+        """Who would be lost, if nodes were not about to go anyway."""
+        return list(self._beyond_limit(self._quiet(), now)) if self.ending else []
+
     def _was_late(self, seconds: float, counted_s: float) -> None:
         """Nobody could come back meanwhile, although the clock counts a little of it."""
         if seconds >= LATE_S:

@@ -200,6 +200,8 @@ class Supervision:
         """`storage_waits_s`: so long ago the run directory was asked for something and has not answered."""
         out = self._do(self.watch.storage_waits(storage_waits_s, now), now)
         out += self._do(self.watch.tick(now), now)
+        if self.departure.begun:  # others may have what they do not write any more
+            out += self._do(self.checkpoints.without(self.watch.silent(now), now), now)
         out += self._do(self.departure.tick(now), now)
         if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED or self.watch.cut_off:
             return out

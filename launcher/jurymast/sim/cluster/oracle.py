@@ -152,12 +152,9 @@ class Oracle:
         self._planned[event.attempt] = event.step
         if not self.storage_fine(STEADY_S):
             return
-        failed = supervisor.state.failed_to_restore()
-        best = self.best(supervisor.site.name, failed)
-        stored = max((key for key in self.cluster.disk.shared if key not in failed), default=None)
-        for there in (best, stored):
-            if there is not None and event.step < there[0]:
-                self.fail(NOTHING_LOST, f"attempt {event.attempt} restores {event.step}, {there} is there")
+        best = self.best(supervisor.site.name, supervisor.state.failed_to_restore())
+        if best is not None and event.step < best[0]:
+            self.fail(NOTHING_LOST, f"attempt {event.attempt} restores {event.step}, {best} is there")
 
     def _blamed(self, supervisor: SimSupervisor, event: ev.NodeLost) -> None:
         """An agent that has ended took its ranks along, however long ago and for whatever reason."""
