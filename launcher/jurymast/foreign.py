@@ -32,10 +32,12 @@ class NotOurs(OSError):
     """Another user owns it, or can write it; one line that names the path and what to do."""
 
     def __init__(self, path: Path | str, status: os.stat_result) -> None:
+        todo = "remove it, or choose another path"
+        if status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode):
+            todo = f"if nobody else has put anything there: chmod go-w {path}"
         super().__init__(
-            f"{path} is not this user's own (owner {user_name(status.st_uid)}, mode "
-            f"{stat.filemode(status.st_mode)}): nothing is read or kept there; remove it, or choose another "
-            "path"
+            f"{path} is not this user's own alone (owner {user_name(status.st_uid)}, mode "
+            f"{stat.filemode(status.st_mode)}): nothing is read or kept there; {todo}"
         )
 
 

@@ -267,7 +267,7 @@ def test_without_munge_the_error_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 def test_without_a_spool_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`munge` only has to say something here; that nobody but root may open it, it is told."""
     program = tmp_path / "munge"
-    program.write_text("#!/bin/sh\necho \"$@\"\n")
+    program.write_text('#!/bin/sh\necho "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     values = written.verdict("n1", BOOT, "17", "a-run", FINDING, NOW)
