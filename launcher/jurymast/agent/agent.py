@@ -153,7 +153,10 @@ class Agent:
         self._connecting.give_up_tries()
         self._probing.new_supervisor()
         ranks = self._machine.ranks
-        self._keeping.listen_at(self._connecting.address)
+        try:
+            self._keeping.listen_at(self._connecting.address)
+        except OSError as error:
+            _note(self._node, f"no other node can have images from {self._connecting.address}: {error}")
         hello = msg.Hello(
             node=self._node, allocation=self._allocation, address=self._connecting.address,
             incarnation=self._incarnation, pid=os.getpid(), boot_id=here.boot_id(),

@@ -6,7 +6,6 @@ crashes is started again, the agents and the ranks go on meanwhile.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -145,7 +144,7 @@ class Batch:
 
     def _read_outcome(self) -> dict[str, Any] | None:
         try:
-            outcome: dict[str, Any] = json.loads(foreign.read(self._directory.outcome_file))
+            outcome: dict[str, Any] = foreign.load(self._directory.outcome_file)
             return outcome
         except (OSError, ValueError):
             return None

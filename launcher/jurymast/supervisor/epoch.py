@@ -64,7 +64,11 @@ async def supervise(
             supervisor.feed(event)
     supervisor.feed(
         ev.SupervisorStarted(
-            t=supervisor.now(), epoch=epoch, node=node, silent_s=takeover.silent_s if takeover else 0.0
+            t=supervisor.now(),
+            epoch=epoch,
+            node=node,
+            silent_s=takeover.silent_s if takeover else 0.0,
+            read=dict(state.lines_read),
         )
     )
     if trouble := allow_files(plan.nodes):
