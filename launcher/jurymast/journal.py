@@ -12,9 +12,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ FLUSH_LIMIT_S = 0.5
 # What finds no room at the end has no later line to be tried again with.
 LAST_TRIES_S = 2.0
 LAST_TRY_EVERY_S = 0.1
+# Among so many an epoch says that it begins.
+FIRST_LINES = 3
 # Lines that come within this time are written together, unless somebody waits for them: thousands of nodes
 # that join at once must not mean as many writes.
 GATHER_S = 0.01
@@ -172,8 +174,8 @@ def first_events(directory: RunDirectory, t: float, version: str) -> list[ev.Eve
 def read(directory: RunDirectory) -> Iterator[Entry]:
     """All entries that count, oldest first, those of several nodes still together (see `single`).
 
-    An epoch ends where the next begins: what a supervisor that had been stopped for a while still wrote
-    after its successor had started, nobody acted on.
+    An epoch ends where the next begins (see `Begin`): what a supervisor that had been stopped for a while
+    still wrote after its successor had started, nobody acted on.
     """
     files = list(directory.journal_files())
     yield from _replaced(files)
@@ -183,12 +185,40 @@ def read(directory: RunDirectory) -> Iterator[Entry]:
 
 def _replaced(files: Sequence[Path]) -> Iterator[Entry]:
     """What counts of all files but the newest."""
-    starts = [next((entry["t"] for entry in read_file(path)), math.inf) for path in files]
-    for number, path in enumerate(files[:-1]):
-        until = min(starts[number + 1 :])
-        for entry in read_file(path):
-            if entry["t"] <= until:
-                yield entry
+    yield from counting([read_file(path) for path in files], [begin_of(read_file(path)) for path in files])
+
+
+def counting(files: Sequence[Iterable[Entry]], begins: Sequence[Begin]) -> Iterator[Entry]:
+    """Of these epochs' files, each with its beginning, all that counts but the last one's."""
+    for number, entries in enumerate(files[:-1]):
+        later = begins[number + 1 :]
+        yield from (entry for entry in entries if all(begin.counts(entry) for begin in later))
+
+
+@dataclass(frozen=True)
+class Begin:
+    """How an epoch begins: when, by its supervisor's clock, and what that one had `read` until then: the last
+    line of each epoch before; None if it does not say. Clocks of two nodes may differ by more than it
+    takes to take over."""
+
+    t: float = math.inf
+    read: Mapping[str, int] | None = None
+
+    def counts(self, entry: Entry) -> bool:
+        """Whether this entry of an earlier epoch was known then."""
+        if self.read is None:
+            return bool(entry["t"] <= self.t)
+        return bool(entry.get("n", 0) <= self.read.get(str(entry.get("epoch")), 0))
+
+
+def begin_of(entries: Iterable[Entry]) -> Begin:
+    """By the first lines of its file."""
+    begin = Begin()
+    for entry in islice(entries, FIRST_LINES):
+        begin = Begin(min(begin.t, entry["t"]), entry.get("read"))
+        if entry.get("event") == ev.SupervisorStarted.__name__:
+            break
+    return begin
 
 
 def read_file(path: Path) -> Iterator[Entry]:
@@ -264,6 +294,7 @@ def events(entries: Iterable[Entry]) -> Iterator[ev.Event]:
 
 def take(state: RunState, entry: Entry, feed: Callable[[ev.Event], object]) -> None:
     """Apply an entry to `state`, with `feed` for events from which something may follow."""
+    state.lines_read[str(entry.get("epoch"))] = entry.get("n", 0)
     if _taken_quietly(state, entry):
         entry = {**entry, "each": {name: values[-1:] for name, values in entry["each"].items()}}
     for event in events_of(entry):

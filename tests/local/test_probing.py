@@ -16,6 +16,7 @@ import pytest
 from jurymast.agent.probing import Probing
 from jurymast.core import events as ev
 from jurymast.core.messages import Health
+from jurymast.core.nodes.own_health import OFFSETS
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.health.probe import Context, Finding
 from jurymast.health.watcher import Watcher
@@ -307,10 +308,10 @@ class Told:
         self.said: list[Health] = []
         self.probing = Probing(RunDirectory(folder), plan, "n1", self.said.append)
 
-    def clocks(self, ahead_s: float, late_s: float = 0.0, count: int = 10) -> None:
-        """The supervisor's clock, `ahead_s` behind this node's; all words but one arrive `late_s` later."""
-        for number in range(count):
-            self.probing.clock(time.time() - ahead_s - (late_s if number else 0.0))
+    def clocks(self, ahead_s: float) -> None:
+        """The supervisor's clock, `ahead_s` behind this node's, often enough to be believed."""
+        for _ in range(OFFSETS):
+            self.probing.clock(time.time() - ahead_s)
 
 
 @pytest.mark.parametrize(("ahead_s", "side"), [(60.0, "60.0 s ahead of"), (-60.0, "60.0 s behind")])
@@ -330,18 +331,6 @@ def test_a_clock_far_from_the_supervisor_s_is_a_finding_until_it_is_not(
     assert [word.finding.verdict.value for word in told.said] == ["suspect", "ok"]
     assert told.probing.findings() == []
     assert [known.verdict.value for known in told.probing.known()] == ["ok"]
-
-
-def test_a_slow_network_is_not_a_wrong_clock(tmp_path: Path) -> None:
-    told = Told(tmp_path)
-    told.clocks(0.0, late_s=30.0)
-    assert told.said == []
-
-
-def test_the_policy_s_limit_counts_for_clocks(tmp_path: Path) -> None:
-    told = Told(tmp_path, thresholds={"clock-offset-s": 100.0})
-    told.clocks(60.0)
-    assert told.said == []
 
 
 @pytest.mark.torch

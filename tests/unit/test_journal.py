@@ -269,8 +269,31 @@ def test_what_a_superseded_supervisor_still_writes_does_not_count(
     successor.event(ev.Noted(t=10.0, message="after the takeover"))
     successor.close()
     assert len(tail.poll()) == 1
-    for state in (tail.state, replay(directory)):
+    late = JournalTail(directory)
+    late.poll()
+    for state in (tail.state, late.state, replay(directory)):
         assert [message for _, message in state.notes] == ["before the takeover", "after the takeover"]
+
+
+def test_what_a_successor_had_not_read_does_not_count_however_clocks_differ(
+    directory: RunDirectory, writer: JournalWriter
+) -> None:
+    """Its clock is ahead of the one before by more than it took to take over."""
+    writer.event(ev.SupervisorStarted(t=1.0, epoch=1, node="n1"))
+    writer.event(ev.Noted(t=2.0, message="read"))
+    assert writer.flush()
+    read = dict(replay(directory).lines_read)
+    assert read == {"1": 2}
+    writer.event(ev.Noted(t=2.5, message="written too late"))
+    assert writer.flush()
+    successor = JournalWriter(directory.journal, 2)
+    successor.event(ev.SupervisorStarted(t=6.0, epoch=2, node="n2", read=read))
+    successor.close()
+    tail, follower = JournalTail(directory), Follower(directory)
+    tail.poll()
+    for state in (tail.state, follower.catch_up(), replay(directory)):
+        assert [message for _, message in state.notes] == ["read"]
+        assert state.epoch == 2
 
 
 def test_events_that_change_change_the_journal_s_version() -> None:

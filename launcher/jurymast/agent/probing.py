@@ -1,26 +1,21 @@
-"""The agent's part in health: the probe child, and this node's clock beside the supervisor's."""
+"""The agent's part in health: the probe child, this node's clock, and words to the supervisor."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 
 from jurymast.core import messages as msg
-from jurymast.core.nodes.findings import HOST, NOT_OBSERVABLE, Finding, Verdict
+from jurymast.core.nodes.findings import HOST, Finding, Verdict
+from jurymast.core.nodes.own_health import OwnHealth
 from jurymast.core.settings import RunPlan
 from jurymast.health.probe import Context, granted_gpus
 from jurymast.health.watcher import Watcher, names_to_ask
 from jurymast.rundir import RunDirectory
 
-# Offsets of the clock are worth looking a limit up from here on, seconds.
-OFFSET_WORTH_S = 0.1
-OFFSETS = 10
-KEPT_MAX = 200
 CLOSE_LIMIT_S = 5.0
-Key = tuple[str, str, str]
 
 
 class Probing:
@@ -34,8 +29,7 @@ class Probing:
         self._context = context_for(directory, plan, node, os.environ, time.time())
         self._watcher = Watcher(self._context, names_to_ask(plan.settings.probes_off), self._found)
         self._watching: asyncio.Future[None] | None = None
-        self._last: dict[Key, Finding] = {}  # the newest word on each, also that it is over
-        self._offsets: deque[float] = deque(maxlen=OFFSETS)
+        self._own = OwnHealth()
 
     def start(self) -> None:
         """Begin to look; once. Called when nothing else on this node is in a hurry."""
@@ -46,41 +40,25 @@ class Probing:
     def known(self) -> tuple[Finding, ...]:
         """For a hello: the newest word on each, and the newest events."""
         events = [finding for finding in self._watcher.findings() if finding.once]
-        return (*self._last.values(), *events)
+        return (*self._own.known(), *events)
 
     def findings(self) -> list[Finding]:
         """All that hold now, and the newest events."""
-        own = self._last.get(("agent", "clock-offset", ""))
-        held = [own] if own is not None and own.verdict is not Verdict.OK else []
-        return [*self._watcher.findings(), *held]
+        return [*self._watcher.findings(), *self._own.holding()]
 
     def new_supervisor(self) -> None:
-        """Another machine's clock from here on."""
-        self._offsets.clear()
+        self._own.new_supervisor()
 
     def clock(self, theirs: float) -> None:
-        """The supervisor's clock, seconds since the epoch, as it just arrived. The smallest of the last
-        offsets has waited least on the way: what is left of it is the clocks' own."""
-        self._offsets.append(time.time() - theirs)
-        if len(self._offsets) < OFFSETS:
-            return
-        offset = min(self._offsets, key=abs)
-        known = self._last.get(("agent", "clock-offset", ""))
-        if abs(offset) < OFFSET_WORTH_S and known is None:
+        """The supervisor's clock, seconds since the epoch, as it just arrived."""
+        offset = self._own.clock(theirs, time.time())
+        if offset is None:
             return
         from jurymast.health.tables import threshold  # reads YAML: not in every agent's memory
 
         limit = threshold(self._context, "clock-offset-s")
-        verdict = Verdict.SUSPECT if abs(offset) > limit else Verdict.OK
-        where = f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} the supervisor's"
-        if verdict is (known.verdict if known else Verdict.OK):
-            return
-        self._found(
-            Finding(
-                probe="agent", code="clock-offset", verdict=verdict, kind=HOST, at=time.time(),
-                message=f"this node's clock is {where} (limit {limit:g} s)",
-            )
-        )  # fmt: skip
+        if finding := self._own.judge(offset, limit, time.time()):
+            self._found(finding)
 
     def _stopped(self, watching: asyncio.Future[None]) -> None:
         """A mistake in the watcher must be heard of, and is no reason to end the ranks."""
@@ -93,12 +71,8 @@ class Probing:
             )  # fmt: skip
 
     def _found(self, finding: Finding) -> None:
-        if finding.code == NOT_OBSERVABLE:
-            return  # true of most nodes, and changes nothing
-        key = (finding.probe, finding.code, finding.device)
-        if not finding.once and (key in self._last or len(self._last) < KEPT_MAX):
-            self._last[key] = finding
-        self._tell(msg.Health(finding=finding))
+        if self._own.found(finding):
+            self._tell(msg.Health(finding=finding))
 
     async def close(self) -> None:
         await self._watcher.close()

@@ -52,11 +52,12 @@ class AllocationEnded(Event):
 @dataclass(frozen=True, kw_only=True)
 class SupervisorStarted(Event):
     """A supervisor took the run over under this epoch. Nobody had heard the one before for `silent_s`, if it
-    was taken over from another node."""
+    was taken over from another node. It knew the journal up to the lines that it had `read`, by epoch."""
 
     epoch: int
     node: str
     silent_s: float = 0.0
+    read: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

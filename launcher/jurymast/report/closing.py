@@ -29,7 +29,7 @@ def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
     t = max(time.time(), state.now)
     events = first_events(directory, t, __version__) if state.epoch == 0 else []
     events += [
-        ev.SupervisorStarted(t=t, epoch=epoch, node=socket.gethostname()),
+        ev.SupervisorStarted(t=t, epoch=epoch, node=socket.gethostname(), read=dict(state.lines_read)),
         ev.Asked(t=t, what="cancel", by=by),
     ]
     for event in events:

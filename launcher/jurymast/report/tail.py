@@ -8,7 +8,7 @@ from pathlib import Path
 from jurymast.core.events import Event
 from jurymast.core.goodput.ledger import Ledger
 from jurymast.core.run.state import RunState
-from jurymast.journal import Entry, FileTail, entry_of, initial_state, take
+from jurymast.journal import Begin, Entry, FileTail, begin_of, entry_of, initial_state, read_file, take
 from jurymast.report.words import count, some
 from jurymast.rundir import RunDirectory
 
@@ -57,6 +57,7 @@ class JournalTail:
         self.ledger = Ledger(initial_state(directory.plan()))
         self.last_t: float | None = None
         self._epochs: dict[str, _EpochTail] = {}
+        self._begins: dict[str, Begin] = {}
 
     @property
     def state(self) -> RunState:
@@ -80,12 +81,22 @@ class JournalTail:
     def new(self) -> Iterator[Entry]:
         """As `poll`, one by one: `state` has taken in those that were given."""
         files = list(self.directory.journal_files())
-        for path in files:
+        for number, path in enumerate(files, 1):
             epoch = self._epochs.setdefault(path.name, _EpochTail(path))
+            later = [self._begin(other) for other in files[number:]]
             for entry in epoch.entries(over=path != files[-1]):
-                if entry["epoch"] >= self.state.epoch:
+                if entry["epoch"] >= self.state.epoch and all(begin.counts(entry) for begin in later):
                     take(self.state, entry, self._feed)
                     yield entry
+
+    def _begin(self, path: Path) -> Begin:
+        """Of that epoch, as soon as it says so."""
+        if path.name not in self._begins:
+            begin = begin_of(read_file(path))
+            if begin == Begin():
+                return begin
+            self._begins[path.name] = begin
+        return self._begins[path.name]
 
     def _feed(self, event: Event) -> None:
         self.last_t = max(event.t, self.last_t or 0.0)

@@ -246,6 +246,8 @@ class RunState:
     ended_at: float | None = None
     # What people may want to know, and nothing depends on: the last ones.
     notes: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=NOTES_KEPT))
+    # Of the journal, by epoch: the last line that led here.
+    lines_read: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     # Kept so that a message costs the same in a run of any size.
     _places: tuple[tuple[str, ...], dict[str, int]] = field(
         default=((), {}), init=False, repr=False, compare=False

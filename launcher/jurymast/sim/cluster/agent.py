@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CONNECT_LIMIT_S = 1.5
 FIND_LIMIT_S = 2.0
 WARM_S, START_S, STOP_S = (0.3, 2.0), (0.02, 0.3), (0.02, 0.3)
+SUPERVISOR_START_S = (0.2, 0.7)
 
 
 class SimSite:
@@ -186,6 +187,7 @@ class SimAgent:
         self.host: SimHost | None = None
         self.connection: Connection | None = None
         self.met = False  # a supervisor, ever
+        self._stands_by = self._ready = False  # a process that may become the next
         self._tries = self._beats = self._wakes = 0
         self._writes: dict[str, bool] = {}  # by id: whether it was cancelled
         self._carry_out(self.machine.start(self.now, reachable=True))
@@ -247,8 +249,16 @@ class SimAgent:
             case do.ReadPulse():
                 disk, name = self.cluster.disk, self.site.name
                 self.cluster.storage.do(name, self.process, lambda: disk.read_pulse(name), self._pulse)
+            case do.StandBy():
+                self._stands_by = True
+                self.world.after(
+                    self.world.between(*SUPERVISOR_START_S), self.process, self._ready_to_succeed
+                )
+            case do.EndStandby():
+                self._stands_by = self._ready = False
             case do.StartSupervisor():
-                self.cluster.start_supervisor(self.site, takeover=self, silent_s=effect.silent_s)
+                self.cluster.start_supervisor(self.site, self, effect.silent_s, warm=self._ready)
+                self._stands_by = self._ready = False
             case do.Leave():
                 self.gone(loud=True)
             case _:
@@ -283,6 +293,9 @@ class SimAgent:
                     self.world.after(0.005, self.process, self._write_ended, effect.id)
             case _:
                 pass
+
+    def _ready_to_succeed(self) -> None:
+        self._ready = self._stands_by
 
     def say(self, message: msg.ToSupervisor) -> None:
         self._carry_out(self.machine.say(message, self.now))

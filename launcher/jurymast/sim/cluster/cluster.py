@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jurymast.core import messages as msg
 from jurymast.core.settings import Budget, RunPlan, Settings
-from jurymast.sim.cluster.agent import SimAgent, SimSite
+from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.network import Network
 from jurymast.sim.cluster.oracle import Oracle, Violation
@@ -108,10 +108,14 @@ class Cluster:
         for site in self.sites.values():
             self.world.after(self.world.between(0.1, 1.5), None, site.start_agent)
 
-    def start_supervisor(self, site: SimSite, takeover: SimAgent | None, silent_s: float = 0.0) -> None:
-        """`silent_s`: so long nobody has heard the one before."""
+    def start_supervisor(
+        self, site: SimSite, takeover: SimAgent | None, silent_s: float = 0.0, *, warm: bool = False
+    ) -> None:
+        """`silent_s`: so long nobody has heard the one before. `warm`: its process stood by."""
         if site.up and self.allocated:
-            SimSupervisor(self, site, takeover, silent_s)
+            supervisor = SimSupervisor(self, site, takeover, silent_s)
+            start_s = 0.0 if warm else self.world.between(*SUPERVISOR_START_S)
+            self.world.after(start_s, supervisor.process, supervisor.begin)
 
     def supervisor_ended(self, supervisor: SimSupervisor) -> None:
         if supervisor.takeover is not None:

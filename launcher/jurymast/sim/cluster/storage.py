@@ -17,7 +17,7 @@ from jurymast.core.run.instructions import Instruction
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
-from jurymast.journal import initial_state, take, together
+from jurymast.journal import Begin, begin_of, counting, initial_state, take, together
 from jurymast.sim.cluster.world import Process, World
 
 Item = Event | tuple[float, Instruction]
@@ -147,15 +147,13 @@ class RunDisk:
 
     def replay(self) -> RunState:
         """As `journal.replay` reads it, of what was really written."""
-        files = [
-            [json.loads(json.dumps(entry)) for entry in together(self.journal[epoch])]
-            for epoch in sorted(self.journal)
-        ]
-        starts = [entries[0]["t"] if entries else float("inf") for entries in files]
+        files = [self._file(epoch) for epoch in sorted(self.journal)]
         state = initial_state(self.plan)
-        for number, entries in enumerate(files):
-            until = min(starts[number + 1 :], default=float("inf"))
-            for entry in entries:
-                if entry["t"] <= until:
-                    take(state, entry, lambda event: step(state, event))
+        for entry in counting([*files, []], [*map(begin_of, files), Begin()]):
+            take(state, entry, lambda event: step(state, event))
         return state
+
+    def _file(self, epoch: int) -> list[dict[str, Any]]:
+        entries = together(self.journal[epoch])
+        lines = [{**entry, "epoch": epoch, "n": number} for number, entry in enumerate(entries, 1)]
+        return [json.loads(json.dumps(line)) for line in lines]

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent, SimSite
     from jurymast.sim.cluster.cluster import Cluster
 
-START_S = (0.2, 0.7)
 GATHER_S = 0.01
 WORK_S = 0.0005
 ASK_AGAIN_S = 0.5
@@ -114,7 +113,6 @@ class SimSupervisor:
         self.machine: Supervision
         self.state: RunState
         self._silent_s = silent_s
-        self.world.after(self.world.between(*START_S), self.process, self._claim)
 
     @property
     def site(self) -> SimSite:
@@ -139,7 +137,7 @@ class SimSupervisor:
 
         self.cluster.storage.do(self.site.name, self.thread, work, checked, writes=writes)
 
-    def _claim(self) -> None:
+    def begin(self) -> None:
         self._on_disk(lambda: self.cluster.disk.claim(self.site.name), self._claimed, writes=True)
 
     def _claimed(self, epoch: int) -> None:
@@ -160,8 +158,12 @@ class SimSupervisor:
                     ranks_per_node=plan.ranks_per_node, script="x", submitted_at=0.0,
                 )
             )  # fmt: skip
-        silent_s = self._silent_s
-        self.feed(ev.SupervisorStarted(t=self.now, epoch=self.epoch, node=self.site.name, silent_s=silent_s))
+        self.feed(
+            ev.SupervisorStarted(
+                t=self.now, epoch=self.epoch, node=self.site.name, silent_s=self._silent_s,
+                read=dict(state.lines_read),
+            )
+        )  # fmt: skip
         if state.allocation != cluster.allocation:
             self.feed(
                 ev.AllocationStarted(
