@@ -158,6 +158,22 @@ def test_a_queued_run_and_one_that_was_cancelled_there() -> None:
     assert account(story).totals["queue_wait"] == to_us(4 * 40.1)
 
 
+def test_steps_of_no_attempt_are_none() -> None:
+    """No rank of this run has done them: it is the time that passed that launches the first attempt."""
+    story = Story(active=1, spares=0)
+    ledger, t = Ledger(initial_state(story.plan)), START + 2.0
+    for event in (
+        next_event(ledger.state, START, ("allocation", 0.0, "n1", 0, 0, False)),
+        next_event(ledger.state, START, ("joined", 0.0, "n1", 0, 0, False)),
+        ev.NodeReady(t=START, node="n1", store_port=1),
+        ev.Progress(t=t, attempt=0, step=26, stepped_at=t - 0.5, absolute=False, step_s=0.1),
+        ev.AllocationEnded(t=t, slurm_job="7", why="over"),
+    ):
+        ledger.feed(event)
+    assert ledger.state.attempt == 1
+    assert ledger.account().totals["step"] == 0
+
+
 def test_a_script_without_step_numbers_has_no_rework() -> None:
     story = Story().allocated().ranks_up()
     story.stepped(1, absolute=False).stepped(50, absolute=False)

@@ -192,7 +192,9 @@ class Ledger:
 
     def _hear(self, event: ev.Event) -> None:
         """What the ranks of this attempt tell: restored, stepped, saved."""
-        if getattr(event, "attempt", None) != self._attempt or self.state.phase is Phase.STARTING:
+        if not self._attempt or getattr(event, "attempt", None) != self._attempt:
+            return
+        if self.state.phase is Phase.STARTING:
             return
         if isinstance(event, ev.Restored) and self._stage in BEFORE_FIRST_STEP:
             before = self._stage if self._stage == "warm_up" else self._launching()
