@@ -210,7 +210,7 @@ class NodesPolicy(Section):
 
 class Network(Section):
     encrypt: OnOff = _key(
-        False, "on: images are hidden on their way between nodes, which needs the package cryptography"
+        False, "on: images are hidden on their way between nodes"
     )
 
 
