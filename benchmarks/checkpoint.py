@@ -56,6 +56,10 @@ UNITS = {
     "fresh pages of a save": "pages",
     "peer transfer over TCP": "ratio",
     "peer transfer": "GB/s",
+    "peer transfer over TCP, encrypted": "ratio",
+    "peer transfer, encrypted": "GB/s",
+    "peer transfer over TCP, by BLAKE2b": "ratio",
+    "peer transfer, by BLAKE2b": "GB/s",
     "drain over a write": "ratio",
     "drain": "GB/s",
 }
@@ -65,6 +69,7 @@ NOTES = {
     "fresh pages of a save": "page faults of the ranks until the save was whole, and pages of new files",
     "from the stall's end until whole": "jurymast: the agent holds it, hashed; others: all of it is written",
     "until the peer holds it": "hashed, sent and verified; into memory that was used before",
+    "peer transfer over TCP": "authenticated by AES-GMAC and verified; plain TCP does neither",
 }
 
 

@@ -26,6 +26,7 @@ from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.storage.drainer import Drainer
 from jurymast.storage.orders import Failed, Image, WriteLocal
+from jurymast.wire.shield import BLAKE2B, GCM, GMAC
 from jurymast.worker import link
 
 LOOK_EVERY_S = 0.1
@@ -34,13 +35,26 @@ WRITE_BYTES = 16 << 20
 POPULATE_WRITE = 23
 
 
+WAYS = (GMAC, GCM, BLAKE2B)
+
+
+class Chosen(Access):
+    """Bytes are protected in the way that was asked for last; until then in any."""
+
+    chosen: tuple[str, ...] = WAYS
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return Chosen.chosen
+
+
 class Node:
     """Carries out the orders of the benchmark, which stands in for the supervisor."""
 
     def __init__(self, config: Message) -> None:
         self._name = str(config["name"])
         self._local = Path(config["local"]) if config.get("local") else None
-        access = Access(bytes.fromhex(config["secret"]), encrypt=bool(config.get("encrypt")))
+        access = Chosen(bytes.fromhex(config["secret"]))
         self._keeper = Keeper(access, self._name, int(config["ranks"]), self._tell, local_root=self._local)
         self._drainer = Drainer()
         self._events, self._events_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -93,6 +107,8 @@ class Node:
             keeper.obey(msg.Committed(step=order["step"], attempt=order["attempt"]))
         elif do == "replicate":
             keeper.obey(msgspec.convert(order, msg.Replicate))
+        elif do == "protect":
+            Chosen.chosen = (order["way"],) if order["way"] else WAYS
         elif do == "forget":
             ranks = tuple(order["ranks"])
             keeper.obey(msg.Forget(step=order["step"], attempt=order["attempt"], ranks=ranks))

@@ -13,12 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from benchmarks.tiers.child import Child, ChildError, Message
+from jurymast.wire.shield import BLAKE2B, GCM, GMAC
 
 HOST = "127.0.0.1"
+# How bytes between nodes are protected, and what is said of it behind a metric's name: the first is what
+# happens where the processor's AES can be used, the second where the policy has them hidden.
+PROTECTED = {GMAC: "", GCM: ", encrypted", BLAKE2B: ", by BLAKE2b"}
 STREAMS = 2  # of one replica, as in keeper.fetch
 AT_ONCE = 2  # replicas, as in core.keeper.replicas
 SAMPLE_S = 0.02
@@ -343,7 +348,9 @@ def measure_jurymast(trial: Trial) -> None:
             trial.try_to(metrics, lambda: _transfers(trial, node, peer, step))
             trial.try_to(("drain over a write",), lambda: _drains(trial, node, step, root))
             node.child.end()
-            trial.try_to(metrics[1:], lambda: _restore_from_peer(trial, peer, secret, step, place.memory))
+            for way in PROTECTED:
+                restore = partial(_restore_from_peer, trial, peer, secret, step, place.memory, way)
+                trial.try_to(metrics[1:], restore)
         trial.try_to(
             ("restore over a copy, local disk", "restore over a copy, own memory"),
             lambda: _restore_here(trial, secret, step, root, place.memory),
@@ -403,12 +410,15 @@ def _transfers(trial: Trial, node: Node, peer: Node, step: int) -> None:
     }  # fmt: skip
     peer.child.forget()
     for number in range(trial.saves + 1):
-        peer.forget_replicas(step)
         raw_s = float(peer.child.ask(raw)["seconds"])
-        taken_s = peer.replicate(step, node)
-        if number:
-            trial.add("peer transfer", case.state_bytes * case.ranks / taken_s / 1e9)
-            trial.add("peer transfer over TCP", raw_s / taken_s)
+        for way, named in PROTECTED.items():
+            peer.forget_replicas(step)
+            peer.child.ask({"do": "protect", "way": way})
+            taken_s = peer.replicate(step, node)
+            if number:
+                trial.add(f"peer transfer{named}", case.state_bytes * case.ranks / taken_s / 1e9)
+                trial.add(f"peer transfer over TCP{named}", raw_s / taken_s)
+    peer.child.ask({"do": "protect", "way": ""})
 
 
 def _drains(trial: Trial, node: Node, step: int, root: Path) -> None:
@@ -434,14 +444,16 @@ def _drains(trial: Trial, node: Node, step: int, root: Path) -> None:
             trial.add("drain over a write", write_s / drain_s)
 
 
-def _restore_from_peer(trial: Trial, peer: Node, secret: str, step: int, place: Path) -> None:
+def _restore_from_peer(trial: Trial, peer: Node, secret: str, step: int, place: Path, way: str) -> None:
     """As a spare does it: nothing is here, and the memory is new."""
     with (
         Node("c", trial.case, secret) as node,
         Ranks(trial.case, "jurymast-restoring", place, node.environment) as ranks,
     ):
         ranks.ask("begin")
-        trial.restore(ranks, "peer", lambda: node.launch(2, step, peer), attempt=2, step=step)
+        node.child.ask({"do": "protect", "way": way})
+        tier = f"peer{PROTECTED[way]}"
+        trial.restore(ranks, tier, lambda: node.launch(2, step, peer), attempt=2, step=step)
 
 
 def _restore_here(trial: Trial, secret: str, step: int, root: Path, place: Path) -> None:

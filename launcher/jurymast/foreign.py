@@ -8,6 +8,7 @@ waits: a pipe that somebody has put there opens at once, and is refused.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pwd
 import stat
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 # What anybody but the owner could write.
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -30,10 +32,12 @@ class NotOurs(OSError):
     """Another user owns it, or can write it; one line that names the path and what to do."""
 
     def __init__(self, path: Path | str, status: os.stat_result) -> None:
+        todo = "remove it, or choose another path"
+        if status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode):
+            todo = f"if nobody else has put anything there: chmod go-w {path}"
         super().__init__(
-            f"{path} is not this user's own (owner {user_name(status.st_uid)}, mode "
-            f"{stat.filemode(status.st_mode)}): nothing is read or kept there; remove it, or choose another "
-            "path"
+            f"{path} is not this user's own alone (owner {user_name(status.st_uid)}, mode "
+            f"{stat.filemode(status.st_mode)}): nothing is read or kept there; {todo}"
         )
 
 
@@ -115,6 +119,19 @@ def read(path: Path | str, most: int = BYTES_MAX) -> bytes:
     """What is in it. Raises OSError, also when that are more than `most` bytes."""
     with reading(path) as file:
         return _all_of(file, path, most)
+
+
+def load(path: Path | str) -> Any:
+    """The JSON in it. Raises OSError, ValueError."""
+    return parse(read(path))
+
+
+def parse(data: bytes | str) -> Any:
+    """JSON. Raises ValueError, for brackets without end, too."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _open(path: Path | str, flags: int = 0) -> int:

@@ -20,13 +20,13 @@ from typing import Any
 
 import msgspec
 
+from jurymast import foreign
 from jurymast.core import events as ev
 from jurymast.core.run.instructions import Instruction
 from jurymast.core.run.machine import step, step_quietly
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
-from jurymast.foreign import reading
 from jurymast.rundir import RunDirectory, sync_directory
 
 # Of the events as `tests/data/golden/journal.txt` lists them. A field that is added has a default, and leaves
@@ -270,10 +270,10 @@ def nodes_in(entry: Entry) -> int:
 def _decode(line: bytes) -> Any:
     try:
         return msgspec.json.decode(line)
-    except ValueError:  # the quicker reader, but it takes no Infinity
+    except (ValueError, RecursionError):  # the quicker reader, but it takes no Infinity
         pass
     try:
-        return json.loads(line)
+        return foreign.parse(line)
     except ValueError:
         return None
 
@@ -352,7 +352,7 @@ class FileTail:
         """
         self.more = False
         try:
-            with reading(self.path) as file:
+            with foreign.reading(self.path) as file:
                 file.seek(self._offset)
                 data = file.read(limit_bytes)
         except FileNotFoundError:

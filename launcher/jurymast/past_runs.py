@@ -106,7 +106,7 @@ def _stamp(directory: RunDirectory) -> Stamp:
 def _load(path: Path) -> dict[str, Any]:
     """{} for a file that is none of ours: anybody may have put it there."""
     try:
-        content = json.loads(foreign.read_own(path))
+        content = foreign.parse(foreign.read_own(path))
         entries = content["entries"] if content["v"] == VERSION else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -28,6 +28,19 @@ def become_helper(nice: int) -> int:
     return output
 
 
+# Away from the user's files: Python looks for modules in the directory it starts in, and a queue.py there
+# must not replace Python's own.
+_AWAY = (
+    "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+def run_module(python: str, module: str, *arguments: str) -> list[str]:
+    """The command line that runs one of our modules in whatever directory the user is."""
+    return [python, "-c", _AWAY, module, *arguments]
+
+
 def name_process(name: str) -> None:
     """What `ps -o comm` shows of this process; 15 characters at most."""
     try:

@@ -181,7 +181,9 @@ class RunDirectory:
         """Make the directory and its parts, and the run's secret. Raises RunDirectoryError."""
         made = False
         try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=False)
+            if self.root.parent != self.root:
+                make_folder(self.root.parent)  # whatever the umask: who may write there can swap runs
+            self.root.mkdir(mode=0o700)
             made = True
             for part in (self.epochs, self.journal, self.logs, self.checkpoints, self.submission):
                 part.mkdir(mode=0o700)
@@ -213,7 +215,7 @@ class RunDirectory:
     def plan(self) -> RunPlan:
         """Raises RunDirectoryError when the file is missing or damaged."""
         try:
-            values: dict[str, Any] = json.loads(foreign.read(self.plan_file))
+            values: dict[str, Any] = foreign.load(self.plan_file)
             return RunPlan.from_json(values)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             check_readable(self.root)

@@ -148,7 +148,7 @@ def test_an_object_store(run: RunDirectory, shell: Shell, tmp_path: Path) -> Non
     from jurymast.storage.object_store import ObjectStore
 
     url = f"file://{tmp_path}/store"
-    store = ObjectStore(url, run.root.name)
+    store = ObjectStore(url, run.root.name, run.secret())
     directory = CheckpointDirectory(run.checkpoints)
     store.upload(directory, 2, Job(60.0))
     assert [row["where"] for row in shell.json("--object", url)["checkpoints"]] == [

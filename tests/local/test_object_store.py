@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord, Manifest, hash_file
+from jurymast.rundir import RunDirectory
 from jurymast.storage import object_store
 from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.object_store import ObjectStore
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 BUCKET = "s3://checkpoints/team"
+SECRET = b"s" * 32
 
 
 def make_checkpoint(
@@ -59,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture
 def store(server: S3Server, request: pytest.FixtureRequest) -> ObjectStore:
-    return ObjectStore(BUCKET, request.node.name, server.storage_options())
+    return ObjectStore(BUCKET, request.node.name, SECRET, server.storage_options())
 
 
 def test_there_and_back(tmp_path: Path, store: ObjectStore) -> None:
@@ -118,19 +120,23 @@ def test_another_attempts_checkpoint_is_replaced(tmp_path: Path, store: ObjectSt
     names = {
         name.rpartition("/")[2] for name in store._files.ls(store._path(5, "").rstrip("/"), detail=False)
     }
-    assert names == {"__0_0.distcp", "__1_0.distcp", ".metadata", "jurymast.json"}
+    assert names == {"__0_0.distcp", "__1_0.distcp", ".metadata", "jurymast.json", "jurymast.seal"}
 
 
 def test_a_store_that_is_down_and_back_again(
     tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = tmp_path / "checkpoints"
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    root = run.checkpoints
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
 
     def upload(step: int) -> Upload:
-        return Upload(root=str(root), step=step, url=BUCKET, run="down", limit_s=100.0)
+        return Upload(
+            root=str(root), step=step, url=BUCKET, run="down", run_directory=str(run.root), limit_s=100.0
+        )
 
     with StorageProcess() as process:
         for step in (1, 2):
@@ -151,16 +157,16 @@ def test_no_bucket_and_no_credentials(
 ) -> None:
     root = tmp_path / "checkpoints"
     make_checkpoint(root, 1)
-    nowhere = ObjectStore("s3://nowhere", "run", server.storage_options())
+    nowhere = ObjectStore("s3://nowhere", "run", SECRET, server.storage_options())
     with pytest.raises(StorageFailure, match="no such object or bucket"):
         nowhere.upload(CheckpointDirectory(root), 1, job())
-    stranger = ObjectStore(BUCKET, "run", {**server.storage_options(), "secret": "wrong"})
+    stranger = ObjectStore(BUCKET, "run", SECRET, {**server.storage_options(), "secret": "wrong"})
     with pytest.raises(StorageFailure, match="check the credentials"):
         stranger.upload(CheckpointDirectory(root), 1, job())
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    nobody = ObjectStore(BUCKET, "run", {"endpoint_url": server.endpoint})
+    nobody = ObjectStore(BUCKET, "run", SECRET, {"endpoint_url": server.endpoint})
     with pytest.raises(StorageFailure, match=r"locate credentials.*check the credentials"):
         nobody.upload(CheckpointDirectory(root), 1, job())
 
@@ -169,15 +175,15 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         StorageFailure, match=r"abfs://x needs a package .*: pip install 'jurymast\[object\]'"
     ):
-        ObjectStore("abfs://x", "run")
+        ObjectStore("abfs://x", "run", SECRET)
     with pytest.raises(StorageFailure, match="nonsense://x cannot be used: ValueError"):
-        ObjectStore("nonsense://x", "run")
+        ObjectStore("nonsense://x", "run", SECRET)
 
 
 def test_any_store_of_fsspec_will_do(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     make_checkpoint(root, 1)
-    store = ObjectStore(f"file://{tmp_path}/store", "run")
+    store = ObjectStore(f"file://{tmp_path}/store", "run", SECRET)
     store.upload(CheckpointDirectory(root), 1, job())
     store.fetch(1, CheckpointDirectory(tmp_path / "back"), job())
     assert store.steps() == [1]

@@ -85,6 +85,12 @@ def test_root_runs_and_keeps_only_what_is_its_own(tmp_path: Path) -> None:
     os.chown(program, STRAY, 0)
     with pytest.raises(Failed, match="others than root can write it"):
         require_roots(program)
+    os.chown(program, 0, 0)
+    tmp_path.chmod(0o777)
+    with pytest.raises(Failed, match=f"{tmp_path}: others than root can write it"):
+        require_roots(program)
+    tmp_path.chmod(0o1777)
+    require_roots(program)
     state = state_directory(tmp_path / "a" / "state")
     assert state.stat().st_mode & 0o777 == 0o700
     link = tmp_path / "link"
@@ -194,10 +200,38 @@ def test_stale_shared_memory(
     log = tmp_path.parent / "log"
     config = Config(sweep_processes="off", min_uid=MIN_UID, log=str(log))
     sweep(config, Log("test", config.log))
-    assert f"stale shared memory {stale} of uid {STRAY}: 10 bytes" in log.read_text()
+    assert f"stale shared memory of uid {STRAY}: 1 file, 10 bytes" in log.read_text()
     assert stale.exists()
     sweep(replace(config, sweep_shared_memory="remove"), Log("test", config.log))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["busy", "link", "root", "young"]
+
+
+def test_a_heap_of_files_holds_no_job_up_and_fills_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can leave a million: one line a user, and an end to it by number and by time."""
+    log, place = tmp_path / "log", tmp_path / "shm"
+    place.mkdir()
+    for number in range(300):
+        path = place / f"{number}\nforged line"
+        path.touch()
+        os.chown(path, STRAY, STRAY)
+        os.utime(path, (1, 1))
+    monkeypatch.setattr(sweeping, "SHARED_MEMORY", place)
+    config = Config(sweep_processes="off", sweep_shared_memory="remove", min_uid=MIN_UID, log=str(log))
+    for name, value, left, told in (
+        ("LIMIT_S", -1.0, 300, ["the rest is left for the next time"]),
+        ("ENTRIES_MAX", 100, 200, ["the rest is left", f"of uid {STRAY}: 100 files, 0 bytes"]),
+        ("ENTRIES_MAX", 1000, 0, [f"of uid {STRAY}: 200 files, 0 bytes"]),
+    ):
+        log.unlink(missing_ok=True)
+        with monkeypatch.context() as bound:
+            bound.setattr(sweeping, name, value)
+            sweep(config, Log("test", config.log))
+        assert len(list(place.iterdir())) == left
+        lines = log.read_text().splitlines()
+        assert len(lines) == len(told)
+        assert all(words in line for words, line in zip(told, lines, strict=True))
 
 
 def test_the_sweep_reports_and_kills_only_when_told(
@@ -262,6 +296,21 @@ def test_the_health_check_without_slurm_says_so_and_does_nothing(tmp_path: Path)
     assert "failed: squeue: exit code 1: Unable to contact slurm controller" in log.read_text()
     config.write_text("[files]\nstates = /tmp\n")
     assert run("healthcheck", config).returncode == 1
+
+
+@pytest.mark.parametrize(("uid", "mode"), [(STRAY, 0o644), (0, 0o666)])
+def test_root_runs_nothing_of_a_tree_that_others_can_write_to(tmp_path: Path, uid: int, mode: int) -> None:
+    tree = tmp_path / "site"
+    shutil.copytree(SITE, tree, ignore=shutil.ignore_patterns("__pycache__"))
+    changed = tree / "jurymast_site" / "slurm.py"
+    os.chown(changed, uid, 0)
+    changed.chmod(mode)
+    config = tmp_path / "site.ini"
+    config.write_text(f"[files]\nstate = {tmp_path}/state\nlog = {tmp_path}/log\n")
+    for program, code in (("healthcheck", 1), ("prolog", 0), ("epilog", 0)):
+        done = run(str(tree / program), config, SLURMD_NODENAME="n1")
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["site", "site.ini"]
 
 
 SINFO = """

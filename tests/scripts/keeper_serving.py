@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any
 
 import pytest
 
 from jurymast.core.checkpoints.copies import ALL, MEMORY
+from jurymast.core.messages.keepers import BytesFollow
+from jurymast.keeper import serve
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy
 from jurymast.keeper.manifest import Manifest
-from jurymast.keeper.serve import Server
-from jurymast.wire.stream import Stream
 from support.keepers import ACCESS, COMMON_BYTES, SIZE, image_bytes, use_small_blocks
 
 step, rank, world, block_bytes, stop_after = map(int, sys.argv[1:])
@@ -30,22 +29,23 @@ copies = Copies()
 copies.add(Copy(manifest, MEMORY, ALL, buffer))
 
 sent = 0
-send_file = Stream.send_file
+send_from = serve._send_from
 
 
-def send_until_stopped(self: Stream[Any], descriptor: int, at: int, length: int, way: str) -> None:
+def send_until_stopped(peer: serve.Peer, copy: Copy, at: int, length: int, way: str) -> None:
     global sent
     if stop_after and sent >= stop_after:
-        send_file(self, descriptor, at, length // 2, way)
+        peer.send(BytesFollow(length=length, way=way))
+        peer.send_bytes(buffer.view(at, at + length // 2), way)
         sys.stdout.write("stopped\n")
         sys.stdout.flush()
         threading.Event().wait()
-    send_file(self, descriptor, at, length, way)
+    send_from(peer, copy, at, length, way)
     sent += 1
 
 
-Stream.send_file = send_until_stopped  # type: ignore[method-assign]
-server = Server(copies, ACCESS, "served", lambda copy: None)
+serve._send_from = send_until_stopped
+server = serve.Server(copies, ACCESS, "served", lambda copy: None)
 server.listen_at("127.0.0.1")
 sys.stdout.write(f"{server.port}\n")
 sys.stdout.flush()

@@ -317,7 +317,8 @@ def test_the_last_word_before_hanging_up_is_said() -> None:
 
 def test_an_agent_that_leaves_does_nothing_more() -> None:
     made = met()
-    assert made.heard(msg.Leave(over=True), 11.0)[0] == do.Leave(over=True)
+    told = msg.Leave(over=True, exit_code=7)
+    assert made.heard(told, 11.0)[0] == do.Leave(over=True, exit_code=7)
     assert made.heard(launch(1), 12.0) == []
     assert made.host_ended(1, {}, 12.0) == []
     assert made.tick(99.0) == []

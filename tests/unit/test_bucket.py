@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from jurymast.checkpoint.directory import MANIFEST, BadCheckpoint, CheckpointDir
 from jurymast.storage import object_store
 from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.object_store import ObjectStore
+from jurymast.storage.vouching import SEAL, Key
 
 STEP = 100
 LOOT = b"ssh-ed25519 AAAA mallory"
+SECRET = b"s" * 32
 
 
 def bucket(folder: Path, manifest: bytes) -> ObjectStore:
@@ -22,7 +25,7 @@ def bucket(folder: Path, manifest: bytes) -> ObjectStore:
     place = folder / f"bucket/run-1/step-{STEP:08d}"
     place.mkdir(parents=True)
     (place / MANIFEST).write_bytes(manifest)
-    return ObjectStore(f"file://{folder}/bucket", "run-1")
+    return ObjectStore(f"file://{folder}/bucket", "run-1", SECRET)
 
 
 OUTSIDE = "OUTSIDE"
@@ -65,6 +68,77 @@ def test_a_manifest_of_other_kinds_is_refused(change: dict[str, object]) -> None
 
 
 def test_a_manifest_without_an_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "MANIFEST_BYTES_MAX", 1000)
+    monkeypatch.setattr(object_store, "SMALL_BYTES_MAX", 1000)
     with pytest.raises(StorageFailure, match="has 1001 bytes, most is 1000"):
         bucket(tmp_path, b" " * 1001).manifest(STEP)
+
+
+def saved(root: Path, data: bytes) -> CheckpointDirectory:
+    """A complete checkpoint of one file."""
+    directory = CheckpointDirectory(root)
+    place = directory.begin(STEP, 1)
+    (place / ".metadata").write_bytes(data)
+    record = FileRecord(".metadata", len(data), xxhash.xxh3_64_hexdigest(data))
+    directory.seal(place, Manifest(STEP, 1, 1, "2.13.0", (record,)))
+    directory.publish(place, STEP)
+    return directory
+
+
+def not_sealed(_place: Path, seal: Path) -> None:
+    seal.unlink()
+
+
+def sealed_by_another_run(place: Path, seal: Path) -> None:
+    manifest = (place / MANIFEST).read_bytes()
+    seal.write_bytes(Key(b"m" * 32, "run-1").seal(STEP, manifest, {".metadata": "00"}))
+
+
+def of_another_step(_place: Path, seal: Path) -> None:
+    seal.write_bytes(seal.read_bytes().replace(b'"step": 100', b'"step": 101'))
+
+
+def swapped(place: Path, _seal: Path) -> None:
+    """With a hash that fits: xxh3 is no secret."""
+    (place / ".metadata").write_bytes(LOOT)
+    record = FileRecord(".metadata", len(LOOT), xxhash.xxh3_64_hexdigest(LOOT))
+    (place / MANIFEST).write_bytes(Manifest(STEP, 1, 1, "2.13.0", (record,)).to_bytes())
+
+
+@pytest.mark.parametrize("change", [not_sealed, sealed_by_another_run, of_another_step, swapped])
+def test_what_the_run_has_not_put_there_is_not_taken(
+    tmp_path: Path, change: Callable[[Path, Path], None]
+) -> None:
+    """It would be unpickled."""
+    store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
+    store.upload(saved(tmp_path / "run", b"right"), STEP, Job(10.0))
+    back = CheckpointDirectory(tmp_path / "back")
+    store.fetch(STEP, back, Job(10.0))
+    back.set_aside(STEP)
+    place = tmp_path / f"bucket/run-1/step-{STEP:08d}"
+    change(place, place / SEAL)
+    with pytest.raises(StorageFailure, match="this run's key does not vouch for step 100"):
+        store.fetch(STEP, back, Job(10.0))
+    assert back.steps() == []
+    store.fetch(STEP, back, Job(10.0), unsealed=True)
+    assert back.steps() == [STEP]
+
+
+def test_a_file_of_the_same_hash_is_not_taken_for_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if somebody had found one: with 128 bytes of their choice that is possible."""
+
+    class Colliding:
+        def update(self, _data: object) -> None:
+            return None
+
+        def hexdigest(self) -> str:
+            return "0" * 16
+
+    monkeypatch.setattr(xxhash, "xxh3_64", Colliding)
+    monkeypatch.setattr(xxhash, "xxh3_64_hexdigest", lambda data: "0" * 16)
+    store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
+    store.upload(saved(tmp_path / "run", b"right"), STEP, Job(10.0))
+    (tmp_path / f"bucket/run-1/step-{STEP:08d}/.metadata").write_bytes(b"wrong")
+    with pytest.raises(StorageFailure, match="is not what this run has uploaded"):
+        store.fetch(STEP, CheckpointDirectory(tmp_path / "back"), Job(10.0))

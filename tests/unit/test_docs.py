@@ -25,3 +25,14 @@ def test_files_that_decide_something_are_where_the_map_says(document: Path) -> N
     named = re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", BLOCK.sub("", document.read_text()))
     assert len(named) > 10
     assert [path for path in named if not (PACKAGE / path).exists() and not (ROOT / path).exists()] == []
+
+
+def test_every_attack_that_is_listed_has_its_test() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "security.md").read_text())
+    assert len(named) > 25
+    missing = [
+        f"{path}::{test}"
+        for path, test in named
+        if not (ROOT / path).exists() or f"def {test}(" not in (ROOT / path).read_text()
+    ]
+    assert missing == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine
@@ -19,13 +20,14 @@ from jurymast.errors import AuthenticationError
 from jurymast.supervisor import door
 from jurymast.supervisor.door import Door
 from jurymast.wire import channel
-from jurymast.wire.connection import Connection
-from jurymast.wire.handshake import MAGIC
+from jurymast.wire.connection import ACCEPTED_AT_ONCE, Connection
+from jurymast.wire.handshake import MAGIC, NONCE_BYTES
 from support.wire import served
 
 SECRET = secrets.token_bytes(32)
 LIMIT_S = 30.0
 NODES = 2
+CROWD = 400
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -92,6 +94,70 @@ def test_strangers_who_say_nothing_are_few_and_keep_nobody_out(monkeypatch: pyte
             known.send(asks("still here"))
             assert await known.receive() == asks("still here")
             known.close()
+
+    run(work())
+
+
+def test_a_crowd_at_the_door_delays_nobody_who_is_in() -> None:
+    """However many connect at once: who is here already is heard after a few of them."""
+    came = 0
+    heard_after: list[int] = []
+
+    async def serve(come: Connection) -> None:
+        nonlocal came
+        came += 1
+        if came == 1:
+            known = await channel.accept(come, SECRET, read_said)
+            await known.listen(lambda message: heard_after.append(came))
+
+    async def work() -> None:
+        async with served(serve) as port:
+            known = await channel.connect("127.0.0.1", port, SECRET, read_said)
+            crowd = []
+            for _ in range(CROWD):  # while the loop stands still
+                stranger = socket.socket()
+                stranger.setblocking(False)
+                stranger.connect_ex(("127.0.0.1", port))
+                crowd.append(stranger)
+            known.send(asks("still here"))
+            while not heard_after:
+                await asyncio.sleep(0)
+            assert heard_after[0] <= 1 + 4 * ACCEPTED_AT_ONCE
+            while came <= CROWD:
+                await asyncio.sleep(0)
+            known.close()
+            for stranger in crowd:
+                stranger.close()
+
+    run(work())
+
+
+def test_a_crowd_from_one_machine_drives_only_itself_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(channel, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
+    most = NODES + door.STRANGERS_MAX
+    writers: list[asyncio.StreamWriter] = []
+
+    async def connected(port: int, home: str) -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(home, 0))
+        writers.append(writer)
+        await reader.readexactly(len(MAGIC))
+        return reader
+
+    async def work() -> None:
+        async with listening() as port:
+            slow = await connected(port, "127.0.0.2")
+            crowd = [await connected(port, "127.0.0.3") for _ in range(3 * most)]
+            await slow.readexactly(NONCE_BYTES)
+            more = asyncio.ensure_future(slow.read(1))
+            for stranger in crowd[:-most]:  # the oldest were hung up on
+                with suppress(ConnectionError):
+                    while await stranger.read(4096):
+                        pass
+            assert not more.done()
+            more.cancel()
+            for writer in writers:
+                writer.close()
 
     run(work())
 

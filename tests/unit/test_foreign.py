@@ -142,7 +142,7 @@ def test_anothers_checkpoint_is_not_unpickled(shared: Place) -> None:
     )  # fmt: skip
     with acting_as(ADA):
         found, _ = tier.candidates()
-        assert "is not this user's own" in tier.load(found[0], State({"x": torch.zeros(1)}))
+        assert "is not this user's own alone" in tier.load(found[0], State({"x": torch.zeros(1)}))
     assert not (shared.root / "proof").exists()
     with acting_as(MALLORY):
         tier.load(found[0], State({"x": torch.zeros(1)}))
@@ -180,7 +180,7 @@ def test_only_what_this_user_alone_can_write_is_its_own(tmp_path: Path) -> None:
     for path in (own, own / "file"):
         path.chmod(0o770)
     assert not foreign.owns(own)
-    with pytest.raises(foreign.NotOurs, match="remove it, or choose another path"):
+    with pytest.raises(foreign.NotOurs, match="chmod go-w"):
         foreign.read_own(own / "file")
     with pytest.raises(foreign.NotOurs), foreign.own_directory(own):
         pass

@@ -289,6 +289,29 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
         assert isinstance(peer.receive(), NotServed)
 
 
+def test_a_keeper_that_may_start_no_thread_for_a_while_is_heard_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = serve.Server(Copies(), ACCESS, "a", lambda copy: None)
+    server.listen_at("127.0.0.1")
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def start_if_allowed(self: threading.Thread) -> None:
+        if self.name == "keeper-serve" and len(refused) < 3:
+            refused.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_if_allowed)
+    with ExitStack() as closed:
+        closed.callback(server.close)
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as turned_away:
+                assert turned_away.recv(1) == b""
+        stream.connect("127.0.0.1", server.port, SECRET, keeper_of("a"), read_served, LIMIT_S).close()
+
+
 def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:
     async def work() -> None:
         async with holding("a") as (a, _):
@@ -522,14 +545,14 @@ def test_an_image_stays_for_the_node_that_has_its_rank_now() -> None:
 def test_an_image_that_is_sent_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot is given up while somebody reads it: the rank gets it back only afterwards."""
     gate, begun = threading.Event(), threading.Event()
-    send_file = stream.Stream.send_file
+    send_from = serve._send_from
 
-    def wait_and_send(self: stream.Stream[Any], descriptor: int, at: int, length: int, way: str) -> None:
+    def wait_and_send(*what: Any) -> None:
         begun.set()
         assert gate.wait(20.0)
-        send_file(self, descriptor, at, length, way)
+        send_from(*what)
 
-    monkeypatch.setattr(stream.Stream, "send_file", wait_and_send)
+    monkeypatch.setattr(serve, "_send_from", wait_and_send)
 
     async def work() -> None:
         async with keeper("a") as (a, _), keeper("s") as (spare, told):

@@ -123,6 +123,7 @@ extend: other.yaml
         ["p.yaml:7", "checkpoint.tiers.shard"],
         ["p.yaml:8", "checkpoint.tiers.peer"],
         ["p.yaml:9", "failures.restarts.application"],
+        ["p.yaml:10", "notify"],
         ["p.yaml:12", "notify[1].when"],
         ["p.yaml:14", "extend"],
     ]
@@ -130,28 +131,28 @@ extend: other.yaml
     assert "write a number with a unit" in lines[2]
     assert lines[3].endswith("(did you mean shared?)")
     assert lines[4].endswith("needs keys below it: copies, prefer, parity")
-    assert lines[7].endswith("(did you mean extends?)")
+    assert lines[8].endswith("(did you mean extends?)")
 
 
 def test_layers_merge_key_by_key_and_remember_where_each_value_came_from(tmp_path: Path) -> None:
     write(
         tmp_path,
         "site.yaml",
-        "spares: 1\ndetect: {heartbeat: 2s, hang: 20m}\nnotify: [{when: stop, command: [a]}]\n",
+        "spares: 1\ndetect: {heartbeat: 2s, hang: 20m}\nhealth: {data: [/a]}\n",
     )
     write(tmp_path, "team.yaml", "detect:\n  hang: off\n")
-    path = write(tmp_path, "job.yaml", "extends: team.yaml\nspares: 2\nnotify: []\n")
+    path = write(tmp_path, "job.yaml", "extends: team.yaml\nspares: 2\nhealth: {data: []}\n")
     site = site_layers({"JURYMAST_SITE": str(tmp_path / "site.yaml")})
     command = pairs_layer("command line", [("spares", 4)])
     resolved = resolve([*site, *file_layers(path, "job.yaml"), command])
     assert resolved.policy.spares == 4
     assert resolved.settings().heartbeat_s == 2.0
     assert resolved.settings().hang_s == 0.0
-    assert resolved.values["notify"] == []
+    assert resolved.values["health"]["data"] == []
     assert resolved.origins[("spares",)] == "command line"
     assert resolved.origins[("detect", "heartbeat")] == f"{tmp_path}/site.yaml:2"
     assert resolved.origins[("detect", "hang")] == f"{tmp_path}/team.yaml:2"
-    assert resolved.origins[("notify",)] == "job.yaml:3"
+    assert resolved.origins[("health", "data")] == "job.yaml:3"
     assert resolved.origins[("detect", "join_within")] == "default"
 
 
@@ -174,7 +175,7 @@ def test_a_tier_is_switched_off_by_a_higher_layer(tmp_path: Path) -> None:
 def test_what_is_written_to_the_run_directory_reads_back_equal(tmp_path: Path) -> None:
     text = """
 checkpoint: {cadence: 200 steps, tiers: {local: {path: "/scratch: #1"}, object: {url: "s3://b/p"}}}
-notify: [{when: incident, command: [/bin/page, "on", "a: b", "1"]}]
+health: {data: [/bin/page, "on", "a: b", "1"]}
 """
     resolved = load(write(tmp_path, "p.yaml", text))
     again = load(write(tmp_path, "q.yaml", resolved.yaml(origins=True)))
@@ -197,6 +198,8 @@ notify: [{when: incident, command: [/bin/page, "on", "a: b", "1"]}]
         ("nodes_policy: {max_fraction: 120%}\n", "must be between 0% and 100%"),
         ("checkpoint: {tiers: {local: {}}}\n", "checkpoint.tiers.local.path: "),
         ("checkpoint: {tiers: {shared: off}}\n", "checkpoint.tiers.shared: "),
+        ("nodes:\n  min: 12\n", "p.yaml:2: nodes.min: is not supported yet; leave it out"),
+        ("notify: [{when: stop, command: [a]}]\n", "p.yaml:1: notify: is not supported yet"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, says: str) -> None:

@@ -178,7 +178,6 @@ def test_a_rate_reaches_the_settings_and_is_acted_on(tmp_path: Path) -> None:
     path.write_text("failures: {rate: 6.5}\n")
     resolved = load(path)
     assert resolved.settings() == Settings(rate=6.5)
-    assert resolved.not_acted_on() == []
     plan = RunPlan(
         run="r", name="r", directory="/r", cluster="local", active=1, spares=0, ranks_per_node=1,
         script="s", settings=resolved.settings(),

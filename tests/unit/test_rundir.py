@@ -29,16 +29,17 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
 def test_only_the_user_may_enter_and_read(tmp_path: Path, umask: int) -> None:
+    """Nor can anybody put another run into its place."""
     before = os.umask(umask)
     try:
-        directory = RunDirectory(tmp_path / "run-1")
+        directory = RunDirectory(tmp_path / "new" / "runs" / "run-1")
         directory.create()
         write_atomically(directory.root / "any", b"x")
     finally:
         os.umask(before)
-    entries = [directory.root, *directory.root.rglob("*")]
+    entries = list((tmp_path / "new").rglob("*"))
     assert {mode(path) for path in entries if path.is_dir()} == {0o700}
     assert {mode(path) for path in entries if path.is_file()} == {0o600}
     assert directory.secret_file in entries

@@ -132,7 +132,6 @@ def test_an_exclude_file_is_read(script: Path, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (("--array=0-3",), "--array"),
-        (("--wrap=true",), "--wrap"),
         (("-n", "8"), "--ntasks"),
         (("--ntasks-per-node=8",), "--ntasks-per-node"),
         (("-G", "8"), "--gpus"),
@@ -160,28 +159,13 @@ def test_variables_that_contradict_jurymast_are_refused(script: Path) -> None:
         (("nowhere.py",), ScriptError, "nowhere.py does not exist"),
         (("-m",), UsageError, "needs a module name"),
         (("--lr", "1"), UsageError, "where the training script should"),
-        (("job.sbatch",), UsageError, "is a batch script"),
     ],
 )
 def test_scripts_that_are_none(
     script: Path, behind: tuple[str, ...], error: type[JurymastError], says: str
 ) -> None:
-    (script.parent / "job.sbatch").write_text("#!/bin/bash\n#SBATCH -N 4\n")
     with pytest.raises(error, match=says):
         plan(script, behind=behind)
-
-
-def test_nodes_min_above_nodes_is_refused(script: Path) -> None:
-    policy = resolve([pairs_layer("team.yaml:3", [("nodes.min", 6)])])
-    with pytest.raises(UsageError, match=r"--nodes 4 is below nodes.min 6 \(team.yaml:3\)"):
-        make_plan(
-            Asked(nodes=4),
-            split_command_line(["--", script.name], {}),
-            policy,
-            environment={},
-            working_directory=script.parent,
-            python="python3",
-        )
 
 
 def test_run_ids_read_well_sort_by_time_and_differ() -> None:

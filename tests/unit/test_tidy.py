@@ -164,6 +164,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/cluster/batch.py",
             "launcher/jurymast/cluster/entry.py",
             "launcher/jurymast/cluster/lift.py",
+            "launcher/jurymast/script/say.py",
             "launcher/jurymast/supervisor/__main__.py",
             "launcher/jurymast/supervisor/door.py",
             "launcher/jurymast/supervisor/epoch.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ from jurymast.cluster import verdicts as written
 from jurymast.core.nodes.findings import HARDWARE, Finding
 from jurymast.core.nodes.findings import Verdict as Grade
 from jurymast.errors import ClusterUnavailableError
+from jurymast_site import verdicts
 from jurymast_site.healthcheck import Look, confirming, parsed
 from jurymast_site.system import Failed
 from jurymast_site.verdicts import (
+    ABANDONED_S,
     READ_MAX,
     SIZE_MAX,
     Here,
     Refused,
     Verdict,
     check,
+    clean,
     decoded,
     taken,
 )
@@ -119,8 +123,8 @@ def spool(tmp_path: Path) -> Path:
     return place
 
 
-def read(spool: Path, now: float = 0.0) -> list[bytes | str]:
-    return [one if isinstance(one, bytes) else str(one) for one in taken(spool, "n1", now)]
+def read(spool: Path) -> list[bytes | str]:
+    return [one if isinstance(one, bytes) else str(one) for one in taken(spool, "n1")]
 
 
 @needs_root
@@ -184,11 +188,33 @@ def test_directories_keep_nobody_from_being_heard(spool: Path) -> None:
 
 @needs_root
 def test_what_no_node_ever_read_goes_away(spool: Path) -> None:
-    for name, days in (("n9.old", 8), ("n9.new", 1)):
+    """Whatever time its owner gave it."""
+    for name, at in (("n9.past", 1.0), ("n9.future", 4e9)):
         (spool / name).write_bytes(b"x")
-        os.utime(spool / name, (NOW - days * 86_400, NOW - days * 86_400))
-    assert read(spool, NOW) == []
-    assert [path.name for path in spool.iterdir()] == ["n9.new"]
+        os.utime(spool / name, (at, at))
+    now = time.time()
+    clean(spool, now + ABANDONED_S - 60)
+    assert len(list(spool.iterdir())) == 2
+    clean(spool, now + ABANDONED_S + 60)
+    assert list(spool.iterdir()) == []
+
+
+@needs_root
+def test_nobody_heaps_up_files_of_nodes_that_are_not_there(
+    spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdicts, "HEAP_MAX", 20)
+    for number in range(50):
+        (spool / f"n9.{number}").write_bytes(b"x")
+        os.chown(spool / f"n9.{number}", 2_000_002, -1)
+    (spool / "n2.honest").write_bytes(b"x")
+    with monkeypatch.context() as no_time:
+        no_time.setattr(verdicts, "CLEAN_LIMIT_S", -1.0)
+        clean(spool, time.time())
+    assert len(list(spool.iterdir())) == 51
+    clean(spool, time.time())
+    assert len(list(spool.glob("n9.*"))) == 20
+    assert (spool / "n2.honest").exists()
 
 
 @needs_root
@@ -239,9 +265,9 @@ def test_without_munge_the_error_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_without_a_spool_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`munge` only has to say something here."""
+    """`munge` only has to say something here; that nobody but root may open it, it is told."""
     program = tmp_path / "munge"
-    program.write_text("#!/bin/sh\necho MUNGE:AAA:\n")
+    program.write_text('#!/bin/sh\necho "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     values = written.verdict("n1", BOOT, "17", "a-run", FINDING, NOW)
@@ -250,3 +276,4 @@ def test_without_a_spool_the_error_names_it(tmp_path: Path, monkeypatch: pytest.
     path = written.leave(tmp_path, values)
     assert path.name == f"n1.{values['nonce']}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "--restrict-uid=0" in path.read_text().split()

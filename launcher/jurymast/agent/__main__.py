@@ -17,16 +17,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="jurymast.agent")
     parser.add_argument("run_directory")
     parser.add_argument("--node", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+    parser.add_argument(
+        "--end-as", choices=("agent", "launcher", "task"), default="agent",
+        help="a launcher ends with 1 when the run fails, as torchrun does, a task with the run's code",
+    )  # fmt: skip
     parser.add_argument("--supervisor", default="", help="HOST:PORT to try until the run directory names one")
     arguments = parser.parse_args()
     host, _, port = arguments.supervisor.rpartition(":")
     hint = (host, int(port)) if host and port.isdigit() else None
     try:
-        asyncio.run(serve(RunDirectory(arguments.run_directory), arguments.node, hint))
+        code = asyncio.run(serve(RunDirectory(arguments.run_directory), arguments.node, hint))
     except JurymastError as error:
         print(f"jurymast agent on {arguments.node}: {error}", file=sys.stderr)
         return error.exit_code
-    return 0
+    return {"agent": 0, "launcher": min(code, 1), "task": code}[arguments.end_as]
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.agent.succeeding import Succeeding
 from jurymast.agent.verdict import leave_verdict
 from jurymast.cluster.allocation import Allocation
+from jurymast.cluster.gpus import visible_gpus
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
@@ -32,6 +33,9 @@ from jurymast.core.nodes.heartbeat import beat_every_s
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
 from jurymast.wire.strangers import Strangers
+
+# A launcher's exit code when the run goes on elsewhere, or later: what stands behind it must not follow.
+INTERRUPTED = 128 + signal.SIGTERM
 
 
 class Agent:
@@ -52,7 +56,7 @@ class Agent:
         self._temporary, self._lock = here.own_temporary_directory()
         self._strangers = Strangers(_note)
         self._memory = RankMemory(plan.ranks_per_node)
-        self._watch = RankWatch(self._memory, plan.settings.heartbeat_s)
+        self._watch = RankWatch(self._memory, plan.settings.heartbeat_s, plan.program)
         self._keeping = Keeping(directory, plan, node, self._driver.say, self._write_ended)
         self._probing = Probing(directory, plan, node, self._driver.say)
         self._connecting = Connecting(directory, self._driver, self._strangers)
@@ -62,13 +66,15 @@ class Agent:
         )  # fmt: skip
         self._succeeding = Succeeding(directory, node, self._driver)
         self._beat_timer: asyncio.TimerHandle | None = None
+        self.exit_code = INTERRUPTED
 
     async def run(self) -> None:
         """Until the supervisor says that the run is over, or a SIGTERM. Raises what broke it: the supervisor
         sees the node go."""
         driver, loop = self._driver, asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: driver.act(self._machine.terminated(driver.now)))
-        loop.add_signal_handler(signal.SIGUSR2, lambda: None)
+        for warning in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # what --signal may send to a step
+            loop.add_signal_handler(warning, lambda: None)
         loop.add_reader(self._memory.events_fd, self._ranks_said)
         threading.Thread(target=here.remove_abandoned, name="remove-abandoned", daemon=True).start()
         await self._keeping.start()
@@ -120,6 +126,7 @@ class Agent:
                 self._driver.say(foreseen)
             case do.Leave():
                 self._keeping.run_is_over = effect.over
+                self.exit_code = effect.exit_code if effect.over else INTERRUPTED
                 self._driver.over.set()
             case do.WakeAt():
                 pass  # the driver's
@@ -146,13 +153,17 @@ class Agent:
         self._connecting.give_up_tries()
         self._probing.new_supervisor()
         ranks = self._machine.ranks
-        self._keeping.listen_at(self._connecting.address)
+        try:
+            self._keeping.listen_at(self._connecting.address)
+        except OSError as error:
+            _note(self._node, f"no other node can have images from {self._connecting.address}: {error}")
         hello = msg.Hello(
             node=self._node, allocation=self._allocation, address=self._connecting.address,
-            incarnation=self._incarnation, pid=os.getpid(), boot_id=here.boot_id(), gpus=here.visible_gpus(),
-            attempt=ranks.attempt, ranks=ranks.state, store_port=ranks.store_port, pids=ranks.pids,
-            data_port=self._keeping.data_port, copies=self._keeping.inventory(),
-            room=self._keeping.room(), domain=own_domain(), health=self._probing.known(),
+            incarnation=self._incarnation, pid=os.getpid(), boot_id=here.boot_id(),
+            gpus=visible_gpus(os.environ), attempt=ranks.attempt, ranks=ranks.state,
+            store_port=ranks.store_port, pids=ranks.pids, data_port=self._keeping.data_port,
+            copies=self._keeping.inventory(), room=self._keeping.room(), domain=own_domain(),
+            health=self._probing.known(),
         )  # fmt: skip
         self._connecting.send(hello)
 
@@ -205,10 +216,11 @@ def _note(sender: str, text: str) -> None:
     print(f"{sender}: {text}", flush=True)
 
 
-async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None) -> None:
-    """Run this node's agent. Raises RunDirectoryError."""
+async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None) -> int:
+    """Run this node's agent; the run's exit code. Raises RunDirectoryError."""
     started = time.monotonic()
     plan = directory.plan()
     agent = Agent(directory, plan, node, hint)
     await agent.run()
     print(f"agent on {node}: done after {time.monotonic() - started:.1f} s", flush=True)
+    return agent.exit_code

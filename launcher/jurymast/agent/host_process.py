@@ -52,7 +52,8 @@ class HostProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             values = {**os.environ, **environment, FD_VARIABLE: str(theirs.fileno())}
-            module = ["-m"] if plan["module"] else []
+            # Nothing of a program's command line is Python's: the server never comes to what it would run.
+            module = ["-c", ""] if plan["program"] else ["-m"] if plan["module"] else []
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-u", *module, plan["script"], *plan["arguments"],
                 env=startup.variables({"server": plan}, values),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from jurymast.agent.probing import Probing
 from jurymast.agent.ranks import RankMemory
 from jurymast.agent.stacks import Stacks
 from jurymast.agent.testing import Testing
+from jurymast.cluster.gpus import visible_gpus
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
@@ -53,7 +55,7 @@ class Hosting:
         self._evidence = Evidence()
         self._around = Around(plan.settings.workaround, probing.findings, driver.say)
         self._stacks = Stacks(directory, plan, temporary, driver.say)
-        self._testing = Testing(plan, here.visible_gpus(), environment, driver.say)
+        self._testing = Testing(plan, visible_gpus(os.environ), environment, driver.say)
         self._host: HostProcess | None = None
 
     async def close(self) -> None:
@@ -79,7 +81,7 @@ class Hosting:
             case do.TakeStacks():
                 self._driver.spawn(self._take_stacks(effect), vital=False)
             case do.LookAtRanks():
-                looking = self._stacks.look(effect.number, list(effect.pids))
+                looking = self._stacks.look(effect.number, self._memory.trains(effect.pids))
                 self._driver.spawn(looking, vital=False)
             case do.KillRanks():
                 kill_ranks(list(effect.pids))
@@ -109,6 +111,8 @@ class Hosting:
 
     def _start_ranks(self, order: msg.Launch, *, cold: bool) -> None:
         environment = {**self._around.environment(order.attempt), **self._stacks.launch(order)}
+        if self._plan.batch:
+            environment |= dict.fromkeys(here.SLURM_LISTS, order.nodes)
         launch = within.Launch(
             attempt=order.attempt, rank=order.rank, world=order.world, master_address=order.master_address,
             master_port=order.master_port, mtbf_s=order.mtbf_s, cold=cold, saved=order.saved,
@@ -121,7 +125,7 @@ class Hosting:
             self._host.tell(order)
 
     async def _take_stacks(self, effect: do.TakeStacks) -> None:
-        await self._stacks.take(list(effect.pids))
+        await self._stacks.take(self._memory.trains(effect.pids))
         self._driver.act(self._machine.stacks_taken(effect.attempt, self._driver.now))
 
     def _host_said(self, message: within.FromHosts) -> None:

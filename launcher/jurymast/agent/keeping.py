@@ -134,7 +134,9 @@ class Keeping:
         step, attempt, run = drain.step, drain.attempt, self._plan.run
         if drain.tier == cp.OBJECT:
             url = self._plan.settings.object_url or ""
-            return Upload(root=str(self._shared), step=step, url=url, run=run)
+            return Upload(
+                root=str(self._shared), step=step, url=url, run=run, run_directory=str(self._run_directory)
+            )
         images = tuple(
             Image(rank=loan.manifest.rank, path=loan.path, manifest=loan.manifest.to_bytes().decode())
             for loan in loans

@@ -14,6 +14,8 @@ from jurymast.core.settings import RunPlan
 from jurymast.foreign import check_private
 from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of
 
+# The nodes of an attempt, for ranks of a batch script: some take the first for where rank 0 is.
+SLURM_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
 TEMPORARY_PREFIX = "jurymast-agent-"
 
 
@@ -54,7 +56,8 @@ def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, 
         "script": plan.script, "arguments": plan.arguments, "module": plan.module,
         "directory": plan.working_directory, "run_directory": str(run_directory),
         "temporary": str(temporary), "grace_s": plan.settings.stop_grace_s,
-        "warm": plan.settings.warm_start,
+        "warm": plan.settings.warm_start, "batch": plan.batch, "tasks": plan.tasks,
+        "program": plan.program, "gpus": plan.gpus_per_task,
     }  # fmt: skip
 
 
@@ -101,8 +104,3 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def visible_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return len([part for part in visible.split(",") if part.strip()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jurymast.core import messages as msg
@@ -79,6 +80,10 @@ class RankMemory:
     def beats(self) -> list[Beat]:
         return [read_slot(self.page, local_rank) for local_rank in range(self.ranks)]
 
+    def trains(self, pids: Sequence[int]) -> list[int]:
+        """The processes that train, of ranks that were started as these: a program's Python has its own."""
+        return [beat.pid or pid for pid, beat in zip(pids, self.beats(), strict=False)]
+
     def read_events(self) -> list[within.FromRanks]:
         """Events sent since the last call."""
         try:
@@ -103,10 +108,12 @@ class ProcessWatch:
 
 @dataclass
 class RankWatch:
-    """Turns beats and process states into what the supervisor judges hangs by."""
+    """Turns beats and process states into what the supervisor judges hangs by. `programs`: ranks are
+    started as what starts their Python itself."""
 
     memory: RankMemory
     interval_s: float = 0.5
+    programs: bool = False
     watches: dict[int, ProcessWatch] = field(default_factory=dict)
     _looked_at: float = field(default_factory=time.monotonic)
     _slept_s: float = 0.0
@@ -124,8 +131,8 @@ class RankWatch:
         report: list[RankReport] = []
         for pid, beat in zip(pids, self.memory.beats(), strict=False):
             watch = self.watches[pid]
-            _update(watch, pid, now)
-            if woke:
+            _update(watch, beat.pid or pid, now)
+            if woke or (self.programs and not beat.pid):  # before its Python it may wait for anything
                 watch.idle_since = None
             last = max(beat.beat_at, beat.phase_at) if beat.pid else 0.0
             if last != watch.last:

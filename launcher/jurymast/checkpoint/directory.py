@@ -90,7 +90,7 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> Manifest:
         """Raises BadCheckpoint."""
         try:
-            values: dict[str, Any] = json.loads(data)
+            values: dict[str, Any] = foreign.parse(data)
             expected = values.pop("manifest_xxh3_64")
             if values["format"] != FORMAT:
                 raise BadCheckpoint(f"its format is {values['format']}, this version reads {FORMAT}")
@@ -98,7 +98,7 @@ class Manifest:
                 raise BadCheckpoint(f"{MANIFEST} is damaged: its hash does not match")
             values["files"] = tuple(_record(record) for record in values["files"])
             return _checked(cls(**values))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadCheckpoint(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -400,7 +400,7 @@ class CheckpointDirectory:
         nobody knows what may be restored."""
         path = self.root / ROLLBACK
         try:
-            values: dict[str, Any] = json.loads(foreign.read(path))
+            values: dict[str, Any] = foreign.load(path)
             return [Rollback(**one) for one in values["rollbacks"]]
         except FileNotFoundError:
             return []

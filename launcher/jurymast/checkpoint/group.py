@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from jurymast.checkpoint import values
 from jurymast.errors import CheckpointError
 
 T = TypeVar("T")
@@ -37,14 +39,6 @@ class Group:
             if "cpu:" not in dist.get_backend_config():
                 self.process_group = dist.new_group(backend="gloo")
 
-    def broadcast(self, value: T | None) -> T:
-        """Rank 0's `value`, on every rank."""
-        boxed: list[Any] = [value]
-        if self.distributed:
-            dist.broadcast_object_list(boxed, src=0, group=self.process_group)
-        result: T = boxed[0]
-        return result
-
     def broadcast_step(self, step: int) -> int:
         """Rank 0's `step`, on every rank: one small message, for ranks do this during training."""
         if not self.distributed:
@@ -57,9 +51,15 @@ class Group:
         """Every rank's `value`, by rank, on every rank."""
         if not self.distributed:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
+        data = torch.frombuffer(bytearray(values.to_bytes(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.process_group)
+        longest = max(int(length) for length in lengths)
+        filled = torch.zeros(longest, dtype=torch.uint8)
+        filled[: len(data)] = data
+        all_filled = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(all_filled, filled, group=self.process_group)
+        return [_value(one[: int(length)]) for one, length in zip(all_filled, lengths, strict=True)]
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 and give its result to every rank; what it raises is raised on every rank."""
@@ -71,7 +71,22 @@ class Group:
             except Exception as raised:
                 error = raised.with_traceback(None)
                 error.__cause__ = error.__context__ = None
-        result, error = self.broadcast((result, error))
+        if self.distributed:
+            told, told_error = self._broadcast((result, error))
+            result, error = (told, told_error) if self.rank else (result, error)
         if error is not None:
             raise error
         return result  # type: ignore[return-value]  # rank 0's, and that is a T
+
+    def _broadcast(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank."""
+        data = torch.frombuffer(bytearray(values.to_bytes(value)), dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=0, group=self.process_group)
+        data = data if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self.process_group)
+        return _value(data)
+
+
+def _value(data: torch.Tensor) -> Any:
+    return values.from_bytes(ctypes.string_at(data.data_ptr(), len(data)))

@@ -49,7 +49,7 @@ class Owner:
         """Whether the run has ended, or somebody has removed it; False also when that is not known."""
         run = RunDirectory(self.directory)
         try:
-            outcome = json.loads(foreign.read(run.outcome_file))
+            outcome = foreign.load(run.outcome_file)
             return bool(outcome["state"] in ENDED)
         except FileNotFoundError:
             return run.root.parent.is_dir() and not run.root.exists()
@@ -64,7 +64,7 @@ def owner(root: Path) -> Owner | None:
 
 def _read(path: Path) -> Owner | None:
     try:
-        values = json.loads(foreign.read(path))
+        values = foreign.load(path)
         return Owner(run=str(values["run"]), directory=str(values["directory"]))
     except FileNotFoundError:
         return None

@@ -53,11 +53,12 @@ DAMAGED_EXIT_CODE = CheckpointError.exit_code
     help="Look into this object store too (s3://bucket/prefix); default: the policy's.",
 )
 @click.option("--delete", is_flag=True, help="After a rollback: delete what it set aside.")
+@click.option("--unsealed", is_flag=True, help="Fetch a checkpoint for which the run's key does not vouch.")
 @json_option
 @runs_option
 def command(
-    run: str, action: str, words: tuple[str, ...], form: str, url: str | None, delete: bool, as_json: bool,
-    runs: Path | None,
+    run: str, action: str, words: tuple[str, ...], form: str, url: str | None, delete: bool,
+    unsealed: bool, as_json: bool, runs: Path | None,
 ) -> int:  # fmt: skip
     """List a run's checkpoints, or do something about them.
 
@@ -76,6 +77,8 @@ def command(
         raise UsageError(f"{action} takes {names or 'nothing more'}, not {' '.join(words) or 'nothing'}")
     if delete and action != "rollback":
         raise UsageError(f"--delete is for rollback, not for {action}")
+    if unsealed and action != "fetch":
+        raise UsageError(f"--unsealed is for fetch, not for {action}")
     step = _number(words[0]) if words else None
     asked = _Asked(the_run(run, runs, only_look=action in LOOKS), as_json, url)
     with _findings():
@@ -88,7 +91,9 @@ def command(
             return asked.rollback(step, delete)
         if action == "export":
             return asked.export(step, Path(words[1]).expanduser(), form)
-        return {"pin": asked.pin, "unpin": asked.unpin, "fetch": asked.fetch}[action](step)
+        if action == "fetch":
+            return asked.fetch(step, unsealed)
+        return {"pin": asked.pin, "unpin": asked.unpin}[action](step)
 
 
 _HELP = "jurymast checkpoints --help"
@@ -143,7 +148,7 @@ class _Asked:
 
         if self._url is None:
             raise UsageError("which object store? the policy names none", hint="--object URL")
-        return ObjectStore(self._url, self._run.root.name)
+        return ObjectStore(self._url, self._run.root.name, self._run.secret() if self._ours else b"")
 
     def _present(self, step: int) -> None:
         """Raises CheckpointError, which says what there is."""
@@ -349,7 +354,7 @@ class _Asked:
         note = f" ({said[-1]})" if said else ""
         return self._say(f"{target}{note}", step=step, file=str(target), note=said[-1] if said else "")
 
-    def fetch(self, step: int) -> int:
+    def fetch(self, step: int, unsealed: bool) -> int:
         from jurymast.storage.job import Job
 
         store = self._store()
@@ -368,7 +373,7 @@ class _Asked:
                 advance(count - told)
                 told = count
 
-            store.fetch(step, self._directory, Job(math.inf, wrote))
+            store.fetch(step, self._directory, Job(math.inf, wrote), unsealed=unsealed)
         return self._say(
             f"{self._directory.path(step)}", step=step, directory=str(self._directory.path(step))
         )

@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jurymast.cli.find import default_runs
+from jurymast.cluster.batch_script import (
+    STANDARD_INPUT,
+    BatchScript,
+    find_script,
+    merged,
+    parse,
+    read_script,
+    wrapped,
+)
 from jurymast.cluster.sbatch_options import CommandLine, split_command_line
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
+    from jurymast.cluster.planning import Asked
     from jurymast.cluster.request import Request, Submitted
+    from jurymast.core.settings import RunPlan
     from jurymast.policy.resolve import Resolved
 
 
@@ -29,11 +40,28 @@ class SubmitCommand(click.Command):
             flag: not option.is_flag for option in options for flag in (*option.opts, *option.secondary_opts)
         }
         line = split_command_line(args, own)
-        context.meta["jurymast.line"] = line
-        return super().parse_args(context, line.own)
+        script = _batch_script(line, own)
+        context.meta["jurymast.line"], context.meta["jurymast.script"] = line, script
+        # What the command line says counts more: click takes the last.
+        return super().parse_args(context, [*(script.own if script else ()), *line.own])
 
     def collect_usage_pieces(self, context: click.Context) -> list[str]:
-        return ["[OPTIONS] [SBATCH OPTIONS] -- SCRIPT.py [ARGS]..."]
+        return ["[OPTIONS] [SBATCH OPTIONS] JOB.sbatch|-- SCRIPT.py [ARGS]..."]
+
+
+def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None:
+    """The batch script to submit, if it is one: a file, --wrap, or what comes on standard input."""
+    wrap = line.last("wrap")
+    if wrap is not None:
+        if line.script:
+            raise UsageError("--wrap takes the place of a script", hint="leave one of the two out")
+        line.script.append("wrap")
+        return wrapped(wrap)
+    if not line.script and not sys.stdin.isatty() and (text := sys.stdin.read()):
+        line.script.append(STANDARD_INPUT)
+        return parse(text, STANDARD_INPUT, own)
+    path = find_script(line.script, Path.cwd())
+    return read_script(path, own) if path else None
 
 
 def _spares(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
@@ -49,7 +77,13 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
     epilog="All of sbatch's options are passed on to it (man sbatch), as are its SBATCH_* variables. "
     "Write -- -m MODULE to run a module instead of a script.",
 )
-@click.option("-N", "--nodes", type=click.IntRange(1), default=1, metavar="N", help="Active nodes.  [1]")
+@click.option(
+    "-N",
+    "--nodes",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Active nodes.  [as the batch script says, or 1]",
+)
 @click.option(
     "--spares", callback=_spares, metavar="N|auto", help="Nodes kept warm besides, ready to step in."
 )
@@ -73,12 +107,13 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def command(context: click.Context, /, **options: Any) -> int:
-    """Submit a training script, with spare nodes, as a run that survives failures."""
+    """Submit a batch script or a training script, with spare nodes, as a run that survives failures."""
     line: CommandLine = context.meta["jurymast.line"]
+    script: BatchScript | None = context.meta["jurymast.script"]
     runs = (options["runs"] or default_runs()).expanduser().absolute()
     policy = _policy(options["policy"], options["spares"])
-    request = _request(line, policy, options, runs)
-    _note_unused(line, options["cluster"], policy)
+    request = _request(line, script, policy, options, runs)
+    _note_unused(line, options["cluster"])
     from jurymast.cluster.request import submit
 
     if options["dry_run"]:
@@ -87,8 +122,9 @@ def command(context: click.Context, /, **options: Any) -> int:
     if request.plan.cluster == "slurm":
         from jurymast.cluster import slurm_info
 
-        found = slurm_info.partitions(line.last("clusters", "cluster") or "")
-        asked = line.last("partition") or os.environ.get("SBATCH_PARTITION", "")
+        told = _told(line, script)
+        found = slurm_info.partitions(told.last("clusters", "cluster") or "")
+        asked = told.last("partition") or os.environ.get("SBATCH_PARTITION", "")
         slurm_info.check_fits(found, asked, request.plan.active, request.plan.spares)
         if line.has("test-only"):
             from jurymast.cluster.slurm_submit import test_only
@@ -100,6 +136,10 @@ def command(context: click.Context, /, **options: Any) -> int:
         if submitted.notes:
             click.echo(submitted.notes, err=True)
         _announce(submitted, options, runs)
+        if options["wait"] and request.plan.batch:
+            from jurymast.cluster.job_end import wait as wait_for_job
+
+            return wait_for_job(submitted.slurm_job, submitted.slurm_cluster)
         if options["wait"]:
             from jurymast.report.follow import wait
 
@@ -109,6 +149,11 @@ def command(context: click.Context, /, **options: Any) -> int:
         click.echo(f"the run goes on; {ends} ends it", err=True)
         raise
     return 0
+
+
+def _told(line: CommandLine, script: BatchScript | None) -> CommandLine:
+    """With what the script says itself."""
+    return line if script is None else merged(script, os.environ, line)
 
 
 def _policy(path: Path | None, spares: int | str | None) -> Resolved:
@@ -124,36 +169,42 @@ def _policy(path: Path | None, spares: int | str | None) -> Resolved:
     return resolve(layers)
 
 
-def _request(line: CommandLine, policy: Resolved, options: dict[str, Any], runs: Path) -> Request:
+def _request(
+    line: CommandLine, script: BatchScript | None, policy: Resolved, options: dict[str, Any], runs: Path
+) -> Request:
     """Everything that can be found wrong without asking Slurm is found here."""
     from jurymast.cluster.earlier import with_earlier
     from jurymast.cluster.exclusions import keep_out
-    from jurymast.cluster.planning import Asked, make_plan
+    from jurymast.cluster.planning import Asked
     from jurymast.cluster.request import build_request, check_runs_directory
     from jurymast.report.layout import clean
 
     asked = Asked(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
-    plan = make_plan(
-        asked,
-        line,
-        policy,
-        environment=os.environ,
-        working_directory=Path.cwd(),
-        python=sys.executable,
-    )
+    plan = _plan(asked, line, script, policy)
     check_runs_directory(runs)
     plan = with_earlier(plan, runs, plan.submitted_at)
-    partition = line.last("partition") or os.environ.get("SBATCH_PARTITION", "")
+    partition = _told(line, script).last("partition") or os.environ.get("SBATCH_PARTITION", "")
     plan, notes = keep_out(plan, runs, partition, plan.submitted_at)
     for note in notes:
         click.echo(f"jurymast: note: {clean(note)}", err=True)
-    return build_request(plan, policy)
+    return build_request(plan, policy, script)
 
 
-def _note_unused(line: CommandLine, cluster: str, policy: Resolved) -> None:
-    """Say which of sbatch's options mean nothing on the local cluster, and which policy keys nowhere yet."""
-    if idle := policy.not_acted_on():
-        click.echo(f"jurymast: note: this version does not act on: {', '.join(idle)}", err=True)
+def _plan(asked: Asked, line: CommandLine, script: BatchScript | None, policy: Resolved) -> RunPlan:
+    here: dict[str, Any] = {
+        "environment": os.environ, "working_directory": Path.cwd(), "python": sys.executable,
+    }  # fmt: skip
+    if script is None:
+        from jurymast.cluster.planning import make_plan
+
+        return make_plan(asked, line, policy, **here)
+    from jurymast.cluster.script_planning import make_script_plan
+
+    return make_script_plan(asked, script, line, policy, **here)
+
+
+def _note_unused(line: CommandLine, cluster: str) -> None:
+    """Say which of sbatch's options mean nothing on the local cluster."""
     used = ("gpus-per-node", "gpus-per-task", "gres", "job-name", "chdir")
     unused = [" ".join(given.words) for given in line.sbatch if given.name not in used]
     if cluster == "local" and unused:
@@ -162,9 +213,11 @@ def _note_unused(line: CommandLine, cluster: str, policy: Resolved) -> None:
 
 def _shown(request: Request) -> str:
     """A dry run for people: the command line, the batch script, the policy."""
+    from jurymast.cluster.request import script_file
+
     parts = [f"# {request.plan.directory}", shlex.join(request.argv)]
     if request.script:
-        parts += ["", f"# {request.argv[-1]}", request.script.rstrip()]
+        parts += ["", f"# {script_file(request.plan)}", request.script.rstrip()]
     return "\n".join([*parts, "", f"# {request.run_directory.policy_file}", request.policy.rstrip()])
 
 
@@ -185,11 +238,12 @@ def _announce(submitted: Submitted, options: dict[str, Any], runs: Path) -> None
         click.echo(";".join(filter(None, (submitted.job, submitted.slurm_cluster))))
         return
     spare = f" + {plan.spares} spare" if plan.spares else ""
+    nodes = "nodes" if plan.nodes > 1 else "node"
+    each = "" if plan.batch else f", {plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''} each"
     name = plan.run if runs == default_runs() else shlex.quote(plan.directory)
     click.echo(
         f"run        {plan.run}\n"
-        f"job        {submitted.job} ({plan.active} active{spare} node{'s' if plan.nodes > 1 else ''}, "
-        f"{plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''} each)\n"
+        f"job        {submitted.job} ({plan.active} active{spare} {nodes}{each})\n"
         f"directory  {plan.directory}\n"
         f"watch      jurymast status {name}\n"
         f"           jurymast logs {name} --follow"

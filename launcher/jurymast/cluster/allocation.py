@@ -42,7 +42,7 @@ class Allocation:
     def load(cls, directory: RunDirectory) -> Allocation:
         """Raises RunDirectoryError when there is none."""
         try:
-            return cls.from_json(json.loads(foreign.read(directory.allocation_file)))
+            return cls.from_json(foreign.load(directory.allocation_file))
         except (OSError, ValueError, KeyError) as error:
             raise RunDirectoryError(f"cannot read {directory.allocation_file}: {error}") from error
 

@@ -6,7 +6,6 @@ crashes is started again, the agents and the ranks go on meanwhile.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -14,17 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from jurymast import foreign
-from jurymast.cluster.allocation import Allocation, announced_hosts, from_slurm_environment
+from jurymast.cluster.agents import Agents, LocalAgents, SrunAgents, end_with_us
+from jurymast.cluster.allocation import Allocation, from_slurm_environment
 from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
 from jurymast.errors import JurymastError
-from jurymast.processes import die_with_parent
 from jurymast.rundir import RunDirectory
 
 SUPERVISOR_RESTARTS_MAX = 5
@@ -37,15 +35,19 @@ SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
 
 
 class Batch:
-    """One allocation. `agents` are the processes that carry them: srun, or each local node's agent."""
+    """One allocation, or a training step of one."""
 
-    def __init__(self, directory: RunDirectory, plan: RunPlan, allocation: Allocation) -> None:
+    def __init__(
+        self, directory: RunDirectory, plan: RunPlan, allocation: Allocation, agents: Agents, log: int = 1
+    ) -> None:
+        """`log`: descriptor of the file that the supervisor writes to."""
         self._directory = directory
         self._plan = plan
         self._allocation = allocation
+        self._agents = agents
+        self._log = log
         self._listener = socket.create_server(("127.0.0.1" if plan.cluster == "local" else "", 0))
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._agents: list[subprocess.Popen[bytes]] = []
         self._told_to_end = False
 
     def run(self) -> dict[str, Any]:
@@ -58,7 +60,7 @@ class Batch:
         try:
             self._start_supervisor()
             # Agents import torch while the supervisor comes up.
-            self._agents = self._start_agents()
+            self._agents.start(self._listener.getsockname()[1])
             while True:
                 assert self._supervisor is not None
                 code = self._supervisor.wait()
@@ -75,14 +77,14 @@ class Batch:
                     return self._go_on_without()
                 self._start_supervisor()
         finally:
-            self._end_agents()
+            self._agents.end()
             self._listener.close()
 
     def _go_on_without(self) -> dict[str, Any]:
         """No supervisor stays up. The training is not to blame: let the ranks come to their end, unless
         somebody ends the job."""
         print("jurymast: no supervisor stays up; the ranks go on without failure handling", flush=True)
-        while not self._told_to_end and any(process.poll() is None for process in self._agents):
+        while not self._told_to_end and self._agents.alive():
             time.sleep(OUTCOME_POLL_S)
         return self._read_outcome() or {"state": "failed", "exit_code": 70}
 
@@ -108,7 +110,7 @@ class Batch:
 
     def _requeue(self, outcome: dict[str, Any]) -> None:
         """Raises ClusterUnavailableError when Slurm refuses."""
-        self._end_agents()
+        self._agents.give_up()
         if self._plan.cluster == "slurm":
             lost, exclude = outcome["lost"], outcome["exclude"]
             requeue(self._plan, self._allocation, lost, exclude, tell_of_requeue)
@@ -128,56 +130,24 @@ class Batch:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._supervisor = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, pass_fds=(self._listener.fileno(),),
-                preexec_fn=self._tie(),
+                arguments, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+                pass_fds=(self._listener.fileno(),), preexec_fn=self._tie(),
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self._told_to_end:  # while none was there
             self._supervisor.send_signal(signal.SIGTERM)
 
-    def _start_agents(self) -> list[subprocess.Popen[bytes]]:
-        host = "127.0.0.1" if self._plan.cluster == "local" else announced_hosts()[0]
-        agent = [sys.executable, "-m", "jurymast.agent", str(self._directory.root)]
-        agent += ["--supervisor", f"{host}:{self._listener.getsockname()[1]}"]
-        if self._plan.cluster == "local":
-            return [self._start_local(agent, node) for node in self._allocation.nodes]
-        # --no-kill and friends: one node's end must not end the others' tasks.
-        command = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--ntasks-per-node=1"]
-        command += [f"--nodes={len(self._allocation.nodes)}", f"--ntasks={len(self._allocation.nodes)}"]
-        command += ["--overlap", "--unbuffered", "--cpu-bind=none"]
-        return [subprocess.Popen([*command, *agent], stdin=subprocess.DEVNULL)]
-
-    def _start_local(self, agent: list[str], node: str) -> subprocess.Popen[bytes]:
-        # A process group a node: what happens to the group happens to the node.
-        return subprocess.Popen(
-            [*agent, "--node", node], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=self._tie()
-        )
-
     def _tie(self) -> Callable[[], None] | None:
-        """For a new process: SIGTERM when this one is gone. What is left of a job of its own Slurm ends."""
-        return partial(die_with_parent, signal.SIGTERM) if self._plan.cluster == "local" else None
+        """What is left of a job of its own Slurm ends."""
+        return end_with_us if self._plan.cluster == "local" else None
 
     def _read_outcome(self) -> dict[str, Any] | None:
         try:
-            outcome: dict[str, Any] = json.loads(foreign.read(self._directory.outcome_file))
+            outcome: dict[str, Any] = foreign.load(self._directory.outcome_file)
             return outcome
         except (OSError, ValueError):
             return None
-
-    def _end_agents(self) -> None:
-        """Local agents are ours to end. Under Slurm the job's end does it, and an srun that still waits for
-        a dead node must not hold the job up."""
-        for process in self._agents:
-            if self._plan.cluster == "local":
-                try:
-                    os.killpg(process.pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    pass
-            elif process.poll() is None:
-                process.kill()
-            process.wait()
-        self._agents = []
 
 
 def tell_of_requeue(trouble: str) -> None:
@@ -200,11 +170,13 @@ def main(run_directory: str) -> int:
     directory = RunDirectory(Path(run_directory))
     plan = directory.plan()
     if plan.cluster == "slurm":
-        outcome = Batch(directory, plan, from_slurm_environment()).run()
+        allocation = from_slurm_environment()
+        outcome = Batch(directory, plan, allocation, SrunAgents(run_directory, len(allocation.nodes))).run()
         return int(outcome["exit_code"])
     restarts, excluded = 0, set[str]()
     while True:
-        outcome = Batch(directory, plan, local_allocation(plan, restarts, excluded)).run()
+        allocation = local_allocation(plan, restarts, excluded)
+        outcome = Batch(directory, plan, allocation, LocalAgents(run_directory, allocation.nodes)).run()
         if outcome["state"] != "requeued":
             return int(outcome["exit_code"])
         restarts += 1

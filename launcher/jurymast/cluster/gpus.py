@@ -47,3 +47,9 @@ def _typed_counts(text: str, option: str) -> int:
         else:
             raise UsageError(f"--{option}={text}: {entry} has no count", hint=f"for example --{option}=8")
     return total
+
+
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """GPUs that a process with these variables may use."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    return len([part for part in visible.split(",") if part.strip()])

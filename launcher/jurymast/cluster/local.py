@@ -64,7 +64,7 @@ def submit_local(run_directory: str) -> int:
 def local_process(run: RunDirectory) -> psutil.Process | None:
     """The run's batch process when it still runs on this machine."""
     try:
-        record: dict[str, Any] = json.loads(foreign.read(run.submission / "local.json"))
+        record: dict[str, Any] = foreign.load(run.submission / "local.json")
         process = psutil.Process(int(record["pid"]))
         same = abs(process.create_time() - float(record["started"])) < 0.01
         alive = process.status() != psutil.STATUS_ZOMBIE

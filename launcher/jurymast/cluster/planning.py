@@ -22,8 +22,7 @@ from jurymast.policy.resolve import Resolved
 
 # sbatch options that say what jurymast decides: the message says what to do instead.
 REFUSED = {
-    "array": "one run is one job; submit the runs of a sweep one by one",
-    "wrap": "give the training script behind --",
+    "array": "one run is one job; a batch script may be an array",
     "ntasks": "say --nodes N and --nproc-per-node K",
     "ntasks-per-node": "say --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
     "tasks-per-node": "say --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
@@ -40,6 +39,8 @@ REFUSED = {
 REFUSED_VARIABLES = {"SBATCH_ARRAY_INX": "array", "SBATCH_GPUS": "gpus"}
 # Not passed on as typed: the exclusions are merged into one option, and one task a node is said anyway.
 CONSUMED = frozenset({"exclude", "ntasks-per-node", "tasks-per-node"})
+# Two minutes before the time limit, to the batch process alone.
+WARN_SIGNAL = "B:USR2@120"
 # What people put before their script elsewhere.
 _LAUNCHERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun")
 
@@ -48,7 +49,7 @@ _LAUNCHERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun
 class Asked:
     """Our own options of `submit`, as given. `spares` is in the policy by now."""
 
-    nodes: int = 1
+    nodes: int | None = None
     nproc_per_node: int | None = None
     name: str = ""
     cluster: str = "slurm"
@@ -76,26 +77,18 @@ def make_plan(
         _check_module(script, directory)
     else:
         script = _script_file(script, directory, working_directory)
-    name = _name(
+    name = run_name(
         asked.name or line.last("job-name") or environment.get("SBATCH_JOB_NAME") or Path(script).stem
     )
     run = run or new_run_id(name, time.localtime())
-    settings = policy.settings()
-    spares = policy.policy.spares
-    if spares is None:
-        spares = auto_spares(asked.nodes, settings.rate, run_s=time_limit_s(line.last("time")))
-    least = policy.policy.nodes.min
-    if least is not None and least > asked.nodes:
-        raise UsageError(
-            f"--nodes {asked.nodes} is below nodes.min {least} ({policy.origins[('nodes', 'min')]})",
-            hint=f"say --nodes {least} or more, or lower nodes.min in the policy",
-        )
+    active = asked.nodes or 1
+    spares = spares_for(policy, active, line.last("time"))
     return RunPlan(
         run=run,
         name=name,
         directory=str(asked.runs / run),
         cluster=asked.cluster,
-        active=asked.nodes,
+        active=active,
         spares=spares,
         ranks_per_node=asked.nproc_per_node or ranks_per_node(line, environment),
         script=script,
@@ -103,13 +96,22 @@ def make_plan(
         module=module,
         working_directory=str(directory),
         python=python,
-        sbatch_options=passed_on(line),
-        exclude=tuple(node for given in line.sbatch if given.name == "exclude" for node in _hosts(given)),
+        sbatch_options=passed_on(line, CONSUMED),
+        exclude=tuple(
+            node for given in line.sbatch if given.name == "exclude" for node in excluded_hosts(given)
+        ),
         requeue=line.has("requeue") or not (line.has("no-requeue") or "SBATCH_NO_REQUEUE" in environment),
         submitted_at=time.time(),
         policy_hash=policy.digest,
-        settings=settings,
+        settings=policy.settings(),
     )
+
+
+def spares_for(policy: Resolved, active: int, time_limit: str | None) -> int:
+    """Spare nodes beside so many active ones."""
+    if policy.policy.spares is not None:
+        return policy.policy.spares
+    return auto_spares(active, policy.settings().rate, run_s=time_limit_s(time_limit))
 
 
 def check_options(line: CommandLine, environment: Mapping[str, str]) -> None:
@@ -144,12 +146,12 @@ def time_limit_s(text: str | None) -> float | None:
     return float(seconds) or None  # 0 asks for no limit
 
 
-def passed_on(line: CommandLine) -> tuple[str, ...]:
+def passed_on(line: CommandLine, consumed: frozenset[str]) -> tuple[str, ...]:
     """sbatch's options as typed and in their order, but for those that jurymast says itself."""
-    return tuple(word for given in line.sbatch if given.name not in CONSUMED for word in given.words)
+    return tuple(word for given in line.sbatch if given.name not in consumed for word in given.words)
 
 
-def _hosts(given: Given) -> list[str]:
+def excluded_hosts(given: Given) -> list[str]:
     """Node names and ranges of a host list (`n[1-3],n7`), or of the file it names, as sbatch has it."""
     text = given.value or ""
     if "/" in text:
@@ -181,12 +183,11 @@ def _script(words: list[str]) -> tuple[str, list[str], bool]:
 
 def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
     """The script as ranks that start in `directory` name it: as it was typed, if that finds it there. Raises
-    ScriptError (missing, unreadable), UsageError (a batch script)."""
+    ScriptError."""
     tried = [directory / script, submitted_from / script]
     path = next((path for path in tried if os.path.isfile(path)), tried[0])
     try:
-        with path.open("rb") as file:
-            first = file.readline(200)
+        path.open("rb").close()
     except OSError as error:
         what = (
             "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
@@ -194,11 +195,6 @@ def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
         raise ScriptError(
             f"the training script {script} {what}", hint=f"looked for {path}; for a module say -- -m MODULE"
         ) from error
-    if first.startswith(b"#!") and b"python" not in first and path.suffix != ".py":
-        raise UsageError(
-            f"{script} is a batch script, not a Python script",
-            hint="give the Python script that it starts: jurymast submit [options] -- SCRIPT.py [args]",
-        )
     return script if path == tried[0] else str(path.absolute())
 
 
@@ -222,7 +218,7 @@ def _check_module(module: str, directory: Path) -> None:
         search, parent = list(found.submodule_search_locations or ()), name
 
 
-def _name(text: str) -> str:
+def run_name(text: str) -> str:
     """`text` fit for a directory and for squeue: letters, digits, dot, dash, underscore; 40 at most."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:40] or "run"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jurymast.cluster.batch_script import BatchScript
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 from jurymast.policy.resolve import Resolved
@@ -17,12 +18,14 @@ from jurymast.wire import shield
 
 @dataclass(frozen=True)
 class Request:
-    """`argv` is run with `script` (Slurm's batch script; empty on the local cluster) in the run directory."""
+    """`argv` is run with `script` (Slurm's batch script; empty on the local cluster) in the run directory.
+    `users`: the user's own batch script, if that is what is submitted."""
 
     plan: RunPlan
     policy: str
     script: str
     argv: tuple[str, ...]
+    users: str = ""
 
     @property
     def run_directory(self) -> RunDirectory:
@@ -60,17 +63,24 @@ def script_file(plan: RunPlan) -> Path:
     return RunDirectory(plan.directory).submission / "job.sh"
 
 
-def build_request(plan: RunPlan, policy: Resolved) -> Request:
-    """The request for this plan; writes nothing and asks nobody. Raises PolicyError for what cannot be done
-    with what is installed here."""
+def users_script(run: RunDirectory) -> Path:
+    """A copy of the user's batch script, named as Slurm names it on the node that runs it."""
+    return run.submission / "slurm_script"
+
+
+def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = None) -> Request:
+    """The request for this plan, of a batch script if one is given; writes nothing and asks nobody. Raises
+    PolicyError for what cannot be done with what is installed here."""
     shield.ways(plan.settings.encrypt)
     text = policy.yaml(origins=True)
     if plan.cluster == "local":
         from jurymast.cluster.local import command
 
         return Request(plan, text, "", command(plan))
-    from jurymast.cluster.slurm_submit import command, render_script
+    from jurymast.cluster.slurm_submit import command, render_script, script_around
 
+    if script is not None:
+        return Request(plan, text, script_around(plan, script), command(plan), script.text)
     return Request(plan, text, render_script(plan), command(plan))
 
 
@@ -99,6 +109,9 @@ def write_run_directory(request: Request) -> None:
         (run.submission / "jobs").mkdir(mode=0o700)
         run.save_plan(request.plan)
         write_atomically(run.policy_file, request.policy.encode())
+        if request.users:
+            data = request.users.encode(errors="surrogateescape")
+            write_atomically(users_script(run), data)
         if request.script:
             write_atomically(script_file(request.plan), request.script.encode())
     except BaseException as error:

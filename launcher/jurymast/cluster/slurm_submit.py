@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,13 @@ from typing import Any
 from submitit.core.utils import FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
+from jurymast.cluster.batch_script import BatchScript
 from jurymast.cluster.entry import BatchEntry
+from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.request import Request, Submitted, script_file
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError, SubmissionError
+from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, write_atomically
 
 
@@ -58,17 +61,7 @@ class JurymastExecutor(SlurmExecutor):  # type: ignore[misc]
     def _submit_command(self, command: str) -> Any:
         # submitit's own drops what sbatch says when it takes the job (a site's "moved to partition X"), and
         # prints a refusal that is reported as an error once more.
-        argv = self._make_submission_command(self.folder / "job.sh")
-        done = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            # With SBATCH_WAIT sbatch returns at the job's end, and the entry would be in place too late.
-            env={name: value for name, value in os.environ.items() if name != "SBATCH_WAIT"},
-            start_new_session=True,  # Ctrl-C is for us alone: see _interrupt_held
-        )
+        done = sbatch(self._make_submission_command(self.folder / "job.sh"))
         self.notes = done.stderr.strip()
         if done.returncode != 0:
             raise FailedSubmissionError(f"sbatch refused the job: {slurms_words(done.stderr)}")
@@ -85,6 +78,27 @@ class JurymastExecutor(SlurmExecutor):  # type: ignore[misc]
         raise FailedSubmissionError(f"sbatch --parsable printed no job id: {text.strip()!r}")
 
 
+def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run sbatch until it has taken the job."""
+    return subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        # With SBATCH_WAIT sbatch returns at the job's end, and the entry would be in place too late.
+        env={name: value for name, value in os.environ.items() if name != "SBATCH_WAIT"},
+        start_new_session=True,  # Ctrl-C is for us alone: see _interrupt_held
+    )
+
+
+def script_around(plan: RunPlan, script: BatchScript) -> str:
+    """What sbatch gets in place of a user's batch script: its options, and what runs it. Our own are on
+    the command line, where they count more."""
+    run = run_module(plan.python, "jurymast.script", "job", plan.directory)
+    return f'#!/bin/sh\n{script.head}\nexec {shlex.join(run)} "$@"\n'
+
+
 def render_script(plan: RunPlan) -> str:
     """The batch script's text."""
     folder = RunDirectory(plan.directory).submission
@@ -93,8 +107,7 @@ def render_script(plan: RunPlan) -> str:
         "no-kill": True,
         "open-mode": "append",
         "output": str(folder / "job-%j.log"),
-        # USR2 two minutes before the time limit, to the batch process alone.
-        "signal": "B:USR2@120",
+        "signal": WARN_SIGNAL,
     }
     extra["requeue" if plan.requeue else "no-requeue"] = True
     executor.update_parameters(
@@ -117,7 +130,8 @@ def command(plan: RunPlan) -> tuple[str, ...]:
     """sbatch's command line. The user's options stand here, where they win over those in the script."""
     nodes = plan.excluded_at(plan.submitted_at)
     exclude = (f"--exclude={','.join(nodes)}",) if nodes else ()
-    return ("sbatch", "--parsable", *plan.sbatch_options, *exclude, str(script_file(plan)))
+    arguments = plan.arguments if plan.batch else ()
+    return ("sbatch", "--parsable", *plan.sbatch_options, *exclude, str(script_file(plan)), *arguments)
 
 
 @contextmanager
@@ -172,8 +186,9 @@ def test_only(request: Request) -> str:
     with tempfile.NamedTemporaryFile("w", prefix="jurymast-", suffix=".sh") as file:
         file.write(request.script)
         file.flush()
+        ours = str(script_file(request.plan))
         done = subprocess.run(
-            [*request.argv[:-1], file.name],
+            [file.name if word == ours else word for word in request.argv],
             capture_output=True,
             text=True,
             check=False,

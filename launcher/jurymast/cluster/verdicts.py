@@ -59,8 +59,9 @@ def leave(spool: Path, values: Mapping[str, Any]) -> Path:
 
 
 def seal(payload: bytes) -> bytes:
-    """A munge credential around `payload`, in the caller's name. Raises ClusterUnavailableError."""
-    command = ["munge", f"--ttl={LIFETIME_S}"]
+    """A munge credential around `payload`, in the caller's name, for root alone. Raises
+    ClusterUnavailableError."""
+    command = ["munge", f"--ttl={LIFETIME_S}", "--restrict-uid=0"]
     try:
         done = subprocess.run(
             command, input=payload, capture_output=True, timeout=COMMAND_LIMIT_S, check=False

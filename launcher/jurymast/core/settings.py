@@ -116,6 +116,13 @@ class RunPlan:
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False  # `script` is a module name, as with `python -m`
+    # Of a batch script: `script` is that script, and later the training that one of its steps runs.
+    batch: bool = False
+    # Each of its ranks stands for a task that srun would have started, not for one of torchrun's.
+    tasks: bool = False
+    gpus_per_task: int = 0  # 0: each sees all of its node's
+    # `script` is a program, a shell say, that starts the Python of its rank itself.
+    program: bool = False
     working_directory: str = "."
     python: str = "python3"
     sbatch_options: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from jurymast import foreign
 from jurymast.core.checkpoints.copies import COMMON, OWN
 from jurymast.core.keeper.copies import Image
 
@@ -123,9 +124,9 @@ class Manifest:
         """Raises BadImage."""
         try:
             head, _, text = data.partition(b"\n")
-            if json.loads(head)["xxh3_64"] != xxhash.xxh3_64_hexdigest(text):
+            if foreign.parse(head)["xxh3_64"] != xxhash.xxh3_64_hexdigest(text):
                 raise BadImage("its manifest is damaged: the hash does not match")
-            values: dict[str, Any] = json.loads(text)
+            values: dict[str, Any] = foreign.parse(text)
             if values["format"] != FORMAT:
                 raise BadImage(f"its format is {values['format']}, this version reads {FORMAT}")
             values["items"] = tuple(_item(item) for item in values["items"])

@@ -95,7 +95,13 @@ class Server:
                     oldest = next(iter(self._unproven))
                     del self._unproven[oldest]
                     _shut(oldest)
-            threading.Thread(target=self._serve, args=(connection,), name="keeper-serve", daemon=True).start()
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="keeper-serve", daemon=True
+                ).start()
+            except RuntimeError:  # no more threads are allowed here for now
+                self._gone(connection)
+                self._closed.wait(REST_S)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -107,10 +113,13 @@ class Server:
         except (OSError, EOFError, AuthenticationError, ProtocolError):
             pass  # the other side is done, or it notices: what it has not got in full and verified is nothing
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-                self._unproven.pop(connection, None)
-            connection.close()
+            self._gone(connection)
+
+    def _gone(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+            self._unproven.pop(connection, None)
+        connection.close()
 
     def _answer(self, peer: Peer, request: Request) -> None:
         match request:
@@ -163,7 +172,8 @@ def _key(image: ImageName) -> Key:
 def _send_from(peer: Peer, copy: Copy, at: int, length: int, way: str) -> None:
     if isinstance(copy.place, Buffer):
         peer.send(BytesFollow(length=length, way=way))
-        peer.send_file(copy.place.descriptor, at, length, way)
+        with copy.place.view(at, at + length) as view:
+            peer.send_bytes(view, way)
         return
     try:
         descriptor = open_own(copy.place)

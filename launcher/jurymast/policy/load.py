@@ -47,6 +47,8 @@ def file_layer(path: Path, shown: str) -> Layer:
     try:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError as error:
+        raise PolicyError(f"{shown}: it is nested too deeply") from error
     except OSError as error:
         raise PolicyError(f"{shown}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -17,11 +17,8 @@ from jurymast.policy.load import Key, Layer, merge, spelled
 from jurymast.policy.model import Policy
 
 DEFAULT = "default"
-# Checked and kept, but nothing acts on these yet; a policy that sets them is told so.
-NOT_ACTED_ON: tuple[Key, ...] = (
-    ("nodes",),
-    ("notify",),
-)
+# Nothing acts on these yet: a policy may only say of them what holds anyway.
+NOT_YET: tuple[Key, ...] = (("nodes", "min"), ("notify",))
 
 
 @dataclass(frozen=True)
@@ -36,13 +33,6 @@ class Resolved:
     def digest(self) -> str:
         """Names the policy in the journal: equal values, equal digest, wherever they were written."""
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()[:16]
-
-    def not_acted_on(self) -> list[str]:
-        """The keys that somebody set and that this version does nothing with."""
-        somebody = [key for key, origin in self.origins.items() if origin != DEFAULT]
-        return sorted(
-            spelled(key) for key in somebody if any(key[: len(idle)] == idle for idle in NOT_ACTED_ON)
-        )
 
     def settings(self) -> Settings:
         policy = self.policy
@@ -117,6 +107,9 @@ def _place(problem: str) -> tuple[str, int]:
 
 
 def _problems(layer: Layer) -> Iterator[str]:
+    for key in NOT_YET:
+        if _value(layer.values, key):
+            yield f"{layer.origin(key)}: {spelled(key)}: is not supported yet; leave it out"
     try:
         Policy.model_validate(layer.values)
     except ValidationError as error:
@@ -131,6 +124,13 @@ def _problems(layer: Layer) -> Iterator[str]:
             else:
                 what = one["msg"].removeprefix("Input ")
             yield f"{layer.origin(key)}: {spelled(key)}: {what}"
+
+
+def _value(values: Any, key: Key) -> Any:
+    """What stands there, None for nothing."""
+    for part in key:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -84,7 +83,7 @@ def _written_at(path: Path) -> float:
 
 def _local(directory: RunDirectory) -> Liveness:
     try:
-        record = json.loads(foreign.read(directory.submission / "local.json"))
+        record = foreign.load(directory.submission / "local.json")
         job, host = f"pid {int(record['pid'])}", record.get("host")
     except (OSError, ValueError, KeyError, TypeError):
         return Liveness("unknown", "slurm/local.json cannot be read")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import subprocess
 import time
@@ -51,7 +50,7 @@ def _ended_long_ago(directory: RunDirectory) -> bool:
     """By the supervisor's last word, without reading the journal."""
     path = directory.root / "outcome.json"
     try:
-        ended = json.loads(foreign.read(path))["state"] in ("succeeded", "failed", "cancelled")
+        ended = foreign.load(path)["state"] in ("succeeded", "failed", "cancelled")
         return ended and time.time() - path.stat().st_mtime > ENDED_SHOWN_S
     except (OSError, ValueError, KeyError, TypeError):
         return False

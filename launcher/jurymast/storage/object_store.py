@@ -1,11 +1,13 @@
 """Complete checkpoints in an object store, through fsspec: S3 and what speaks it, or any store fsspec knows.
 
 URL/RUN/step-00000100/...             the files of the shared directory
+URL/RUN/step-00000100/jurymast.seal   what the run's key vouches for of them, see `storage.vouching`
 URL/RUN/step-00000100/jurymast.json   uploaded last, removed first: without it a checkpoint does not count
 """
 
 from __future__ import annotations
 
+import hmac
 import importlib
 import logging
 import secrets
@@ -29,15 +31,18 @@ from jurymast.checkpoint.directory import (
     remove_trees,
     step_of,
 )
+from jurymast.errors import RunDirectoryError
+from jurymast.rundir import RunDirectory
 from jurymast.storage.job import Job, StorageFailure, explain
 from jurymast.storage.orders import Done, Upload
 from jurymast.storage.source import NewFile
+from jurymast.storage.vouching import SEAL, Key
 
 log = logging.getLogger("jurymast.storage")
 
 STREAMS = 4
 PART_BYTES = 32 << 20
-MANIFEST_BYTES_MAX = 256 << 20  # of a hundred thousand ranks less
+SMALL_BYTES_MAX = 256 << 20  # manifests of a hundred thousand ranks have less
 PARTS_MAX = 9000  # S3 allows 10,000 parts a file
 # A store that is away for a moment costs a moment; pauses before further tries.
 PAUSES_S = (0.5, 2.0, 8.0)
@@ -46,9 +51,11 @@ INSTALL = "pip install 'jurymast[object]'"
 
 
 class ObjectStore:
-    """The checkpoints of one run. `options` go to fsspec. Methods raise StorageFailure, with the url."""
+    """The checkpoints of one run, which `secret` is of. `options` go to fsspec. Methods raise StorageFailure,
+    with the url."""
 
-    def __init__(self, url: str, run: str, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, url: str, run: str, secret: bytes, options: dict[str, Any] | None = None) -> None:
+        self._key = Key(secret, run)
         self.url = f"{url.rstrip('/')}/{run}"
         try:
             core = importlib.import_module("fsspec.core")
@@ -72,14 +79,31 @@ class ObjectStore:
         return [step for step in sorted(found, reverse=True) if self._is_complete(step)]
 
     def manifest(self, step: int) -> Manifest:
-        path = self._path(step, MANIFEST)
-        if (size := self._size(path)) > MANIFEST_BYTES_MAX:
-            raise StorageFailure(f"{path} has {size} bytes, most is {MANIFEST_BYTES_MAX}")
-        data = self._tried(path, lambda: self._files.cat_file(path, end=MANIFEST_BYTES_MAX))
+        return self._manifest(step)[0]
+
+    def _manifest(self, step: int) -> tuple[Manifest, bytes]:
+        data = self._read(step, MANIFEST)
         try:
-            return Manifest.from_bytes(data)
+            return Manifest.from_bytes(data), data
         except BadCheckpoint as error:
             raise StorageFailure(f"step {step} in {self.url}: {error}") from error
+
+    def _read(self, step: int, name: str) -> bytes:
+        path = self._path(step, name)
+        if (size := self._size(path)) > SMALL_BYTES_MAX:
+            raise StorageFailure(f"{path} has {size} bytes, most is {SMALL_BYTES_MAX}")
+        data: bytes = self._tried(path, lambda: self._files.cat_file(path, end=SMALL_BYTES_MAX))
+        return data
+
+    def _vouched(self, step: int, manifest: bytes) -> dict[str, str]:
+        """Keyed hashes of the step's files, by name."""
+        try:
+            return self._key.vouched(step, manifest, self._read(step, SEAL))
+        except StorageFailure as error:
+            raise StorageFailure(
+                f"this run's key does not vouch for step {step} in {self.url} ({error}): whoever can write "
+                "there may have made it, and it would run as you; --unsealed takes it all the same"
+            ) from error
 
     def _is_complete(self, step: int) -> bool:
         path = self._path(step, MANIFEST)
@@ -109,24 +133,35 @@ class ObjectStore:
         # `.metadata` last but for the manifest: stock readers take a directory without it for none
         first = [record for record in manifest.files if record.name != ".metadata"]
         last = [record for record in manifest.files if record.name == ".metadata"]
+        keyed: dict[str, str] = {}
+
+        def upload_one(record: FileRecord) -> None:
+            keyed[record.name] = self._upload(place / record.name, step, record, job)
+
         for records in (first, last):
-            self._each(records, lambda record: self._upload(place / record.name, step, record, job), job)
-        path = self._path(step, MANIFEST)
+            self._each(records, upload_one, job)
         data = manifest.to_bytes()
+        self._put(step, SEAL, self._key.seal(step, data, keyed), job)
+        self._put(step, MANIFEST, data, job)
+        return Done(bytes=job.bytes, published=True)
+
+    def _put(self, step: int, name: str, data: bytes, job: Job) -> None:
+        path = self._path(step, name)
         self._tried(path, lambda: self._files.pipe_file(path, data), job)
         if self._size(path) != len(data):
             raise StorageFailure(f"{path} is not what was uploaded: upload the step again")
-        return Done(bytes=job.bytes, published=True)
 
-    def _upload(self, source: Path, step: int, record: FileRecord, job: Job) -> None:
+    def _upload(self, source: Path, step: int, record: FileRecord, job: Job) -> str:
+        """Its keyed hash."""
         path = self._path(step, record.name)
-        self._tried(path, lambda: self._send(source, path, record, job), job)
+        keyed: str = self._tried(path, lambda: self._send(source, path, record, job), job)
         size = self._size(path)
         if size != record.size_bytes:
             raise StorageFailure(f"{path} has {size} bytes, uploaded were {record.size_bytes}")
+        return keyed
 
-    def _send(self, source: Path, path: str, record: FileRecord, job: Job) -> None:
-        digest = xxhash.xxh3_64()
+    def _send(self, source: Path, path: str, record: FileRecord, job: Job) -> str:
+        digest, keyed = xxhash.xxh3_64(), self._key.hasher(record.name)
         part_bytes = max(PART_BYTES, record.size_bytes // PARTS_MAX)
         buffer = memoryview(bytearray(min(4 << 20, max(1, record.size_bytes))))
         # without autocommit an unfinished upload never becomes an object
@@ -135,12 +170,14 @@ class ObjectStore:
             with foreign.reading(source) as file:
                 while count := file.readinto(buffer):
                     digest.update(buffer[:count])
+                    keyed.update(buffer[:count])
                     target.write(buffer[:count])
                     job.wrote(count)
             if digest.hexdigest() != record.xxh3_64:
                 raise StorageFailure(f"{source} is corrupt: its hash does not match; it is not uploaded")
             target.close()
             target.commit()
+            return str(keyed.hexdigest())
         except BaseException:
             _discard(target)
             raise
@@ -155,9 +192,11 @@ class ObjectStore:
 
     # ---- from the store
 
-    def fetch(self, step: int, directory: CheckpointDirectory, job: Job) -> None:
-        """Download a checkpoint, verify it, and publish it in `directory`."""
-        manifest = self.manifest(step)
+    def fetch(self, step: int, directory: CheckpointDirectory, job: Job, *, unsealed: bool = False) -> None:
+        """Download a checkpoint, verify it, and publish it in `directory`. `unsealed`: also one that is not
+        the run's by its key."""
+        manifest, data = self._manifest(step)
+        keyed = None if unsealed else self._vouched(step, data)
         if manifest.step != step:
             raise StorageFailure(f"step {step} in {self.url} is of step {manifest.step}")
         place = directory.draining(step, manifest.attempt, secrets.token_hex(4))
@@ -165,7 +204,9 @@ class ObjectStore:
             directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             place.mkdir(mode=0o700)
             try:
-                self._each(manifest.files, lambda one: self._download(place / one.name, step, one, job), job)
+                self._each(
+                    manifest.files, lambda one: self._download(place / one.name, step, one, keyed, job), job
+                )
                 directory.seal(place, manifest)
                 directory.publish(place, step)
             except BaseException:
@@ -174,20 +215,27 @@ class ObjectStore:
         except OSError as error:
             raise StorageFailure(explain(error, place)) from error
 
-    def _download(self, target: Path, step: int, record: FileRecord, job: Job) -> None:
+    def _download(
+        self, target: Path, step: int, record: FileRecord, keyed: dict[str, str] | None, job: Job
+    ) -> None:
         path = self._path(step, record.name)
 
-        def receive() -> str:
+        def receive() -> tuple[str, str]:
+            found = self._key.hasher(record.name)
             target.unlink(missing_ok=True)
             with self._files.open(path, "rb", block_size=PART_BYTES, cache_type="readahead") as source:
                 with NewFile(target, hashing=True) as file:
                     while data := source.read(PART_BYTES):
+                        found.update(data)
                         file.write(memoryview(data))
                         job.wrote(len(data))
-                return file.hexdigest
+                return file.hexdigest, str(found.hexdigest())
 
-        if self._tried(path, receive, job) != record.xxh3_64:
+        digest, found = self._tried(path, receive, job)
+        if digest != record.xxh3_64:
             raise StorageFailure(f"{path} is corrupt: its hash does not match; restore another step")
+        if keyed is not None and not hmac.compare_digest(found, keyed.get(record.name, "")):
+            raise StorageFailure(f"{path} is not what this run has uploaded: somebody has changed it")
 
     # ---- helpers
 
@@ -256,4 +304,8 @@ def _discard(target: Any) -> None:
 
 def upload(order: Upload, job: Job) -> Done:
     """Raises StorageFailure."""
-    return ObjectStore(order.url, order.run).upload(CheckpointDirectory(order.root), order.step, job)
+    try:
+        secret = RunDirectory(order.run_directory).secret()
+    except RunDirectoryError as error:
+        raise StorageFailure(str(error)) from error
+    return ObjectStore(order.url, order.run, secret).upload(CheckpointDirectory(order.root), order.step, job)

@@ -65,13 +65,14 @@ class Warm(_Order, frozen=True, kw_only=True):
 
 
 class Upload(_Order, frozen=True, kw_only=True):
-    """A complete step of the directory `root` to `url`/`run`."""
+    """A complete step of the directory `root` to `url`/`run`, sealed with the key of that run."""
 
     tier: ClassVar[str] = OBJECT
     root: str
     step: int
     url: str
     run: str
+    run_directory: str
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of):

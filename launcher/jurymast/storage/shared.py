@@ -185,7 +185,7 @@ class _Meeting:
 
     def _read_layout(self, path: Path) -> list[keeper.Manifest]:
         try:
-            found = [keeper.Manifest.from_bytes(text.encode()) for text in json.loads(foreign.read(path))]
+            found = [keeper.Manifest.from_bytes(text.encode()) for text in foreign.load(path)]
         except (keeper.BadImage, ValueError) as error:
             raise StorageFailure(f"{path.name} is damaged on the way: {error}") from error
         for one in found:

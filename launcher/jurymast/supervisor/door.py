@@ -10,6 +10,7 @@ import asyncio
 import math
 import resource
 import time
+from collections import defaultdict
 from contextlib import suppress
 
 from jurymast.core.messages import Ask, Hello, Said, Strange, out_of_place, read_said
@@ -20,8 +21,6 @@ from jurymast.wire.connection import Connection
 
 # That may wait beside all nodes at once: those come together when a supervisor takes over.
 STRANGERS_MAX = 256
-# Connections that the kernel holds meanwhile; net.core.somaxconn has the last word.
-BACKLOG = 4096
 # A refusal is told at once, further ones by their number so often.
 TOLD_EVERY_S = 60.0
 # Beside connections: the journal, the run's files, commands.
@@ -57,6 +56,7 @@ class Door:
         self._secret = secret
         self._waiting_max = _waiting_max(nodes)
         self._waiting: dict[Connection, None] = {}  # oldest first
+        self._waiting_at: defaultdict[str, dict[Connection, None]] = defaultdict(dict)  # by address
         self._told_at = -math.inf
         self._untold = 0
 
@@ -66,7 +66,7 @@ class Door:
         try:
             accepting = channel.accept(come, self._secret, read_said)
             connection = await asyncio.wait_for(accepting, channel.HANDSHAKE_LIMIT_S)
-            self._waiting.pop(come, None)
+            self._waits_no_more(come)
             first = await asyncio.wait_for(connection.receive(), channel.HANDSHAKE_LIMIT_S)
             if isinstance(first, Hello | Ask):
                 return connection, first
@@ -78,15 +78,26 @@ class Door:
             come.close()
             return None
         finally:
-            self._waiting.pop(come, None)
+            self._waits_no_more(come)
 
     def _wait(self, come: Connection) -> None:
         self._waiting[come] = None
+        neighbours = self._waiting_at[come.peer_address]
+        neighbours[come] = None
         if len(self._waiting) > self._waiting_max:
-            # The oldest: who belongs here needs milliseconds, so a stranger more likely than not.
-            oldest = next(iter(self._waiting))
-            del self._waiting[oldest]
+            # The oldest: who belongs here needs milliseconds, so a stranger more likely than not. And of the
+            # same address, if there is one: a crowd from one machine drives only itself out.
+            oldest = next(iter(neighbours if len(neighbours) > 1 else self._waiting))
+            self._waits_no_more(oldest)
             oldest.abort()
+
+    def _waits_no_more(self, come: Connection) -> None:
+        if come in self._waiting:
+            del self._waiting[come]
+            neighbours = self._waiting_at[come.peer_address]
+            del neighbours[come]
+            if not neighbours:
+                del self._waiting_at[come.peer_address]
 
     def _tell(self, come: Connection, error: BaseException) -> None:
         now = time.monotonic()

@@ -89,13 +89,17 @@ async def supervise(
 
 
 def end_job(directory: RunDirectory, allocation: Allocation, state: RunState) -> None:
-    """After a takeover no batch process carries the outcome out, unless its node was only cut off."""
-    if state.phase is Phase.REQUEUED:
+    """After a takeover no batch process carries the outcome out, unless its node was only cut off. A batch
+    script's job begins again: what stands behind the training in the script has not run yet."""
+    plan = directory.plan()
+    if state.phase is not Phase.REQUEUED:
+        time.sleep(BATCH_LIMIT_S)  # a batch process that lives reads the outcome and acts on it
+    script_goes_on = plan.batch and plan.requeue and state.phase is not Phase.CANCELLED
+    if state.phase is Phase.REQUEUED or script_goes_on:
         lost = [node.name for node in state.nodes.values() if node.role is Role.FAILED]
-        requeue(directory.plan(), allocation, lost, sorted(state.excluded), tell_of_requeue)
-        return
-    time.sleep(BATCH_LIMIT_S)  # a batch process that lives reads the outcome and ends the job with its code
-    run_command(["scancel", allocation.job])
+        requeue(plan, allocation, lost, sorted(state.excluded), tell_of_requeue)
+    else:
+        run_command(["scancel", allocation.job])
 
 
 def serve(

@@ -27,7 +27,7 @@ from jurymast.errors import ClusterUnavailableError, SubmissionError, never
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, renew, write_atomically
 from jurymast.supervisor.clock import Clock
-from jurymast.supervisor.door import BACKLOG, Door
+from jurymast.supervisor.door import Door
 from jurymast.supervisor.hold import Hold
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
@@ -224,7 +224,7 @@ class Supervisor:
         """Announce the endpoint, and supervise until the end. Raises what broke it."""
         self._allocation = allocation
         door = Door(self._secret, self.state.active + self.state.spares)
-        server = await listen(lambda come: self._spawn(self._serve(door, come)), listener, BACKLOG)
+        server = await listen(lambda come: self._spawn(self._serve(door, come)), listener)
         port = server.sockets[0].getsockname()[1]
         place = endpoint.Endpoint(self._hold.epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)

@@ -10,10 +10,14 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+from jurymast.wire.addresses import BACKLOG
+
 BUFFER_BYTES = 256 * 1024
 # So many at a time while nobody takes them as they come: it may be a stranger who sends them.
 WAITING_BYTES = 16 * 1024
 # Every connection's bytes arrive here and are copied out before the next one's do.
+# Connections taken before others are heard again: thousands at a time would take longer than a heartbeat.
+ACCEPTED_AT_ONCE = 16
 _ARRIVING = memoryview(bytearray(BUFFER_BYTES))
 
 
@@ -142,9 +146,10 @@ async def connect(host: str, port: int) -> Connection:
     return connection
 
 
-async def listen(
-    come: Callable[[Connection], None], listener: socket.socket, backlog: int = 128
-) -> asyncio.Server:
-    """Call `come` for everybody who connects."""
+async def listen(come: Callable[[Connection], None], listener: socket.socket) -> asyncio.Server:
+    """Call `come` for everybody who connects; of a crowd a few at a time, so that those who are here already
+    have their turn in between."""
     loop = asyncio.get_running_loop()
-    return await loop.create_server(lambda: Connection(come), sock=listener, backlog=backlog)
+    server = await loop.create_server(lambda: Connection(come), sock=listener, backlog=ACCEPTED_AT_ONCE)
+    listener.listen(BACKLOG)  # asyncio takes one number for both
+    return server

@@ -20,6 +20,7 @@ from jurymast.core.endpoint import Endpoint as Endpoint
 from jurymast.rundir import write_atomically
 
 PULSE, NEWEST = "pulse", "newest.json"
+DIGITS_MAX = 12  # of an epoch's number
 
 
 def _claim(epochs: Path, epoch: int) -> Path:
@@ -51,13 +52,19 @@ def newest_epoch(epochs: Path) -> int:
     """The newest epoch claimed; 0 before the first. Raises OSError: not even a directory that is not there
     says that there is none."""
     beats, _, _ = _read(epochs / PULSE).partition(":")
-    return max([*_listed(epochs, ".claim"), int(beats) if beats.isdecimal() else 0])
+    return max([*_listed(epochs, ".claim"), _number(beats) or 0])
+
+
+def _number(text: str) -> int | None:
+    """None for what is no epoch's number."""
+    return int(text) if text.isdecimal() and len(text) <= DIGITS_MAX else None
 
 
 def _listed(epochs: Path, suffix: str) -> list[int]:
     """The epochs with such a file, maybe without the newest. Raises OSError."""
     names = (Path(name) for name in os.listdir(epochs))
-    return [int(name.stem) for name in names if name.suffix == suffix and name.stem.isdecimal()]
+    found = (_number(name.stem) for name in names if name.suffix == suffix)
+    return [number for number in found if number is not None]
 
 
 def announce(epochs: Path, endpoint: Endpoint) -> None:
@@ -103,7 +110,7 @@ def find(epochs: Path) -> Endpoint | None:
 
 def _endpoint(path: Path) -> Endpoint | None:
     try:
-        values = json.loads(foreign.read(path))
+        values = foreign.load(path)
         values["hosts"] = tuple(values["hosts"])
         return Endpoint(**values)
     except (OSError, ValueError, TypeError, KeyError):

@@ -70,7 +70,7 @@ class Stream(Generic[Hears]):
             raise AuthenticationError("a frame is not sealed with this run's key")
         return self._read(payload)
 
-    def send_bytes(self, data: bytes, way: str) -> None:
+    def send_bytes(self, data: bytes | memoryview, way: str) -> None:
         view = memoryview(data)
         for at in range(0, len(view), PIECE_BYTES):
             self._send_piece(view[at : at + PIECE_BYTES], way)

@@ -27,6 +27,7 @@ from jurymast.rundir import RunDirectory, make_folder
 from jurymast.worker import error_file, stack_signal
 from jurymast.worker import rank as rank_start
 from jurymast.worker.rendezvous import AgentRendezvous
+from jurymast.worker.slurm_tasks import as_a_task, own_gpus, task_variables
 
 # torch polls its ranks; here a look waits until one has ended or a stop was asked, which takes no processor
 # time from the ranks. Now and then it looks anyway.
@@ -45,9 +46,12 @@ class RankLogs(LogsSpecs):
     The ranks redirect themselves: torch would open one file twice and truncate it.
     """
 
-    def __init__(self, directory: RunDirectory, temporary: Path, rendezvous: AgentRendezvous) -> None:
+    def __init__(
+        self, directory: RunDirectory, temporary: Path, rendezvous: AgentRendezvous, plan: dict[str, Any]
+    ) -> None:
         super().__init__()
         self._directory, self._temporary, self._rendezvous = directory, temporary, rendezvous
+        self._batch, self._tasks, self._gpus = plan["batch"], plan["tasks"], plan["gpus"]
         self.error_files: dict[int, str] = {}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -76,6 +80,11 @@ class RankLogs(LogsSpecs):
             if signals:
                 environment[SIGNALS_VARIABLE] = signals
             environment.update(self._rendezvous.environment)
+            if self._batch:
+                environment.update(task_variables(environment, each_rank=self._tasks))
+            if self._tasks:
+                as_a_task(environment)
+                environment.update(own_gpus(os.environ, local_rank, self._gpus))
         console = dict.fromkeys(envs, "")
         return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict(self.error_files))
 
@@ -274,7 +283,7 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
     parameters = RendezvousParameters("jurymast", "agent", plan["run"], 1, max(1, plan["nodes"]))
     rendezvous = get_rendezvous_handler(parameters)
     assert isinstance(rendezvous, AgentRendezvous)
-    logs = RankLogs(RunDirectory(plan["run_directory"]), Path(plan["temporary"]), rendezvous)
+    logs = RankLogs(RunDirectory(plan["run_directory"]), Path(plan["temporary"]), rendezvous, plan)
     server = RankServer(channel)
     while True:
         spec = WorkerSpec(

@@ -45,12 +45,16 @@ def begin(
     loaded: frozenset[str],
     stages: Sequence[preload.Stage],
     presets: dict[str, str],
+    program: str,
 ) -> None:
-    """In a process just forked from the server `parent`; returns to go on to the script."""
+    """In a process just forked from the server `parent`; returns to go on to the script. A `program` takes
+    its place instead."""
     _tether(parent)
     name_process(name)
     variables = {**environment, **order["environment"]}
     _redirect_output(variables.get(LOG_VARIABLE, ""))
+    if program:
+        _become(program, order["arguments"], variables)
     os.environ.clear()
     os.environ.update(variables)
     this = _Rank(loaded, variables, _log_size())
@@ -61,6 +65,22 @@ def begin(
     _renew(stages)
     this.attach()
     this.hide(stages, {**variables, **presets})
+
+
+def _become(program: str, arguments: Sequence[str], variables: dict[str, str]) -> NoReturn:
+    """Its Python, once it starts one that trains, is the rank: see `begin_below`."""
+    try:
+        os.execvpe(program, [program, *arguments], startup.variables({"below": {}}, variables))
+    except OSError as error:
+        sys.stderr.write(f"{program}: {error.strerror}\n")
+        os._exit(127)
+
+
+def begin_below(loaded: frozenset[str]) -> None:
+    """In a new interpreter that a rank's program has started. One that does not load torch is none of ours,
+    and whatever it prints is its program's to use."""
+    this = _Rank(loaded, dict(os.environ), -1, attached=False)
+    this.hide([preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in loaded})], os.environ)
 
 
 def begin_cold(loaded: frozenset[str], what: dict[str, Any]) -> None:
@@ -155,10 +175,14 @@ def _renew(stages: Sequence[preload.Stage]) -> None:
 
 
 class _Rank:
-    """A rank that is about to run its script. `log`: bytes in its log when it began, -1 without one."""
+    """A rank that is about to run its script. `log`: bytes in its log when it began, -1 without one. Not
+    `attached`: it becomes a rank when it loads torch."""
 
-    def __init__(self, loaded: frozenset[str], variables: dict[str, str], log: int) -> None:
+    def __init__(
+        self, loaded: frozenset[str], variables: dict[str, str], log: int, *, attached: bool = True
+    ) -> None:
         self._loaded, self._variables, self._log = loaded, variables, log
+        self._attached = attached
         self._pid = os.getpid()
         self._has_torch = False
         self.cold = ""  # why it started cold
@@ -182,6 +206,8 @@ class _Rank:
         from jurymast.worker import hooks
 
         self._has_torch = True
+        if not self._attached:
+            self.attach()
         hooks.watch_steps(self._link)
         # From the end of the script on it may take long, for uploads say; nobody waits for steps then.
         threading._register_atexit(self._script_ends)  # type: ignore[attr-defined]

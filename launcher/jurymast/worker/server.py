@@ -80,6 +80,7 @@ class Server:
         rank.begin(
             order, parent=self._pid, name=self._ranks_name, environment=self._environment,
             loaded=self._loaded, stages=self._stages, presets=self._presets,
+            program=self._plan["script"] if self._plan["program"] else "",
         )  # fmt: skip
 
     def _load(self, environment: dict[str, str]) -> None:
@@ -94,7 +95,7 @@ class Server:
         os.environ.update(self._presets)
         try:
             self._stages = [own]
-            if self._plan["warm"]:
+            if self._plan["warm"] and not self._plan["program"]:
                 gc.disable()  # nothing of this is garbage; looking for some takes a fifth of the time
                 self._stages += [preload.load(FIRST, native=True), preload.load(more)]
                 # A rank's collections, the last of them at its end, leave alone what all ranks share: going
@@ -106,8 +107,9 @@ class Server:
             os.environ.update(before)
 
     def _source(self) -> str:
-        """The script's text; "" for a module, which may be anywhere, and for what Python will complain of."""
-        if self._plan["module"]:
+        """The script's text; "" for a module, which may be anywhere, a program, and what Python will complain
+        of."""
+        if self._plan["module"] or self._plan["program"]:
             return ""
         try:
             return Path(self._plan["script"]).read_text(encoding="utf-8", errors="replace")

@@ -19,7 +19,8 @@ VARIABLE = "JURYMAST_STARTUP"
 
 
 def variables(what: dict[str, Any], environment: dict[str, str]) -> dict[str, str]:
-    """`environment` for a new interpreter that is to become `what`: {"server": ...} or {"cold": ...}."""
+    """`environment` for a new interpreter that is to become `what`: {"server": ...}, {"cold": ...}, or
+    {"below": {}}, any that a rank's program starts."""
     here = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site_hook")
     users = environment.get("PYTHONPATH", "")
     path = here + (os.pathsep + users if users else "")

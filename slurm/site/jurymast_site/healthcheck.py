@@ -19,7 +19,16 @@ from typing import Any
 
 from jurymast_site import slurm, verdicts
 from jurymast_site.config import DEFAULT, Config, ConfigError, load
-from jurymast_site.system import Failed, Log, load_state, require_roots, run, save_state, state_directory
+from jurymast_site.system import (
+    Failed,
+    Log,
+    load_state,
+    require_own_tree,
+    require_roots,
+    run,
+    save_state,
+    state_directory,
+)
 from jurymast_site.verdicts import Here, Refused, Verdict
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -44,9 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=DEFAULT, help=f"default: {DEFAULT}")
     path: Path = parser.parse_args(arguments).config
     try:
+        require_own_tree()
         config = load(path)
         log = Log("jurymast-healthcheck", config.log)
-    except ConfigError as error:
+    except (ConfigError, Failed) as error:
         Log("jurymast-healthcheck", "").say(str(error))
         return 1
     try:
@@ -88,6 +98,7 @@ class HealthCheck:
             self._drain(reason)
         elif look is not None and look.all_well and self._config.resume:
             self._let_back()
+        verdicts.clean(self._config.spool, self._now)  # last: nobody can delay the rest by what they leave
 
     def _look(self) -> Look | None:
         """Root's own probes; None when they could not be run, and then they confirm nothing."""
@@ -122,7 +133,7 @@ class HealthCheck:
         kept = self._now - self._config.max_age_s - 3600.0
         nonces = {nonce: at for nonce, at in load_state(path).items() if at > kept}
         reason = ""
-        for content in verdicts.taken(self._config.spool, self._node, self._now):
+        for content in verdicts.taken(self._config.spool, self._node):
             try:
                 if isinstance(content, Refused):
                     raise content
@@ -208,7 +219,10 @@ class HealthCheck:
 
 def parsed(told: str) -> Look:
     """`jurymast health --json`: {"findings": [...]}. Raises ValueError."""
-    content = json.loads(told)
+    try:
+        content = json.loads(told)
+    except RecursionError:
+        raise ValueError("the health command printed JSON that is nested too deeply") from None
     if not isinstance(content, dict) or not isinstance(content.get("findings"), list):
         raise ValueError("the health command did not print findings as JSON")
     against = []

@@ -19,10 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jurymast_site.config import DEFAULT, Config, ConfigError, load
-from jurymast_site.system import Log
+from jurymast_site.system import Failed, Log, require_own_tree
 
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
+# A Prolog holds a job up: by then the rest is left for the next sweep, and after so many entries as well.
+LIMIT_S = 5.0
+ENTRIES_MAX = 100_000
 # Processes and files younger than this may belong to a job that starts at this moment.
 YOUNG_S = 60.0
 KILL_AFTER_S = 2.0
@@ -51,10 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path: Path = parser.parse_args(arguments).config
     log = Log("jurymast-sweep", "")
     try:
+        require_own_tree()
         config = load(path)
         log = Log("jurymast-sweep", config.log)
         sweep(config, log)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, Failed, OSError) as error:
         log.say(f"failed: {error}")
     return 0
 
@@ -62,22 +66,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sweep(config: Config, log: Log) -> None:
     """Report, and remove what the site said to remove."""
     job_uid = os.environ.get("SLURM_JOB_UID", "")
+    end_s = time.monotonic() + LIMIT_S
     found = list(processes())
     busy = users_with_jobs(found) | ({int(job_uid)} if job_uid.isdigit() and not _is_epilog() else set())
     if config.sweep_processes != "off":
         strays = list(orphans(found, busy, config.min_uid))
-        for process in strays:
-            held = "".join(f", holds {device}" for device in sorted(gpus_held(process.pid)))
-            log.say(f"stray {described(process)}, {process.age_s:.0f} s old{held}")
+        _report_strays(strays, log, end_s)
         if config.sweep_processes == "kill":
             for process in end(strays):
                 log.say(f"stray {described(process)} does not end")
     if config.sweep_shared_memory != "off":
         alive = {process.uid for process in processes()}
-        for entry, uid, size in stale_files(SHARED_MEMORY, alive | busy, config.min_uid):
-            log.say(f"stale shared memory {entry} of {user(uid)}: {size} bytes")
-            if config.sweep_shared_memory == "remove":
-                _unlink(entry, uid)
+        stale = stale_files(SHARED_MEMORY, alive | busy, config.min_uid)
+        remove = config.sweep_shared_memory == "remove"
+        _sweep_files(stale, log, remove=remove, end_s=end_s)
+
+
+def _report_strays(strays: Sequence[Process], log: Log, end_s: float) -> None:
+    """A line a user: anybody can leave thousands."""
+    for uid in sorted({process.uid for process in strays}):
+        theirs = [process for process in strays if process.uid == uid]
+        held: set[str] = set()
+        for process in theirs:
+            if time.monotonic() < end_s:
+                held |= gpus_held(process.pid)
+        first = theirs[0]
+        others = f", and {len(theirs) - 1} others" if len(theirs) > 1 else ""
+        holds = "".join(f", holds {device}" for device in sorted(held))
+        log.say(f"stray {described(first)}, {first.age_s:.0f} s old{others}{holds}")
+
+
+def _sweep_files(stale: Iterable[tuple[Path, int, int]], log: Log, *, remove: bool, end_s: float) -> None:
+    """A line a user, and no longer than until `end_s`: anybody can leave a million of them."""
+    found: dict[int, list[int]] = {}
+    for number, (entry, uid, size) in enumerate(stale):
+        if number >= ENTRIES_MAX or time.monotonic() > end_s:
+            log.say("stale shared memory: the rest is left for the next time")
+            break
+        found.setdefault(uid, []).append(size)
+        if remove:
+            _unlink(entry, uid)
+    for uid, sizes in sorted(found.items()):
+        many = f"{len(sizes)} file{'' if len(sizes) == 1 else 's'}"
+        log.say(f"stale shared memory of {user(uid)}: {many}, {sum(sizes)} bytes")
 
 
 def _is_epilog() -> bool:
@@ -176,14 +207,16 @@ def _alive(process: Process) -> bool:
 
 def stale_files(directory: Path, alive: set[int], min_uid: int) -> Iterator[tuple[Path, int, int]]:
     """(path, owner's uid, bytes) of files whose owner has no process and no job here."""
-    for entry in directory.iterdir():
-        try:
-            status = entry.lstat()
-        except OSError:
-            continue
-        old = status.st_mtime < time.time() - YOUNG_S
-        if stat.S_ISREG(status.st_mode) and status.st_uid >= min_uid and status.st_uid not in alive and old:
-            yield entry, status.st_uid, status.st_size
+    young = time.time() - YOUNG_S
+    with os.scandir(directory) as entries:  # one by one: there may be very many
+        for entry in entries:
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue
+            theirs = status.st_uid >= min_uid and status.st_uid not in alive
+            if stat.S_ISREG(status.st_mode) and theirs and status.st_mtime < young:
+                yield Path(entry.path), status.st_uid, status.st_size
 
 
 def _unlink(path: Path, uid: int) -> None:

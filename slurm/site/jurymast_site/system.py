@@ -39,14 +39,37 @@ def run(
     return done.stdout.decode(errors="replace")
 
 
+OURS = Path(__file__).resolve().parents[1]
+
+
 def require_roots(program: Path) -> None:
-    """Raises Failed unless only root can change the program."""
+    """Raises Failed unless only root can change the program, or put another into the place of it or of a
+    directory above it."""
     try:
-        status = program.stat()
+        for path in (program.resolve(strict=True), *program.resolve().parents):
+            _require_roots(path)
     except OSError as error:
         raise Failed(f"{program}: {error.strerror}") from error
-    if status.st_uid != 0 or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise Failed(f"{program}: others than root can write it, so root does not run it")
+
+
+def require_own_tree() -> None:
+    """Raises Failed unless only root can change what runs here."""
+    try:
+        for path in (OURS, *OURS.rglob("*")):
+            _require_roots(path)
+    except OSError as error:
+        raise Failed(f"{OURS}: {error.strerror}") from error
+
+
+def _require_roots(path: Path) -> None:
+    """Raises Failed, OSError. A sticky directory's entries only their owners replace."""
+    status = path.lstat()
+    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    open_to_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode)
+    if status.st_uid != 0 or (open_to_others and not sticky):
+        raise Failed(
+            f"{path}: others than root can write it, so root does not run it: chown root, chmod go-w"
+        )
 
 
 class Log:

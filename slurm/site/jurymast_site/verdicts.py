@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ NOBODY = -1  # whose it is that cannot be a verdict: links may be to other users
 SPOOL_MODE = 0o1733
 # Files of nodes that never looked at them.
 ABANDONED_S = 7 * 86_400.0
+# Of one user's in the spool at a time; nobody has so many sick nodes.
+HEAP_MAX = 1000
+CLEAN_LIMIT_S = 10.0
 _METADATA_KEYS = "STATUS,ENCODE_TIME,TTL,UID"
 # Of the numbers that unmunge calls a credential's status.
 _MUNGE_WORDS = {
@@ -64,11 +68,12 @@ class Here:
     nonces: Mapping[str, Any]
 
 
-def taken(spool: Path, node: str, now: float) -> Iterator[bytes | Refused]:
+def taken(spool: Path, node: str) -> Iterator[bytes | Refused]:
     """Every verdict for this node, or why it cannot be read; each is removed first. Raises Failed."""
     descriptor = _open_spool(spool)
     try:
-        names = sorted(name for name in os.listdir(descriptor) if name.startswith(f"{node}."))
+        with os.scandir(descriptor) as entries:
+            names = sorted(entry.name for entry in entries if entry.name.startswith(f"{node}."))
         read: Counter[int] = Counter()
         for name in names:
             found: bytes | Refused
@@ -81,7 +86,29 @@ def taken(spool: Path, node: str, now: float) -> Iterator[bytes | Refused]:
             if _remove(name, descriptor) and read[owner] < READ_MAX:
                 read[owner] += 1
                 yield found
-        _remove_abandoned(descriptor, now)
+    finally:
+        os.close(descriptor)
+
+
+def clean(spool: Path, now: float) -> None:
+    """Remove what no node takes away, and what somebody heaps up; the rest next time, if it takes too long.
+    By the time of the last change to the file itself: users cannot set that one. Raises Failed."""
+    descriptor = _open_spool(spool)
+    end_s = time.monotonic() + CLEAN_LIMIT_S
+    seen: Counter[int] = Counter()
+    try:
+        with os.scandir(descriptor) as entries:
+            for entry in entries:
+                if time.monotonic() > end_s:
+                    return
+                try:
+                    status = os.stat(entry.name, dir_fd=descriptor, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                owner = _owner(entry.name, descriptor)
+                seen[owner] += 1
+                if status.st_ctime < now - ABANDONED_S or seen[owner] > HEAP_MAX:
+                    _remove(entry.name, descriptor)
     finally:
         os.close(descriptor)
 
@@ -142,15 +169,6 @@ def _remove(name: str, directory: int) -> bool:
         return True
     except OSError:
         return False
-
-
-def _remove_abandoned(directory: int, now: float) -> None:
-    for name in os.listdir(directory):
-        try:
-            if os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime < now - ABANDONED_S:
-                _remove(name, directory)
-        except FileNotFoundError:
-            pass
 
 
 def decoded(content: bytes) -> Verdict:

@@ -42,9 +42,11 @@ class Obey:
 
 @dataclass(frozen=True)
 class Leave:
-    """End this agent, and its ranks. `over`: so is the run, nobody restores from this node's disk."""
+    """End this agent, and its ranks. `over`: so is the run, with this `exit_code`; nobody restores from this
+    node's disk."""
 
     over: bool = False
+    exit_code: int = 0
 
 
 # The ranks and their host.

@@ -177,7 +177,7 @@ class Link:
             case msg.Moved():
                 return self._change_over(order.place, now)
             case msg.Leave():
-                return [Leave(order.over)]
+                return [Leave(order.over, order.exit_code)]
         return []
 
     def _peek_later(self) -> None:

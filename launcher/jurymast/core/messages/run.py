@@ -104,7 +104,8 @@ class Leaving(ToSupervisor, frozen=True, kw_only=True):
 class Launch(ToAgent, frozen=True, kw_only=True):
     """Start the ranks of `attempt`: this node has group rank `rank` of `world` nodes. `mtbf_s`: seconds
     between failures as expected now, 0.0 when not known; `cold`: load nothing ahead of the script; `restore`
-    None: the ranks look in the shared tier themselves, where the run had `saved` this step last (0: none)."""
+    None: the ranks look in the shared tier themselves, where the run had `saved` this step last (0: none).
+    `nodes`: names of all, in the order of their ranks, as Slurm writes them."""
 
     attempt: int
     rank: int
@@ -115,6 +116,7 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     cold: bool = False
     saved: int = 0
     restore: Restore | None = None
+    nodes: str = ""
 
 
 class Stop(ToAgent, frozen=True, kw_only=True):
@@ -156,6 +158,7 @@ class Moved(ToAgent, frozen=True, kw_only=True):
 
 
 class Leave(ToAgent, frozen=True, kw_only=True):
-    """Go home; `over`: so is the run."""
+    """Go home; `over`: so is the run, which ends with this `exit_code`."""
 
     over: bool = False
+    exit_code: int = 0

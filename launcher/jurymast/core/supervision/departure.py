@@ -66,7 +66,8 @@ class Departure:
                 text = f"{lost} was lost with the nodes{given_up}"
                 effects.append(Record(ev.Noted(t=now, message=text)))
         self._leave_until, self._watch.ending = now + LEAVE_LIMIT_S, True
-        leave = msg.Leave(over=self._state.ended)
+        over = self._state.ended
+        leave = msg.Leave(over=over, exit_code=self._state.exit_code if over else 0)
         return [*effects, *(Send(node, leave) for node in sorted(self._watch.here))]
 
     def _someone_may_know_more(self) -> bool:

@@ -10,6 +10,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.copies import SHARED, Copies
 from jurymast.core.effects import Effect, Fence, Record, Send
+from jurymast.core.hostlist import compressed
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import Phase, RunState
@@ -58,10 +59,12 @@ class Launching:
         self._launch: Launch | None = None
         self._fenced = False
         self._since = self._told_at = self._look_at = 0.0
+        self._nodes = ""
         self._next: int | None = None  # group rank that is told next; None: not decided yet what it restores
 
     def begin(self, launch: Launch, now: float) -> list[Effect]:
         self._launch, self._fenced, self._next = launch, False, None
+        self._nodes = compressed(launch.placement)
         self._since = self._told_at = now
         return [Fence(launch.attempt)]
 
@@ -135,7 +138,7 @@ class Launching:
             attempt=launch.attempt, rank=place, world=len(launch.placement),
             master_address=launch.master_address, master_port=launch.master_port,
             mtbf_s=launch.mtbf_s, cold=bool(self._state.cold), saved=self._state.saved_on(SHARED),
-            restore=self._checkpoints.restore_message(launch.placement[place], ranks),
+            restore=self._checkpoints.restore_message(launch.placement[place], ranks), nodes=self._nodes,
         )  # fmt: skip
 
     def check(self) -> None:

@@ -53,6 +53,10 @@ def _begin() -> None:
         from jurymast.worker.server import Server
 
         Server(_loaded, what["server"]).serve()
+    elif "below" in what:
+        from jurymast.worker.rank import begin_below
+
+        begin_below(_loaded)
     else:
         from jurymast.worker.rank import begin_cold
 

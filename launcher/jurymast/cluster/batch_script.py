@@ -1,0 +1,152 @@
+"""A batch script as sbatch reads it: its `#SBATCH` lines, and our `#JURYMAST` lines beside them.
+
+Both are read up to the first line that is neither a comment nor empty. Of what decides the run's size the
+values are merged here as sbatch merges them: lines of the script, then `SBATCH_*` variables, then the command
+line; the last one counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jurymast import foreign
+from jurymast.cluster.sbatch_options import CommandLine, Given, split_command_line
+from jurymast.errors import ScriptError, UsageError
+
+STANDARD_INPUT = "standard input"
+SBATCH, OURS = "#SBATCH", "#JURYMAST"
+# Variables that stand for an option, of those that jurymast looks at. All others reach sbatch as they are.
+VARIABLES = {
+    "SBATCH_ARRAY_INX": "array", "SBATCH_CLUSTERS": "clusters", "SBATCH_GPUS": "gpus",
+    "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_GRES": "gres", "SBATCH_JOB_NAME": "job-name",
+    "SBATCH_NO_REQUEUE": "no-requeue", "SBATCH_PARTITION": "partition", "SBATCH_REQUEUE": "requeue",
+    "SBATCH_SIGNAL": "signal", "SBATCH_TIMELIMIT": "time",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BatchScript:
+    """`name` as it was typed; `text` all of it; `sbatch` the options of its lines; `own` the words of its
+    `#JURYMAST` lines; `places` the line of each option, by its place in `sbatch`."""
+
+    name: str
+    text: str
+    sbatch: tuple[Given, ...] = ()
+    own: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()
+
+    @property
+    def job_name(self) -> str:
+        """As sbatch names the job when nobody else does."""
+        return "sbatch" if self.name == STANDARD_INPUT else Path(self.name).name
+
+    @property
+    def head(self) -> str:
+        """The comments at its top, which sbatch reads."""
+        lines = [line for _, line in _comments(self.text)]
+        return "".join(f"{line}\n" for line in lines[1:])
+
+    def where(self, given: Given) -> str:
+        """Where an option was said, for people."""
+        for mine, number in zip(self.sbatch, self.places, strict=True):
+            if mine is given:
+                return f"{self.name}, line {number}: "
+        return ""
+
+
+def is_batch_script(path: Path) -> bool:
+    """Whether this file is for sbatch rather than for Python. Raises ScriptError."""
+    try:
+        with foreign.reading(path) as file:
+            first = file.readline(200)
+    except OSError as error:
+        raise ScriptError(f"the script {path} cannot be read: {error.strerror}") from error
+    return first.startswith(b"#!") and b"python" not in first and path.suffix != ".py"
+
+
+def read_script(path: Path, own: Mapping[str, bool]) -> BatchScript:
+    """Raises ScriptError and, naming the line, UsageError."""
+    try:
+        text = foreign.read(path).decode(errors="surrogateescape")
+    except OSError as error:
+        raise ScriptError(f"the script {path} cannot be read: {error.strerror}") from error
+    return parse(text, str(path), own)
+
+
+def wrapped(command: str) -> BatchScript:
+    """What `sbatch --wrap` makes of a command line."""
+    return BatchScript("wrap", f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{command}\n")
+
+
+def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
+    """`own`: our options, as for `split_command_line`. Raises UsageError, which names the line."""
+    if not text.startswith("#!"):
+        raise UsageError(
+            f"{name}, line 1: a batch script begins with #! and its interpreter",
+            hint="for example #!/bin/bash",
+        )
+    sbatch: list[Given] = []
+    ours: list[str] = []
+    places: list[int] = []
+    for number, line in _comments(text):
+        kind = next((k for k in (SBATCH, OURS) if re.match(rf"{k}(\s|$)", line)), None)
+        if kind is None:
+            continue
+        try:
+            split = split_command_line(_words(line[len(kind) :]), own if kind == OURS else {})
+            _check(split, kind)
+        except UsageError as error:
+            raise UsageError(f"{name}, line {number}: {error}", hint=error.hint) from error
+        sbatch += split.sbatch
+        places += [number] * len(split.sbatch)
+        ours += split.own
+    return BatchScript(name, text, tuple(sbatch), tuple(ours), tuple(places))
+
+
+def _comments(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of the lines at the top that are comments."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("#"):
+            yield number, line
+        elif line.strip():
+            return
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError as error:
+        raise UsageError(f"{text.strip()}: {error}") from error
+
+
+def _check(line: CommandLine, kind: str) -> None:
+    if line.script and line.script[0] in ("hetjob", "packjob"):
+        raise UsageError("heterogeneous jobs are not supported", hint="submit one run of equal nodes")
+    if line.script:
+        raise UsageError(f"{line.script[0]} is no option")
+    if kind == OURS and line.sbatch:
+        said = line.sbatch[0].words[0]
+        raise UsageError(f"{said} is none of jurymast's options", hint=f"say {SBATCH} {said}")
+
+
+def merged(script: BatchScript, environment: Mapping[str, str], line: CommandLine) -> CommandLine:
+    """All that was said, the strongest last."""
+    variables = [
+        Given(name, environment[variable], (variable,))
+        for variable, name in VARIABLES.items()
+        if variable in environment
+    ]
+    return CommandLine(line.own, [*script.sbatch, *variables, *line.sbatch], line.script)
+
+
+def find_script(words: list[str], directory: Path) -> Path | None:
+    """The batch script that these words of a command line begin with; None: they are something else."""
+    if not words or words[0].startswith("-"):
+        return None
+    path = directory / words[0]
+    return path if os.path.isfile(path) and is_batch_script(path) else None

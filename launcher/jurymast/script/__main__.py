@@ -1,0 +1,35 @@
+"""`jurymast.script WHAT ...`: what runs in a batch script's job. Files that we have written call these
+(`shims`, and the batch script that Slurm gets), not people."""
+
+from __future__ import annotations
+
+import sys
+
+from jurymast.errors import JurymastError
+from jurymast.script.say import complain
+
+
+def main(what: str, arguments: list[str]) -> int:
+    if what == "job":
+        from jurymast.script.job import run
+
+        return run(arguments[0], arguments[1:])
+    if what == "srun":
+        from jurymast.script.srun import run as run_srun
+
+        return run_srun(arguments)
+    if what == "tasks":
+        from jurymast.script.node import run_tasks
+
+        return run_tasks(int(arguments[0]), int(arguments[1]), arguments[2:])
+    from jurymast.script.node import run as run_launcher
+
+    return run_launcher(what, arguments)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1], sys.argv[2:]))
+    except JurymastError as error:
+        complain(error)
+        sys.exit(error.exit_code)

@@ -1,0 +1,108 @@
+"""The batch process of a batch script: runs the script as sbatch would, on the active nodes as it sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from jurymast import foreign
+from jurymast.cluster.allocation import Allocation, from_slurm_environment
+from jurymast.cluster.planning import WARN_SIGNAL
+from jurymast.cluster.request import users_script
+from jurymast.core.hostlist import compressed
+from jurymast.core.settings import RunPlan
+from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.script import shims
+from jurymast.script.narrow import narrowed
+from jurymast.script.step import PROCESS_NAME, true_variables_file
+from jurymast.script.trainings import beside
+
+WARNING = signal.SIGUSR2
+# What Slurm may be asked to send to the batch process before the job ends.
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGALRM)
+
+
+def run(run_directory: str, arguments: list[str]) -> int:
+    """The script's exit code. Raises ClusterUnavailableError, RunDirectoryError."""
+    directory = _own_directory(RunDirectory(Path(run_directory)))
+    plan = directory.plan()
+    allocation = from_slurm_environment()
+    allocation.save(directory)
+    shims.write(directory, sys.executable)
+    environment = _environment(allocation, plan)
+    true = {name: value for name, value in os.environ.items() if environment[name] != value}
+    write_atomically(true_variables_file(directory), json.dumps(true).encode())
+    warns = plan.sbatch_options[-1:] == (f"--signal={WARN_SIGNAL}",)
+    return _Script(directory, warns).run(arguments, shims.with_shims(environment, directory))
+
+
+def _own_directory(submitted: RunDirectory) -> RunDirectory:
+    """Each task of an array is a run of its own, beside the one that was submitted."""
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if task is None:
+        return submitted
+    own = RunDirectory(submitted.root.with_name(f"{submitted.root.name}-task-{task}"))
+    if not own.plan_file.exists():  # not after a requeue
+        beside(submitted, own, os.environ["SLURM_JOB_ID"])
+        write_atomically(users_script(own), foreign.read_own(users_script(submitted)))
+    return own
+
+
+def _environment(allocation: Allocation, plan: RunPlan) -> dict[str, str]:
+    hosts = compressed(allocation.nodes[: plan.active])
+    return narrowed(os.environ, plan.nodes, plan.active, hosts)
+
+
+def interpreter(script: Path) -> list[str]:
+    """As the kernel reads a script's first line: a program, and at most one argument."""
+    first, _, _ = foreign.read_own(script).partition(b"\n")
+    words = os.fsdecode(first).removeprefix("#!").split(None, 1)
+    return [word.strip() for word in words] or ["/bin/sh"]
+
+
+class _Script:
+    """The script as a child. `warns`: USR2 is our own warning of the time limit, not one for the script."""
+
+    def __init__(self, directory: RunDirectory, warns: bool) -> None:
+        self._script = users_script(directory)
+        self._warns = warns
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def run(self, arguments: list[str], environment: dict[str, str]) -> int:
+        """Its exit code. A script that a signal ends takes this process along."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+
+        def as_before() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        # Slurm sends this to the script as well; whether the script ends is its own decision.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        for number in PASSED_ON:
+            signal.signal(number, self._pass_on)
+        command = [*interpreter(self._script), str(self._script), *arguments]
+        try:
+            self._child = subprocess.Popen(command, env=environment, preexec_fn=as_before)
+        finally:
+            as_before()
+        code = self._child.wait()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        return code
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        if self._child is None:
+            return
+        if number == WARNING:
+            for process in psutil.Process(self._child.pid).children(recursive=True):
+                if process.name() == PROCESS_NAME:
+                    process.send_signal(WARNING)
+        if number != WARNING or not self._warns:
+            self._child.send_signal(number)

@@ -1,0 +1,124 @@
+"""A launcher of trainings, where a batch script calls it: in a training step it becomes the node's agent.
+
+It runs in the Python that trains.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jurymast import foreign
+from jurymast.cluster.gpus import visible_gpus
+from jurymast.errors import ClusterUnavailableError
+from jurymast.processes import run_module
+from jurymast.rundir import RunDirectory, renew, write_atomically
+from jurymast.script import shims, torchrun
+from jurymast.script.recognise import python_command
+from jurymast.script.say import say
+from jurymast.script.srun_options import Srun
+from jurymast.script.step import ANSWER, ASKED, Step
+from jurymast.script.trainings import Training
+
+POLL_S = 0.05
+# The step's front end is on the batch host; when that is gone for so long, so is the job.
+ANSWER_LIMIT_S = 600.0
+
+
+def run(launcher: str, arguments: list[str]) -> int:
+    """As a launcher's process: its exit code. Raises UsageError."""
+    if not shims.in_the_script(os.environ):
+        _really(launcher, arguments)
+    if folder := os.environ.get(shims.STEP_VARIABLE):
+        return _join(Path(folder), launcher, arguments)
+    if "SLURM_STEP_ID" in os.environ:
+        if os.environ.get("SLURM_PROCID") == "0":  # one of many says it
+            say(f"{launcher}: this step was not seen to be a training, and runs without failure handling")
+        _really(launcher, arguments)
+    # In the script itself, on the batch host: as if srun had started it.
+    job = RunDirectory(os.environ[shims.RUN_VARIABLE])
+    command = run_module(sys.executable, "jurymast.script", launcher, *arguments)
+    return Step(job).run(Srun((), tuple(command)))
+
+
+def _really(launcher: str, arguments: list[str]) -> NoReturn:
+    module = "launch" if launcher == "launch" else "run"
+    command = [sys.executable, "-m", f"torch.distributed.{module}", *arguments]
+    os.execve(sys.executable, command, shims.without_shims(os.environ))
+
+
+def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
+    """Say what is to be trained, hear which run that is, and be its agent here."""
+    launch = torchrun.parse(arguments, os.environ, launch=launcher == "launch")
+    training = Training(
+        script=launch.script, arguments=launch.arguments, module=launch.module, program=launch.program,
+        ranks=torchrun.rank_count(launch.ranks, visible_gpus(os.environ), len(os.sched_getaffinity(0))),
+        directory=os.getcwd(), python=sys.executable, ignored=launch.ignored,
+    )  # fmt: skip
+    return _train(folder, training)
+
+
+def run_tasks(count: int, gpus: int, command: list[str]) -> int:
+    """So many tasks of a command on each node, which srun would have started, each with so many GPUs."""
+    python = python_command(command)
+    program, *arguments = command
+    training = Training(
+        script=python.script if python else program,
+        arguments=python.arguments if python else tuple(arguments),
+        module=python is not None and python.module,
+        program=python is None,
+        tasks=True, gpus=gpus, ranks=count, directory=os.getcwd(), python=sys.executable,
+    )  # fmt: skip
+    return _train(Path(os.environ[shims.STEP_VARIABLE]), training)
+
+
+def _train(folder: Path, training: Training) -> int:
+    node = os.environ.get("SLURMD_NODENAME", "")
+    number = 1
+    while (folder / f"joined-{number}-{node}").exists():
+        number += 1
+    (folder / f"joined-{number}-{node}").touch()
+    _ask(folder / ASKED.format(number), training)
+    answer = _await(folder / ANSWER.format(number))
+    if "exit_code" in answer:
+        return int(answer["exit_code"]) if training.tasks else min(int(answer["exit_code"]), 1)
+    return _become_agent(training, answer["run"], answer["supervisor"], node)
+
+
+def _ask(path: Path, training: Training) -> None:
+    """All nodes ask for the same; the first one's word counts."""
+    if path.exists():
+        return
+    own = path.with_name(f".{path.name}-{os.environ.get('SLURMD_NODENAME', '')}")
+    write_atomically(own, json.dumps(training.to_json()).encode(), durable=False)
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        pass
+
+
+def _await(path: Path) -> dict[str, Any]:
+    end = time.monotonic() + ANSWER_LIMIT_S
+    while time.monotonic() < end:
+        try:
+            answer: dict[str, Any] = json.loads(foreign.read_own(path))
+            return answer
+        except FileNotFoundError:
+            renew(path.parent)
+        time.sleep(POLL_S)
+    raise ClusterUnavailableError(f"no word from the batch host within {ANSWER_LIMIT_S:g} s")
+
+
+def _become_agent(training: Training, run_directory: str, supervisor: str, node: str) -> NoReturn:
+    log = RunDirectory(run_directory).submission / f"job-{os.environ['SLURM_JOB_ID']}-{node}.log"
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    agent = ["jurymast.agent", run_directory, "--supervisor", supervisor, "--node", node]
+    agent += ["--end-as", "task" if training.tasks else "launcher"]
+    python = training.python
+    os.execve(python, run_module(python, *agent), shims.without_shims(os.environ))

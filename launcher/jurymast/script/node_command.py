@@ -1,0 +1,49 @@
+"""What a training step's srun starts on each node: the step's command, as the user wrote it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from jurymast.rundir import RunDirectory
+from jurymast.script import shims
+
+
+def seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
+    """What the step's command is to see of its step, which has spare nodes besides."""
+    hosts, tasks = environment.get("SLURM_JOB_NODELIST", ""), str(active)
+    counts = ("SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NPROCS",
+              "SLURM_STEP_NUM_TASKS")  # fmt: skip
+    each = "1" if active == 1 else f"1(x{active})"
+    return {
+        **dict.fromkeys(counts, tasks),
+        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST"), hosts),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each),
+    }
+
+
+NODE_COMMAND = """\
+#!/bin/sh
+# Runs a step's command on a node, and leaves word of its end: srun waits for lost nodes as well. What the
+# command says on a spare node beside so many others nobody has asked for. A container, or srun's --export,
+# may have changed the variables that lead to our front ends.
+{exports}
+{ours}
+if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
+"$@"
+code=$?
+if [ "$SLURM_NODEID" -ge {active} ]; then code=0; fi
+umask 077
+cd {folder} && echo $code > ".ended-$SLURMD_NODENAME" && mv ".ended-$SLURMD_NODENAME" "ended-$SLURMD_NODENAME"
+exit $code
+"""
+
+
+def node_command(job: RunDirectory, step: Path, seen: Mapping[str, str], active: int, log: Path) -> str:
+    """The text of that program, for the folder of a `step` of `job`, beside `active` nodes."""
+    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
+    return NODE_COMMAND.format(
+        exports=exports, ours=shims.exports(job, step), active=active, log=shlex.quote(str(log)),
+        folder=shlex.quote(str(step)),
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Whether a step is a training that our agents can run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jurymast import foreign
+from jurymast.script.srun_options import Srun
+
+# What starts ranks by torch's elastic agent, which our hook in Python finds wherever it is started.
+LAUNCHER = re.compile(
+    r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b"
+    r"|\baccelerate(\.commands\.launch|\s+launch)\b|\b(fabric|lightning)\s+run\b"
+)
+SHELLS = ("bash", "sh", "zsh", "dash")
+PYTHON = re.compile(r"\bpython[\d.]*\s+(-u\s+)?(-m\s+[\w.]+|[^\s;|&-]\S*)")
+SCRIPT_BYTES_MAX = 1 << 16
+
+
+def starts_launcher(command: Sequence[str], read: Callable[[str], str]) -> bool:
+    """Whether a launcher of torch's stands in the command, in a shell's -c, or in a shell script that it
+    runs. `read` gives the text of a file, "" for what is none."""
+    if LAUNCHER.search(" ".join(command)):
+        return True
+    return any(LAUNCHER.search(text) for word in command if (text := read(word)).startswith("#!"))
+
+
+@dataclass(frozen=True)
+class PythonCommand:
+    """`python -u SCRIPT ARGUMENTS`, or with a `module`."""
+
+    script: str
+    arguments: tuple[str, ...]
+    module: bool = False
+
+
+def python_command(command: Sequence[str]) -> PythonCommand | None:
+    """None for a command that is not Python's, and one with options of Python's that ranks would not get."""
+    if not command or not re.fullmatch(r"python[\d.]*", command[0].rpartition("/")[2]):
+        return None
+    rest = list(command[1:])
+    while rest and rest[0] == "-u":
+        rest.pop(0)
+    if rest[:1] == ["-m"] and len(rest) > 1:
+        return PythonCommand(rest[1], tuple(rest[2:]), module=True)
+    if not rest or rest[0].startswith("-"):
+        return None
+    return PythonCommand(rest[0], tuple(rest[1:]))
+
+
+def starts_ranks(command: Sequence[str], read: Callable[[str], str]) -> bool:
+    """Whether it is Python's, or a shell's that runs a Python script or module: in its -c, or in a shell
+    script that is the command."""
+    if python_command(command) is not None:
+        return True
+    shell = bool(command) and command[0].rpartition("/")[2] in SHELLS
+    texts = list(command) if shell else []
+    texts += [text for word in command if (text := read(word)).startswith("#!")]
+    return any(PYTHON.search(text) for text in texts)
+
+
+def gpus_a_task(srun: Srun, environment: Mapping[str, str]) -> int:
+    """How many GPUs each task is to see; 0: all of its node's."""
+    said = srun.last("gpus-per-task") or environment.get("SLURM_GPUS_PER_TASK", "")
+    number = said.rpartition(":")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def tasks_a_node(srun: Srun, environment: Mapping[str, str], active: int) -> int:
+    """How many tasks it starts on each of the active nodes; 0 when it does not start equally many on all."""
+    nodes = srun.last("nodes") or environment.get("SLURM_NNODES", "")
+    if nodes not in (str(active), f"{active}-{active}"):
+        return 0
+    each, tasks = srun.last("ntasks-per-node", "tasks-per-node"), srun.last("ntasks")
+    if each is None and tasks is None:
+        each, tasks = environment.get("SLURM_NTASKS_PER_NODE"), environment.get("SLURM_NTASKS")
+    if tasks is not None and tasks.isdigit():
+        return 0 if int(tasks) % active else int(tasks) // active
+    return int(each) if each is not None and each.isdigit() else int(each is None)
+
+
+def read_shell_script(word: str) -> str:
+    """The beginning of a file of this name; "" when there is none."""
+    try:
+        with foreign.reading(word) as file:
+            return file.read(SCRIPT_BYTES_MAX).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""

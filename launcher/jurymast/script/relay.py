@@ -1,0 +1,75 @@
+"""What the ranks print, into the step's own output: there people look for it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from jurymast.errors import RunDirectoryError
+from jurymast.journal import FileTail
+from jurymast.rundir import RunDirectory
+from jurymast.script.output import Output
+
+EVERY_S = 0.5
+READ_BYTES = 1 << 20
+# Of more ranks only the first is relayed: one process reads the logs of all.
+RANKS_MAX = 64
+
+
+class Relay:
+    """While it is entered, on a thread of its own; everything is there when it is left."""
+
+    def __init__(self, run: RunDirectory, output: Output) -> None:
+        self._run, self._output = run, output
+        plan = run.plan()
+        self._few = plan.active * plan.ranks_per_node <= RANKS_MAX
+        self._attempt_shown = self._newest() + 1  # what earlier lives of the job printed is there already
+        self._tails: dict[Path, FileTail] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> Relay:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _newest(self) -> int:
+        try:
+            return self._run.newest_attempt()
+        except RunDirectoryError:
+            return 0
+
+    def _follow(self) -> None:
+        over = False
+        try:
+            while not over:
+                over = self._over.wait(EVERY_S)
+                newest = self._newest()
+                while self._attempt_shown < newest:  # an attempt before the newest says nothing any more
+                    self._copy_all(self._attempt_shown, whole=True)
+                    self._attempt_shown += 1
+                self._copy_all(self._attempt_shown, whole=over)
+        except OSError:
+            return  # whoever read it has gone; the logs have all of it
+
+    def _copy_all(self, attempt: int, *, whole: bool) -> None:
+        for log in self._logs(attempt):
+            self._copy(self._tails.setdefault(log, FileTail(log)), whole=whole)
+
+    def _logs(self, attempt: int) -> list[Path]:
+        if self._few:
+            return self._run.rank_logs(attempt)
+        return [self._run.rank_log(attempt, 0)]
+
+    def _copy(self, tail: FileTail, *, whole: bool) -> None:
+        rank = int(tail.path.stem.removeprefix("rank-"))
+        while lines := tail.lines(READ_BYTES, partial=whole):
+            self._output.write(rank, lines)
+            if not tail.more:
+                return

@@ -1,0 +1,136 @@
+"""Our front ends, found before the real programs.
+
+srun is found in a directory that is first on PATH. torchrun, and whatever else starts ranks, is Python's: a
+hook that Python imports when it starts makes it ours, in the very Python that trains. So an environment that
+the script activates, or a container, may have its own torchrun; jurymast must be installed there as well. All
+of this lies in the run directory, which is the only thing that a container needs to see.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from jurymast import foreign
+from jurymast.errors import ClusterUnavailableError
+from jurymast.processes import run_module
+from jurymast.rundir import RunDirectory, make_folder, write_atomically
+
+# The batch script's run directory, for whatever runs below the script.
+RUN_VARIABLE = "JURYMAST_SCRIPT_RUN"
+# The script's Slurm job: in another one, which it may submit with all its variables, ours stand aside.
+JOB_VARIABLE = "JURYMAST_SCRIPT_JOB"
+# The step's folder, for whatever runs below the command of a training step.
+STEP_VARIABLE = "JURYMAST_STEP"
+# A module that is loaded by the script may put the real srun before ours on PATH; a function of the shell
+# comes before all of PATH.
+FUNCTION = "BASH_FUNC_srun%%"
+# Directories that containers see besides their own.
+FUNCTION_TEXT = """\
+() {{  if [ "${job}" = "$SLURM_JOB_ID" ]; then {srun} "$@"; else command srun "$@"; fi
+}}"""
+BINDS = ("APPTAINER_BIND", "SINGULARITY_BIND")
+
+SRUN = """\
+#!/bin/sh
+exec {ours} "$@"
+"""
+# For a script that has set PYTHONPATH anew: the hook does the rest.
+TORCHRUN = """\
+#!/bin/sh
+PATH=$(printf %s ":$PATH:" | sed 's|:{folder}:|:|g; s|^:||; s|:$||')
+PYTHONPATH={hook}${{PYTHONPATH:+:$PYTHONPATH}}
+export PATH PYTHONPATH
+exec torchrun "$@"
+"""
+
+
+def folder(directory: RunDirectory) -> Path:
+    return directory.submission / "bin"
+
+
+def hook(directory: RunDirectory) -> Path:
+    return folder(directory) / "hook"
+
+
+def trainings(directory: RunDirectory) -> Path:
+    """Where it is kept which run is which training; there from the first one on."""
+    return directory.submission / "trainings"
+
+
+def write(directory: RunDirectory, python: str) -> None:
+    """Raises OSError."""
+    place = folder(directory)
+    make_folder(hook(directory))
+    ours = shlex.join(run_module(python, "jurymast.script", "srun"))
+    write_program(place / "srun", SRUN.format(ours=ours))
+    text = TORCHRUN.format(folder=place, hook=shlex.quote(str(hook(directory))))
+    write_program(place / "torchrun", text)
+    name = "sitecustomize.py"
+    write_atomically(hook(directory) / name, foreign.read(Path(__file__).parent / "hook" / name))
+
+
+def write_program(path: Path, text: str) -> None:
+    """Raises OSError."""
+    write_atomically(path, text.encode())
+    os.chmod(path, 0o700)
+
+
+def with_shims(environment: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
+    """`environment` with ours before all others, once."""
+    values = without_shims(environment)
+    place = str(folder(directory))
+    values["PATH"] = os.pathsep.join([place, values.get("PATH", os.defpath)])
+    values["PYTHONPATH"] = os.pathsep.join([str(hook(directory)), *filter(None, [values.get("PYTHONPATH")])])
+    values[FUNCTION] = FUNCTION_TEXT.format(job=JOB_VARIABLE, srun=shlex.quote(f"{place}/srun"))
+    values[RUN_VARIABLE] = str(directory.root)
+    values[JOB_VARIABLE] = environment.get("SLURM_JOB_ID", "")
+    return values
+
+
+def exports(directory: RunDirectory, step: Path) -> str:
+    """The same and more, for the command of a training step, said to a shell: containers see the run
+    directory."""
+    root = shlex.quote(str(directory.root))
+    lines = [f"{RUN_VARIABLE}={root}", f'{JOB_VARIABLE}="$SLURM_JOB_ID"']
+    lines.append(f"{STEP_VARIABLE}={shlex.quote(str(step))}")
+    for name, first in (("PATH", folder(directory)), ("PYTHONPATH", hook(directory))):
+        lines.append(f'{name}={shlex.quote(str(first))}"${{{name}:+:${name}}}"')
+    lines += [f'{name}="${{{name}:+${name},}}"{root}' for name in BINDS]
+    return "\n".join(f"export {line}" for line in lines)
+
+
+def in_the_script(environment: Mapping[str, str]) -> bool:
+    """Whether this is below a batch script of ours, in its own job."""
+    job = environment.get(JOB_VARIABLE)
+    return job is not None and RUN_VARIABLE in environment and job == environment.get("SLURM_JOB_ID")
+
+
+def without_shims(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` as the user has it."""
+    values = dict(environment)
+    run = values.pop(RUN_VARIABLE, "")
+    in_step = values.pop(STEP_VARIABLE, None) is not None
+    for name in (FUNCTION, JOB_VARIABLE):
+        values.pop(name, None)
+    if not run:
+        return values
+    job = RunDirectory(run)
+    ours = [("PATH", os.pathsep, str(folder(job))), ("PYTHONPATH", os.pathsep, str(hook(job)))]
+    ours += [(name, ",", run) for name in BINDS if in_step]
+    for name, separator, own in ours:
+        kept = [entry for entry in values.pop(name, "").split(separator) if entry not in ("", own)]
+        if kept:
+            values[name] = separator.join(kept)
+    return values
+
+
+def real(program: str, environment: Mapping[str, str]) -> str:
+    """The path of the program that the user would get without ours. Raises ClusterUnavailableError."""
+    found = shutil.which(program, path=without_shims(environment).get("PATH", os.defpath))
+    if found is None:
+        raise ClusterUnavailableError(f"{program} is not on PATH: {environment.get('PATH', '')}")
+    return found

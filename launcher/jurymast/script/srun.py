@@ -1,0 +1,55 @@
+"""Our srun: a training step goes to the run's agents, everything else to the real one as it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NoReturn
+
+from jurymast.rundir import RunDirectory
+from jurymast.script import recognise, shims
+from jurymast.script.srun_options import Srun, parse
+
+if TYPE_CHECKING:
+    from jurymast.script.step import Step
+
+
+def run(arguments: list[str]) -> int:
+    """As srun's process: its exit code. Raises what a step raises."""
+    if not shims.in_the_script(os.environ):
+        _really(arguments, shims.without_shims(os.environ))
+    if shims.STEP_VARIABLE in os.environ:
+        _really(arguments, os.environ)
+    srun = parse(arguments)
+    job = RunDirectory(os.environ[shims.RUN_VARIABLE])
+    if not _may_train(srun) and not shims.trainings(job).exists():  # most steps: lose no time
+        _really(arguments, os.environ)
+    from jurymast.script.step import Step
+
+    step = Step(job)
+    code = None if srun is None else _as_training(step, srun)
+    if code is None:
+        environment, options = step.around_lost(os.environ)
+        _really([*options, *arguments], environment)
+    return code
+
+
+def _really(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
+    os.execve(shims.real("srun", os.environ), ["srun", *arguments], dict(environment))
+
+
+def _may_train(srun: Srun | None) -> bool:
+    read = recognise.read_shell_script
+    return srun is not None and (
+        recognise.starts_launcher(srun.command, read) or recognise.starts_ranks(srun.command, read)
+    )
+
+
+def _as_training(step: Step, srun: Srun) -> int | None:
+    """Exit code of a training step; None for what is none."""
+    tasks = recognise.tasks_a_node(srun, os.environ, step.active)
+    if recognise.starts_launcher(srun.command, recognise.read_shell_script):
+        return step.run(srun) if tasks == 1 else None
+    if tasks * step.active > 1 and recognise.starts_ranks(srun.command, recognise.read_shell_script):
+        return step.run_tasks(srun, tasks)
+    return None

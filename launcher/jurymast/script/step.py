@@ -1,0 +1,255 @@
+"""A training step of a batch script, on the batch host: srun starts its command on active and spare nodes,
+launchers in it become agents, and a supervisor decides for them.
+
+Front end and nodes meet in the step's folder: the first launcher says there what is to be trained, the front
+end answers which run that is and where its supervisor listens. A launcher that is called again on the same
+nodes is the next training of the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jurymast import foreign
+from jurymast.cluster.agents import SURVIVE, end_srun
+from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
+from jurymast.cluster.batch import SIGNALS, Batch
+from jurymast.core.hostlist import compressed
+from jurymast.core.settings import RunPlan
+from jurymast.errors import ClusterUnavailableError
+from jurymast.processes import name_process, run_module
+from jurymast.rundir import RunDirectory, make_folder, write_atomically
+from jurymast.script import shims
+from jurymast.script.narrow import LISTS
+from jurymast.script.node_command import node_command, seen
+from jurymast.script.output import Output
+from jurymast.script.recognise import gpus_a_task, python_command
+from jurymast.script.relay import Relay
+from jurymast.script.say import say
+from jurymast.script.srun_options import Srun
+from jurymast.script.trainings import Training, Trainings
+
+PROCESS_NAME = "jurymast-step"
+ASKED, ANSWER = "asked-{}.json", "answer-{}.json"
+POLL_S = 0.05
+# What a step's srun is told by us.
+OURS = frozenset({
+    "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "no-kill",
+    "overlap", "exact", "exclusive", "output",
+})  # fmt: skip
+# What says how a node is shared out to its tasks, and the variables that say the same.
+SHARED_OUT = frozenset({
+    "cpu-bind", "cpus-per-task", "gpu-bind", "gpus-per-task", "ntasks-per-gpu", "tres-bind", "tres-per-task",
+})  # fmt: skip
+SHARES = (
+    "SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK",
+    "SLURM_NTASKS_PER_GPU", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK",
+)  # fmt: skip
+# Slurm ends a job in seconds; whatever stands behind the step in the script must not begin.
+END_LIMIT_S = 120.0
+
+
+def true_variables_file(job: RunDirectory) -> Path:
+    """Slurm's own values of the variables that the batch script sees narrowed."""
+    return job.submission / "variables.json"
+
+
+class StepAgents:
+    """The agents of a step, which began as launchers: they wait for where the supervisor listens."""
+
+    def __init__(self, answer: Path, run_directory: str, process: subprocess.Popen[bytes]) -> None:
+        self._answer, self._run_directory, self._process = answer, run_directory, process
+
+    def start(self, port: int) -> None:
+        place = f"{announced_hosts()[0]}:{port}"
+        write_atomically(
+            self._answer,
+            json.dumps({"run": self._run_directory, "supervisor": place}).encode(),
+            durable=False,
+        )
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """What stands behind the launcher in the step's command runs on."""
+
+    def give_up(self) -> None:
+        end_srun(self._process)
+
+
+class Step:
+    """`job` is the run directory of the batch script."""
+
+    def __init__(self, job: RunDirectory) -> None:
+        self._job = job
+        self._plan = job.plan()
+        self._allocation = Allocation.load(job)
+        self._trainings = Trainings(job, self._allocation.key)
+        self._lost = self._trainings.lost()
+        self._hidden: dict[str, str] = {}  # variables that the step's srun must not see, its command must
+
+    @property
+    def active(self) -> int:
+        return self._plan.active
+
+    def run(self, srun: Srun) -> int:
+        """The step's exit code, as srun would have it."""
+        name_process(PROCESS_NAME)
+        folder, output = self._new_folder(), Output(srun, os.environ)
+        process = self._start(srun, folder, output.common)
+        number = 1
+        while (training := _await_training(folder / ASKED.format(number), process)) is not None:
+            self._train(training, process, folder / ANSWER.format(number), output)
+            number += 1
+        code = self._end(process, folder)
+        output.close()
+        return code
+
+    def run_tasks(self, srun: Srun, tasks: int) -> int:
+        """The same for a command that srun would start so many times on each node: a shell's, or Python's."""
+        python = srun.command[0] if python_command(srun.command) else sys.executable
+        if self._mounts(srun):
+            python = "python3"  # the container's
+        gpus = str(gpus_a_task(srun, os.environ))
+        command = run_module(python, "jurymast.script", "tasks", str(tasks), gpus, *srun.command)
+        # The agent is one task, and what it has is shared out to its ranks: it must have all of the node.
+        self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}
+        options = [option for option in srun.options if option[0] not in SHARED_OUT]
+        options.append(("cpu-bind", "none", ("--cpu-bind=none",)))
+        return self.run(Srun(tuple(options), tuple(command)))
+
+    def around_lost(self, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+        """Variables and options for other steps, which Slurm would start on nodes that it takes for alive."""
+        if not self._lost:
+            return dict(environment), []
+        hosts = compressed(self._nodes()[: self.active])
+        lists = {name: hosts for name in LISTS if name in environment}
+        return {**environment, **lists}, ["--overlap"]
+
+    def _nodes(self) -> list[str]:
+        return [node for node in self._allocation.nodes if node not in self._lost]
+
+    def _new_folder(self) -> Path:
+        steps = self._job.submission / "steps"
+        make_folder(steps)
+        number = 1
+        while True:
+            folder = steps / f"{self._allocation.key}-{number}"
+            try:
+                folder.mkdir(mode=0o700)
+                return folder
+            except FileExistsError:
+                number += 1
+
+    def _start(self, srun: Srun, folder: Path, output: int) -> subprocess.Popen[bytes]:
+        nodes = self._nodes()
+        program = folder / "node"
+        log = self._job.submission / f"job-{self._allocation.job}-spares.log"
+        # srun goes by them for how many nodes there are.
+        true = json.loads(foreign.read_own(true_variables_file(self._job)))
+        narrow = {name: os.environ[name] for name in true if name in os.environ}
+        shown = {**narrow, **self._hidden, **seen(os.environ, self.active)}
+        text = node_command(self._job, folder, shown, self.active, log)
+        shims.write_program(program, text)
+        command = [
+            shims.real("srun", os.environ),
+            *srun.without(OURS),
+            *self._mounts(srun),
+            *SURVIVE,
+            "--overlap",
+            f"--nodes={len(nodes)}",
+        ]
+        command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
+        command += [str(program), *srun.command]
+        environment = {**shims.with_shims(os.environ, self._job), **true}
+        return subprocess.Popen(command, env=environment, stdout=output)
+
+    def _mounts(self, srun: Srun) -> list[str]:
+        """Of a container (pyxis): it must see the run directory."""
+        if srun.last("container-image", "container-name") is None:
+            return []
+        theirs = srun.last("container-mounts")
+        ours = f"{self._job.root}:{self._job.root}"
+        return [f"--container-mounts={theirs},{ours}" if theirs else f"--container-mounts={ours}"]
+
+    def _train(
+        self, training: Training, process: subprocess.Popen[bytes], answer: Path, output: Output
+    ) -> None:
+        run, ended = self._trainings.claim(training)
+        if ended is not None:
+            say(f"{run.root.name} ended with code {ended} before the job was requeued; it is not run again")
+            write_atomically(answer, json.dumps({"exit_code": ended}).encode())
+            self._trainings.told(run)
+            return
+        if ignored := sorted(set(training.ignored)):
+            names = ", ".join(f"--{name}" for name in ignored)
+            say(f"not used of torchrun's options: {names} (jurymast restarts, and keeps logs, by its policy)")
+        plan = training.plan(self._plan, run)
+        run.save_plan(plan)
+        with Relay(run, output):
+            outcome = self._supervise(run, plan, StepAgents(answer, str(run.root), process))
+        self._lost |= set(outcome["lost"])
+        if outcome["state"] == "cancelled":  # by Slurm, or by hand, which means the job
+            run_command(["scancel", self._allocation.job])
+        if outcome["state"] in ("requeued", "cancelled"):
+            _await_end()
+        self._trainings.told(run, outcome["lost"])
+
+    def _supervise(self, run: RunDirectory, plan: RunPlan, agents: StepAgents) -> dict[str, Any]:
+        """The training's outcome."""
+        allocation = replace(self._allocation, nodes=tuple(self._nodes()))
+        path = run.submission / f"job-{allocation.job}.log"
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            return Batch(run, plan, allocation, agents, log).run()
+        finally:
+            os.close(log)
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+
+    def _end(self, process: subprocess.Popen[bytes], folder: Path) -> int:
+        """Of the command on all nodes that are there: srun waits for lost ones as well."""
+        expected = self._nodes()
+        while process.poll() is None:
+            codes = [_code(folder / f"ended-{node}") for node in expected]
+            if self._lost and None not in codes:
+                end_srun(process)
+                return max(code for code in codes if code is not None)
+            time.sleep(POLL_S)
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | None:
+    """What a launcher asks for; None when the command has ended with no further one."""
+    while True:
+        ended = process.poll() is not None
+        try:
+            return Training.from_json(json.loads(foreign.read_own(path)))
+        except FileNotFoundError:
+            if ended:
+                return None
+        time.sleep(POLL_S)
+
+
+def _code(path: Path) -> int | None:
+    try:
+        return int(foreign.read_own(path))
+    except (OSError, ValueError):
+        return None
+
+
+def _await_end() -> None:
+    """Slurm ends this life of the job."""
+    time.sleep(END_LIMIT_S)
+    say(f"Slurm has not ended the job within {END_LIMIT_S:g} s")
+    sys.exit(ClusterUnavailableError.exit_code)

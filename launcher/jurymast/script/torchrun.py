@@ -1,0 +1,135 @@
+"""torchrun's command line: what it trains, and with how many ranks on a node.
+
+torch's own parser would need torch, whose import takes seconds. The tables were read off the parsers of torch
+2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jurymast.errors import UsageError
+
+ALONE = frozenset({"standalone", "module", "no-python", "run-path", "use-env", "virtual-local-rank", "help"})
+WITH_VALUE = frozenset({
+    "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
+    "monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee",
+    "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters", "node-rank", "master-addr",
+    "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout",
+})  # fmt: skip
+SHORT = {"m": "module", "r": "redirects", "t": "tee", "h": "help"}
+# What brings the nodes together: jurymast does that, and to the same end.
+RENDEZVOUS = frozenset({
+    "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "node-rank",
+    "master-addr", "master-port", "local-addr",
+})  # fmt: skip
+KEPT = frozenset({"nproc-per-node", "module", "no-python", "use-env"})
+# What is said about an option that would change what ranks are, and is not there yet.
+NOT_YET = {
+    "run-path": "give the script without --run-path",
+    "virtual-local-rank": "leave it out",
+}
+# torch reads an option that is not given from the environment.
+VARIABLES = "PET_"
+LOCAL_RANK = "--local-rank=${local_rank}"  # torch fills the number in
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher is asked to start: a script, a `module` or a `program`, with its arguments. `ranks` a
+    node, as written: a number, or auto, gpu, cpu. `ignored`: options that would change something."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    program: bool = False
+    ranks: str = "1"
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass
+class _Given:
+    values: dict[str, str] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+
+
+def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool = False) -> Launch:
+    """`words` behind `torchrun`, or behind `python -m torch.distributed.launch`. Raises UsageError."""
+    given = _split(words)
+    for name in VARIABLES_READ:
+        variable = VARIABLES + name.upper().replace("-", "_")
+        if name not in given.values and variable in environment:
+            given.values[name] = environment[variable]
+    for name, hint in NOT_YET.items():
+        if name in given.values:
+            raise UsageError(f"torchrun's --{name} is not supported yet", hint=hint)
+    if not given.rest:
+        raise UsageError("torchrun: no training script given")
+    arguments = tuple(given.rest[1:])
+    if launch and "use-env" not in given.values:
+        arguments = (LOCAL_RANK, *arguments)
+    return Launch(
+        script=given.rest[0],
+        arguments=arguments,
+        module="module" in given.values,
+        program="no-python" in given.values,
+        ranks=given.values.get("nproc-per-node", "1"),
+        ignored=tuple(name for name in given.values if name not in RENDEZVOUS | KEPT),
+    )
+
+
+VARIABLES_READ = ("nproc-per-node", "nnodes", "max-restarts", "no-python", "run-path", "module")
+
+
+def _split(words: Sequence[str]) -> _Given:
+    given = _Given()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            given.rest = rest
+            break
+        if not word.startswith("-") or word == "-":
+            given.rest = [word, *rest]
+            break
+        name, value = _option(word)
+        if name in WITH_VALUE:
+            if value is None and not rest:
+                raise UsageError(f"torchrun: {word} needs a value")
+            given.values[name] = value if value is not None else rest.pop(0)
+        else:
+            given.values[name] = value or "1"
+        if name == "module":  # torch, too, takes the next word for the module only where it is the script
+            continue
+    return given
+
+
+def _option(word: str) -> tuple[str, str | None]:
+    """Its full name with dashes, and the value that is part of the word."""
+    if not word.startswith("--"):
+        if word[1] not in SHORT:
+            raise UsageError(f"torchrun: unknown option {word}")
+        return SHORT[word[1]], word[2:].removeprefix("=") or None
+    typed, equals, value = word[2:].partition("=")
+    typed = typed.replace("_", "-")
+    names = ALONE | WITH_VALUE
+    found = [typed] if typed in names else sorted(name for name in names if name.startswith(typed))
+    if len(found) != 1:
+        what = f"ambiguous ({', '.join(found)})" if found else "unknown"
+        raise UsageError(f"torchrun: option --{typed} is {what}")
+    return found[0], value if equals else None
+
+
+def rank_count(ranks: str, gpus: int, processors: int) -> int:
+    """As torch counts: a number; gpu or auto, that is GPUs, and without any the processors. Raises
+    UsageError."""
+    if ranks.isdigit() and int(ranks):
+        return int(ranks)
+    if ranks == "gpu" and gpus:
+        return gpus
+    if ranks == "auto":
+        return gpus or processors
+    if ranks == "cpu":
+        return processors
+    raise UsageError(f"torchrun: --nproc-per-node={ranks}: no number, and no GPU is here to count")

@@ -1,0 +1,49 @@
+"""What Slurm would have told a process that it had started itself, for ranks of a batch script.
+
+Under `srun torchrun` Slurm starts a torchrun on each node, and ranks have their torchrun's variables. Under
+`srun python train.py` Slurm starts each rank, and the script makes its process group of Slurm's variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jurymast.worker import error_file
+
+
+def task_variables(rank: Mapping[str, str], *, each_rank: bool) -> dict[str, str]:
+    """For the rank that torch gave these variables. `each_rank`: Slurm would have started the rank, not a
+    torchrun above it."""
+    nodes, node = int(rank["GROUP_WORLD_SIZE"]), int(rank["GROUP_RANK"])
+    each = int(rank["LOCAL_WORLD_SIZE"]) if each_rank else 1
+    local = int(rank["LOCAL_RANK"]) if each_rank else 0
+    per_node = str(each) if nodes == 1 else f"{each}(x{nodes})"
+    values = {
+        "SLURM_PROCID": str(node * each + local),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
+        "SLURM_GTIDS": ",".join(str(node * each + i) for i in range(each)),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES"), str(nodes)),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(nodes * each)),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), per_node),
+    }
+    if each_rank:
+        values["SLURM_NTASKS_PER_NODE"] = str(each)
+    return values
+
+
+def own_gpus(node: Mapping[str, str], local_rank: int, each: int) -> dict[str, str]:
+    """What a rank is to see of its node's GPUs: `each` of them, by variables; 0 for all."""
+    names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if each else ()
+    parts = {name: node[name].split(",")[local_rank * each :][:each] for name in names if name in node}
+    return {name: ",".join(devices) for name, devices in parts.items()}
+
+
+def as_a_task(rank: dict[str, str]) -> None:
+    """Take out of a rank's variables what it would not have without torchrun: its script makes its own store,
+    at a port of its own."""
+    for name in [name for name in rank if name.startswith("TORCHELASTIC_")]:
+        if name != error_file.PATH_VARIABLE:
+            del rank[name]
+    for name in ("MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        rank.pop(name, None)

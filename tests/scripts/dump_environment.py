@@ -1,0 +1,23 @@
+"""Writes what this process was started with to a file of the given name and its number: variables, limits,
+working directory and umask."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+
+limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+mask = os.umask(0)
+os.umask(mask)
+told = {
+    "environment": dict(os.environ),
+    "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limits},
+    "directory": os.getcwd(),
+    "mask": oct(mask),
+    "arguments": sys.argv[1:],
+}
+name, variable = sys.argv[1:3]
+with open(f"{name}-{os.environ.get(variable, 0)}.json", "w", encoding="utf-8") as file:
+    json.dump(told, file)

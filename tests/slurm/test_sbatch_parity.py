@@ -1,0 +1,97 @@
+"""What a batch script, its steps and its ranks are started with, by variable, against real sbatch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.runs import SCRIPTS
+from testcluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+LIMIT_S = 90.0
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=2 --mem=100
+#SBATCH --job-name=parity --output=%x-%A-%a.out --comment=none
+ulimit -n 777
+umask 027
+export OWN="a value"
+cd sub
+python $DUMP batch 0 "$@"
+srun -N1 -n1 python $DUMP step SLURM_PROCID
+srun --ntasks-per-node=1 --ntasks=2 torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d \\
+    --rdzv-endpoint=$(hostname):29517 $DUMP rank RANK
+srun --gpus-per-task=1 --cpus-per-task=1 python $DUMP task SLURM_PROCID
+"""
+# What differs for a reason, and is all that may. Jobs, processes, ports and this test's directories first.
+ANYWAY = {
+    "JURYMAST_RUNS", "OLDPWD", "PWD", "SLURM_JOBID", "SLURM_JOB_ID", "SLURM_SUBMIT_DIR", "SLURM_TASK_PID",
+    "SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT", "_",
+}  # fmt: skip
+FRONT_ENDS = {"BASH_FUNC_srun%%", "JURYMAST_SCRIPT_JOB", "JURYMAST_SCRIPT_RUN", "PATH", "PYTHONPATH"}
+# Which nodes the ranks have is decided by us; srun itself counts the spare one in the last.
+NODES = {
+    "MASTER_ADDR", "SLURMD_NODENAME", "SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST",
+    "SLURM_TOPOLOGY_ADDR", "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0",
+}  # fmt: skip
+# See the README: a rank's line to its agent, the interface for gloo, the flight recorder.
+RANKS = NODES | {
+    "GLOO_SOCKET_IFNAME", "TORCHELASTIC_ERROR_FILE", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE",
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    *(f"JURYMAST_{name}" for name in (
+        "ADDRESS", "ATTEMPT", "EVENTS", "KEEP", "KEEPER", "LOG", "MTBF_S", "NODE", "PAGE", "RUN", "RUN_DIR",
+        "STACKS")),
+}  # fmt: skip
+MAY_DIFFER = {
+    "batch": FRONT_ENDS,
+    "step": FRONT_ENDS | {"SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0"},
+    "rank": RANKS | {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"},
+    # Variables of torchrun's besides, which do no harm; Slurm started one task a node, not two.
+    "task": RANKS | {
+        "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "SLURM_DISTRIBUTION",
+    },
+}  # fmt: skip
+
+
+def told(cluster: Cluster, work: Path, *submit: str) -> dict[str, Any]:
+    """By the name of each file that the job has written."""
+    cluster.login(["mkdir", "-p", str(work / "sub")])
+    (work / "job.sbatch").write_text(SCRIPT)
+    done = cluster.login(
+        [*submit, "--parsable", "job.sbatch", "an argument"], cwd=work, timeout_s=60, check=False,
+        env={"DUMP": str(SCRIPTS / "dump_environment.py"), "PATH": f"{cluster.python.parent}:/usr/bin:/bin",
+             "JURYMAST_RUNS": str(work / "runs"), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ended = cluster.wait_job(int(done.stdout), "COMPLETED", "FAILED", deadline_s=LIMIT_S)
+    printed = (work / f"parity-{int(done.stdout)}-4294967294.out").read_text()
+    assert ended["ExitCode"] == "0:0", printed
+    return {path.stem: json.loads(path.read_text()) for path in (work / "sub").glob("*.json")}
+
+
+def test_every_variable(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name
+    theirs = told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch")
+    ours = told(cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1")
+    names = ["batch-0", "step-0", *(f"rank-{n}" for n in range(4)), *(f"task-{n}" for n in range(4))]
+    assert (sorted(theirs), sorted(ours)) == (sorted(names), sorted(names))
+    differences = [line for name in names for line in compared(name, theirs[name], ours[name])]
+    assert not differences, "\n".join(differences)
+    assert ours["rank-0"]["environment"]["SLURM_JOB_NODELIST"].startswith("n[")
+
+
+def compared(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    lines = []
+    for kind in ("limits", "mask", "arguments"):
+        if theirs[kind] != ours[kind]:
+            lines.append(f"{name}: {kind}: {theirs[kind]} / {ours[kind]}")
+    here, there = ours["environment"], theirs["environment"]
+    for variable in sorted({*here, *there} - ANYWAY - MAY_DIFFER[name.partition("-")[0]]):
+        if here.get(variable) != there.get(variable):
+            lines.append(f"{name}: {variable}: {there.get(variable)} / {here.get(variable)}")
+    return lines

@@ -1,0 +1,179 @@
+"""Batch scripts: what their lines say, and the request that is made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jurymast.cluster.batch_script import BatchScript, find_script, parse, wrapped
+from jurymast.cluster.planning import Asked
+from jurymast.cluster.request import build_request
+from jurymast.cluster.sbatch_options import split_command_line
+from jurymast.cluster.script_planning import make_script_plan
+from jurymast.core.settings import RunPlan
+from jurymast.errors import UsageError
+from jurymast.policy.load import pairs_layer
+from jurymast.policy.resolve import resolve
+
+OWN = {"--spares": True, "--policy": True, "--wait": False}
+JOB = """#!/bin/bash -l
+
+# trains
+#SBATCH --job-name="my job"   # a comment
+#SBATCH -N 4 --gpus-per-node=8
+#SBATCH
+#JURYMAST --spares 2
+##SBATCH --nodes=100
+
+module load cuda
+#SBATCH --nodes=200
+srun torchrun train.py
+"""
+
+
+def script(text: str) -> BatchScript:
+    return parse(text, "job.sbatch", OWN)
+
+
+def plan(
+    text: str,
+    *words: str,
+    spares: int = 2,
+    environment: dict[str, str] | None = None,
+    nodes: int | None = None,
+    cluster: str = "slurm",
+) -> RunPlan:
+    line = split_command_line([*words, "job.sbatch", "--epochs", "3"], OWN)
+    return make_script_plan(
+        Asked(nodes=nodes, runs=Path("/shared/runs"), cluster=cluster),
+        script(text),
+        line,
+        resolve([pairs_layer("command line", [("spares", spares)])]),
+        environment=environment or {},
+        working_directory=Path("/shared/work"),
+        python="/opt/python3",
+        run="20261120-134501-train-x7f3",
+    )
+
+
+def test_lines_up_to_the_first_command_count() -> None:
+    found = script(JOB)
+    assert [(given.name, given.value) for given in found.sbatch] == [
+        ("job-name", "my job"), ("nodes", "4"), ("gpus-per-node", "8"),
+    ]  # fmt: skip
+    assert found.own == ("--spares", "2")
+    assert [found.where(given) for given in found.sbatch][1] == "job.sbatch, line 5: "
+    assert found.head.splitlines() == JOB.splitlines()[2:8]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("#SBATCH --nodez=4", "job.sbatch, line 2: unknown option --nodez .did you mean --nodes"),
+        ("#SBATCH hetjob", "job.sbatch, line 2: heterogeneous jobs are not supported"),
+        ("#SBATCH --comment='open", "job.sbatch, line 2: .*quotation"),
+        ("#JURYMAST --time=3", "job.sbatch, line 2: --time=3 is none of jurymast's options"),
+        ("#SBATCH -N 2-4", "job.sbatch, line 2: --nodes=2-4: jurymast adds spare nodes to a fixed number"),
+        ("#SBATCH -n 16", "job.sbatch, line 2: --ntasks=16 lets Slurm choose the number of nodes"),
+        ("#SBATCH --no-kill=off", "job.sbatch, line 2: --no-kill=off would end the job"),
+    ],
+)
+def test_a_line_at_fault_is_named(line: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        plan(f"#!/bin/bash\n{line}\nsrun torchrun train.py\n")
+
+
+def test_a_script_without_an_interpreter_is_none() -> None:
+    with pytest.raises(UsageError, match="standard input, line 1: a batch script begins with #!"):
+        parse("#SBATCH -N 2\n", "standard input", OWN)
+    assert parse("#!/bin/sh\n", "standard input", OWN).job_name == "sbatch"
+
+
+def test_the_local_cluster_runs_no_batch_script() -> None:
+    with pytest.raises(UsageError, match="no srun on the local cluster"):
+        plan(JOB, cluster="local")
+
+
+def test_spare_nodes_are_added_to_what_the_script_says() -> None:
+    made = plan(JOB)
+    assert (made.active, made.spares, made.name, made.batch) == (4, 2, "my-job", True)
+    assert "--job-name=job.sbatch" in plan("#!/bin/sh\n").sbatch_options
+    assert made.arguments == ("--epochs", "3")
+    assert made.sbatch_options == ("--nodes=6", "--no-kill", "--requeue", "--signal=B:USR2@120")
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "environment", "active", "options"),
+    [
+        (("-N 2",), ("-N3",), {}, 3, ["--nodes=5"]),
+        (("--ntasks=16", "--ntasks-per-node=8"), (), {}, 2, ["--nodes=4", "--ntasks=32"]),
+        (("-N 2", "--gpus=h100:16"), (), {}, 2, ["--nodes=4", "--gpus=h100:32"]),
+        (("-N 2", "--gpus=4"), (), {"SBATCH_GPUS": "16"}, 2, ["--gpus=32"]),
+        (("-N 2", "--gpus=4"), ("--gpus=8",), {"SBATCH_GPUS": "16"}, 2, ["--gpus=8", "--gpus=16"]),
+        ((), (), {}, 1, ["--nodes=3"]),
+        (("-N 2",), ("--ntasks-per-node=8", "--wrap=x"), {}, 2, ["--ntasks-per-node=8", "--nodes=4"]),
+        (("-N 2", "--signal=B:USR1@60"), (), {}, 2, []),
+    ],
+)
+def test_sizes_and_precedence(
+    lines: tuple[str, ...], words: tuple[str, ...], environment: dict[str, str], active: int,
+    options: list[str],
+) -> None:  # fmt: skip
+    text = "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines)
+    made = plan(text, *words, environment=environment)
+    assert made.active == active
+    assert [option for option in options if option in made.sbatch_options] == options
+    assert ("--signal=B:USR2@120" in made.sbatch_options) is ("signal" not in text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "environment", "requeue"),
+    [
+        ((), (), {}, True),
+        (("--no-requeue",), (), {}, False),
+        (("--no-requeue",), (), {"SBATCH_REQUEUE": ""}, True),
+        (("--requeue",), ("--no-requeue",), {}, False),
+    ],
+)
+def test_who_says_last_whether_to_requeue(
+    lines: tuple[str, ...], words: tuple[str, ...], environment: dict[str, str], requeue: bool
+) -> None:
+    text = "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines)
+    assert plan(text, *words, environment=environment).requeue is requeue
+
+
+def test_the_request_has_the_scripts_lines_and_arguments() -> None:
+    request = build_request(plan(JOB, "-p", "gpu"), resolve([]), script(JOB))
+    assert request.users == JOB
+    assert request.argv[:4] == ("sbatch", "--parsable", "-p", "gpu")
+    assert request.argv[-3:] == (f"{request.plan.directory}/slurm/job.sh", "--epochs", "3")
+    first, *lines = request.script.splitlines()
+    assert first == "#!/bin/sh"
+    assert [line for line in lines if line.startswith("#SBATCH")] == [
+        '#SBATCH --job-name="my job"   # a comment', "#SBATCH -N 4 --gpus-per-node=8", "#SBATCH",
+    ]  # fmt: skip
+    assert lines[-1].startswith("exec /opt/python3 ")
+    assert lines[-1].endswith(f'jurymast.script job {request.plan.directory} "$@"')
+
+
+def test_a_command_is_not_wrapped_twice_and_exclusions_are_one(tmp_path: Path) -> None:
+    made = plan("#!/bin/sh\n#SBATCH -x n1\n", "--wrap=srun hostname", "--exclude=n2,n3")
+    argv = build_request(made, resolve([]), script("#!/bin/sh\n")).argv
+    assert [word for word in argv if "wrap" in word] == []
+    assert [word for word in argv if "exclude" in word] == ["--exclude=n1,n2,n3"]
+
+
+def test_a_wrapped_command_is_sbatchs_own_script() -> None:
+    assert wrapped("srun hostname").text.startswith(
+        "#!/bin/sh\n# This script was created by sbatch --wrap.\n"
+    )
+
+
+def test_a_batch_script_is_told_from_a_training_script(tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text("#!/bin/bash\n")
+    (tmp_path / "train.py").write_text("#!/bin/sh\n")
+    (tmp_path / "train").write_text("#!/usr/bin/env python3\n")
+    assert find_script(["job.sbatch", "--lr", "1"], tmp_path) == tmp_path / "job.sbatch"
+    for words in (["train.py"], ["train"], ["nowhere"], ["-m", "job.sbatch"], []):
+        assert find_script(words, tmp_path) is None

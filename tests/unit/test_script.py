@@ -1,0 +1,506 @@
+"""What runs in a batch script's job: what is recognised, what is handed on, which run is which training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jurymast.cluster.request import users_script
+from jurymast.core import events as ev
+from jurymast.core.settings import RunPlan
+from jurymast.errors import RunCancelledError, UsageError
+from jurymast.journal import JournalWriter, first_events
+from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.script import shims, torchrun
+from jurymast.script.job import interpreter
+from jurymast.script.narrow import narrowed
+from jurymast.script.node_command import node_command
+from jurymast.script.output import Output, expanded
+from jurymast.script.recognise import (
+    gpus_a_task,
+    python_command,
+    starts_launcher,
+    starts_ranks,
+    tasks_a_node,
+)
+from jurymast.script.relay import Relay
+from jurymast.script.srun_options import parse
+from jurymast.script.torchrun import rank_count
+from jurymast.script.trainings import Training, Trainings
+from jurymast.worker.slurm_tasks import as_a_task, own_gpus, task_variables
+from support.waiting import wait_until
+
+
+@pytest.mark.parametrize(
+    ("typed", "command", "without_nodes"),
+    [
+        ("-N2 -n 2 hostname -s", "hostname -s", ""),
+        ("--nodes=2 --ntasks 2 -lu hostname", "hostname", "-l -u"),
+        ("--cpu-bind=none --export=A=1 -- prog --nodes", "prog --nodes", "--cpu-bind=none --export=A=1"),
+        ("--container-image x.sqsh --container-wo /a torchrun", "torchrun",
+         "--container-image x.sqsh --container-wo /a"),
+        ("-K --kill-on-bad-exit=1 --mpi=pmix -l -Whello prog", "prog", "--mpi=pmix -l"),
+        ("", "", ""),
+    ],
+)  # fmt: skip
+def test_sruns_command_is_found_behind_its_options(typed: str, command: str, without_nodes: str) -> None:
+    srun = parse(typed.split())
+    assert srun is not None
+    assert " ".join(srun.command) == command
+    ours = frozenset({"nodes", "ntasks", "kill-on-bad-exit", "wait"})
+    assert " ".join(srun.without(ours)) == without_nodes
+
+
+@pytest.mark.parametrize("typed", ["--no-such-option x", "-n1 a : -n2 b", "--nodes", "-y"])
+def test_what_srun_alone_understands_is_left_to_it(typed: str) -> None:
+    assert parse(typed.split()) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "files", "found"),
+    [
+        (["torchrun", "train.py"], {}, True),
+        (["/opt/env/bin/torchrun", "train.py"], {}, True),
+        (["python3", "-u", "-m", "torch.distributed.run", "train.py"], {}, True),
+        (["bash", "-c", "source env.sh && torchrun train.py"], {}, True),
+        (["bash", "-lc", "accelerate  launch --multi_gpu x.py"], {}, True),
+        (["apptainer", "exec", "--nv", "image.sif", "torchrun", "train.py"], {}, True),
+        (["python", "-m", "accelerate.commands.launch", "train.py"], {}, True),
+        (["fabric", "run", "train.py"], {}, True),
+        (["./launch.sh", "x"], {"./launch.sh": "#!/bin/bash\nexec torchrun $*\n"}, True),
+        (["bash", "launch.sh"], {"launch.sh": "#!/bin/sh\ntorchrun t.py\n"}, True),
+        (["python", "prepare.py"], {"prepare.py": "import torchrun_helpers  # torchrun\n"}, False),
+        (["hostname"], {}, False),
+        (["rsync", "-a", "torchrunner/", "/tmp"], {}, False),
+        (["accelerate", "env"], {}, False),
+    ],
+)
+def test_launchers_are_found_wherever_they_stand(
+    command: list[str], files: dict[str, str], found: bool
+) -> None:
+    assert starts_launcher(command, lambda name: files.get(name, "")) is found
+
+
+@pytest.mark.parametrize(
+    ("typed", "environment", "tasks"),
+    [
+        ("x", {"SLURM_NNODES": "4"}, 1),
+        ("x", {"SLURM_NNODES": "4", "SLURM_NTASKS_PER_NODE": "8", "SLURM_NTASKS": "32"}, 8),
+        ("--ntasks-per-node=1 x", {"SLURM_NNODES": "4", "SLURM_NTASKS": "32"}, 1),
+        ("-N4 -n4 x", {"SLURM_NNODES": "4", "SLURM_NTASKS": "32"}, 1),
+        ("-n 6 x", {"SLURM_NNODES": "4"}, 0),
+        ("-N1 -n1 x", {"SLURM_NNODES": "4"}, 0),
+        ("--nodes=2-4 x", {}, 0),
+        ("--nodes=4-4 x", {}, 1),
+    ],
+)
+def test_tasks_on_each_of_four_nodes(typed: str, environment: dict[str, str], tasks: int) -> None:
+    srun = parse(typed.split())
+    assert srun is not None
+    assert tasks_a_node(srun, environment, 4) == tasks
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "module"),
+    [
+        ("python train.py --lr 1", "train.py", False),
+        ("/opt/bin/python3.11 -u train.py", "train.py", False),
+        ("python -um pkg.train", None, False),
+        ("python -m pkg.train --x", "pkg.train", True),
+        ("python -O train.py", None, False),
+        ("python", None, False),
+        ("ipython train.py", None, False),
+        ("bash train.sh", None, False),
+    ],
+)
+def test_python_commands(command: str, script: str | None, module: bool) -> None:
+    found = python_command(command.split())
+    assert (None if found is None else (found.script, found.module)) == (script and (script, module))
+
+
+@pytest.mark.parametrize(
+    ("command", "files", "found"),
+    [
+        (["bash", "-c", "cd /work && python -u train.py --rank $SLURM_PROCID"], {}, True),
+        (["/bin/sh", "-c", "RANK=$SLURM_PROCID python3.11 -m pkg.train"], {}, True),
+        (["./run.sh"], {"./run.sh": "#!/bin/bash\nsource env\nexec python train.py\n"}, True),
+        (["python", "train.py"], {}, True),
+        (["bash", "-c", "python -c 'import torch'"], {}, False),
+        (["bash", "-c", "python --version"], {}, False),
+        (["bash", "-c", "which python; nvidia-smi"], {}, False),
+        (["cp", "python train.py"], {}, False),
+        (["hostname"], {}, False),
+    ],
+)
+def test_shells_that_run_python(command: list[str], files: dict[str, str], found: bool) -> None:
+    assert starts_ranks(command, lambda name: files.get(name, "")) is found
+
+
+@pytest.mark.parametrize(
+    ("typed", "ranks", "script", "arguments", "ignored"),
+    [
+        ("train.py a -b", "1", "train.py", ("a", "-b"), ()),
+        ("--nproc_per_node=8 --nnodes 2 train.py --nnodes 3", "8", "train.py", ("--nnodes", "3"), ()),
+        ("--nproc-per auto --rdzv_conf a=b --standalone -m pkg x", "auto", "pkg", ("x",), ()),
+        ("--max-restarts 3 -r 3 -t=1 --log_dir d train.py", "1", "train.py", (),
+         ("max-restarts", "redirects", "tee", "log-dir")),
+        ("--nproc-per-node 2 -- train.py", "2", "train.py", (), ()),
+    ],
+)  # fmt: skip
+def test_torchruns_options(
+    typed: str, ranks: str, script: str, arguments: tuple[str, ...], ignored: tuple[str, ...]
+) -> None:
+    launch = torchrun.parse(typed.split(), {})
+    assert (launch.ranks, launch.script, launch.arguments) == (ranks, script, arguments)
+    assert launch.ignored == ignored
+    assert launch.module is ("-m" in typed.split())
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--run-path train.py", "--run-path is not supported yet"),
+        ("--nproc-per-node", "needs a value"),
+        ("--r 3 train.py", "ambiguous"),
+        ("--gpus 3 train.py", "--gpus is unknown"),
+        ("--nnodes 2", "no training script"),
+    ],
+)
+def test_what_torchrun_would_not_run_is_refused(typed: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        torchrun.parse(typed.split(), {})
+
+
+def test_torchrun_reads_variables_and_launch_adds_the_local_rank() -> None:
+    assert torchrun.parse(["--no-python", "./run.sh", "x"], {}).program
+    assert torchrun.parse(["t.py"], {"PET_NPROC_PER_NODE": "4"}).ranks == "4"
+    assert torchrun.parse(["--nproc-per-node=2", "t.py"], {"PET_NPROC_PER_NODE": "4"}).ranks == "2"
+    assert torchrun.parse(["t.py", "a"], {}, launch=True).arguments == ("--local-rank=${local_rank}", "a")
+    assert torchrun.parse(["--use_env", "t.py", "a"], {}, launch=True).arguments == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "count"), [("3", 8, 3), ("auto", 8, 8), ("auto", 0, 5), ("gpu", 2, 2), ("cpu", 8, 5)]
+)
+def test_ranks_are_counted_as_torch_counts_them(ranks: str, gpus: int, count: int) -> None:
+    assert rank_count(ranks, gpus, 5) == count
+    for wrong in ("gpu", "many", "0"):
+        with pytest.raises(UsageError):
+            rank_count(wrong, 0, 5)
+
+
+def test_a_script_sees_the_active_nodes_alone() -> None:
+    slurm = {
+        "SLURM_NNODES": "3", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NTASKS": "24",
+        "SLURM_TASKS_PER_NODE": "8(x3)", "SLURM_JOB_CPUS_PER_NODE": "16(x2),8", "SLURM_GPUS": "h100:12",
+        "SLURM_JOB_ID": "7",
+    }  # fmt: skip
+    assert narrowed(slurm, 3, 2, "n[1-2]") == {
+        "SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "16",
+        "SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_JOB_CPUS_PER_NODE": "16(x2)", "SLURM_GPUS": "h100:8",
+        "SLURM_JOB_ID": "7",
+    }  # fmt: skip
+    assert narrowed({"SLURM_TASKS_PER_NODE": "4,8(x2)"}, 3, 2, "") == {"SLURM_TASKS_PER_NODE": "4,8"}
+
+
+RANK = {
+    "RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
+    "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
+}  # fmt: skip
+
+
+def test_ranks_have_the_variables_of_slurms_tasks() -> None:
+    tasks = task_variables(RANK, each_rank=True)
+    assert (tasks["SLURM_PROCID"], tasks["SLURM_LOCALID"], tasks["SLURM_NODEID"]) == ("5", "1", "1")
+    assert (tasks["SLURM_NTASKS"], tasks["SLURM_TASKS_PER_NODE"], tasks["SLURM_GTIDS"]) == (
+        "8", "4(x2)", "4,5,6,7",
+    )  # fmt: skip
+    under = task_variables(RANK, each_rank=False)
+    assert (under["SLURM_PROCID"], under["SLURM_LOCALID"], under["SLURM_NTASKS"]) == ("1", "0", "2")
+
+
+def test_a_task_sees_its_own_gpus() -> None:
+    node = {"CUDA_VISIBLE_DEVICES": "0,1,4,5"}
+    assert own_gpus(node, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert own_gpus(node, 1, 0) == {}
+    assert own_gpus({}, 1, 2) == {}
+    for typed, environment, each in [
+        ("--gpus-per-task=h100:2 x", {}, 2), ("x", {"SLURM_GPUS_PER_TASK": "1"}, 1), ("x", {}, 0),
+    ]:  # fmt: skip
+        srun = parse(typed.split())
+        assert srun is not None
+        assert gpus_a_task(srun, environment) == each
+
+
+def test_a_task_has_nothing_of_torchruns_rendezvous() -> None:
+    rank = dict(RANK)
+    as_a_task(rank)
+    assert RANK.keys() - rank.keys() == {"MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+
+
+def test_what_we_add_to_the_environment_is_taken_away_again(tmp_path: Path) -> None:
+    users = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/mine", "APPTAINER_BIND": "/data", "HOME": "/home/me"}
+    job = RunDirectory(tmp_path / "a run")
+    begun = shims.with_shims(users, job)
+    script = f"{shims.exports(job, tmp_path / 'step')}\nexec env -0"
+    told = subprocess.run(["sh", "-c", script], env=begun, capture_output=True, text=True, check=True).stdout
+    changed = dict(line.split("=", 1) for line in told.rstrip("\0").split("\0"))
+    assert changed["PATH"].split(":")[0] == str(job.root / "slurm/bin")
+    assert changed["PYTHONPATH"].split(":")[-1] == "/mine"
+    assert changed["APPTAINER_BIND"] == f"/data,{job.root}"
+    shells = ("PWD", "OLDPWD", "SHLVL", "_")
+    left = {n: value for n, value in shims.without_shims(changed).items() if n not in shells}
+    assert left == users
+
+
+def test_a_steps_command_finds_ours_whatever_became_of_its_variables(tmp_path: Path) -> None:
+    job, step = RunDirectory(tmp_path / "a run"), tmp_path / "step"
+    step.mkdir()
+    (step / "node").write_text(node_command(job, step, {"SLURM_NNODES": "2"}, 1, tmp_path / "spares"))
+    tell = ["sh", str(step / "node"), "sh", "-c", "env; exit 3"]
+    bare = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1", "PATH": os.environ["PATH"]}
+    done = subprocess.run(tell, env=bare, capture_output=True, text=True, check=False)
+    assert (done.returncode, (step / "ended-n1").read_text()) == (3, "3\n")
+    told = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert (told["SLURM_NNODES"], told["PYTHONPATH"]) == ("2", str(shims.hook(job)))
+    assert told["PATH"] == f"{shims.folder(job)}:{os.environ['PATH']}"
+    assert shims.in_the_script(told)
+    spare = {**bare, "SLURM_NODEID": "1", "SLURMD_NODENAME": "n2"}
+    done = subprocess.run(tell, env=spare, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, (step / "ended-n2").read_text()) == (0, "", "0\n")
+    assert "SLURM_NODEID=1" in (tmp_path / "spares").read_text()
+
+
+def launched(tmp_path: Path, *command: str, **environment: str) -> list[str]:
+    """What our front end for launchers got, of a Python in which the hook is there."""
+    job = RunDirectory(tmp_path / "run")
+    shims.write(job, sys.executable)
+    fake = tmp_path / "fake" / "jurymast" / "script"
+    fake.mkdir(parents=True, exist_ok=True)
+    (fake.parent / "__init__.py").touch()
+    (fake / "__init__.py").touch()
+    (fake / "__main__.py").write_text("import sys, json\nprint(json.dumps(sys.argv[1:]))\n")
+    users = {**os.environ, "PYTHONPATH": str(fake.parents[1]), "SLURM_JOB_ID": "7"}
+    values = shims.with_shims(users, job)
+    done = subprocess.run(
+        command, env={**values, **environment}, capture_output=True, text=True, check=True, timeout=30
+    )
+    told: list[str] = json.loads(done.stdout)
+    return told
+
+
+def test_python_becomes_our_front_end_for_a_launcher(tmp_path: Path) -> None:
+    module = [sys.executable, "-u", "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", "2", "t.py"]
+    assert launched(tmp_path, *module) == ["torchrun", "--nnodes", "2", "t.py"]
+    program = tmp_path / "torchrun"
+    program.write_text(f"#!{sys.executable}\nprint('torch itself')\n")
+    program.chmod(0o700)
+    assert launched(tmp_path, str(program), "a b") == ["torchrun", "a b"]
+    shim = str(tmp_path / "run/slurm/bin/torchrun")
+    path = f"{shims.folder(RunDirectory(tmp_path / 'run'))}:{tmp_path}:/usr/bin:/bin"
+    assert launched(tmp_path, shim, "x", PATH=path, PYTHONPATH=str(tmp_path / "fake")) == ["torchrun", "x"]
+
+
+def test_a_job_that_the_script_submits_has_nothing_of_ours(tmp_path: Path) -> None:
+    program = tmp_path / "torchrun"
+    program.write_text(f"#!{sys.executable}\nprint('[\"torch itself\"]')\n")
+    program.chmod(0o700)
+    assert launched(tmp_path, str(program), SLURM_JOB_ID="8") == ["torch itself"]
+    (tmp_path / "srun").write_text("#!/bin/sh\necho '[\"Slurm itself\"]'\n")
+    (tmp_path / "srun").chmod(0o700)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    told = launched(tmp_path, "bash", "-c", "srun hostname", SLURM_JOB_ID="8", PATH=path)
+    assert told == ["Slurm itself"]
+    assert launched(tmp_path, "bash", "-c", "srun hostname", PATH=path) == ["srun", "hostname"]
+
+
+def test_a_launcher_of_somebodys_own_is_ours_once_torch_is_to_run(tmp_path: Path) -> None:
+    fake = tmp_path / "fake" / "torch" / "distributed"
+    fake.mkdir(parents=True)
+    (fake.parent / "__init__.py").touch()
+    (fake / "__init__.py").touch()
+    (fake / "run.py").write_text("def run(args): print('torch itself')\n")
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import argparse, torch.distributed.run as run\n"
+        "run.run(argparse.Namespace(nproc_per_node=4, module=False, no_python=False,\n"
+        "                           training_script='t.py', training_script_args=['a']))\n"
+    )
+    told = launched(tmp_path, sys.executable, str(own))
+    assert told == ["torchrun", "--nproc-per-node", "4", "t.py", "a"]
+
+
+def test_a_python_of_the_scripts_own_goes_on(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("import sys, json; print(json.dumps(['mine', 'sitecustomize' in sys.modules]))\n")
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "sitecustomize.py").write_text("import os; os.environ['SITE'] = 'theirs'\n")
+    assert launched(tmp_path, sys.executable, str(own)) == ["mine", True]
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [("#!/bin/bash -l", ["/bin/bash", "-l"]), ("#! /usr/bin/env bash", ["/usr/bin/env", "bash"])],
+)
+def test_a_scripts_interpreter(tmp_path: Path, first: str, words: list[str]) -> None:
+    (tmp_path / "job").write_text(f"{first}\necho\n")
+    assert interpreter(tmp_path / "job") == words
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("logs/%x_%j.log", "logs/my job_7.log"),
+        ("out-%3t-%%-%A", "out-005-%-7"),
+        ("%n.%u.%Q.%a", "5.me.%Q.%a"),
+        ("plain", "plain"),
+    ],
+)
+def test_sruns_names_of_output_files(pattern: str, name: str) -> None:
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "my job", "USER": "me"}
+    assert expanded(pattern, environment, 5) == name
+
+
+def test_output_goes_where_srun_was_told(tmp_path: Path) -> None:
+    (tmp_path / "old-1").write_text("from before\n")
+    srun = parse(["-l", "-o", f"{tmp_path}/old-%t", "x"])
+    assert srun is not None
+    output = Output(srun, {})
+    assert output.common == 1
+    output.write(1, [b"a", b"b"])
+    output.write(0, [b"c"])
+    output.close()
+    assert (tmp_path / "old-1").read_text() == "1: a\n1: b\n"
+    assert (tmp_path / "old-0").read_text() == "0: c\n"
+    srun = parse(["--open-mode=append", "--output", f"{tmp_path}/old-1", "x"])
+    assert srun is not None
+    output = Output(srun, {})
+    os.write(output.common, b"command\n")
+    output.write(3, [b"d"])
+    output.close()
+    assert (tmp_path / "old-1").read_text() == "1: a\n1: b\ncommand\nd\n"
+
+
+RUN_SCRIPT = """
+import sys
+from jurymast.rundir import RunDirectory
+from jurymast.script.job import _Script
+sys.exit(_Script(RunDirectory(sys.argv[1]), sys.argv[2] == "warns").run(["a b"], {}))
+"""
+
+
+@pytest.mark.parametrize("warns", [True, False])
+def test_signals_for_the_batch_process_reach_the_script(tmp_path: Path, warns: bool) -> None:
+    """But for our own warning of the time limit, and the SIGTERM that Slurm sends to all."""
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    traps = "trap 'exec echo $1' USR1; trap 'echo > warned' USR2; echo > ready"
+    loop = "while :; do sleep 0.01; done"
+    users_script(job).write_text(f"#!/bin/bash\ncd {tmp_path}\n{traps}\n{loop}\n")
+    command = [sys.executable, "-c", RUN_SCRIPT, str(tmp_path), "warns" if warns else ""]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_until("the script's traps", (tmp_path / "ready").exists)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR2)
+        if not warns:
+            wait_until("its warning", (tmp_path / "warned").exists)
+        process.send_signal(signal.SIGUSR1)
+        told, _ = process.communicate(timeout=20)
+    assert (told, process.returncode) == ("a b\n", 0)
+    assert (tmp_path / "warned").exists() is not warns
+
+
+def test_a_script_that_a_signal_ends_ends_its_batch_process_so(tmp_path: Path) -> None:
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    users_script(job).write_text("#!/bin/sh\nkill -INT $$\n")
+    done = subprocess.run([sys.executable, "-c", RUN_SCRIPT, str(tmp_path), ""], timeout=20, check=False)
+    assert done.returncode == -signal.SIGINT
+
+
+def test_what_ranks_print_is_relayed_attempt_by_attempt(job: RunDirectory, tmp_path: Path) -> None:
+    def prints(attempt: int, rank: int, text: str) -> None:
+        path = job.rank_log(attempt, rank)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+
+    job.attempt_file.write_text("1")
+    prints(1, 0, "of an earlier life\n")
+    srun = parse(["-o", str(tmp_path / "out"), "x"])
+    assert srun is not None
+    output = Output(srun, {})
+    with Relay(job, output):
+        job.attempt_file.write_text("3")
+        prints(2, 1, "second\n")
+        prints(3, 0, "third, ")
+        prints(3, 0, "to its end")
+    output.close()
+    assert (tmp_path / "out").read_text() == "second\nthird, to its end\n"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "20261120-134501-train-x7f3")
+    directory.create()
+    write_atomically(directory.policy_file, b"")
+    directory.save_plan(
+        RunPlan(
+            run=directory.root.name, name="train", directory=str(directory.root), cluster="slurm", active=2,
+            spares=1, ranks_per_node=1, script="job.sbatch", batch=True,
+        )
+    )  # fmt: skip
+    return directory
+
+
+def training(*arguments: str) -> Training:
+    return Training(
+        script="t.py", arguments=arguments, module=False, ranks=8, directory="/work", python="python"
+    )
+
+
+def cancel(run: RunDirectory) -> None:
+    """Its journal, as a supervisor leaves it."""
+    journal = JournalWriter(run.journal, 1)
+    for event in [*first_events(run, 1.0, "1"), ev.Asked(t=2.0, what="cancel", by="me")]:
+        journal.event(event)
+    journal.close()
+
+
+def test_each_training_of_a_script_is_a_run_of_its_own(job: RunDirectory) -> None:
+    trainings = Trainings(job, "7.0")
+    first, ended = trainings.claim(training("a"))
+    assert (first.root, ended) == (job.root, None)
+    beside, _ = trainings.claim(training("b"))
+    assert beside.root.name == f"{job.root.name}-2"
+    assert beside.plan().run == beside.root.name
+    same_at_the_same_time, _ = trainings.claim(training("a"))
+    assert same_at_the_same_time.root.name == f"{job.root.name}-3"
+    trainings.told(first, ["n2"])
+    again, _ = trainings.claim(training("a"))
+    assert again.root.name == f"{job.root.name}-4"
+    assert Trainings(job, "7.0").lost() == {"n2"}
+    assert Trainings(job, "7.1").lost() == set()
+
+
+def test_a_requeued_scripts_trainings_go_on_where_they_were(job: RunDirectory) -> None:
+    trainings = Trainings(job, "7.0")
+    done, _ = trainings.claim(training("a"))
+    trainings.told(done)
+    going_on, _ = trainings.claim(training("b"))
+    life = Trainings(job, "7.1")
+    assert life.claim(training("b"))[0].root == going_on.root
+    assert life.claim(training("a"))[0].root not in (done.root, going_on.root)  # the script had heard of it
+
+
+def test_an_end_that_the_script_has_not_heard_of_is_told_and_not_repeated(job: RunDirectory) -> None:
+    run, _ = Trainings(job, "7.0").claim(training("a"))
+    cancel(run)
+    same, code = Trainings(job, "7.1").claim(training("a"))
+    assert (same.root, code) == (run.root, RunCancelledError.exit_code)
