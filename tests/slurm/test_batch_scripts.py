@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from jurymast.cli.find import find_run
-from support.runs import SCRIPTS, result
-from support.slurm_runs import SlurmRun, jurymast, power_loss
-from support.waiting import wait_until
+from support.slurm_runs import SCRIPT_ENVIRONMENT
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "SUM": str(SCRIPTS / "sum_ranks.py")}
 LIMIT_S = 90.0
 # name: the number of nodes, and what stands behind "#!/bin/bash". Lines that begin with "said" or "rank" are
 # compared: torch and Slurm say other things besides.
@@ -122,7 +117,7 @@ def outcome(cluster: Cluster, work: Path, style: str, *submit: str) -> list[str]
     done = cluster.login(
         [*submit, "--parsable", "--output=out", "job.sbatch", "first", "second word"],
         cwd=work, timeout_s=60, check=False,
-        env={**ENVIRONMENT, "PATH": path, "JURYMAST_RUNS": str(work / "runs")},
+        env={**SCRIPT_ENVIRONMENT, "PATH": path, "JURYMAST_RUNS": str(work / "runs")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     ended = cluster.wait_job(int(done.stdout), "COMPLETED", "FAILED", deadline_s=LIMIT_S)
@@ -142,20 +137,6 @@ def test_the_outcome_is_sbatchs(cluster: Cluster, tmp_path: Path, style: str) ->
         GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
     found = outcome(cluster, work, style, str(cluster.python.parent / "jurymast"), "submit", "--spares=1")
     assert found == json.loads(GOLDEN.read_text())[style]
-
-
-def submit(cluster: Cluster, work: Path, script: str, *options: str) -> SlurmRun:
-    cluster.login(["mkdir", str(work)])
-    (work / "job.sbatch").write_text(script)
-    runs = work / "runs"
-    done = cluster.login(
-        [str(cluster.python.parent / "jurymast"), "submit", "--parsable", *options, "job.sbatch"],
-        cwd=work, timeout_s=60, check=False,
-        env={**ENVIRONMENT, "PATH": f"{cluster.python.parent}:/usr/bin:/bin", "JURYMAST_RUNS": str(runs)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
-    return SlurmRun(cluster, find_run(job, runs).root, int(job))
 
 
 def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp_path: Path) -> None:
@@ -180,112 +161,3 @@ def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp
     names = [path.parent.name for path in (work / "runs").glob("*/plan.json")]
     runs = [name.partition("-ours-")[2][4:] for name in names]
     assert sorted(runs) == ["", "", "-task-2", "-task-4"]
-
-
-LOSES_A_NODE = """#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=2 --output=out --partition=main
-#JURYMAST --spares 1
-srun python -u $SUM --slurm --until
-srun --ntasks-per-node=1 -n2 echo said: alive
-srun --ntasks-per-node=1 -n2 torchrun --nproc-per-node=1 $SUM second
-echo said: $?
-"""
-
-
-def test_later_steps_do_without_a_node_that_was_lost(cluster: Cluster, tmp_path: Path) -> None:
-    """Also of a training whose ranks find each other by Slurm's variables."""
-    work = cluster.shared / tmp_path.name
-    run = submit(cluster, work, LOSES_A_NODE)
-    run.wait("the ranks", lambda s: bool(s.placement), LIMIT_S)
-    wait_until("the first step", (work / "started").exists, limit_s=LIMIT_S)
-    (work / "started").unlink()
-    victim = run.state().placement[0]
-    power_loss(run, victim)
-    run.wait("the swap", lambda s: bool(s.incidents) and s.placement[0] != victim, LIMIT_S)
-    wait_until("a step after it", (work / "started").exists, limit_s=LIMIT_S)
-    (work / "stop").touch()
-    assert run.wait_end().exit_code == 0
-    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
-    printed = (work / "out").read_text()
-    kept = [line for line in printed.splitlines() if line.startswith(("rank", "said"))]
-    first = [f"rank {n} of 4, local {n % 2}, sum 10, word -, --slurm, --until" for n in range(4)]
-    second = [f"rank {n} of 2, local 0, sum 3, word -, second" for n in range(2)]
-    assert sorted(kept[:4]) == first, printed
-    assert kept[4:6] == ["said: alive"] * 2, printed
-    assert [*sorted(kept[6:8]), *kept[8:]] == [*second, "said: 0"], printed
-
-
-TRAINS = """#!/bin/bash
-#SBATCH --job-name=trains
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
-#SBATCH --output=%x.out --open-mode=append
-#JURYMAST --spares 2
-set -e
-echo "said: begin"
-srun bash -c 'exec torchrun --nnodes=$SLURM_NNODES --nproc-per-node=2 --max-restarts=3 \\
-  {train} --steps {steps} --step-time 0.04 --save-every "10 steps" --out out.json'
-echo "said: after $?"
-"""
-
-
-def test_power_losses_of_a_node_and_of_the_batch_host(
-    cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
-) -> None:
-    """The training goes on. What stands behind it in the script runs in the job's next life, which is told
-    how the training ended and does not run it again."""
-    work, steps = cluster.shared / tmp_path.name, "150"
-    run = submit(cluster, work, TRAINS.format(train=SCRIPTS / "train_tiny.py", steps=steps))
-    state = run.wait_safe(20, LIMIT_S)
-    victim = next(node for node in state.placement if node != state.host)
-    power_loss(run, victim)
-    run.wait("the swap", lambda s: len(s.incidents) == 1 and s.incident is None)
-    power_loss(run, run.wait_safe((run.state().incidents[0].step_restored or 0) + 20).host)
-    state = run.wait_end(LIMIT_S)
-    assert (state.exit_code, state.phase.value) == (0, "succeeded"), run.story()
-    ended = cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
-    assert ended["Restarts"] == "1"
-    printed = (work / "trains.out").read_text()
-    said = [line for line in printed.splitlines() if line.startswith("said")]
-    assert said == ["said: begin", "said: begin", "said: after 0"], printed
-    assert "--max-restarts" in printed
-    assert result(work / "out.json")["sha256"] == trained_plainly("--steps", steps, nodes=4)
-
-
-REQUEUED = """#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=2 --output=out --open-mode=append
-echo "said: begin $SLURM_RESTART_COUNT $SLURM_NTASKS"
-export MASTER_PORT=29531
-srun python {train} --steps {steps} --step-time 0.04 --save-every "10 steps" --out out.json
-echo "said: after $?"
-"""
-
-
-def test_without_a_spare_the_script_begins_again_and_its_training_goes_on(
-    cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
-) -> None:
-    work, steps = cluster.shared / tmp_path.name, "80"
-    script = REQUEUED.format(train=SCRIPTS / "train_tiny.py", steps=steps)
-    run = submit(cluster, work, script, "--spares=0")
-    state = run.wait_saved(20, LIMIT_S)
-    power_loss(run, next(node for node in state.placement if node != state.host))
-    state = run.wait_end(LIMIT_S)
-    assert [i.action for i in state.incidents] == ["requeue"], run.story()
-    assert (state.incidents[0].step_restored or 0) >= 10
-    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
-    printed = (work / "out").read_text()
-    said = [line for line in printed.splitlines() if line.startswith("said")]
-    assert said == ["said: begin  4", "said: begin 1 4", "said: after 0"], printed
-    assert result(work / "out.json")["sha256"] == trained_plainly("--steps", steps, nodes=4)
-
-
-def test_cancel_ends_the_script_too(cluster: Cluster, tmp_path: Path) -> None:
-    work = cluster.shared / tmp_path.name
-    script = "#!/bin/bash\n#SBATCH --output=out\ntorchrun $SUM --until\necho said: after\n"
-    run = submit(cluster, work, script, "--spares=0")
-    wait_until("the first step", (work / "started").exists, limit_s=LIMIT_S)
-    code, _, error = jurymast(cluster, "cancel", str(run.directory.root))
-    assert code == 0, error
-    cluster.wait_job(run.job, "CANCELLED", deadline_s=LIMIT_S)
-    assert run.state().phase.value == "cancelled", run.story()
-    assert "said" not in (work / "out").read_text()

@@ -50,10 +50,11 @@ MAY_DIFFER = {
     "batch": FRONT_ENDS,
     "step": FRONT_ENDS | {"SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0"},
     "rank": RANKS | {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"},
-    # Variables of torchrun's besides, which do no harm; Slurm started one task a node, not two.
+    # Variables of torchrun's besides, which do no harm; Slurm started one task a node, and bound none.
     "task": RANKS | {
         "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "SLURM_DISTRIBUTION",
+        "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "SLURM_DISTRIBUTION", "SLURMD_TRES_BIND", "SLURM_CPU_BIND",
+        "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE",
     },
 }  # fmt: skip
 

@@ -14,6 +14,12 @@ STEPS = 130
 TRAIN = ("--steps", str(STEPS), "--step-time", "0.04", "--save-every", "10 steps")
 
 
+# For batch scripts: their trainings name the smallest one so.
+SCRIPT_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "SUM": str(SCRIPTS / "sum_ranks.py"),
+}  # fmt: skip
+
+
 class SlurmRun(RunUnderTest):
     """A run on the test cluster, submitted by the unprivileged user."""
 
@@ -47,6 +53,22 @@ def submit(cluster: Cluster, folder: Path, *options: str, arguments: tuple[str, 
     )  # fmt: skip
     assert code == 0, error
     job = told.strip()
+    return SlurmRun(cluster, find_run(job, runs).root, int(job))
+
+
+def submit_script(cluster: Cluster, work: Path, script: str, *options: str) -> SlurmRun:
+    """A batch script, from a new directory `work`."""
+    cluster.login(["mkdir", str(work)])
+    (work / "job.sbatch").write_text(script)
+    runs = work / "runs"
+    done = cluster.login(
+        [str(cluster.python.parent / "jurymast"), "submit", "--parsable", *options, "job.sbatch"],
+        cwd=work, timeout_s=60, check=False,
+        env={**SCRIPT_ENVIRONMENT, "PATH": f"{cluster.python.parent}:/usr/bin:/bin",
+             "JURYMAST_RUNS": str(runs)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
     return SlurmRun(cluster, find_run(job, runs).root, int(job))
 
 

@@ -226,8 +226,8 @@ def test_ranks_have_the_variables_of_slurms_tasks() -> None:
 
 
 def test_a_task_sees_its_own_gpus() -> None:
-    node = {"CUDA_VISIBLE_DEVICES": "0,1,4,5"}
-    assert own_gpus(node, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    node = {"CUDA_VISIBLE_DEVICES": "0,1,4,5", "SLURM_STEP_GPUS": "2,3,6,7"}
+    assert own_gpus(node, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5", "SLURM_STEP_GPUS": "6,7"}
     assert own_gpus(node, 1, 0) == {}
     assert own_gpus({}, 1, 2) == {}
     for typed, environment, each in [

@@ -10,6 +10,12 @@ from collections.abc import Mapping
 
 from jurymast.worker import error_file
 
+# A list with an entry for each GPU.
+GPUS = (
+    "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK",
+    "SLURM_STEP_GPUS",
+)  # fmt: skip
+
 
 def task_variables(rank: Mapping[str, str], *, each_rank: bool) -> dict[str, str]:
     """For the rank that torch gave these variables. `each_rank`: Slurm would have started the rank, not a
@@ -34,8 +40,8 @@ def task_variables(rank: Mapping[str, str], *, each_rank: bool) -> dict[str, str
 
 def own_gpus(node: Mapping[str, str], local_rank: int, each: int) -> dict[str, str]:
     """What a rank is to see of its node's GPUs: `each` of them, by variables; 0 for all."""
-    names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if each else ()
-    parts = {name: node[name].split(",")[local_rank * each :][:each] for name in names if name in node}
+    names = [name for name in GPUS if name in node] if each else []
+    parts = {name: node[name].split(",")[local_rank * each :][:each] for name in names}
     return {name: ",".join(devices) for name, devices in parts.items()}
 
 

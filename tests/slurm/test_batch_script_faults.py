@@ -1,0 +1,125 @@
+"""Batch scripts whose trainings lose nodes, on a real cluster: what becomes of the rest of the script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.runs import SCRIPTS, result
+from support.slurm_runs import jurymast, power_loss, submit_script
+from support.waiting import wait_until
+from testcluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+LIMIT_S = 90.0
+
+LOSES_A_NODE = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --output=out --partition=main
+#JURYMAST --spares 1
+srun python -u $SUM --slurm --until
+srun --ntasks-per-node=1 -n2 echo said: alive
+srun --ntasks-per-node=1 -n2 torchrun --nproc-per-node=1 $SUM second
+echo said: $?
+"""
+
+
+def test_later_steps_do_without_a_node_that_was_lost(cluster: Cluster, tmp_path: Path) -> None:
+    """Also of a training whose ranks find each other by Slurm's variables."""
+    work = cluster.shared / tmp_path.name
+    run = submit_script(cluster, work, LOSES_A_NODE)
+    run.wait("the ranks", lambda s: bool(s.placement), LIMIT_S)
+    wait_until("the first step", (work / "started").exists, limit_s=LIMIT_S)
+    (work / "started").unlink()
+    victim = run.state().placement[0]
+    power_loss(run, victim)
+    run.wait("the swap", lambda s: bool(s.incidents) and s.placement[0] != victim, LIMIT_S)
+    wait_until("a step after it", (work / "started").exists, limit_s=LIMIT_S)
+    (work / "stop").touch()
+    assert run.wait_end().exit_code == 0
+    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    printed = (work / "out").read_text()
+    kept = [line for line in printed.splitlines() if line.startswith(("rank", "said"))]
+    first = [f"rank {n} of 4, local {n % 2}, sum 10, word -, --slurm, --until" for n in range(4)]
+    second = [f"rank {n} of 2, local 0, sum 3, word -, second" for n in range(2)]
+    assert sorted(kept[:4]) == first, printed
+    assert kept[4:6] == ["said: alive"] * 2, printed
+    assert [*sorted(kept[6:8]), *kept[8:]] == [*second, "said: 0"], printed
+
+
+TRAINS = """#!/bin/bash
+#SBATCH --job-name=trains
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=%x.out --open-mode=append
+#JURYMAST --spares 2
+set -e
+echo "said: begin"
+srun bash -c 'exec torchrun --nnodes=$SLURM_NNODES --nproc-per-node=2 --max-restarts=3 \\
+  {train} --steps {steps} --step-time 0.04 --save-every "10 steps" --out out.json'
+echo "said: after $?"
+"""
+
+
+def test_power_losses_of_a_node_and_of_the_batch_host(
+    cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
+) -> None:
+    """The training goes on. What stands behind it in the script runs in the job's next life, which is told
+    how the training ended and does not run it again."""
+    work, steps = cluster.shared / tmp_path.name, "150"
+    run = submit_script(cluster, work, TRAINS.format(train=SCRIPTS / "train_tiny.py", steps=steps))
+    state = run.wait_safe(20, LIMIT_S)
+    victim = next(node for node in state.placement if node != state.host)
+    power_loss(run, victim)
+    run.wait("the swap", lambda s: len(s.incidents) == 1 and s.incident is None)
+    power_loss(run, run.wait_safe((run.state().incidents[0].step_restored or 0) + 20).host)
+    state = run.wait_end(LIMIT_S)
+    assert (state.exit_code, state.phase.value) == (0, "succeeded"), run.story()
+    ended = cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    assert ended["Restarts"] == "1"
+    printed = (work / "trains.out").read_text()
+    said = [line for line in printed.splitlines() if line.startswith("said")]
+    assert said == ["said: begin", "said: begin", "said: after 0"], printed
+    assert "--max-restarts" in printed
+    assert result(work / "out.json")["sha256"] == trained_plainly("--steps", steps, nodes=4)
+
+
+REQUEUED = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --output=out --open-mode=append
+echo "said: begin $SLURM_RESTART_COUNT $SLURM_NTASKS"
+export MASTER_PORT=29531
+srun python {train} --steps {steps} --step-time 0.04 --save-every "10 steps" --out out.json
+echo "said: after $?"
+"""
+
+
+def test_without_a_spare_the_script_begins_again_and_its_training_goes_on(
+    cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
+) -> None:
+    work, steps = cluster.shared / tmp_path.name, "80"
+    script = REQUEUED.format(train=SCRIPTS / "train_tiny.py", steps=steps)
+    run = submit_script(cluster, work, script, "--spares=0")
+    state = run.wait_saved(20, LIMIT_S)
+    power_loss(run, next(node for node in state.placement if node != state.host))
+    state = run.wait_end(LIMIT_S)
+    assert [i.action for i in state.incidents] == ["requeue"], run.story()
+    assert (state.incidents[0].step_restored or 0) >= 10
+    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    printed = (work / "out").read_text()
+    said = [line for line in printed.splitlines() if line.startswith("said")]
+    assert said == ["said: begin  4", "said: begin 1 4", "said: after 0"], printed
+    assert result(work / "out.json")["sha256"] == trained_plainly("--steps", steps, nodes=4)
+
+
+def test_cancel_ends_the_script_too(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name
+    script = "#!/bin/bash\n#SBATCH --output=out\ntorchrun $SUM --until\necho said: after\n"
+    run = submit_script(cluster, work, script, "--spares=0")
+    wait_until("the first step", (work / "started").exists, limit_s=LIMIT_S)
+    code, _, error = jurymast(cluster, "cancel", str(run.directory.root))
+    assert code == 0, error
+    cluster.wait_job(run.job, "CANCELLED", deadline_s=LIMIT_S)
+    assert run.state().phase.value == "cancelled", run.story()
+    assert "said" not in (work / "out").read_text()
