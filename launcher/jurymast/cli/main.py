@@ -7,6 +7,7 @@ import os
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 from jurymast import __version__
 from jurymast.core.nearest import did_you_mean
@@ -32,6 +33,7 @@ COMMANDS = {
     "simulate": ("jurymast.cli.simulate", "Run a policy through simulated failures."),
     "demo": ("jurymast.cli.demo", "See it at work on this machine."),
     "policy": ("jurymast.cli.policy", "Start a policy file, check it, or show what it comes to."),
+    "completion": ("jurymast.cli.completion", "Print what makes a shell complete all this."),
 }
 
 
@@ -50,11 +52,17 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, context: click.Context, words: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if words and words[0] not in COMMANDS:
+        if words and words[0] not in COMMANDS and not context.resilient_parsing:
             raise UsageError(
                 f"there is no command {words[0]}{did_you_mean(words[0], COMMANDS)}", hint="jurymast --help"
             )
         return super().resolve_command(context, words)
+
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [
+            CompletionItem(n, help=text) for n, (_, text) in COMMANDS.items() if n.startswith(incomplete)
+        ]
+        return found or super().shell_complete(context, incomplete)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

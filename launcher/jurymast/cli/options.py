@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from jurymast import foreign
-from jurymast.cli.find import default_runs, find_run
+from jurymast.cli.find import default_runs, find_run, run_ids
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-run_argument: Callable[[Any], Any] = click.argument("run", metavar="RUN")
+
+def _complete_run(context: click.Context, _argument: click.Parameter, begin: str) -> list[CompletionItem]:
+    """This user's runs, newest first; where none begins so, directories."""
+    runs = context.params.get("runs")
+    names = run_ids(default_runs() if runs is None else runs)
+    found = [CompletionItem(name) for name in names if name.startswith(begin)]
+    return found or [CompletionItem(begin, type="dir")]
+
+
+run_argument: Callable[[Any], Any] = click.argument("run", metavar="RUN", shell_complete=_complete_run)
 runs_option: Callable[[Any], Any] = click.option(
     "--runs", type=click.Path(path_type=Path), metavar="DIR",
     help="Where run directories are kept.  [$JURYMAST_RUNS, or ./runs]",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from jurymast.cli.find import default_runs
 from jurymast.cluster.batch_script import (
@@ -34,7 +35,13 @@ if TYPE_CHECKING:
 class SubmitCommand(click.Command):
     """Takes sbatch's options and the script out of the command line before click sees our own options."""
 
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = super().shell_complete(context, incomplete)
+        return found if incomplete.startswith("-") else [CompletionItem(incomplete, type="file")]
+
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        if context.resilient_parsing:  # for the shell, which wants to complete it
+            return super().parse_args(context, args)
         options = [p for p in self.get_params(context) if isinstance(p, click.Option)]
         own = {
             flag: not option.is_flag for option in options for flag in (*option.opts, *option.secondary_opts)

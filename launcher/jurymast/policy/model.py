@@ -209,9 +209,7 @@ class NodesPolicy(Section):
 
 
 class Network(Section):
-    encrypt: OnOff = _key(
-        False, "on: images are hidden on their way between nodes"
-    )
+    encrypt: OnOff = _key(False, "on: images are hidden on their way between nodes")
 
 
 class Notification(Section):

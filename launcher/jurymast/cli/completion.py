@@ -1,0 +1,25 @@
+"""`jurymast completion`: what a shell needs to complete our commands, options and runs."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+# click's name for the variable by which the shell asks.
+VARIABLE = "_JURYMAST_COMPLETE"
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def command(context: click.Context, shell: str) -> None:
+    """Print what makes a shell complete commands, options and runs. Once for each user:
+
+    \b
+      bash  jurymast completion bash > ~/.local/share/bash-completion/completions/jurymast
+      zsh   jurymast completion zsh > "${fpath[1]}/_jurymast"
+      fish  jurymast completion fish > ~/.config/fish/completions/jurymast.fish
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None  # click has all three
+    click.echo(kind(context.find_root().command, {}, "jurymast", VARIABLE).source())
