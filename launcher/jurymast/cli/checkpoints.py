@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jurymast import foreign
-from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, the_run, user
+from jurymast.cli.options import (
+    examples,
+    json_option,
+    run_argument,
+    runs_option,
+    show,
+    show_json,
+    the_run,
+    user,
+)
 from jurymast.core.nearest import did_you_mean
 from jurymast.errors import CheckpointError, UsageError
 from jurymast.rundir import RunDirectory
@@ -40,7 +49,13 @@ ENDINGS = {"torch": ".pt", "safetensors": ".safetensors"}
 DAMAGED_EXIT_CODE = CheckpointError.exit_code
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "jurymast checkpoints 4711",
+        "jurymast checkpoints 4711 rollback 12000",
+        "jurymast checkpoints 4711 export 12000 /data/step-12000",
+    )
+)
 @run_argument
 @click.argument("action", default="ls", metavar="[ls|verify|pin|unpin|rollback|export|fetch]")
 @click.argument("words", nargs=-1, metavar="[STEP] [DIR]")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jurymast.cli.asking import ask_supervisor
-from jurymast.cli.options import run_argument, runs_option, the_run
+from jurymast.cli.options import examples, run_argument, runs_option, the_run
 from jurymast.core.nearest import did_you_mean
 from jurymast.errors import UsageError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jurymast.core.run.state import RunState
 
 
-@click.command()
+@click.command(epilog=examples("jurymast drain 4711 node012"))
 @run_argument
 @click.argument("node")
 @runs_option

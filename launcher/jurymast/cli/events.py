@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import run_argument, runs_option, the_run
+from jurymast.cli.options import examples, run_argument, runs_option, the_run
 
 if TYPE_CHECKING:
     from jurymast.journal import Entry
@@ -26,7 +26,7 @@ PROGRESS_EVERY_S = {True: 30.0, False: 3600.0}
 ALIKE_SHOWN = 3
 
 
-@click.command()
+@click.command(epilog=examples("jurymast events 4711 --follow"))
 @run_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
 @click.option("-a", "--all", "everything", is_flag=True, help="Each node's word and each step report too.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jurymast.cli.options import json_option, resolved_policy, show, show_json
+from jurymast.cli.options import examples, json_option, resolved_policy, show, show_json
 from jurymast.core.nearest import did_you_mean
 from jurymast.errors import UsageError
 
@@ -27,7 +27,7 @@ WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
 LOG_S = 3600.0
 
 
-@click.command()
+@click.command(epilog=examples("jurymast health", "jurymast health --explain 79"))
 @click.option("--probe", "names", multiple=True, metavar="NAME", help="Only this probe; can be given again.")
 @click.option(
     "--limit", type=click.FloatRange(0.1), metavar="S",

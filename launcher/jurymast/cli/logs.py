@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jurymast.cli.options import run_argument, runs_option, the_run
+from jurymast.cli.options import examples, run_argument, runs_option, the_run
 from jurymast.errors import RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory
 
@@ -25,7 +25,11 @@ RANKS_SHOWN_MAX = 64
 FILES_A_SECOND = 2000.0
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "jurymast logs 4711 --follow", "jurymast logs 4711 --rank 3 --attempt 2", "jurymast logs 4711 --job"
+    )
+)
 @run_argument
 @click.option(
     "-r", "--rank", type=click.IntRange(0), multiple=True, metavar="R",

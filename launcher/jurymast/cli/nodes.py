@@ -8,12 +8,12 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import json_option, runs_option, runs_place, show, show_json
+from jurymast.cli.options import examples, json_option, runs_option, runs_place, show, show_json
 from jurymast.core.nearest import did_you_mean
 from jurymast.errors import RunDirectoryError, UsageError
 
 
-@click.command()
+@click.command(epilog=examples("jurymast nodes --all", "jurymast nodes --forgive node012"))
 @click.option("-a", "--all", "everything", is_flag=True, help="Also nodes without an incident.")
 @click.option(
     "--forgive", metavar="NODE", help="NODE was repaired: what it did so far keeps it out no longer."

@@ -43,6 +43,11 @@ runs_option: Callable[[Any], Any] = click.option(
 json_option: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 
 
+def examples(*lines: str) -> str:
+    """The end of a command's help."""
+    return "\n  ".join(("\b\nExamples:", *lines))
+
+
 def size(text: str) -> float:
     """Bytes in 5e12, 5TB or "4.5 TiB". Raises ValueError."""
     match = re.fullmatch(r"([\d.]+(?:e\+?\d+)?) ?([kMGTP]?)(i?)B?", text.strip())

@@ -9,6 +9,7 @@ import click
 
 from jurymast.cli.options import (
     checkpoint_bytes_option,
+    examples,
     json_option,
     resolved_policy,
     show,
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 POSITIVE = click.FloatRange(min=0.0, min_open=True)
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "jurymast plan --nodes 2048 --checkpoint-bytes 5TB --storage-gb-per-s 100",
+        "jurymast plan --nodes 128 --rate 4 --html plan.html",
+    )
+)
 @click.option("-N", "--nodes", type=click.IntRange(1), required=True, metavar="N", help="Active nodes.")
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, metavar="G", help="GPUs a node.  [8]")
 @checkpoint_bytes_option

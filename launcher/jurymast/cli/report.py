@@ -8,11 +8,22 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, the_run, write_page
+from jurymast.cli.options import (
+    examples,
+    json_option,
+    run_argument,
+    runs_option,
+    show,
+    show_json,
+    the_run,
+    write_page,
+)
 from jurymast.errors import UsageError
 
 
-@click.command()
+@click.command(
+    epilog=examples("jurymast report 4711 --html report.html", "jurymast report 4711 --compare 4630")
+)
 @run_argument
 @click.option(
     "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page, all in one file."

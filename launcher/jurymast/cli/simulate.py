@@ -14,6 +14,7 @@ import click
 
 from jurymast.cli.options import (
     checkpoint_bytes_option,
+    examples,
     json_option,
     resolved_policy,
     show,
@@ -54,7 +55,12 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
     return click.option(flag, callback=_seconds, metavar="TIME", help=text)
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "jurymast simulate --nodes 2048 --days 54 --rate 3.79 --seeds 5",
+        "jurymast simulate --nodes 400 --days 30 --trace infinitehbd --html page.html",
+    )
+)
 @click.option("--nodes", type=click.IntRange(1), required=True, metavar="N", help="Active nodes.")
 @click.option(
     "--days",

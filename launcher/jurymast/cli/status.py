@@ -7,12 +7,21 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.options import json_option, run_argument, runs_option, show, show_json, shown, the_run
+from jurymast.cli.options import (
+    examples,
+    json_option,
+    run_argument,
+    runs_option,
+    show,
+    show_json,
+    shown,
+    the_run,
+)
 
 WATCH_EVERY_S = 1.0
 
 
-@click.command()
+@click.command(epilog=examples("jurymast status 4711", "jurymast status 4711 --watch"))
 @run_argument
 @click.option("-w", "--watch", is_flag=True, help="Show it again every second, until the run ends.")
 @click.option("-a", "--all", "everything", is_flag=True, help="List every node, incident and note.")

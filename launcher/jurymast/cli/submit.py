@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from jurymast.cli.find import default_runs
+from jurymast.cli.options import examples
 from jurymast.cluster.batch_script import (
     STANDARD_INPUT,
     BatchScript,
@@ -82,7 +83,12 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
 @click.command(
     cls=SubmitCommand,
     epilog="All of sbatch's options are passed on to it (man sbatch), as are its SBATCH_* variables. "
-    "Write -- -m MODULE to run a module instead of a script.",
+    "Write -- -m MODULE to run a module instead of a script.\n\n"
+    + examples(
+        "jurymast submit --spares 2 job.sbatch",
+        "jurymast submit -N 32 --gpus-per-node 8 --time 7-00:00:00 -- train.py --config 7b.yaml",
+        "jurymast submit -N 2 --cluster local -- -m my.training",
+    ),
 )
 @click.option(
     "-N",
