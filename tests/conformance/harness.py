@@ -74,7 +74,8 @@ def run_both(case: Case, folder: Path, shared: Path) -> tuple[Outcome, Outcome]:
 
 def under_torchrun(case: Case, shared: Path) -> Outcome:
     """It runs once for all that give the same folder, in processes beside each other as well."""
-    place = shared / f"torchrun {' '.join(case.command)}"
+    # No spaces: torch's compiler takes a path apart at them.
+    place = shared / "-".join(["torchrun", *(re.sub(r"\W+", "-", word) for word in case.command)])
     place.mkdir(exist_ok=True)
     with open(place / "lock", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
