@@ -28,10 +28,10 @@ STEP_VARIABLE = "JURYMAST_STEP"
 # A module that is loaded by the script may put the real srun before ours on PATH; a function of the shell
 # comes before all of PATH.
 FUNCTION = "BASH_FUNC_srun%%"
-# Directories that containers see besides their own.
 FUNCTION_TEXT = """\
 () {{  if [ "${job}" = "$SLURM_JOB_ID" ]; then {srun} "$@"; else command srun "$@"; fi
 }}"""
+# Directories that containers see besides their own.
 BINDS = ("APPTAINER_BIND", "SINGULARITY_BIND")
 
 SRUN = """\
