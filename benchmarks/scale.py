@@ -9,6 +9,7 @@ connection that is reset; a node that falls silent; twenty nodes at once; anothe
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -149,14 +150,26 @@ def fault(one: Lab, case: str, victims: list[str], hurt: Callable[[str], None]) 
         hurt(name)
     one.lost.update(victims)
     done = waited(one, case, lambda: fleet.runs(one.nodes, attempt + 1))
+    verdict = verdict_at(one, victims) - began
     stops = [a.stopped_at - began for a in one.fleet.healthy if a.stopped_at > began]
     launches = [a.launched_at - began for a in one.fleet.healthy if a.launched_at > began]
     one.times(case, "stop at an agent", stops)
+    one.times(case, "stop at an agent, from the verdict", [stop - verdict for stop in stops])
     one.times(case, "new launch at an agent", launches if done is not None else [])
     if stops and launches and done is not None:
         one.row(case, "from the last stop to the last launch", "s", max(launches) - max(stops))
     one.row(case, WRONGLY, "", wrongly_lost(one))
     return done is not None
+
+
+def verdict_at(one: Lab, victims: list[str]) -> float:
+    """When the first of them was lost, by time.monotonic()."""
+    lost = [
+        float(entry["t"])
+        for entry in read(one.run.directory)
+        if entry.get("event") == "NodeLost" and entry["node"] in victims
+    ]
+    return min(lost, default=math.nan) - time.time() + time.monotonic()
 
 
 def wrongly_lost(one: Lab) -> int:

@@ -176,7 +176,7 @@ class Agent:
         self._connecting.send(beat_of(beat.attempt, ranks, cadence, times))
         if self._beat_timer is not None:
             self._beat_timer.cancel()
-        next_s = beat_every_s(self._plan.settings.heartbeat_s, ranks)
+        next_s = beat_every_s(self._plan.settings.heartbeat_s, ranks, self._plan.active)
         self._beat_timer = asyncio.get_running_loop().call_later(next_s, self._beat_again)
 
     def _beat_again(self) -> None:

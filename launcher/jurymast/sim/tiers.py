@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import msgspec
+
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Commit
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Key
@@ -260,11 +262,12 @@ class _World:
             if not replicated:
                 continue
             for holder in self._kept.whole[image.node]:
-                self._hold(replace(image, node=holder, tier=PEER))
+                self._hold(msgspec.structs.replace(image, node=holder, tier=PEER))
             for group in self._groups:
                 if place in group:
                     ranks = tuple(self._ranks[one] for one in group)
-                    self._hold(replace(image, node=self._kept.parity[group], tier=PEER, group=ranks))
+                    holder = self._kept.parity[group]
+                    self._hold(msgspec.structs.replace(image, node=holder, tier=PEER, group=ranks))
 
     def _hold(self, copy: Copy) -> None:
         if copy.node not in self._lost:

@@ -7,6 +7,7 @@ back from the journal.
 from __future__ import annotations
 
 import argparse
+import gc
 import socket
 import sys
 from functools import partial
@@ -16,8 +17,13 @@ from jurymast.journal import replay
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.epoch import Takeover, serve
 
+# What is known of thousands of nodes lives long, and next to nothing of it refers to itself: to look all of
+# that through for garbage as often as Python does takes a fifth of the time, and half a second at once.
+NEW_OBJECTS, YOUNG_LOOKS, OLD_LOOKS = 50_000, 20, 100
+
 
 def main() -> int:
+    gc.set_threshold(NEW_OBJECTS, YOUNG_LOOKS, OLD_LOOKS)
     parser = argparse.ArgumentParser(prog="jurymast.supervisor")
     parser.add_argument("run_directory")
     parser.add_argument(

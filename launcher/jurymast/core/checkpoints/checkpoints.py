@@ -109,6 +109,8 @@ class Checkpoints:
                 return self._prefetched(node, message, now)
             case msg.Unreplicated():
                 return self._unreplicated(node, message, now)
+            case msg.AskSources():
+                return [self._restore.sources(node, message)]
             case msg.Unrestorable():
                 return [Record(ev.RestoreFailed(t=now, node=node, **asdict(message)))]
             case msg.Drained():

@@ -398,7 +398,7 @@ class SimAgent:
         cadence = CadenceReport(record.number, record.decided, settings.cadence_steps, None)
         self._send(beat_of(beat.attempt, ranks, cadence))
         self._beats += 1
-        next_s = beat_every_s(settings.heartbeat_s, ranks)
+        next_s = beat_every_s(settings.heartbeat_s, ranks, self.cluster.plan.active)
         self.world.after(next_s, self.process, self._beat_again, self._beats)
 
     def _beat_again(self, number: int) -> None:
