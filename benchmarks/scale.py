@@ -3,7 +3,8 @@
 TCP and seals; the agents are simulated, 8 ranks each, heartbeats every 0.5 s (see `tests/support/fleet.py`).
 
 Phases, one after the other: all nodes join within a second; the first launch; half a minute of training; a
-connection that is reset; a node that falls silent; twenty nodes at once; another supervisor takes over.
+connection that is reset; a node that falls silent; twenty nodes at once; the supervisor's process is stopped
+for five seconds; another supervisor takes over.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SIZES = (100, 500, 2000, 5000, 12500)
 QUICK_SIZES = (100, 500)
 SPARE_SHARE = 64  # nodes for each spare; at least 32, for what is lost here
 SWITCH = 20
+STALL_S = 5.0
 WRONGLY = "healthy nodes declared lost"
 JOIN_S = 1.0
 STEADY_S, QUICK_STEADY_S = 30.0, 5.0
@@ -93,6 +95,7 @@ def phases(one: Lab, steady_s: float) -> bool:
     for case, victims, hurt in faults:
         if not fault(one, case, victims, hurt):
             return False
+    stands_still(one)
     return take_over(one)
 
 
@@ -175,6 +178,25 @@ def verdict_at(one: Lab, victims: list[str]) -> float:
 def wrongly_lost(one: Lab) -> int:
     told = {entry["node"] for entry in read(one.run.directory) if entry.get("event") == "NodeLost"}
     return len(told - one.lost)
+
+
+def stands_still(one: Lab) -> None:
+    """The supervisor's loop, as on a host that is far too busy."""
+    fleet, case = one.fleet, f"the supervisor stands still for {STALL_S:.0f} s"
+    fleet.run_for(3.0)
+    attempt, told = max(agent.attempt for agent in fleet.agents.values()), len(notes(one))
+    process = psutil.Process(one.run.supervisor.pid)
+    process.suspend()
+    fleet.run_for(STALL_S)
+    process.resume()
+    fleet.run_for(10.0)
+    one.row(case, "restarts of the training", "", max(a.attempt for a in fleet.agents.values()) - attempt)
+    one.row(case, "lines in the journal", "", len(notes(one)) - told)
+    one.row(case, WRONGLY, "", wrongly_lost(one))
+
+
+def notes(one: Lab) -> list[Any]:
+    return [entry for entry in read(one.run.directory) if entry.get("event") == "Noted"]
 
 
 def take_over(one: Lab) -> bool:
