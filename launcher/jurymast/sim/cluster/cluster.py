@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
@@ -239,11 +240,17 @@ class Cluster:
             self._end_job(again=self.ending == "preempted")
 
     def _roll_back(self, supervisor: SimSupervisor) -> None:
-        """To the newest checkpoint but one, if it is at hand."""
+        """To the newest checkpoint but one, if it is at hand: on storage first, and then the supervisor is
+        asked. One that has taken over by then has seen it there."""
         steps = sorted(step for step, _ in self.disk.shared)
         if len(steps) > 1 and supervisor.listens:
-            self.oracle.rolled_back(self.disk.roll_back(steps[-2]))
-            supervisor.ask(msg.Ask(what="rollback", by="you", step=steps[-2]))
+            back = self.disk.roll_back(steps[-2])
+            self.oracle.rolled_back(back)
+            self.world.after(0.0, supervisor.process, self._ask_to_go_back, supervisor, back)
+
+    def _ask_to_go_back(self, supervisor: SimSupervisor, back: Rollback) -> None:
+        if supervisor.ask(msg.Ask(what="rollback", by="you", step=back.step)):
+            self.oracle.ordered_back(back)
 
     def _strike_supervisor(self, fault: Fault) -> None:
         supervisor = self.oracle.supervisor
@@ -256,7 +263,7 @@ class Cluster:
                 supervisor.process.stop_until(self.world.now + fault.seconds)
                 supervisor.thread.stop_until(self.world.now + fault.seconds)
             case "rollback":
-                self.world.after(0.0, supervisor.process, self._roll_back, supervisor)
+                self._roll_back(supervisor)
             case "restart":
                 self.world.after(0.0, supervisor.process, supervisor.ask, msg.Ask(what="restart", by="you"))
             case signal:
