@@ -412,7 +412,7 @@ class SimAgent:
                     self.page.record.propose(order.schedule)
                 if order.decided:
                     self.page.record.decide(order.decided)
-            case msg.GoOn() | msg.LeaveVerdict() | msg.TestAlone() | msg.TestPair():
+            case msg.GoOn() | msg.LeaveVerdict():
                 pass
             case _:
                 self.keeper.obey(order)
