@@ -33,6 +33,7 @@ from typing import Any
 import xxhash
 
 from jurymast import foreign
+from jurymast.core.checkpoints.retention import superfluous
 from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.rundir import sync_directory, write_atomically
 
@@ -349,16 +350,10 @@ class CheckpointDirectory:
     def retire(self, keep: int, known_bad: frozenset[int] = frozenset()) -> list[Path]:
         """Take all but the newest `keep` complete checkpoints away; returns what is left to delete.
 
-        Damaged ones and those in `known_bad` neither count nor go: they are somebody's evidence. Pinned
-        ones count, and stay. The rename makes each disappear at once, so that no reader ever sees half of
-        one. Raises OSError.
+        The rename makes each disappear at once, so that no reader ever sees half of one. Raises OSError.
         """
-        pinned = self.pinned()
-        good = [step for step in self.complete() if step not in known_bad]
-        doomed = []
-        for step in good[max(1, keep) :]:
-            if step in pinned:
-                continue
+        doomed: list[Path] = []
+        for step in superfluous(self.complete(), keep, self.pinned(), known_bad):
             gone = self.root / f".deleting-{step:08d}.{secrets.token_hex(4)}"
             os.rename(self.path(step), gone)
             doomed.append(gone)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from jurymast import __version__
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
-from jurymast.cluster.batch import SUPERSEDED, tell_of_requeue
+from jurymast.cluster.batch import tell_of_requeue
 from jurymast.cluster.control import requeue, why_ending
 from jurymast.core import events as ev
 from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.journal import JournalWriter, first_events
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import allow_files
