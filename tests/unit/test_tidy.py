@@ -126,6 +126,21 @@ def opens(source: Source) -> Iterator[str]:
             yield f"{source.name}:{call.lineno}: opens by itself"
 
 
+# What commands reach.
+LOOKING = ("cli/", "report/", "past_runs.py", "journal.py", "rundir.py", "checkpoint/directory.py")
+
+
+def looks(source: Source) -> Iterator[str]:
+    """Where a command looks, `jurymast.foreign` must know of it, or a hang of storage never ends."""
+    if not source.name.startswith(tuple(f"launcher/jurymast/{name}" for name in LOOKING)):
+        return
+    ways = {"listdir", "scandir", "iterdir", "glob", "rglob", "stat", "lstat", "exists", "isdir", "isfile"}
+    for call in source.calls():
+        owner, _, way = ast.unparse(call.func).rpartition(".")
+        if way in ways | {"is_dir", "is_file"} and owner != "foreign":
+            yield f"{source.name}:{call.lineno}: looks by itself"
+
+
 def broad_silence(source: Source) -> Iterator[str]:
     """`except Exception: pass` hides the very errors that this program exists to report."""
     for node in ast.walk(source.tree):
@@ -219,6 +234,10 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/sim/measured.py",
             "launcher/jurymast/worker/server.py",
         },
+    ),
+    looks: (
+        Source("launcher/jurymast/cli/a.py", "def f(path):\n    return path.exists()\n"),
+        {"launcher/jurymast/report/doctor.py"},  # at this machine's own spool
     ),
     broad_silence: (Source("tests/a.py", "try:\n    f()\nexcept Exception:\n    pass\n"), set()),
 }
