@@ -183,12 +183,13 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/supervisor/__main__.py",
             "launcher/jurymast/supervisor/door.py",
             "launcher/jurymast/supervisor/epoch.py",
-            "launcher/jurymast/sim/cluster/__main__.py",  # a command
+            "launcher/jurymast/health/once.py",  # a command, as below
+            "launcher/jurymast/sim/cluster/__main__.py",
             "launcher/jurymast/supervisor/hold.py",
             "launcher/jurymast/supervisor/standby.py",
             "launcher/jurymast/supervisor/supervisor.py",
             "launcher/jurymast/demo/train_gpt.py",  # a user's script
-            "plugins/jurymast_nvidia/__main__.py",  # a command
+            "plugins/jurymast_nvidia/__main__.py",
         },
     ),
     shells: (Source("slurm/a.py", "import subprocess\nsubprocess.run('x', shell=True)\n"), set()),
