@@ -206,11 +206,9 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         {
             "launcher/jurymast/foreign.py",
             # The kernel's files.
-            "launcher/jurymast/agent/evidence.py",
             "launcher/jurymast/agent/stacks.py",
             "launcher/jurymast/cluster/verdicts.py",
             "launcher/jurymast/health/readings.py",
-            "launcher/jurymast/keeper/limits.py",
             "plugins/jurymast_amd/__init__.py",
             "plugins/jurymast_host/kernel_log.py",
             # Memory of this user's processes, by a link below /proc that only they may follow.
