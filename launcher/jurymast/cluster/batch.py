@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.agents import Agents, LocalAgents, SrunAgents, end_with_us
-from jurymast.cluster.allocation import Allocation, from_slurm_environment
+from jurymast.cluster.allocation import Allocation, from_slurm_environment, listen
 from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision import batch as core
@@ -43,7 +42,7 @@ class Batch:
         self._allocation = allocation
         self._agents = agents
         self._log = log
-        self._listener = socket.create_server(("127.0.0.1" if plan.cluster == "local" else "", 0))
+        self._listeners = listen(plan.cluster)
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._machine = core.Batch()
         self._outcome: core.Outcome | None = None
@@ -69,7 +68,8 @@ class Batch:
             return self._outcome
         finally:
             self._agents.end()
-            self._listener.close()
+            for listener in self._listeners:
+                listener.close()
 
     def _do(self, effects: list[core.Effect]) -> None:
         for effect in effects:
@@ -78,7 +78,7 @@ class Batch:
                     self._start_supervisor()
                     self._do(self._machine.started())
                 case core.StartAgents():
-                    self._agents.start(self._listener.getsockname()[1])
+                    self._agents.start(self._listeners[0].getsockname()[1])
                 case core.Forward():
                     if self._supervisor is not None:
                         sent = signal.SIGUSR2 if effect.warning else signal.SIGTERM
@@ -103,15 +103,17 @@ class Batch:
         self._do(self._machine.signalled(warning=warning, supervised=supervised))
 
     def _start_supervisor(self) -> None:
-        """It inherits the socket: agents learn its port before it runs, and find it there after a crash. Also
-        the signals' block: one that comes before it can answer waits until then."""
+        """It inherits the sockets: agents learn its port before it runs, and find it there after a crash.
+        Also the signals' block: one that comes before it can answer waits until then."""
         arguments = [sys.executable, "-m", "jurymast.supervisor", str(self._directory.root)]
-        arguments += ["--listen-fd", str(self._listener.fileno())]
+        files = [listener.fileno() for listener in self._listeners]
+        for file in files:
+            arguments += ["--listen-fd", str(file)]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._supervisor = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-                pass_fds=(self._listener.fileno(),), preexec_fn=self._tie(),
+                pass_fds=files, preexec_fn=self._tie(),
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

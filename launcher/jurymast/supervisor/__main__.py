@@ -33,15 +33,17 @@ def main() -> int:
     parser.add_argument(
         "--silent-s", type=float, default=0.0, help="nobody has heard the last one for so long"
     )
-    parser.add_argument("--listen-fd", type=int, default=-1, help="a listening socket to inherit")
+    parser.add_argument(
+        "--listen-fd", type=int, action="append", default=[], help="a listening socket to inherit"
+    )
     arguments = parser.parse_args()
     try:
         directory = RunDirectory(arguments.run_directory)
-        listener = socket.socket(fileno=arguments.listen_fd) if arguments.listen_fd >= 0 else None
+        listeners = [socket.socket(fileno=file) for file in arguments.listen_fd]
         takeover = None
         if arguments.takeover:
             takeover = Takeover(arguments.takeover, arguments.after, arguments.silent_s)
-        return serve(directory, partial(replay, directory), takeover=takeover, listener=listener)
+        return serve(directory, partial(replay, directory), takeover=takeover, listeners=listeners)
     except JurymastError as error:
         print(f"jurymast supervisor: {error}", file=sys.stderr)
         return error.exit_code

@@ -6,11 +6,11 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jurymast import __version__
-from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
+from jurymast.cluster.allocation import Allocation, announced_by, listen, run_command
 from jurymast.cluster.batch import tell_of_requeue
 from jurymast.cluster.control import requeue, why_ending
 from jurymast.core import events as ev
@@ -40,7 +40,7 @@ async def supervise(
     directory: RunDirectory,
     allocation: Allocation,
     node: str,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     replayed: Callable[[], RunState],
     takeover: Takeover | None,
 ) -> RunState | None:
@@ -84,8 +84,7 @@ async def supervise(
     if (newest := await asyncio.to_thread(directory.newest_attempt)) > state.attempt:
         supervisor.feed(ev.AttemptFound(t=supervisor.now(), node="", attempt=newest))
     assert state.phase is not Phase.QUEUED
-    hosts = ["127.0.0.1"] if plan.cluster == "local" else announced_hosts()
-    await supervisor.run(listener, hosts, allocation.key, node, os.getpid())
+    await supervisor.run(listeners, announced_by(listeners), allocation.key, node, os.getpid())
     return None if supervisor.superseded else supervisor.state
 
 
@@ -108,15 +107,14 @@ def serve(
     replayed: Callable[[], RunState],
     *,
     takeover: Takeover | None = None,
-    listener: socket.socket | None = None,
+    listeners: Sequence[socket.socket] = (),
 ) -> int:
     """Exit code of the process; see `supervise`. Raises JurymastError."""
     print(f"supervisor: pid {os.getpid()} at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}", flush=True)
     allocation = Allocation.load(directory)
-    here = "127.0.0.1" if directory.plan().cluster == "local" else ""
-    listener = listener or socket.create_server((here, 0))
+    listeners = listeners or listen(directory.plan().cluster)
     node = takeover.node if takeover else allocation.host
-    state = asyncio.run(supervise(directory, allocation, node, listener, replayed, takeover))
+    state = asyncio.run(supervise(directory, allocation, node, listeners, replayed, takeover))
     if state is None:
         return SUPERSEDED
     if takeover and (state.ended or state.phase is Phase.REQUEUED):

@@ -228,13 +228,16 @@ class Supervisor:
     # The life of an epoch.
 
     async def run(
-        self, listener: socket.socket, announce: list[str], allocation: str, node: str, pid: int
+        self, listeners: Sequence[socket.socket], announce: list[str], allocation: str, node: str, pid: int
     ) -> None:
         """Announce the endpoint, and supervise until the end. Raises what broke it."""
         self._allocation = allocation
         door = Door(self._secret, self.state.active + self.state.spares)
-        server = await listen(lambda come: self._spawn(self._serve(door, come)), listener)
-        port = server.sockets[0].getsockname()[1]
+        servers = [
+            await listen(lambda come: self._spawn(self._serve(door, come)), listener)
+            for listener in listeners
+        ]
+        port = listeners[0].getsockname()[1]
         place = endpoint.Endpoint(self._hold.epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)
         loop = asyncio.get_running_loop()
@@ -247,7 +250,8 @@ class Supervisor:
         try:
             await self._over.wait()
         finally:
-            server.close()
+            for server in servers:
+                server.close()
             for task in self._tasks:
                 task.cancel()
             for connection in list(self._channels.values()):
