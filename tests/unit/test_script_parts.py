@@ -15,7 +15,7 @@ import pytest
 from jurymast.rundir import RunDirectory
 from jurymast.script.node_command import node_command
 from jurymast.script.output import Output
-from jurymast.script.parts import Part, arranged, for_all, gather, join, shell_text
+from jurymast.script.parts import Part, for_all, gather, join, places, shell_text
 from jurymast.script.recognise import part_of
 from jurymast.script.relay import Relay
 from jurymast.script.srun_options import Srun, parse
@@ -117,9 +117,10 @@ def test_parts_whose_others_do_not_come_are_joined_by_nobody(tmp_path: Path) -> 
     assert join(tmp_path / "train", part("n3"), 3) == (tmp_path / "train-2", 0)
 
 
-def test_a_part_runs_on_the_node_that_it_names_or_on_one_that_is_left() -> None:
-    assert arranged([part("n2"), part("n1"), part()], NODES) == ["n2", "n1", "n3"]
-    assert arranged([part("lost"), part("n1"), part("n3")], NODES) == ["n2", "n1", "n3"]
+def test_a_part_has_the_place_of_the_node_that_it_names_or_one_that_is_left() -> None:
+    assert places([part("n2"), part("n1"), part()], NODES) == [1, 0, 2]
+    assert places([part("lost"), part("n1"), part("n3")], NODES) == [1, 0, 2]
+    assert places([part("n3"), part("n3"), part("n1")], NODES) == [2, 1, 0]
     words = ("-r1", "--export=ALL,NODE_RANK=1,HOME", "torchrun")
     of = Part.of(srun(*words), {"HOME": "/me"}, NODES)
     assert (of.node, of.environment) == ("n2", {"HOME": "/me", "NODE_RANK": "1"})

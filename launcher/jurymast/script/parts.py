@@ -108,14 +108,14 @@ def gather(folder: Path, size: int, limit_s: float = LIMIT_S) -> list[Part] | No
     return [Part.from_json(json.loads(foreign.read_own(file))) for file in files]
 
 
-def arranged(parts: Sequence[Part], nodes: Sequence[str]) -> list[str]:
-    """A node of these for each part: the one it names, or one that is left."""
-    left = list(nodes)
-    chosen: dict[int, str] = {}
+def places(parts: Sequence[Part], nodes: Sequence[str]) -> list[int]:
+    """The place of each part's ranks: that of the node it names among these, or one that is left."""
+    left = list(range(len(nodes)))
+    chosen: dict[int, int] = {}
     for number, part in enumerate(parts):
-        if part.node in left:
-            left.remove(part.node)
-            chosen[number] = part.node
+        if part.node in nodes and (place := nodes.index(part.node)) in left:
+            left.remove(place)
+            chosen[number] = place
     return [chosen[number] if number in chosen else left.pop(0) for number in range(len(parts))]
 
 
@@ -143,12 +143,11 @@ def _lead(step: Step, srun: Srun, folder: Path) -> int | None:
         _write(folder / WORD, {})
         say(f"not all of {step.active} steps of one node came within {LIMIT_S:g} s: no failure handling")
         return None
-    nodes = arranged(parts, step.nodes[: step.active])
-    place = [step.nodes.index(node) for node in nodes]
-    together = Together(
-        step.new_folder(), {n: shell_text(p, parts[0]) for n, p in zip(nodes, parts, strict=True)}, place[0]
-    )
-    _write(folder / WORD, {"step": str(together.folder), "places": place})
+    found = places(parts, step.nodes[: step.active])
+    # Not on the node that a part names, which may be a spare: what counts is which ranks it has.
+    own = {step.likely[place]: shell_text(part, parts[0]) for part, place in zip(parts, found, strict=True)}
+    together = Together(step.new_folder(), own, found[0])
+    _write(folder / WORD, {"step": str(together.folder), "places": found})
     code = step.run(for_all(srun), together)
     _write(folder / ENDED, {"code": code})
     return code

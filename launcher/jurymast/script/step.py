@@ -115,6 +115,13 @@ class Step:
         return [node for node in self._allocation.nodes if node not in self._lost]
 
     @property
+    def likely(self) -> list[str]:
+        """The nodes that the ranks will have, by their order, if all goes well: the batch host has none while
+        another one can."""
+        last = sorted(self.nodes, key=lambda node: node == self._allocation.host)
+        return [node for node in self.nodes if node in last[: self.active]]
+
+    @property
     def parts(self) -> Path:
         """Where the steps of one node each find each other, in this life of the job."""
         return self._job.submission / "steps" / f"{self._allocation.key}-parts"
