@@ -49,6 +49,44 @@ def test_later_steps_do_without_a_node_that_was_lost(cluster: Cluster, tmp_path:
     assert [*sorted(kept[6:8]), *kept[8:]] == [*second, "said: 0"], printed
 
 
+SRUN_A_NODE = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output=out --partition=main
+nodes=($(scontrol show hostnames))
+train() {
+  for i in 0 1; do
+    srun -N1 -n1 -w ${nodes[$i]} --output=$1-$i torchrun --nnodes=2 --nproc-per-node=1 --node_rank=$i \\
+      --master_addr=${nodes[0]} --master_port=29541 $SUM $1 $2 &
+  done
+  wait
+}
+train first --until
+train second
+echo said: $?
+"""
+
+
+def test_one_srun_for_each_node_goes_on_with_another_one(cluster: Cluster, tmp_path: Path) -> None:
+    """The next training does so at once, though its srun names the node that was lost."""
+    work = cluster.shared / tmp_path.name
+    run = submit_script(cluster, work, SRUN_A_NODE, "--spares=1")
+    run.wait("the ranks", lambda s: bool(s.placement), LIMIT_S)
+    wait_until("the first step", (work / "started").exists, limit_s=LIMIT_S)
+    (work / "started").unlink()
+    victim = next(node for node in run.state().placement if node != run.state().host)
+    power_loss(run, victim)
+    run.wait("the swap", lambda s: bool(s.incidents) and victim not in s.placement, LIMIT_S)
+    wait_until("a step after it", (work / "started").exists, limit_s=LIMIT_S)
+    (work / "stop").touch()
+    assert run.wait_end().exit_code == 0
+    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    assert "said: 0" in (work / "out").read_text()
+    for training, more in (("first", ", --until"), ("second", "")):
+        for rank in (0, 1):
+            printed = (work / f"{training}-{rank}").read_text()
+            assert f"rank {rank} of 2, local 0, sum 3, word -, {training}{more}\n" in printed
+            assert f"rank {1 - rank} of 2" not in printed
+
+
 TRAINS = """#!/bin/bash
 #SBATCH --job-name=trains
 #SBATCH --nodes=2

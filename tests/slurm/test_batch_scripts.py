@@ -9,134 +9,80 @@ from pathlib import Path
 
 import pytest
 
+from support.runs import SCRIPTS as RANK_SCRIPTS
 from support.slurm_runs import SCRIPT_ENVIRONMENT
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 LIMIT_S = 90.0
-# name: the number of nodes, and what stands behind "#!/bin/bash". Lines that begin with "said" or "rank" are
-# compared: torch and Slurm say other things besides.
-STYLES = {
-    "torchrun by srun, after set-up and before more": (2, """
-        #SBATCH --ntasks-per-node=1
-        set -euo pipefail
-        source ./setup.sh
-        nodes=( $(scontrol show hostnames "$SLURM_JOB_NODELIST") )
-        head=${nodes[0]}
-        echo "said: $SLURM_NNODES ${#nodes[@]} $SLURM_JOB_NUM_NODES $(basename $0) $# $(umask)"
-        srun --ntasks=$SLURM_NNODES echo said
-        srun torchrun --nnodes $SLURM_NNODES --nproc_per_node 1 --rdzv_id $RANDOM --rdzv_backend c10d \\
-            --rdzv_endpoint $head:29510 $SUM "$@"
-        echo "said: done with $?"
-    """),
-    "torch.distributed.run in a shell of srun's, a function and a here-document": (1, """
-        launch() {
-          srun --export=PATH,SUM,GLOO_SOCKET_IFNAME,WORD=exported bash -c '
-            cd /tmp && export WORD="$WORD of $SLURM_NNODES in $PWD"
-            python -m torch.distributed.run --standalone --nproc-per-node=2 $SUM "b c" &&
-              echo said: $SLURM_PROCID
-          '
-        }
-        launch &
-        wait $!
-        cat <<END
-        said: here-document of $SLURM_JOB_NAME
-        END
-    """),
-    "a loop over seeds, without srun and in a container": (1, """
-        printf '#!/bin/bash\\nshift 2; PATH=%s exec "$@"' "${PATH#*slurm/bin:}" > apptainer
-        chmod +x apptainer
-        for run in "" "srun ./apptainer exec image.sif"; do
-          WORD=seed-${#run} $run torchrun --nproc-per-node=2 $SUM || exit 1
-        done 2> /dev/null | stdbuf -oL cat
-        exit ${PIPESTATUS[0]}
-    """),
-    "a task a rank": (2, """
-        #SBATCH --ntasks-per-node=2
-        echo said: $SLURM_NTASKS $SLURM_NPROCS $SLURM_NTASKS_PER_NODE $SLURM_TASKS_PER_NODE
-        srun python -u $SUM --slurm x
-        END_WITH=3 srun python -u $SUM --slurm again
-        echo said: $?
-    """),
-    "a shell a rank, with its own output": (2, """
-        #SBATCH --ntasks-per-node=2
-        srun -l --output=log-%x bash -c '
-          PORT=$(python -c "print(29519)")
-          export WORD="$SLURM_LOCALID-$PORT"
-          python -u $SUM --slurm $SLURM_PROCID | cat && echo said: $SLURM_PROCID of $SLURM_NTASKS
-        '
-        sed 's/^/said: /' log-job.sbatch
-    """),
-    "a script of its own, with a failure": (1, """
-        cat > launch.sh <<'END'
-        #!/bin/bash
-        export WORD=launched
-        exec python -m torch.distributed.launch --nproc_per_node=1 --use_env "$@"
-        END
-        chmod +x launch.sh
-        trap 'echo "said: trap"' EXIT
-        END_WITH=7 srun ./launch.sh $SUM
-        code=$?
-        echo "said: ended with $code"
-        exit $code
-    """),
-    "a helper in the background, a trap, and a signal before the time limit": (1, """
-        #SBATCH --time=1 --signal=B:USR1@59
-        trap 'echo said: signal; kill $helper; exit 5' USR1
-        sleep 100 &
-        helper=$!
-        wait $helper
-    """),
-    "steps without a training, and exec": (2, """
-        srun -l -N1 -n1 echo a 2>&1 | sed 's/^/said: /'
-        srun -n2 --ntasks-per-node=1 bash -c 'echo said: $SLURM_PROCID $SLURM_NNODES $SLURM_NTASKS'
-        exec srun -N1 -n1 sh -c 'echo said: $0; exit 9'
-    """),
-    "accelerate": (1, """
-        srun accelerate launch --multi_gpu --num_machines 1 --num_processes 2 --mixed_precision no \\
-            --dynamo_backend no --main_process_port 29512 $SUM 2> /dev/null
-    """),
-}  # fmt: skip
+GROUP_LIMIT_S = 500.0
+SCRIPTS = Path(__file__).parent / "scripts"
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "batch-scripts.json"
+STYLES = sorted(path.stem for path in SCRIPTS.glob("*.sbatch"))
+# What always runs: each way in which a training is started, and each in which a script ends.
+SAMPLE = [
+    "accelerate-on-one-node", "container", "helper-and-signal", "launch-script-that-fails", "loop-over-seeds",
+    "run-module-in-a-shell", "shell-a-rank", "srun-a-node", "steps-and-exec", "task-a-rank",
+    "torchrun-with-setup",
+]  # fmt: skip
+# As many jobs as a test submits at once: Slurm runs two or three of them beside each other.
+TOGETHER = 11
 
 
-def text_of(style: str) -> str:
-    nodes, body = STYLES[style]
-    return f"#!/bin/bash\n#SBATCH --nodes={nodes}\n" + re.sub(
-        "^ {8}", "", body.strip("\n"), flags=re.MULTILINE
-    )
+def groups() -> list[list[str]]:
+    """`make styles` runs all of them; JURYMAST_STYLES may also name some."""
+    named = os.environ.get("JURYMAST_STYLES", "").split() or SAMPLE
+    chosen = STYLES if named == ["all"] else named
+    return [chosen[start : start + TOGETHER] for start in range(0, len(chosen), TOGETHER)]
 
 
-def outcome(cluster: Cluster, work: Path, style: str, *submit: str) -> list[str]:
-    """What a job of this style prints, in an order that ranks cannot change, and its exit code."""
-    cluster.login(["mkdir", str(work)])
-    (work / "setup.sh").write_text('export WORD="set up"\n')
-    (work / "job.sbatch").write_text(text_of(style))
-    path = f"{cluster.python.parent}:/usr/bin:/bin"
+def submitted(cluster: Cluster, work: Path, style: str, *submit: str) -> int:
+    """A job of this style, in a directory of its own. A script that loads an environment finds the
+    Python that trains only there."""
+    cluster.login(["cp", "-r", str(SCRIPTS / "site"), str(work)])
+    script = (SCRIPTS / f"{style}.sbatch").read_text()
+    (work / "job.sbatch").write_text(script)
+    (work / "train.py").write_bytes((RANK_SCRIPTS / "sum_ranks.py").read_bytes())
+    python = cluster.python.parent
+    path = "/usr/bin:/bin" if re.search("activate|module load", script) else f"{python}:/usr/bin:/bin"
     done = cluster.login(
         [*submit, "--parsable", "--output=out", "job.sbatch", "first", "second word"],
         cwd=work, timeout_s=60, check=False,
-        env={**SCRIPT_ENVIRONMENT, "PATH": path, "JURYMAST_RUNS": str(work / "runs")},
+        env={**SCRIPT_ENVIRONMENT, "PATH": path, "VENV": str(python.parent),
+             "JURYMAST_RUNS": str(work / "runs")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    ended = cluster.wait_job(int(done.stdout), "COMPLETED", "FAILED", deadline_s=LIMIT_S)
-    lines = (work / "out").read_text().splitlines()
-    print("\n".join(lines))
-    kept = {line for line in lines if re.match("(rank|said)", line)}
-    return [*sorted(kept), ended["ExitCode"]]
+    return int(done.stdout)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_the_outcome_is_sbatchs(cluster: Cluster, tmp_path: Path, style: str) -> None:
-    """With JURYMAST_UPDATE_GOLDEN real sbatch says what it is."""
-    work = cluster.shared / tmp_path.name
+def outcomes(cluster: Cluster, work: Path, styles: list[str], *submit: str) -> dict[str, list[str]]:
+    """What jobs of these styles print, in an order that ranks cannot change, and their exit codes. Lines that
+    begin with "said" or "rank" are compared: torch and Slurm say other things besides."""
+    cluster.login(["mkdir", str(work)])
+    jobs = {style: submitted(cluster, work / style, style, *submit) for style in styles}
+    found = {}
+    for style, job in jobs.items():
+        ended = cluster.wait_job(job, "COMPLETED", "FAILED", deadline_s=GROUP_LIMIT_S)
+        lines = (work / style / "out").read_text().splitlines()
+        print(f"==== {style} ({ended['StartTime']} to {ended['EndTime']})", *lines, sep="\n")
+        found[style] = [*sorted({line for line in lines if re.match("(rank|said)", line)}), ended["ExitCode"]]
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("styles", groups(), ids=lambda styles: f"{styles[0]} to {styles[-1]}")
+def test_the_outcomes_are_sbatchs(cluster: Cluster, tmp_path: Path, styles: list[str]) -> None:
+    """With JURYMAST_UPDATE_GOLDEN real sbatch says what they are."""
+    work = cluster.shared / re.sub(r"\W+", "-", tmp_path.name)
     if os.environ.get("JURYMAST_UPDATE_GOLDEN"):
-        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        known[style] = outcome(cluster, work.with_name(f"{work.name}-sbatch"), style, "sbatch")
+        known = json.loads(GOLDEN.read_text())
+        known |= outcomes(cluster, work.with_name(f"{work.name}-sbatch"), styles, "sbatch")
+        known = {style: known[style] for style in STYLES if style in known}
         GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
-    found = outcome(cluster, work, style, str(cluster.python.parent / "jurymast"), "submit", "--spares=1")
-    assert found == json.loads(GOLDEN.read_text())[style]
+    golden = json.loads(GOLDEN.read_text())
+    found = outcomes(cluster, work, styles, str(cluster.python.parent / "jurymast"), "submit", "--spares=1")
+    assert found == {style: golden[style] for style in styles}
 
 
 def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from jurymast.policy.load import pairs_layer
 from jurymast.policy.resolve import resolve
 
 OWN = {"--spares": True, "--policy": True, "--wait": False}
+TESTS = Path(__file__).parents[1]
 JOB = """#!/bin/bash -l
 
 # trains
@@ -173,7 +175,14 @@ def test_a_wrapped_command_is_sbatchs_own_script() -> None:
 def test_a_batch_script_is_told_from_a_training_script(tmp_path: Path) -> None:
     (tmp_path / "job.sbatch").write_text("#!/bin/bash\n")
     (tmp_path / "train.py").write_text("#!/bin/sh\n")
-    (tmp_path / "train").write_text("#!/usr/bin/env python3\n")
+    (tmp_path / "train").write_text("#!/usr/bin/env python3\nprint()\n#SBATCH -N2\n")
+    (tmp_path / "job.py").write_text("#!/usr/bin/env python3\n# trains\n#SBATCH -N2\nprint()\n")
+    assert find_script(["job.py"], tmp_path) == tmp_path / "job.py"
     assert find_script(["job.sbatch", "--lr", "1"], tmp_path) == tmp_path / "job.sbatch"
     for words in (["train.py"], ["train"], ["nowhere"], ["-m", "job.sbatch"], []):
         assert find_script(words, tmp_path) is None
+
+
+def test_every_style_of_script_has_an_outcome_of_sbatchs() -> None:
+    golden = json.loads((TESTS / "data" / "golden" / "batch-scripts.json").read_text())
+    assert list(golden) == sorted(path.stem for path in (TESTS / "slurm" / "scripts").glob("*.sbatch"))

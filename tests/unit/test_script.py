@@ -262,7 +262,7 @@ def test_what_we_add_to_the_environment_is_taken_away_again(tmp_path: Path) -> N
 def test_a_steps_command_finds_ours_whatever_became_of_its_variables(tmp_path: Path) -> None:
     job, step = RunDirectory(tmp_path / "a run"), tmp_path / "step"
     step.mkdir()
-    (step / "node").write_text(node_command(job, step, {"SLURM_NNODES": "2"}, 1, tmp_path / "spares"))
+    (step / "node").write_text(node_command(job, step, {"SLURM_NNODES": "2"}, 1, tmp_path / "spares", {}))
     tell = ["sh", str(step / "node"), "sh", "-c", "env; exit 3"]
     bare = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1", "PATH": os.environ["PATH"]}
     done = subprocess.run(tell, env=bare, capture_output=True, text=True, check=False)
@@ -436,7 +436,7 @@ def test_what_ranks_print_is_relayed_attempt_by_attempt(job: RunDirectory, tmp_p
     srun = parse(["-o", str(tmp_path / "out"), "x"])
     assert srun is not None
     output = Output(srun, {})
-    with Relay(job, output):
+    with Relay(job, output, after=1):
         job.attempt_file.write_text("3")
         prints(2, 1, "second\n")
         prints(3, 0, "third, ")

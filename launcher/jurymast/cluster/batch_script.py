@@ -19,6 +19,7 @@ from jurymast.cluster.sbatch_options import CommandLine, Given, split_command_li
 from jurymast.errors import ScriptError, UsageError
 
 STANDARD_INPUT = "standard input"
+HEAD_BYTES_MAX = 1 << 16
 SBATCH, OURS = "#SBATCH", "#JURYMAST"
 # Variables that stand for an option, of those that jurymast looks at. All others reach sbatch as they are.
 VARIABLES = {
@@ -60,13 +61,17 @@ class BatchScript:
 
 
 def is_batch_script(path: Path) -> bool:
-    """Whether this file is for sbatch rather than for Python. Raises ScriptError."""
+    """Whether this file is for sbatch rather than a training: a shell's script, or one in Python with lines
+    for sbatch. Raises ScriptError."""
     try:
         with foreign.reading(path) as file:
-            first = file.readline(200)
+            text = file.read(HEAD_BYTES_MAX).decode(errors="surrogateescape")
     except OSError as error:
         raise ScriptError(f"the script {path} cannot be read: {error.strerror}") from error
-    return first.startswith(b"#!") and b"python" not in first and path.suffix != ".py"
+    first = text.partition("\n")[0]
+    if "python" not in first and path.suffix != ".py":
+        return first.startswith("#!")
+    return first.startswith("#!") and any(line.startswith((SBATCH, OURS)) for _, line in _comments(text))
 
 
 def read_script(path: Path, own: Mapping[str, bool]) -> BatchScript:

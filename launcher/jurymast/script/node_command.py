@@ -30,6 +30,7 @@ NODE_COMMAND = """\
 # may have changed the variables that lead to our front ends.
 {exports}
 {ours}
+{own}
 if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
 "$@"
 code=$?
@@ -40,10 +41,20 @@ exit $code
 """
 
 
-def node_command(job: RunDirectory, step: Path, seen: Mapping[str, str], active: int, log: Path) -> str:
-    """The text of that program, for the folder of a `step` of `job`, beside `active` nodes."""
+def node_command(
+    job: RunDirectory,
+    step: Path,
+    seen: Mapping[str, str],
+    active: int,
+    log: Path,
+    own: Mapping[str, str],
+) -> str:
+    """The text of that program, for the folder of a `step` of `job`, beside `active` nodes. `own`: what makes
+    the step's command that of a node, by its name."""
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
+    cases = [f"{shlex.quote(node)})\n{text}\n;;" for node, text in own.items()]
+    text = "\n".join(['case "$SLURMD_NODENAME" in', *cases, "esac"]) if cases else ""
     return NODE_COMMAND.format(
-        exports=exports, ours=shims.exports(job, step), active=active, log=shlex.quote(str(log)),
+        exports=exports, own=text, ours=shims.exports(job, step), active=active, log=shlex.quote(str(log)),
         folder=shlex.quote(str(step)),
     )  # fmt: skip

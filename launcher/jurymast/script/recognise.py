@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +18,9 @@ LAUNCHER = re.compile(
     r"|\baccelerate(\.commands\.launch|\s+launch)\b|\b(fabric|lightning)\s+run\b"
 )
 SHELLS = ("bash", "sh", "zsh", "dash")
+# How many nodes a launcher is told of, and which of them this one is. Words are joined by a space.
+NODES = re.compile(r"--(?:nnodes|num[-_]machines)(?:=|\s+)[\"']?([^\s\"';|&]+)")
+NODE_NUMBER = re.compile(r"(--(?:node|machine)[-_]rank(?:=|\s+)[\"']?)[^\s\"';|&]+")
 PYTHON = re.compile(r"\bpython[\d.]*\s+(-u\s+)?(-m\s+[\w.]+|[^\s;|&-]\S*)")
 SCRIPT_BYTES_MAX = 1 << 16
 
@@ -59,6 +65,46 @@ def starts_ranks(command: Sequence[str], read: Callable[[str], str]) -> bool:
     texts = list(command) if shell else []
     texts += [text for word in command if (text := read(word)).startswith("#!")]
     return any(PYTHON.search(text) for text in texts)
+
+
+def part_of(
+    srun: Srun, environment: Mapping[str, str], nodes: Sequence[str], read: Callable[[str], str]
+) -> str | None:
+    """A name for the training that a step on one of these nodes is a part of: the same for all parts. None
+    when it is none."""
+    if len(nodes) < 2 or not _on_one_node(srun, environment):
+        return None
+    line = " ".join(srun.command)
+    texts = [line, *(text for word in srun.command if (text := read(word)).startswith("#!"))]
+    counts = [count for text in texts for count in NODES.findall(text)]
+    numbered = any(NODE_NUMBER.search(text) for text in texts)
+    known = {str(len(nodes)), f"{len(nodes)}:{len(nodes)}"}
+    if not (counts or numbered) or any(re.match(r"\d", c) and c not in known for c in counts):
+        return None
+    words = NODE_NUMBER.sub(r"\1-", line).split(" ")
+    node = named_node(srun, nodes)
+    if len(texts) > 1 and node in nodes:  # a shell script may be told by its arguments which node it is on
+        if (number := str(nodes.index(node))) in words:
+            words[words.index(number)] = "-"
+        words = ["-" if word in nodes else word for word in words]
+    return hashlib.sha256(json.dumps([words, os.getcwd()]).encode()).hexdigest()[:16]
+
+
+def named_node(srun: Srun, nodes: Sequence[str]) -> str:
+    """The node that a step on one node is to run on; "" when that is left to Slurm."""
+    relative = srun.last("relative") or ""
+    if relative.isdigit() and int(relative) < len(nodes):
+        return nodes[int(relative)]
+    return srun.last("nodelist") or ""
+
+
+def _on_one_node(srun: Srun, environment: Mapping[str, str]) -> bool:
+    """Whether srun starts one task in all."""
+    nodes, tasks = srun.last("nodes"), srun.last("ntasks")
+    if nodes is None or tasks is not None:
+        return tasks == "1"
+    each = srun.last("ntasks-per-node", "tasks-per-node")
+    return nodes in ("1", "1-1") and "1" in (each, environment.get("SLURM_NTASKS", "1"))
 
 
 def gpus_a_task(srun: Srun, environment: Mapping[str, str]) -> int:

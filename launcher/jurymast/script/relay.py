@@ -20,11 +20,14 @@ RANKS_MAX = 64
 class Relay:
     """While it is entered, on a thread of its own; everything is there when it is left."""
 
-    def __init__(self, run: RunDirectory, output: Output) -> None:
+    def __init__(self, run: RunDirectory, output: Output, after: int, place: int | None = None) -> None:
+        """Of attempts `after` this one; of all ranks, or of those of the node at this `place`."""
         self._run, self._output = run, output
         plan = run.plan()
-        self._few = plan.active * plan.ranks_per_node <= RANKS_MAX
-        self._attempt_shown = self._newest() + 1  # what earlier lives of the job printed is there already
+        each, first = plan.ranks_per_node, (place or 0) * plan.ranks_per_node
+        ranks = range(plan.active * each) if place is None else range(first, first + each)
+        self._ranks = ranks if len(ranks) <= RANKS_MAX else ranks[:1]
+        self._attempt_shown = after + 1
         self._tails: dict[Path, FileTail] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -39,18 +42,12 @@ class Relay:
         self._over.set()
         self._thread.join()
 
-    def _newest(self) -> int:
-        try:
-            return self._run.newest_attempt()
-        except RunDirectoryError:
-            return 0
-
     def _follow(self) -> None:
         over = False
         try:
             while not over:
                 over = self._over.wait(EVERY_S)
-                newest = self._newest()
+                newest = newest_attempt(self._run)
                 while self._attempt_shown < newest:  # an attempt before the newest says nothing any more
                     self._copy_all(self._attempt_shown, whole=True)
                     self._attempt_shown += 1
@@ -63,9 +60,7 @@ class Relay:
             self._copy(self._tails.setdefault(log, FileTail(log)), whole=whole)
 
     def _logs(self, attempt: int) -> list[Path]:
-        if self._few:
-            return self._run.rank_logs(attempt)
-        return [self._run.rank_log(attempt, 0)]
+        return [self._run.rank_log(attempt, rank) for rank in self._ranks]
 
     def _copy(self, tail: FileTail, *, whole: bool) -> None:
         rank = int(tail.path.stem.removeprefix("rank-"))
@@ -73,3 +68,11 @@ class Relay:
             self._output.write(rank, lines)
             if not tail.more:
                 return
+
+
+def newest_attempt(run: RunDirectory) -> int:
+    """0 when there was none, or nobody knows."""
+    try:
+        return run.newest_attempt()
+    except RunDirectoryError:
+        return 0

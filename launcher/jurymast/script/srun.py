@@ -48,8 +48,18 @@ def _may_train(srun: Srun | None) -> bool:
 def _as_training(step: Step, srun: Srun) -> int | None:
     """Exit code of a training step; None for what is none."""
     tasks = recognise.tasks_a_node(srun, os.environ, step.active)
-    if recognise.starts_launcher(srun.command, recognise.read_shell_script):
-        return step.run(srun) if tasks == 1 else None
-    if tasks * step.active > 1 and recognise.starts_ranks(srun.command, recognise.read_shell_script):
+    read = recognise.read_shell_script
+    if recognise.starts_launcher(srun.command, read):
+        if tasks == 1:
+            return step.run(srun)
+        training = recognise.part_of(srun, os.environ, step.nodes[: step.active], read)
+        return None if training is None else _as_part(step, srun, training)
+    if tasks * step.active > 1 and recognise.starts_ranks(srun.command, read):
         return step.run_tasks(srun, tasks)
     return None
+
+
+def _as_part(step: Step, srun: Srun, training: str) -> int | None:
+    from jurymast.script import parts
+
+    return parts.run(step, srun, training)

@@ -15,8 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.agents import SURVIVE, end_srun
@@ -33,7 +34,7 @@ from jurymast.script.narrow import LISTS
 from jurymast.script.node_command import node_command, seen
 from jurymast.script.output import Output
 from jurymast.script.recognise import gpus_a_task, python_command
-from jurymast.script.relay import Relay
+from jurymast.script.relay import Relay, newest_attempt
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
 from jurymast.script.trainings import Training, Trainings
@@ -64,18 +65,15 @@ def true_variables_file(job: RunDirectory) -> Path:
 
 
 class StepAgents:
-    """The agents of a step, which began as launchers: they wait for where the supervisor listens."""
+    """The agents of a step, which began as launchers: they wait for the `answer`, which is complete with the
+    place where the supervisor listens."""
 
-    def __init__(self, answer: Path, run_directory: str, process: subprocess.Popen[bytes]) -> None:
-        self._answer, self._run_directory, self._process = answer, run_directory, process
+    def __init__(self, path: Path, answer: Mapping[str, Any], process: subprocess.Popen[bytes]) -> None:
+        self._path, self._answer, self._process = path, answer, process
 
     def start(self, port: int) -> None:
-        place = f"{announced_hosts()[0]}:{port}"
-        write_atomically(
-            self._answer,
-            json.dumps({"run": self._run_directory, "supervisor": place}).encode(),
-            durable=False,
-        )
+        answer = {**self._answer, "supervisor": f"{announced_hosts()[0]}:{port}"}
+        write_atomically(self._path, json.dumps(answer).encode(), durable=False)
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -85,6 +83,16 @@ class StepAgents:
 
     def give_up(self) -> None:
         end_srun(self._process)
+
+
+@dataclass(frozen=True)
+class Together:
+    """One step in place of one for each node: in this `folder`, with shell text for a node's `own` command.
+    The ranks of the node at this `place` among the active ones print to the step's own output."""
+
+    folder: Path
+    own: Mapping[str, str]
+    place: int
 
 
 class Step:
@@ -102,14 +110,33 @@ class Step:
     def active(self) -> int:
         return self._plan.active
 
-    def run(self, srun: Srun) -> int:
+    @property
+    def nodes(self) -> list[str]:
+        """Those that no earlier training has lost: active ones first, then spare ones."""
+        return [node for node in self._allocation.nodes if node not in self._lost]
+
+    @property
+    def likely(self) -> list[str]:
+        """The nodes that the ranks will have, by their order, if all goes well: the batch host has none while
+        another one can."""
+        last = sorted(self.nodes, key=lambda node: node == self._allocation.host)
+        return [node for node in self.nodes if node in last[: self.active]]
+
+    @property
+    def parts(self) -> Path:
+        """Where the steps of one node each find each other, in this life of the job."""
+        return self._job.submission / "steps" / f"{self._allocation.key}-parts"
+
+    def run(self, srun: Srun, together: Together | None = None) -> int:
         """The step's exit code, as srun would have it."""
         name_process(PROCESS_NAME)
-        folder, output = self._new_folder(), Output(srun, os.environ)
-        process = self._start(srun, folder, output.common)
+        folder = together.folder if together else self.new_folder()
+        output = Output(srun, os.environ)
+        process = self._start(srun, folder, output.common, together.own if together else {})
+        place = together.place if together else None
         number = 1
         while (training := _await_training(folder / ASKED.format(number), process)) is not None:
-            self._train(training, process, folder / ANSWER.format(number), output)
+            self._train(training, process, folder / ANSWER.format(number), output, place)
             number += 1
         code = self._end(process, folder)
         output.close()
@@ -132,14 +159,11 @@ class Step:
         """Variables and options for other steps, which Slurm would start on nodes that it takes for alive."""
         if not self._lost:
             return dict(environment), []
-        hosts = compressed(self._nodes()[: self.active])
+        hosts = compressed(self.nodes[: self.active])
         lists = {name: hosts for name in LISTS if name in environment}
         return {**environment, **lists}, ["--overlap"]
 
-    def _nodes(self) -> list[str]:
-        return [node for node in self._allocation.nodes if node not in self._lost]
-
-    def _new_folder(self) -> Path:
+    def new_folder(self) -> Path:
         steps = self._job.submission / "steps"
         make_folder(steps)
         number = 1
@@ -151,15 +175,17 @@ class Step:
             except FileExistsError:
                 number += 1
 
-    def _start(self, srun: Srun, folder: Path, output: int) -> subprocess.Popen[bytes]:
-        nodes = self._nodes()
+    def _start(
+        self, srun: Srun, folder: Path, output: int, own: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        nodes = self.nodes
         program = folder / "node"
         log = self._job.submission / f"job-{self._allocation.job}-spares.log"
         # srun goes by them for how many nodes there are.
         true = json.loads(foreign.read_own(true_variables_file(self._job)))
         narrow = {name: os.environ[name] for name in true if name in os.environ}
         shown = {**narrow, **self._hidden, **seen(os.environ, self.active)}
-        text = node_command(self._job, folder, shown, self.active, log)
+        text = node_command(self._job, folder, shown, self.active, log, own)
         shims.write_program(program, text)
         command = [
             shims.real("srun", os.environ),
@@ -183,7 +209,12 @@ class Step:
         return [f"--container-mounts={theirs},{ours}" if theirs else f"--container-mounts={ours}"]
 
     def _train(
-        self, training: Training, process: subprocess.Popen[bytes], answer: Path, output: Output
+        self,
+        training: Training,
+        process: subprocess.Popen[bytes],
+        answer: Path,
+        output: Output,
+        place: int | None,
     ) -> None:
         run, ended = self._trainings.claim(training)
         if ended is not None:
@@ -196,8 +227,11 @@ class Step:
             say(f"not used of torchrun's options: {names} (jurymast restarts, and keeps logs, by its policy)")
         plan = training.plan(self._plan, run)
         run.save_plan(plan)
-        with Relay(run, output):
-            outcome = self._supervise(run, plan, StepAgents(answer, str(run.root), process))
+        # What earlier lives of the job printed is there already.
+        after = newest_attempt(run)
+        agents = StepAgents(answer, {"run": str(run.root), "after": after}, process)
+        with Relay(run, output, after, place):
+            outcome = self._supervise(run, plan, agents)
         self._lost |= set(outcome.lost)
         if outcome.state == "cancelled":  # by Slurm, or by hand, which means the job
             run_command(["scancel", self._allocation.job])
@@ -207,7 +241,7 @@ class Step:
 
     def _supervise(self, run: RunDirectory, plan: RunPlan, agents: StepAgents) -> Outcome:
         """The training's."""
-        allocation = replace(self._allocation, nodes=tuple(self._nodes()))
+        allocation = replace(self._allocation, nodes=tuple(self.nodes))
         path = run.submission / f"job-{allocation.job}.log"
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
@@ -219,7 +253,7 @@ class Step:
 
     def _end(self, process: subprocess.Popen[bytes], folder: Path) -> int:
         """Of the command on all nodes that are there: srun waits for lost ones as well."""
-        expected = self._nodes()
+        expected = self.nodes
         while process.poll() is None:
             codes = [_code(folder / f"ended-{node}") for node in expected]
             if self._lost and None not in codes:

@@ -1,0 +1,203 @@
+"""A training that a batch script starts by one srun for each node: each of them is a part. They come together
+here, the first one starts one step for all, and the others hand on what their node's ranks print.
+
+torchrun would wait for all parts as well, so nothing is lost by it. Parts of which some do not come run as
+they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jurymast import foreign
+from jurymast.rundir import RunDirectory, make_folder, write_atomically
+from jurymast.script.output import Output
+from jurymast.script.recognise import named_node
+from jurymast.script.relay import Relay
+from jurymast.script.say import say
+from jurymast.script.srun_options import Srun
+from jurymast.script.step import ANSWER, POLL_S, Step, Together
+
+# The parts of a script's loop come within seconds, or minutes where it sleeps behind the first one.
+LIMIT_S = 300.0
+PART, WORD, ENDED = "part-{}.json", "word.json", "ended.json"
+# What is one part's own, or would not mean the same for all nodes together.
+OWN = frozenset({"relative", "exclude", "gpus"})
+SHELLS = frozenset({"_", "SHLVL"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """One srun's: `node`, if it names one; `environment`: what its command is to see."""
+
+    command: tuple[str, ...]
+    node: str
+    environment: dict[str, str]
+    pid: int
+
+    @classmethod
+    def of(cls, srun: Srun, environment: Mapping[str, str], nodes: Sequence[str]) -> Part:
+        node = named_node(srun, nodes)
+        return cls(srun.command, node, {**environment, **_exported(srun)}, os.getpid())
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Part:
+        return cls(**{**values, "command": tuple(values["command"])})
+
+
+def _exported(srun: Srun) -> dict[str, str]:
+    """The variables to which srun's --export gives a value."""
+    entries = [entry.partition("=") for entry in (srun.last("export") or "").split(",")]
+    return {name: value for name, equals, value in entries if equals}
+
+
+def run(step: Step, srun: Srun, training: str) -> int | None:
+    """Exit code of a part of this training, or None: it is to run as it is."""
+    part = Part.of(srun, os.environ, step.nodes)
+    folder, number = join(step.parts / training, part, step.active)
+    return _lead(step, srun, folder) if number == 0 else _follow(srun, folder, number)
+
+
+def join(place: Path, part: Part, size: int) -> tuple[Path, int]:
+    """Where the parts of this training meet, and this one's number among them. One whose like is complete is
+    of the next: a script may start the same training again."""
+    text = json.dumps(asdict(part))
+    for count in itertools.count(1):
+        folder = place.with_name(f"{place.name}-{count}")
+        make_folder(folder)
+        for number in range(size):
+            if _claim(folder / PART.format(number), text):
+                return folder, number
+    raise AssertionError("unreachable")
+
+
+def _claim(path: Path, text: str) -> bool:
+    """Write the file, unless it is there."""
+    own = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
+    write_atomically(own, text.encode(), durable=False)
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        return False
+    finally:
+        own.unlink()
+    return True
+
+
+def gather(folder: Path, size: int, limit_s: float = LIMIT_S) -> list[Part] | None:
+    """All parts once they are there. None when some do not come: nobody joins these any more then."""
+    end = time.monotonic() + limit_s
+    files = [folder / PART.format(number) for number in range(size)]
+    while not all(file.exists() for file in files):
+        if time.monotonic() > end:
+            taken = [_claim(file, "null") for file in files]
+            if any(taken):
+                return None
+            break
+        time.sleep(POLL_S)
+    return [Part.from_json(json.loads(foreign.read_own(file))) for file in files]
+
+
+def places(parts: Sequence[Part], nodes: Sequence[str]) -> list[int]:
+    """The place of each part's ranks: that of the node it names among these, or one that is left."""
+    left = list(range(len(nodes)))
+    chosen: dict[int, int] = {}
+    for number, part in enumerate(parts):
+        if part.node in nodes and (place := nodes.index(part.node)) in left:
+            left.remove(place)
+            chosen[number] = place
+    return [chosen[number] if number in chosen else left.pop(0) for number in range(len(parts))]
+
+
+def shell_text(part: Part, first: Part) -> str:
+    """What makes of the first part's command and environment those of another one."""
+    ours, theirs = first.environment, part.environment
+    differ = [n for n in sorted({*ours, *theirs} - SHELLS) if ours.get(n) != theirs.get(n)]
+    differ = [name for name in differ if name.isidentifier()]  # a function of the shell's has another name
+    lines = [f"export {name}={shlex.quote(theirs[name])}" for name in differ if name in theirs]
+    lines += [f"unset {name}" for name in differ if name not in theirs]
+    return "\n".join([*lines, f"set -- {shlex.join(part.command)}"])
+
+
+def for_all(srun: Srun) -> Srun:
+    """The first part's srun, as one for all nodes."""
+    options = [option for option in srun.options if option[0] not in OWN]
+    if gpus := srun.last("gpus"):
+        options.append(("gpus-per-node", gpus, (f"--gpus-per-node={gpus}",)))
+    return replace(srun, options=tuple(options))
+
+
+def _lead(step: Step, srun: Srun, folder: Path) -> int | None:
+    parts = gather(folder, step.active)
+    if parts is None:
+        _write(folder / WORD, {})
+        say(f"not all of {step.active} steps of one node came within {LIMIT_S:g} s: no failure handling")
+        return None
+    found = places(parts, step.nodes[: step.active])
+    # Not on the node that a part names, which may be a spare: what counts is which ranks it has.
+    own = {step.likely[place]: shell_text(part, parts[0]) for part, place in zip(parts, found, strict=True)}
+    together = Together(step.new_folder(), own, found[0])
+    _write(folder / WORD, {"step": str(together.folder), "places": found})
+    code = step.run(for_all(srun), together)
+    _write(folder / ENDED, {"code": code})
+    return code
+
+
+def _follow(srun: Srun, folder: Path, number: int) -> int | None:
+    leader = Part.from_json(json.loads(foreign.read_own(folder / PART.format(0)))).pid
+    while (word := _read(folder / WORD)) is None:
+        if not psutil.pid_exists(leader):
+            return 1
+        time.sleep(POLL_S)
+    if not word:
+        return None
+    output = Output(srun, os.environ)
+    try:
+        return _hand_on(folder, Path(word["step"]), leader, output, word["places"][number])
+    finally:
+        output.close()
+
+
+def _hand_on(folder: Path, step: Path, leader: int, output: Output, place: int) -> int:
+    """What the ranks print in the step's trainings, until the step ends: its exit code."""
+    training = 1
+
+    def over() -> bool:
+        return (folder / ENDED).exists() or not psutil.pid_exists(leader)
+
+    while True:
+        last = over()  # before the look, or an answer of its last moment would be missed
+        answer = _read(step / ANSWER.format(training))
+        if answer is not None and "run" in answer:
+            with Relay(RunDirectory(answer["run"]), output, answer["after"], place):
+                while not (over() or (step / ANSWER.format(training + 1)).exists()):
+                    time.sleep(POLL_S)
+        if answer is not None:
+            training += 1
+        elif last:
+            break
+        else:
+            time.sleep(POLL_S)
+    return int((_read(folder / ENDED) or {"code": 1})["code"])
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(values).encode(), durable=False)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        values: dict[str, Any] = json.loads(foreign.read_own(path))
+    except FileNotFoundError:
+        return None
+    return values

@@ -1,0 +1,1 @@
+export WORD="set up"
