@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
+import sys
 
 PR_SET_PDEATHSIG = 1
 
@@ -26,6 +28,14 @@ def become_helper(nice: int) -> int:
     output = os.dup(1)
     os.dup2(2, 1)
     return output
+
+
+def log_as(name: str) -> None:
+    """What this process logs goes to its standard output, the job's log, with the time and `name`."""
+    logging.basicConfig(
+        stream=sys.stdout, level=logging.INFO, format=f"%(asctime)s {name}: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S%z",
+    )  # fmt: skip
 
 
 # Away from the user's files: Python looks for modules in the directory it starts in, and a queue.py there

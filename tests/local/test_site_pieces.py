@@ -395,6 +395,23 @@ def test_a_node_that_could_not_look_at_the_others_any_more_does_so_in_its_next_r
     assert (tmp_path / "n1").read_text() == before
 
 
+@pytest.mark.parametrize(("uid", "mode"), [(STRAY, 0o755), (0, 0o777)])
+def test_root_looks_through_no_program_that_others_can_write(tmp_path: Path, uid: int, mode: int) -> None:
+    config = five_of_500(tmp_path, None)
+    program = tmp_path / "probes"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\necho '{BAD}'\n")
+    config.write_text(config.read_text().replace("/bin/echo", str(program)))
+    program.chmod(mode)
+    os.chown(program, uid, 0)
+    assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0
+    assert "others than root can write it" in (tmp_path / "log").read_text()
+    assert not (tmp_path / "ran").exists()
+    program.chmod(0o755)
+    os.chown(program, 0, 0)
+    run("healthcheck", config, SLURMD_NODENAME="n1")
+    assert (tmp_path / "ran").exists(), "the attack is none, and this test shows nothing"
+
+
 def test_the_programs_import_nothing_of_a_users(tmp_path: Path) -> None:
     """Neither PYTHONPATH nor the directory they are started in."""
     (tmp_path / "json.py").write_text("raise SystemExit('a stranger was imported')\n")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import sys
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -14,7 +18,7 @@ from jurymast.core.within import Launch
 from jurymast.wire.addresses import ADDRESS_VARIABLE, ANY, is_up, listen_at, listen_at_each
 from jurymast.worker.agent_pipe import AgentPipe
 
-HOME = "127.0.0.1"
+HOME, ANOTHER = "127.0.0.1", "127.0.0.2"  # addresses of this machine
 # Of a network that is kept for documents (RFC 5737).
 NOWHERE = "192.0.2.1"
 # What a client of torch's store says first, and then asks for the value of a key.
@@ -76,6 +80,20 @@ def test_a_supervisor_without_an_address_listens_at_all_and_one_of_a_local_run_a
             assert ANY not in announced_by(listeners)
 
 
+@pytest.mark.torch
+def test_a_node_that_is_tested_listens_where_the_others_are_told_and_nowhere_else() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "jurymast.preflight", "0"], env={**os.environ, ADDRESS_VARIABLE: HOME},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as tested:  # fmt: skip
+        assert tested.stdout is not None
+        port = json.loads(tested.stdout.readline())["port"]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((ANOTHER, port), 5.0)
+        socket.create_connection((HOME, port), 5.0).close()
+        tested.kill()
+
+
 class Pipe:
     """An agent that launches an attempt with this rank here, and rank 0's store at `master`."""
 
@@ -85,6 +103,8 @@ class Pipe:
 
     def next_launch(self, port: int) -> Launch:
         self.port = port
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((ANOTHER, port), 5.0)
         with socket.create_connection((HOME, port), 5.0) as stranger:
             stranger.sendall(HELLO)
             stranger.settimeout(0.2)

@@ -78,7 +78,7 @@ def sleeps(source: Source) -> Iterator[str]:
 
 
 def prints(source: Source) -> Iterator[str]:
-    """Only commands talk to people; everything else returns or raises."""
+    """Only commands talk to people; everything else returns or raises, and daemons log."""
     if source.name.startswith(PRODUCT) and not source.name.startswith("launcher/jurymast/cli/"):
         for call in source.calls():
             if ast.unparse(call.func) in ("print", "click.echo", "sys.stdout.write"):
@@ -173,21 +173,12 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         Source("launcher/jurymast/core/a.py", "print(1)\n"),
         {
             # Processes without a terminal: what they print is their log.
-            "launcher/jurymast/agent/__main__.py",
-            "launcher/jurymast/agent/agent.py",
-            "launcher/jurymast/agent/succeeding.py",
             "launcher/jurymast/cluster/batch.py",
             "launcher/jurymast/cluster/entry.py",
             "launcher/jurymast/cluster/lift.py",
             "launcher/jurymast/script/say.py",
-            "launcher/jurymast/supervisor/__main__.py",
-            "launcher/jurymast/supervisor/door.py",
-            "launcher/jurymast/supervisor/epoch.py",
             "launcher/jurymast/health/once.py",  # a command, as below
             "launcher/jurymast/sim/cluster/__main__.py",
-            "launcher/jurymast/supervisor/hold.py",
-            "launcher/jurymast/supervisor/standby.py",
-            "launcher/jurymast/supervisor/supervisor.py",
             "launcher/jurymast/demo/train_gpt.py",  # a user's script
             "plugins/jurymast_nvidia/__main__.py",
         },

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import socket
 import sys
 
 from jurymast.agent.agent import serve
 from jurymast.errors import JurymastError
+from jurymast.processes import log_as
 from jurymast.rundir import RunDirectory
 
 
@@ -23,12 +25,13 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--supervisor", default="", help="HOST:PORT to try until the run directory names one")
     arguments = parser.parse_args()
+    log_as(f"agent on {arguments.node}")
     host, _, port = arguments.supervisor.rpartition(":")
     hint = (host, int(port)) if host and port.isdigit() else None
     try:
         code = asyncio.run(serve(RunDirectory(arguments.run_directory), arguments.node, hint))
     except JurymastError as error:
-        print(f"jurymast agent on {arguments.node}: {error}", file=sys.stderr)
+        logging.getLogger("jurymast.agent").error("%s", error)
         return error.exit_code
     return {"agent": 0, "launcher": min(code, 1), "task": code}[arguments.end_as]
 

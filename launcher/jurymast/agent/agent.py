@@ -4,6 +4,7 @@ node becomes events, and effects are carried out."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import secrets
@@ -34,6 +35,8 @@ from jurymast.core.nodes.heartbeat import beat_every_s
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
 from jurymast.wire.strangers import Strangers
+
+log = logging.getLogger("jurymast.agent")
 
 # A launcher's exit code when the run goes on elsewhere, or later: what stands behind it must not follow.
 INTERRUPTED = 128 + signal.SIGTERM
@@ -217,7 +220,7 @@ class Agent:
 
 
 def _note(sender: str, text: str) -> None:
-    print(f"{sender}: {text}", flush=True)
+    log.info("%s: %s", sender, text)
 
 
 async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None) -> int:
@@ -226,5 +229,5 @@ async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None
     plan = directory.plan()
     agent = Agent(directory, plan, node, hint)
     await agent.run()
-    print(f"agent on {node}: done after {time.monotonic() - started:.1f} s", flush=True)
+    log.info("done after %.1f s", time.monotonic() - started)
     return agent.exit_code

@@ -4,6 +4,7 @@ and the next supervisor on this node. When is decided in `core.agent.succession`
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from contextlib import suppress
 
@@ -12,6 +13,8 @@ from jurymast.core.agent import effects as do
 from jurymast.errors import never
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
+
+log = logging.getLogger("jurymast.agent")
 
 Effect = do.ReadPulse | do.StandBy | do.EndStandby | do.StartSupervisor
 Process = asyncio.subprocess.Process
@@ -35,7 +38,7 @@ class Succeeding:
             case do.EndStandby():
                 self._driver.spawn(self._dismiss(), vital=False)
             case do.StartSupervisor():
-                print(f"{self._node}: no supervisor answers, starting one here", flush=True)
+                log.info("no supervisor answers, starting one here")
                 self._driver.spawn(self._supervise(effect))
             case _:
                 never(effect)

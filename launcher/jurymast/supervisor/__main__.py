@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import socket
 import sys
 from functools import partial
@@ -45,7 +46,7 @@ def main() -> int:
             takeover = Takeover(arguments.takeover, arguments.after, arguments.silent_s)
         return serve(directory, partial(replay, directory), takeover=takeover, listeners=listeners)
     except JurymastError as error:
-        print(f"jurymast supervisor: {error}", file=sys.stderr)
+        logging.getLogger("jurymast.supervisor").error("%s", error)
         return error.exit_code
 
 

@@ -7,6 +7,7 @@ files, which it has one of for every node, nor fill its log.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import resource
 import time
@@ -18,6 +19,8 @@ from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import channel
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection
+
+log = logging.getLogger("jurymast.supervisor")
 
 # That may wait beside all nodes at once: those come together when a supervisor takes over.
 STRANGERS_MAX = 256
@@ -105,8 +108,6 @@ class Door:
             self._untold += 1
             return
         others = f"; {self._untold} others since the last one told" if self._untold else ""
-        print(
-            f"refused a connection from {come.peer_address}: {type(error).__name__}: {error}{others}",
-            flush=True,
-        )
+        what = f"{type(error).__name__}: {error}{others}"
+        log.warning("refused a connection from %s: %s", come.peer_address, what)
         self._told_at, self._untold = now, 0

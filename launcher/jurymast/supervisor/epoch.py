@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -17,11 +18,14 @@ from jurymast.core import events as ev
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.journal import JournalWriter, first_events
+from jurymast.processes import log_as
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import allow_files
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.wire.endpoint import claim, claim_epoch
+
+log = logging.getLogger("jurymast.supervisor")
 
 BATCH_LIMIT_S = 3.0
 
@@ -110,7 +114,8 @@ def serve(
     listeners: Sequence[socket.socket] = (),
 ) -> int:
     """Exit code of the process; see `supervise`. Raises JurymastError."""
-    print(f"supervisor: pid {os.getpid()} at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}", flush=True)
+    log_as("supervisor")
+    log.info("pid %d", os.getpid())
     allocation = Allocation.load(directory)
     listeners = listeners or listen(directory.plan().cluster)
     node = takeover.node if takeover else allocation.host

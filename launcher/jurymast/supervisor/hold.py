@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from pathlib import Path
 
 from jurymast.wire import endpoint
+
+log = logging.getLogger("jurymast.supervisor")
 
 RETRY_S = 0.5
 ANSWER_LIMIT_S = 600.0
@@ -44,12 +47,12 @@ class Hold:
             self._asked_at = time.monotonic()
             try:
                 if await self._newest() > self.epoch:  # first: a newer one's pulse is not to be written over
-                    print(f"epoch {self.epoch}: a newer supervisor has taken over", flush=True)
+                    log.info("epoch %d: a newer supervisor has taken over", self.epoch)
                     return
                 if not self.silent:
                     await asyncio.to_thread(endpoint.pulse, self._epochs, self.epoch, count)
             except OSError as error:
-                print(f"epoch {self.epoch}: {error}", flush=True)
+                log.warning("epoch %d: %s", self.epoch, error)
             self._asked_at = None
             await asyncio.sleep(endpoint.PULSE_INTERVAL_S)
 
@@ -63,7 +66,7 @@ class Hold:
             try:
                 return await self._newest() > self.epoch
             except OSError as error:
-                print(f"epoch {self.epoch}: whether it is the newest is not known: {error}", flush=True)
+                log.warning("epoch %d: whether it is the newest is not known: %s", self.epoch, error)
                 if time.monotonic() > end:
                     raise
             await asyncio.sleep(RETRY_S)

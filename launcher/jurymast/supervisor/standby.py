@@ -8,6 +8,7 @@ the node go first.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import sys
@@ -63,7 +64,7 @@ class Standby:
             after, silent_s = call.split()
             return serve(directory, replayed, takeover=Takeover(node, int(after), float(silent_s)))
         except JurymastError as error:
-            print(f"jurymast supervisor: {error}", file=sys.stderr)
+            logging.getLogger("jurymast.supervisor").error("%s", error)
             return error.exit_code
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import signal
 import socket
 import threading
@@ -33,6 +34,8 @@ from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
 from jurymast.wire.connection import Connection, ConnectionClosed, listen
 from jurymast.wire.strangers import Strangers
+
+log = logging.getLogger("jurymast.supervisor")
 
 HOW = "how"  # nothing is to be done: how is it?
 
@@ -325,7 +328,7 @@ class Supervisor:
         self._do(self._machine.joined(node, number, hello, self.now()))
         why = await connection.listen(partial(self._hear, node, number))
         self._strangers.left(node)
-        print(f"{node}: {type(why).__name__}: {why}", flush=True)
+        log.info("%s: %s: %s", node, type(why).__name__, why)
         if self._channels.get(node) is connection:
             del self._channels[node]
         reset = not isinstance(why, ConnectionClosed)
