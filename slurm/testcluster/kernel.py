@@ -10,7 +10,6 @@ import struct
 import threading
 from pathlib import Path
 
-MS_REMOUNT = 32
 MS_BIND = 4096
 MS_REC = 16384
 MS_UNBINDABLE = 1 << 17

@@ -21,7 +21,6 @@ from jurymast.core.planning.optimum import (
     optimal_interval_s,
     optimal_s,
     optimal_share,
-    save_cost_allowed_s,
     sensitivity,
     two_levels,
     young_s,
@@ -91,11 +90,6 @@ def test_goodput_at_its_ends() -> None:
     assert goodput(0.0, 1.0, 100.0, 10.0) == 0.0
     assert goodput(1e6, 1.0, 1.0, 0.0) == 0.0
     assert linear_ettr(10.0, 0.0, 1.0, 0.0) == 0.0
-
-
-@given(st.floats(0.5, 0.999))
-def test_a_target_is_reached_with_the_cost_it_allows(target: float) -> None:
-    assert best_goodput(save_cost_allowed_s(target, 7440.0), 7440.0, 0.0) == pytest.approx(target, rel=1e-9)
 
 
 def test_small_wastes_add_up_as_the_first_order_says() -> None:

@@ -15,7 +15,6 @@ from jurymast.checkpoint.directory import MANIFEST
 from jurymast.storage.job import StorageFailure
 
 SEAL = "jurymast.seal"
-SEAL_BYTES_MAX = 256 << 20
 HASH_BYTES = 32
 
 

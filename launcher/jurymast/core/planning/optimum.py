@@ -72,13 +72,6 @@ def best_goodput(save_s: float, mtbf_s: float, restart_s: float) -> float:
     return math.exp(-restart_s / mtbf_s) * (1.0 - optimal_share(save_s / mtbf_s))
 
 
-def save_cost_allowed_s(target: float, mtbf_s: float) -> float:
-    """The blocking save cost C with which the best cadence reaches the goodput `target` at R = 0:
-    C = M (-ln target - (1 - target)), from `best_goodput`; that cadence is tau = M (1 - target).
-    """
-    return mtbf_s * (-math.log(target) - (1.0 - target))
-
-
 def linear_ettr(interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
     """(1 - (R + Delta/2)/M) / (1 + C/Delta): Meta's form (arXiv 2410.21680), biased low once waste passes
     30 % and 0 where it would be negative. Kept to compare with published figures."""
