@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -79,12 +80,12 @@ def test_fault_after_fault_costs_no_bit(tmp_path: Path, trained_plainly: Callabl
 def heard_at(run: RunUnderTest) -> set[str]:
     """Every address at which a process of the run listens."""
     run.wait("the first step", lambda state: state.step > 0)
-    return {
-        str(connection.laddr[0])
-        for process in processes_of(run.directory.root)
-        for connection in process.net_connections()
-        if connection.status == psutil.CONN_LISTEN
-    }
+    heard: set[str] = set()
+    for process in processes_of(run.directory.root):
+        with suppress(psutil.NoSuchProcess):  # some only look at something, and end
+            connections = process.net_connections()
+            heard |= {str(one.laddr[0]) for one in connections if one.status == psutil.CONN_LISTEN}
+    return heard
 
 
 def recovered(number: int, state: RunState) -> bool:
