@@ -67,7 +67,7 @@ def away(epochs: Path) -> Path:
 
 
 def test_who_cannot_see_the_epochs_does_not_take_itself_for_the_newest(
-    epochs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    epochs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(hold, "RETRY_S", 0.01)
 
@@ -76,9 +76,9 @@ def test_who_cannot_see_the_epochs_does_not_take_itself_for_the_newest(
         assert not await mine.is_superseded()
         there = away(epochs)
         asking = asyncio.ensure_future(mine.is_superseded())
-        await _until_said(capsys, "No such file or directory")
+        await _until_said(caplog, "No such file or directory")
         epochs.mkdir()  # mounted over, say: nothing is to be seen, not even the own epoch
-        await _until_said(capsys, "does not show epoch 1")
+        await _until_said(caplog, "does not show epoch 1")
         assert not asking.done()
         epochs.rmdir()
         endpoint.claim_epoch(there)
@@ -97,9 +97,9 @@ def test_storage_that_does_not_come_back_ends_the_supervisor_and_nothing_else(
         asyncio.run(Hold(epochs, 1).is_superseded())
 
 
-async def _until_said(capsys: pytest.CaptureFixture[str], text: str) -> None:
+async def _until_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
     async def heard() -> None:
-        while text not in capsys.readouterr().out:
+        while text not in caplog.text:
             await asyncio.sleep(0.01)
 
     await asyncio.wait_for(heard(), LIMIT_S)

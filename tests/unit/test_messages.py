@@ -261,7 +261,7 @@ def noted(directory: RunDirectory, supervisor: Supervisor) -> list[str]:
 
 
 def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.create()
@@ -295,7 +295,7 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
     greeting, unsaid = came
     assert isinstance(greeting, msg.Hello)
     assert unsaid == msg.RankEvent(attempt=0, event=within.Skipped(step=7))
-    of_rank, first, count = capsys.readouterr().out.splitlines()
+    of_rank, first, count = caplog.messages
     assert of_rank.startswith("a rank: a message that is none here is left out: Sung: ")
     assert first.startswith("127.0.0.1: a message that is none here is left out: dance: ")
     assert "4 messages that are none here were left out: " in count

@@ -220,7 +220,7 @@ class Agent:
 
 
 def _note(sender: str, text: str) -> None:
-    log.info("%s: %s", sender, text)
+    log.warning("%s: %s", sender, text)
 
 
 async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None) -> int:
