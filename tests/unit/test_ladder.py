@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jurymast.core import events as ev
 from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch
 from jurymast.core.run.machine import HANG_PATIENCE
 from jurymast.core.run.state import Phase, Role
@@ -154,3 +155,18 @@ def test_a_full_disk_is_waited_for_longer_each_time_though_steps_are_done_betwee
         story.wait(waits[-1] + 1.0)
         story.ranks_up()
     assert waits == pytest.approx([0.0, 15.0, 30.0, 60.0])
+
+
+def test_a_lost_node_that_is_back_already_is_better_than_a_requeue() -> None:
+    """It was cut off for a moment; while its ranks were being stopped the other was lost for good."""
+    story = Story(active=2, spares=1).running()
+    away, gone = story.state.placement
+    story.lost(away)
+    joined = ev.NodeJoined(t=story.t, node=away, address="10.0.0.9", incarnation="as before")
+    story.feed(joined)
+    story.feed(ev.WorkersStopped(t=story.t, node=away, attempt=1, store_port=29001))
+    story.lost(gone)
+    launch = story.last(Launch)
+    assert launch.attempt == 2
+    assert away in launch.placement
+    assert gone not in launch.placement

@@ -76,9 +76,10 @@ def decide(state: RunState, cause: Cause) -> Decision:
             f"{cause.evidence}; {why}, but no spare is left: tried again in place",
             backoff_s=wait_s,
         )
-    # Of those, who lacks no more than a torchrun host takes its own place again; and a suspect that is about
-    # to be ready is better than a requeue.
-    if len(spares) + len(coming) >= len(bad) and not blames:
+    # Of those, who lacks no more than a torchrun host takes its own place again, and so does a lost one that
+    # has come back; and a suspect that is about to be ready is better than a requeue.
+    back = [node for node in state.nodes.values() if node.usable and node.name in bad]
+    if len(spares) + len(back) + len(coming) >= len(bad) and not blames:
         names = some(bad, NODES_TOLD)
         return Decision("swap", f"{cause.evidence}; {why}: {names} out, or back soon", bad, wait_s)
     if state.may_requeue:
