@@ -1,4 +1,4 @@
-"""Trainings of other people's libraries lose a node to a power loss, and go on from what the adapters save."""
+"""Trainings of other people's libraries lose a node, and go on from what our adapters for them save."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from testcluster import Cluster
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 
-@pytest.mark.parametrize(("script", "needs", "saved"), [("trainer_hf.py", "transformers", 4),
-                                                        ("trainer_lightning.py", "lightning", 3)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "needs", "saved"),
+    [("trainer_hf.py", "transformers", 4), ("trainer_lightning.py", "lightning", 3)],
+)
 def test_a_trainer_goes_on_after_a_power_loss(
     cluster: Cluster, tmp_path: Path, session_folder: Path, script: str, needs: str, saved: int
 ) -> None:

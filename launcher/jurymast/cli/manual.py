@@ -26,7 +26,7 @@ def pages() -> Iterator[tuple[str, str]]:
 
 def _of(command: click.Command, parent: click.Context, name: str, text: str) -> Iterator[tuple[str, str]]:
     context = click.Context(command, info_name=name, parent=parent)
-    below: dict[str, click.Command] = command.commands if isinstance(command, click.Group) else {}
+    below = dict(command.commands) if isinstance(command, click.Group) else {}
     names = [(f"{context.command_path} {n}", each.get_short_help_str(200)) for n, each in below.items()]
     yield f"{context.command_path.replace(' ', '-')}.{SECTION}", page(command, context, text, names)
     for each, child in below.items():
