@@ -3,6 +3,7 @@
 # PYTHON=python3.12         the Python (3.10 or newer) that the virtual environment is made from
 # TORCH_INDEX=URL           where torch comes from, if not from pip's usual index. For the CPU build, which is
 #                           all that demo and tests need: https://download.pytorch.org/whl/cpu
+# PINNED=yes                everything else in the versions, and with the hashes, of tests/requirements.txt
 # PYTEST_FLAGS='-k wire'    passed to pytest; DEMO_FLAGS and BENCH_FLAGS likewise
 # TEST_WORKERS=3            so many tests run at the same time, but for those that measure time
 
@@ -12,6 +13,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+PINNED ?=
 PYTEST_FLAGS ?=
 TEST_WORKERS ?= 3
 DEMO_FLAGS ?=
@@ -58,7 +60,13 @@ $(STAMP): pyproject.toml
 	@# torch first and by itself: it may come from another index than everything else.
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  { umask 022; set -x; $(PIP) '$(TORCH)' $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)'); }
+ifeq ($(PINNED),)
 	umask 022; $(PIP) --editable '.[dev]'
+else
+	umask 022; $(PIP) --no-deps --require-hashes --only-binary=:all: --requirement tests/requirements.txt
+	umask 022; $(PIP) --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
+endif
 	@# pip would use one processor; what does not compile is a template or for another Python.
 	@umask 022; $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
@@ -118,6 +126,7 @@ matrix:
 	if (($${#failed[@]} > 0)); then echo "failed: $${failed[*]}" >&2; exit 1; fi
 
 docs: install
+	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || { umask 022; $(PIP) --editable '.[docs]'; }
 	@$(BIN)/mkdocs build --strict --quiet --site-dir dist/site
 
 man: install

@@ -3,12 +3,14 @@
 TCP and seals; the agents are simulated, 8 ranks each, heartbeats every 0.5 s (see `tests/support/fleet.py`).
 
 Phases, one after the other: all nodes join within a second; the first launch; half a minute of training; a
-connection that is reset; a node that falls silent; twenty nodes at once; another supervisor takes over.
+connection that is reset; a node that falls silent; twenty nodes at once; the supervisor's process is stopped
+for five seconds; another supervisor takes over.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -31,6 +33,7 @@ SIZES = (100, 500, 2000, 5000, 12500)
 QUICK_SIZES = (100, 500)
 SPARE_SHARE = 64  # nodes for each spare; at least 32, for what is lost here
 SWITCH = 20
+STALL_S = 5.0
 WRONGLY = "healthy nodes declared lost"
 JOIN_S = 1.0
 STEADY_S, QUICK_STEADY_S = 30.0, 5.0
@@ -92,6 +95,7 @@ def phases(one: Lab, steady_s: float) -> bool:
     for case, victims, hurt in faults:
         if not fault(one, case, victims, hurt):
             return False
+    stands_still(one)
     return take_over(one)
 
 
@@ -149,9 +153,11 @@ def fault(one: Lab, case: str, victims: list[str], hurt: Callable[[str], None]) 
         hurt(name)
     one.lost.update(victims)
     done = waited(one, case, lambda: fleet.runs(one.nodes, attempt + 1))
+    verdict = verdict_at(one, victims) - began
     stops = [a.stopped_at - began for a in one.fleet.healthy if a.stopped_at > began]
     launches = [a.launched_at - began for a in one.fleet.healthy if a.launched_at > began]
     one.times(case, "stop at an agent", stops)
+    one.times(case, "stop at an agent, from the verdict", [stop - verdict for stop in stops])
     one.times(case, "new launch at an agent", launches if done is not None else [])
     if stops and launches and done is not None:
         one.row(case, "from the last stop to the last launch", "s", max(launches) - max(stops))
@@ -159,9 +165,38 @@ def fault(one: Lab, case: str, victims: list[str], hurt: Callable[[str], None]) 
     return done is not None
 
 
+def verdict_at(one: Lab, victims: list[str]) -> float:
+    """When the first of them was lost, by time.monotonic()."""
+    lost = [
+        float(entry["t"])
+        for entry in read(one.run.directory)
+        if entry.get("event") == "NodeLost" and entry["node"] in victims
+    ]
+    return min(lost, default=math.nan) - time.time() + time.monotonic()
+
+
 def wrongly_lost(one: Lab) -> int:
     told = {entry["node"] for entry in read(one.run.directory) if entry.get("event") == "NodeLost"}
     return len(told - one.lost)
+
+
+def stands_still(one: Lab) -> None:
+    """The supervisor's loop, as on a host that is far too busy."""
+    fleet, case = one.fleet, f"the supervisor stands still for {STALL_S:.0f} s"
+    fleet.run_for(3.0)
+    attempt, told = max(agent.attempt for agent in fleet.agents.values()), len(notes(one))
+    process = psutil.Process(one.run.supervisor.pid)
+    process.suspend()
+    fleet.run_for(STALL_S)
+    process.resume()
+    fleet.run_for(10.0)
+    one.row(case, "restarts of the training", "", max(a.attempt for a in fleet.agents.values()) - attempt)
+    one.row(case, "lines in the journal", "", len(notes(one)) - told)
+    one.row(case, WRONGLY, "", wrongly_lost(one))
+
+
+def notes(one: Lab) -> list[Any]:
+    return [entry for entry in read(one.run.directory) if entry.get("event") == "Noted"]
 
 
 def take_over(one: Lab) -> bool:

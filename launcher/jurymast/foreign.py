@@ -2,19 +2,23 @@
 
 What is acted on, believed or unpickled must be this user's own: unpickling another's file would run his code.
 Of a colleague's run that is only shown, a file must at least be an ordinary one of bounded size. Nothing here
-waits: a pipe that somebody has put there opens at once, and is refused.
+waits for another process: a pipe that somebody has put there opens at once, and is refused. For storage that
+hangs every call waits: who has a deadline (`cli/patience.py`) finds in `unanswered` for what, and how long.
 """
 
 from __future__ import annotations
 
 import errno
+import fnmatch
 import json
 import os
 import pwd
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,31 @@ OTHERS_ANYTHING = stat.S_IRWXG | stat.S_IRWXO
 BYTES_MAX = 256 << 20
 # Read in any case: some files grow while they are looked at.
 BYTES_MIN = 64 << 10
+
+
+# What each thread asks the storage for right now: (path, since when in seconds of the monotonic clock).
+_asked: dict[int, tuple[str, float]] = {}
+
+
+@contextmanager
+def asking(path: Path | str) -> Iterator[None]:
+    """While this lasts, this thread waits for the storage of `path`, and does nothing else."""
+    thread = threading.get_ident()
+    around = _asked.get(thread)
+    _asked[thread] = str(path), time.monotonic()
+    try:
+        yield
+    finally:
+        if around is None:
+            del _asked[thread]
+        else:
+            _asked[thread] = around[0], time.monotonic()
+
+
+def unanswered() -> tuple[str, float]:
+    """The path that a thread has waited for longest, and how long in seconds; ("", 0.0) when none waits."""
+    path, since = min(list(_asked.values()), key=lambda asked: asked[1], default=("", 0.0))
+    return path, time.monotonic() - since if path else 0.0
 
 
 class NotOurs(OSError):
@@ -65,28 +94,30 @@ def make_private(place: Path) -> None:
 
 def check_private(place: Path) -> None:
     """Raises NotOurs for what others have put here, or may put something into; OSError."""
-    status = os.lstat(place)
-    if not stat.S_ISDIR(status.st_mode) or not is_ours(status):
-        raise NotOurs(place, status)
+    with asking(place):
+        found = os.lstat(place)
+    if not stat.S_ISDIR(found.st_mode) or not is_ours(found):
+        raise NotOurs(place, found)
 
 
 def owns(place: Path) -> bool:
     """Whether the directory that this name leads to is this user's, and nobody else can put anything in."""
     try:
-        status = os.stat(place)
+        found = status(place)
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and is_ours(status)
+    return stat.S_ISDIR(found.st_mode) and is_ours(found)
 
 
 @contextmanager
 def own_directory(place: Path) -> Iterator[Path]:
     """A name for this very directory while it is held: whoever may rename what lies around it can give its
     own name to another. Raises NotOurs, OSError."""
-    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with asking(place):
+        descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if not is_ours(status := os.fstat(descriptor)):
-            raise NotOurs(place, status)
+        if not is_ours(found := os.fstat(descriptor)):
+            raise NotOurs(place, found)
         yield Path(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
@@ -95,24 +126,55 @@ def own_directory(place: Path) -> Iterator[Path]:
 def open_own(path: Path | str, closed: int = OTHERS_WRITE) -> int:
     """A descriptor, for reading, of a file that this user has written. Raises NotOurs, OSError."""
     descriptor = _open(path, os.O_NOFOLLOW)
-    if not is_ours(status := os.fstat(descriptor), closed):
+    if not is_ours(found := os.fstat(descriptor), closed):
         os.close(descriptor)
-        raise NotOurs(path, status)
+        raise NotOurs(path, found)
     return descriptor
 
 
 def read_own(path: Path | str, most: int = BYTES_MAX, closed: int = OTHERS_WRITE) -> bytes:
     """Raises NotOurs, OSError."""
-    with open(open_own(path, closed), "rb") as file:
+    with _buffered(open_own(path, closed), path) as file:
         return _all_of(file, path, most)
 
 
 # Anybody's.
 
 
+def status(path: Path | str) -> os.stat_result:
+    """Raises OSError."""
+    with asking(path):
+        return os.stat(path)
+
+
+def exists(path: Path | str) -> bool:
+    """Whether there is anything that this user may see."""
+    with asking(path):
+        return os.path.exists(path)
+
+
+def is_directory(path: Path | str) -> bool:
+    with asking(path):
+        return os.path.isdir(path)
+
+
+def names(directory: Path | str, pattern: str = "*") -> list[str]:
+    """What is in it, in no order. Raises OSError."""
+    with asking(directory):
+        return fnmatch.filter(os.listdir(directory), pattern)
+
+
+def found(directory: Path, pattern: str) -> list[Path]:
+    """As `Path.glob` with one name: [] for a directory that is not there, or cannot be read."""
+    try:
+        return [directory / name for name in names(directory, pattern)]
+    except OSError:
+        return []
+
+
 def reading(path: Path | str) -> BufferedReader:
     """An ordinary file, whoever wrote it. Raises OSError."""
-    return open(_open(path), "rb")
+    return _buffered(_open(path), path)
 
 
 def read(path: Path | str, most: int = BYTES_MAX) -> bytes:
@@ -136,7 +198,8 @@ def parse(data: bytes | str) -> Any:
 
 def _open(path: Path | str, flags: int = 0) -> int:
     # O_NONBLOCK: opening a pipe must not wait for somebody at its other end.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    with asking(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -144,6 +207,26 @@ def _open(path: Path | str, flags: int = 0) -> int:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
     return descriptor
+
+
+class _Asked(FileIO):
+    """A file that says when it waits for its storage."""
+
+    def __init__(self, descriptor: int, path: Path | str) -> None:
+        super().__init__(descriptor, "rb")
+        self._path = path
+
+    def readinto(self, buffer: Any) -> int | None:
+        with asking(self._path):
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        with asking(self._path):
+            return super().readall() or b""
+
+
+def _buffered(descriptor: int, path: Path | str) -> BufferedReader:
+    return BufferedReader(_Asked(descriptor, path))
 
 
 def _all_of(file: BufferedReader, path: Path | str, most: int) -> bytes:

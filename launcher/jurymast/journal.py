@@ -377,7 +377,7 @@ class Follower:
 
     def catch_up(self) -> RunState:
         """As `replay` says it now. Raises OSError; what was not read then, the next call reads."""
-        files = [path for path in self._directory.journal_files() if path.stat().st_size]
+        files = [path for path in self._directory.journal_files() if foreign.status(path).st_size]
         if (
             files and files != self._files
         ):  # what the last supervisor wrote after a new one began does not count

@@ -85,7 +85,7 @@ def _names(runs: Path) -> list[str]:
     """Run ids, oldest first (they begin with their time). Who may write here could make up runs of others,
     and with them which nodes fail: only this user's count."""
     try:
-        names = sorted(name for name in os.listdir(runs) if not name.startswith("."))
+        names = sorted(name for name in foreign.names(runs) if not name.startswith("."))
     except OSError:
         return []
     return [name for name in names if foreign.owns(runs / name)]
@@ -96,7 +96,7 @@ def _stamp(directory: RunDirectory) -> Stamp:
     stamp = []
     for path in directory.journal_files():
         try:
-            status = path.stat()
+            status = foreign.status(path)
         except OSError:
             continue
         stamp.append([status.st_size, status.st_mtime_ns])

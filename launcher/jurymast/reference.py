@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from jurymast.core.nodes.findings import Verdict
 
@@ -39,8 +38,8 @@ class Threshold:
 
 
 @cache
-def _table(name: str) -> dict[Any, Any]:
-    table: dict[Any, Any] = yaml.safe_load((DATA / f"{name}.yaml").read_text(encoding="utf-8"))
+def _table(name: str) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
     return table
 
 
@@ -50,9 +49,9 @@ def xids() -> Mapping[int, Xid]:
     table, found = _table("xid"), {}
     for code, entry in table["codes"].items():
         group = table["classes"][entry["class"]]
-        found[code] = Xid(
-            code=code, group=entry["class"], verdict=Verdict(group["verdict"]), kind=group["kind"],
-            meaning=entry["meaning"], action=group["action"], source=table["sources"][entry["source"]],
+        found[int(code)] = Xid(
+            code=int(code), group=entry["class"], verdict=Verdict(group["verdict"]), kind=group["kind"],
+            meaning=entry["meaning"], action=group["action"], source=table["sources"][str(entry["source"])],
         )  # fmt: skip
     return found
 
@@ -65,4 +64,4 @@ def recovery_actions() -> Mapping[str, Verdict]:
 
 @cache
 def thresholds() -> Mapping[str, Threshold]:
-    return {name: Threshold(name, **entry) for name, entry in _table("thresholds").items()}
+    return {name: Threshold(name, **entry) for name, entry in _table("thresholds")["limits"].items()}

@@ -81,12 +81,14 @@ def ranks_folder(parent: Path, rank: int) -> Path:
 
 def check_readable(run: Path) -> None:
     """Raises RunDirectoryError for a run directory that is there but is not for this user to look into."""
-    if not os.path.isdir(run) or os.access(run, os.R_OK | os.X_OK, effective_ids=True):
+    if not foreign.is_directory(run) or os.access(run, os.R_OK | os.X_OK, effective_ids=True):
         return
-    uid = run.stat().st_uid
+    uid = foreign.status(run).st_uid
     if uid == os.geteuid():
         raise RunDirectoryError(f"{run} cannot be read: permission denied", hint=f"chmod u+rwx {run}")
-    raise RunDirectoryError(f"{run} belongs to {run.owner()}", hint="a run is for its own user only")
+    raise RunDirectoryError(
+        f"{run} belongs to {foreign.user_name(uid)}", hint="a run is for its own user only"
+    )
 
 
 class RunDirectory:
@@ -174,20 +176,22 @@ class RunDirectory:
     def rank_logs(self, attempt: int) -> list[Path]:
         """The logs of all ranks of an attempt that have one, in the order of ranks."""
         folder = self.attempt_logs(attempt)
-        found = [*folder.glob("rank-*.log"), *folder.glob("ranks-*/rank-*.log")]
+        folders = (folder, *foreign.found(folder, "ranks-*"))
+        found = (log for one in folders for log in foreign.found(one, "rank-*.log"))
         return sorted(found, key=lambda path: int(path.stem.removeprefix("rank-")))
 
     def create(self) -> None:
         """Make the directory and its parts, and the run's secret. Raises RunDirectoryError."""
         made = False
         try:
-            if self.root.parent != self.root:
-                make_folder(self.root.parent)  # whatever the umask: who may write there can swap runs
-            self.root.mkdir(mode=0o700)
-            made = True
-            for part in (self.epochs, self.journal, self.logs, self.checkpoints, self.submission):
-                part.mkdir(mode=0o700)
-            write_atomically(self.secret_file, secrets.token_hex(32).encode())
+            with foreign.asking(self.root):
+                if self.root.parent != self.root:
+                    make_folder(self.root.parent)  # whatever the umask: who may write there can swap runs
+                self.root.mkdir(mode=0o700)
+                made = True
+                for part in (self.epochs, self.journal, self.logs, self.checkpoints, self.submission):
+                    part.mkdir(mode=0o700)
+                write_atomically(self.secret_file, secrets.token_hex(32).encode())
         except OSError as error:
             if made:  # a full disk, say: nothing stays that looks like a run
                 shutil.rmtree(self.root, ignore_errors=True)
@@ -226,7 +230,7 @@ class RunDirectory:
     def journal_files(self) -> Iterator[Path]:
         """Journal files, oldest epoch first; none where there is no journal that this user may read."""
         try:
-            names = os.listdir(self.journal)
+            names = foreign.names(self.journal)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return
         yield from (self.journal / name for name in sorted(names) if name.endswith(".jsonl"))
@@ -237,7 +241,7 @@ class RunDirectory:
         try:
             return int(foreign.read(self.attempt_file))
         except FileNotFoundError as error:
-            if self.plan_file.exists():
+            if foreign.exists(self.plan_file):
                 return 0
             why = f"{error.strerror}, nor is {self.plan_file.name}"
             raise RunDirectoryError(f"{self.attempt_file} cannot be read: {why}") from error

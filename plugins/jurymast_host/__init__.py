@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from jurymast.health.cgroups import memory_cgroups, oom_kills, where_kills_count
 from jurymast.health.probe import APPLICATION, HARDWARE, HOST, STORAGE, Context, Finding, Probe, Verdict
 from jurymast.health.readings import stands_in, text, waits_for_storage
 from jurymast.health.tables import threshold
-from jurymast_host.cgroup import own_memory_cgroup
 from jurymast_host.kernel_log import KernelLog
 from jurymast_host.memory import uncorrectable
 
@@ -45,11 +45,13 @@ class HostProbe:
     def __init__(self, context: Context, root: Path = Path("/")) -> None:
         self._context = context
         self._root = root
-        cgroup, self._oom_file = own_memory_cgroup(root)
+        cgroup, self._oom_file = where_kills_count(
+            memory_cgroups(root / "proc/self/cgroup", root / "sys/fs/cgroup")
+        )
         # Where the cgroup counts its kills itself the kernel's log can tell of others' only.
         self._log = KernelLog(root, context, cgroup if self._oom_file is None else "")
         self._disks = [path for path in _local_directories(context) if not _is_shared(path, root)]
-        self._oom_kills = _oom_kills(self._oom_file)
+        self._oom_kills = oom_kills(self._oom_file)
         self._memory_errors = uncorrectable(self._root)
         self._short_at_start: set[tuple[str, str]] | None = None
         self._still: dict[int, tuple[str, float]] = {}
@@ -125,7 +127,7 @@ class HostProbe:
 
     def _oom(self, now: float) -> Iterator[Finding]:
         """The kernel killed processes of this job, because the job had used up its memory."""
-        kills = _oom_kills(self._oom_file)
+        kills = oom_kills(self._oom_file)
         if kills is None:
             return
         before, self._oom_kills = self._oom_kills, kills
@@ -198,14 +200,6 @@ def _is_shared(path: str, root: Path) -> bool:
         if inside and len(mounted) >= len(best):
             best, kind = mounted, after.split()[0]
     return kind.startswith(NETWORK_TYPES)
-
-
-def _oom_kills(file: Path | None) -> int | None:
-    for line in (text(file) or "").splitlines() if file else []:
-        name, _, value = line.partition(" ")
-        if name == "oom_kill":
-            return int(value)
-    return None
 
 
 def _own_processes(proc: Path) -> Iterator[int]:

@@ -123,7 +123,7 @@ def _write_site(layout: Layout, options: Options) -> None:
     layout.verdicts.mkdir(exist_ok=True)
     layout.verdicts.chmod(0o1733)
     settings = layout.etc / "site.ini"
-    command = f"{Path(options.python).parent / 'jurymast'} health --json --probe nvidia"
+    command = f"{options.python} -I -m jurymast.health.once --probe nvidia"
     settings.write_text(
         f"[health]\ncommand = {command}\n[verdicts]\nspool = {layout.verdicts}\n[drain]\nmax_fraction = 0.5\n"
         f"[files]\nstate = /run/jurymast-site\nlog = {SITE_LOG}\n"

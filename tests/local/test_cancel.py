@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,25 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def fill(place: Path) -> None:
-    with open(place / "theirs", "ab", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
+@contextlib.contextmanager
+def kept_full(place: Path) -> Iterator[None]:
+    """Not a byte more goes in, and what is given up, as by a write that has failed, is taken at once."""
+    over = threading.Event()
+
+    def fill() -> None:
+        with open(place / "theirs", "ab", buffering=0) as file:
+            while not over.wait(0.01):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(4096)):
+                        pass
+
+    filler = threading.Thread(target=fill)
+    filler.start()
+    try:
+        yield
+    finally:
+        over.set()
+        filler.join()
 
 
 def test_a_run_that_ends_on_a_full_disk_says_so_and_can_be_let_go(tmp_path: Path, small_disk: Path) -> None:
@@ -106,27 +122,23 @@ def test_a_run_that_ends_on_a_full_disk_says_so_and_can_be_let_go(tmp_path: Path
                    arguments=train) as run:  # fmt: skip
         root = run.directory.root
         run.wait("a durable one", lambda s: "shared" in s.saved and bool(s.saved["shared"].step))
-        fill(small_disk)
-        durable = run.state().saved["shared"].step or 0
 
         def status() -> dict[str, Any]:
             told: dict[str, Any] = json.loads(jurymast("status", str(root), "--json").stdout)
             return told
 
-        # By then copies to storage have failed more than once, and the next try is not at once.
-        wait_until("some failures", lambda: status()["step"] > durable + 200, limit_s=120.0)
-        enough.touch()
-
-        def waiting() -> dict[str, Any]:
-            fill(small_disk)  # what is given up on it makes room for the journal
-            return told if (told := status())["state"] == "succeeded" else {}
-
-        told = wait_until("word that it has ended", waiting, limit_s=120.0)
-        assert told["exit_code"] is None
-        assert "is on its way to" in told["next"]
-        assert told["step"] > durable
-        (warned,) = [text for text in told["warnings"] if "cannot be written" in text]
-        assert "No space left on device" in warned
+        with kept_full(small_disk):
+            durable = run.state().saved["shared"].step or 0
+            # By then copies to storage have failed more than once, and the next try is not at once.
+            wait_until("some failures", lambda: status()["step"] > durable + 200, limit_s=120.0)
+            enough.touch()
+            wait_until("word that it has ended", lambda: status()["state"] == "succeeded", limit_s=120.0)
+            told = status()
+            assert told["exit_code"] is None
+            assert "is on its way to" in told["next"]
+            assert told["step"] > durable
+            (warned,) = [text for text in told["warnings"] if "cannot be written" in text]
+            assert "No space left on device" in warned
         done = jurymast("cancel", str(root))
         assert "given up" in done.stdout, (done, run.story())
         wait_gone(root, limit_s=30.0)

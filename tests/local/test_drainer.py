@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory, remove_trees
+from jurymast.core.checkpoints import meeting
 from jurymast.keeper.copies import local_copies
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage import shared
@@ -426,7 +427,7 @@ def test_who_only_sees_that_another_failed_lets_it_say_why_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The supervisor tells what it hears first, and cancels the others then."""
-    monkeypatch.setattr(shared, "CAUSE_FIRST_S", 300.0)
+    monkeypatch.setattr(meeting, "CAUSE_FIRST_S", 300.0)
     root = tmp_path / "checkpoints"
     order = shared_orders(root, simple_images(tmp_path / "i", world=2))[1]
     place = root / ".draining-00000010.a0001.00ab"

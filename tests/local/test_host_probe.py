@@ -17,7 +17,6 @@ from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.health.probe import Context, Probe
 from jurymast.health.readings import waits_for_storage
 from jurymast_host import HostProbe, _is_shared
-from jurymast_host.cgroup import own_memory_cgroup
 from jurymast_host.kernel_log import KernelLog
 from jurymast_storage import StorageProbe, probe
 from support.probes import Acme
@@ -119,21 +118,6 @@ def test_a_process_that_the_kernel_kills_for_memory_is_an_event(memory_cgroup: P
     )
     assert done.stdout.startswith("[] 9 [('oom-kill', 'unknown', 'application')] []\n"), done
     assert "killed 1 of the job's processes" in done.stdout
-
-
-def test_the_cgroup_s_count_is_found_in_both_versions(tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    cases = {
-        "0::{}": ("/system.slice/job_7/step_0", "memory.events"),
-        "4:cpu:/x\n3:memory,hugetlb:{}\n0::/": ("/slurm/uid_0/job_7", "memory.oom_control"),
-    }
-    for said, (cgroup, name) in cases.items():
-        (tmp_path / "proc/self/cgroup").write_text(f"{said.format(cgroup)}\n")
-        assert own_memory_cgroup(tmp_path) == (cgroup, None)
-        file = tmp_path / "sys/fs/cgroup" / ("memory" if "memory" in said else "") / cgroup.lstrip("/") / name
-        file.parent.mkdir(parents=True)
-        file.write_text("low 0\noom 3\noom_kill 2\n")
-        assert own_memory_cgroup(tmp_path) == (cgroup, file)
 
 
 EATEN = """

@@ -25,7 +25,7 @@ TRAIN = (
     "--steps", "100000", "--step-time", "0.1", "--save-every", "2 steps", "--buffer-mib", "4",
 )  # fmt: skip
 # Where a save is, by the function that some thread is in, and the process whose thread that is.
-COPYING, HASHING, REPLICATING, DRAINING = "Window.stage", "_read_image", "_receive", "_Meeting._write_rank"
+COPYING, HASHING, REPLICATING, DRAINING = "Window.stage", "_read_image", "_receive", "_Part._write_rank"
 
 
 Who = Callable[[RunUnderTest, str], list[int]]

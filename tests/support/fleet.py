@@ -39,7 +39,9 @@ from jurymast.wire.seal import Seal
 RANKS = 8
 HEARTBEAT_S = 0.5
 STEP_S = 1.0
-SAVE_EVERY = 10  # steps
+SAVE_EVERY = 30  # steps
+# After which a node has the replica that it is to make of another's image, in seconds: from, to.
+COPIES_S = (0.5, 20.0)
 IMAGE_BYTES, COMMON_BYTES = 10**10, 10**6
 # What a node takes to start ranks, and to stop them, in seconds: from, to.
 STARTS_S, STOPS_S = (0.05, 0.15), (0.02, 0.08)
@@ -71,7 +73,7 @@ class Agent:
     stopped_at: float = 0.0
     connections: int = 0
     rank: int = 0  # its group rank
-    world: int = 0  # ranks of all nodes
+    world: int = 0  # ranks of all nodes, as of its launch
     saved: int = 0
     schedule: tuple[int, int] = (0, 0)  # number and decision of the newest
     copies: dict[tuple[int, int, str], msg.CopyReport] = field(default_factory=dict)  # (step, rank, part)
@@ -101,7 +103,7 @@ class Fleet:
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._waiting: deque[tuple[float, Agent]] = deque()
-        self._pending = 0
+        self._pending = self._world = 0  # connections; ranks of all nodes
         self._place: tuple[str, int] | None = None
         self._chance = chance
         self.hung_up = 0
@@ -351,17 +353,23 @@ class Fleet:
     def _save(self, agent: Agent, step: int) -> None:
         """All ranks of the node have saved into its memory."""
         ranks = range(agent.rank * RANKS, (agent.rank + 1) * RANKS)
-        self._hold(agent, tuple(self._copy(agent, step, rank, "memory", "all") for rank in ranks))
+        of = agent.attempt
+        self._hold(agent, tuple(self._copy((step, of, rank), agent.world, "memory", "all") for rank in ranks))
 
-    def _copy(self, agent: Agent, step: int, rank: int, tier: str, part: str) -> msg.CopyReport:
+    def _copy(self, image: tuple[int, int, int], world: int, tier: str, part: str) -> msg.CopyReport:
+        step, attempt, rank = image
         return msg.CopyReport(
-            tier=tier, step=step, attempt=agent.attempt, rank=rank, world=agent.world, part=part,
+            tier=tier, step=step, attempt=attempt, rank=rank, world=world, part=part,
             size_bytes=IMAGE_BYTES, common_bytes=COMMON_BYTES, common_id="alike",
         )  # fmt: skip
 
     def _hold(self, agent: Agent, copies: tuple[msg.CopyReport, ...]) -> None:
         agent.copies |= {(copy.step, copy.rank, copy.part): copy for copy in copies}
         self._say(agent, msg.Held(copies=copies))
+
+    def _copied(self, agent: Agent, copy: msg.CopyReport) -> None:
+        if agent.connection is not None and agent.greeted == 2 and not agent.silent:
+            self._hold(agent, (copy,))
 
     def _read(self, agent: Agent) -> None:
         inbox = agent.inbox
@@ -388,12 +396,15 @@ class Fleet:
                 agent.attempt, agent.ranks, agent.launched_at = order.attempt, "starting", now
                 agent.schedule = 0, 0
                 agent.rank, agent.world = order.rank, RANKS * order.world
+                self._world = agent.world
                 self._after(STARTS_S, lambda: self._started(agent, order.attempt))
             case msg.Stop() if agent.attempt <= order.attempt:
                 agent.attempt, agent.stopped_at = order.attempt, now
                 self._after(STOPS_S, lambda: self._stopped(agent, order.attempt))
             case msg.Replicate():
-                self._hold(agent, (self._copy(agent, order.step, order.rank, "peer", order.part),))
+                image = order.step, order.attempt, order.rank
+                copy = self._copy(image, self._world, "peer", order.part)
+                self._after(COPIES_S, lambda: self._copied(agent, copy))
             case msg.Committed():
                 agent.copies = {key: copy for key, copy in agent.copies.items() if key[0] >= order.step}
             case msg.Cadence():

@@ -59,7 +59,7 @@ class Rank:
     slots: list[View] = field(default_factory=lambda: [View() for _ in range(SLOTS)])
 
 
-Waiting = do.Measure | do.Reserve | do.Hash | do.Find | do.Verify | do.Fetch | do.Mix
+Waiting = do.Measure | do.Reserve | do.Hash | do.Find | do.Verify | do.Fetch | do.Mix | msg.AskSources
 
 
 class KeeperNode:
@@ -169,6 +169,10 @@ class KeeperNode:
                 self.fetch(effect, fails or effect.number in self.hurried)
             case do.Mix():
                 self.mix(effect, fails or effect.number in self.hurried)
+            case msg.AskSources(step=step, attempt=attempt, rank=rank):
+                sources = () if fails else self.sources(rank)
+                answer = msg.Sources(step=step, attempt=attempt, rank=rank, sources=sources)
+                self.act(self.machine.ordered(answer))
 
     def hash(self, effect: do.Hash, fails: bool) -> None:
         image = self.content[effect.buffer].get(OWN)
@@ -303,7 +307,12 @@ class KeeperNode:
             self.may_go = lambda copy: copy.tier in (MEMORY, PEER)
             self.safe = (0, -1)
         else:
-            ranks = {number: self.sources(number) for number in numbers if self.chance.random() < 0.95}
+            told = [self.sources(number) if self.chance.random() < 0.5 else () for number in numbers]
+            ranks = {
+                number: sources
+                for number, sources in zip(numbers, told, strict=True)
+                if self.chance.random() < 0.95
+            }
             restore = msg.Restore(step=state[0], attempt=state[1], ranks=ranks)
             self.kept = {self.safe, age(state)}
             self.may_go = self.may_make_room
@@ -537,6 +546,8 @@ class KeeperNode:
                 assert message.why
                 image = (message.step, message.attempt, message.rank)
                 self.asked.discard((image, message.part, message.group))
+            case msg.AskSources():
+                self.waiting.append(message)
             case msg.Unrestorable():
                 assert message.attempt == self.attempt, "what an attempt that is over could not restore"
             case _:

@@ -5,14 +5,15 @@ are lost, come twice or late, and a torchrun host that dies or does not stop. It
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
 from jurymast.core.endpoint import Endpoint
-from jurymast.core.settings import RunPlan
+from jurymast.core.nodes.tests import Alone
+from jurymast.core.settings import RunPlan, Settings
 
 
 def plan(ranks_per_node: int = 1, cluster: str = "local") -> RunPlan:
@@ -77,7 +78,8 @@ class Node:
         self.now = 100.0
         cluster = self.chance.choice(["local", "slurm"])
         share = self.chance.random()
-        self.machine = AgentMachine(plan(cluster=cluster), "n1", "17.0", ("n1",), ("h", 1), share)
+        wanted = replace(plan(2, cluster), settings=Settings(preflight_s=self.chance.choice([0.0, 5.0])))
+        self.machine = AgentMachine(wanted, "n1", "17.0", ("n1",), ("h", 1), share)
         self.host: Host | None = None
         self.reachable = True  # a supervisor
         self.connected = False
@@ -97,6 +99,8 @@ class Node:
         self.epoch = 1  # the newest
         self.pulse = 0
         self.stands_by = self.supervises = False
+        self.tests = 0  # the number of the processes that test the node
+        self.tests_told = 0
 
     def live(self, events: int) -> None:
         self.carry_out(self.machine.start(self.now, reachable=True))
@@ -145,7 +149,10 @@ class Node:
             attempt = max(1, self.attempt - self.chance.choice([0, 0, 0, 1]))
             new = msg.Stop(attempt=attempt, stacks=self.chance.random() < 0.5)
         else:
-            others: list[msg.Order] = [msg.Dismiss(), self.go_on()]
+            pair = msg.TestPair(name="1-n1-n2", host="h", port=1, rank=self.chance.randrange(2), limit_s=3.0)
+            others: list[msg.Order] = [
+                msg.Dismiss(), self.go_on(), msg.TestAlone(limit_s=5.0), msg.TestOver(), pair,
+            ]  # fmt: skip
             new = self.chance.choice(others)
         self.orders += [new] * self.chance.choice([0, 1, 1, 1, 2])  # lost, or doubled
 
@@ -228,6 +235,13 @@ class Node:
                 self.carry_out(self.machine.prepared(order.attempt, self.now))
             case do.TakeStacks(attempt, _):
                 self.carry_out(self.machine.stacks_taken(attempt, self.now))
+            case do.StartTests(number, _):
+                self.carry_out(
+                    self.machine.tests_started(number, 7, self.chance.choice(["", "no"]), self.now)
+                )
+            case do.TestDevices(number) | do.TestTogether(number):
+                answers = [Alone({"x": 1.0}, error=self.chance.choice(["", "", "no"]))] * 2
+                self.carry_out(self.machine.tests_answered(number, answers, self.now))
             case effect:
                 raise AssertionError(f"{effect} has no answer")
 
@@ -282,7 +296,18 @@ class Node:
                 self.host_dies()
             case do.Leave():
                 self.left = True
+            case do.StartTests(number):
+                assert not self.tests, "two sets of processes test the node"
+                self.tests = number
+                self.waiting.append(effect)
+            case do.TestDevices(number) | do.TestTogether(number):
+                assert number == self.tests, "who is not there is asked"
+                self.waiting.append(effect)
+            case do.EndTests(number):
+                assert number == self.tests, "what is not there is ended"
+                self.tests = 0
             case do.Prepare():
+                assert not self.tests, "what tests the node holds what the ranks need"
                 assert self.host is None or not self.host.running, "room is made while ranks run"
                 self.waiting.append(effect)
             case do.StandBy():
@@ -321,6 +346,8 @@ class Node:
                 assert self.host is None or not self.host.running, "stopped, and its ranks run"
                 self.stops = {stop for stop in self.stops if stop > message.attempt}
                 self.told_stopped = max(self.told_stopped, message.attempt)
+            case msg.TestedAlone() | msg.TestedPair():
+                self.tests_told += 1
             case msg.Failed() | msg.RankEvent() | msg.Unrestorable() | msg.Drained():
                 self.line.append(message)
                 if self.chance.random() < 0.7:

@@ -16,6 +16,8 @@ from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.holders import spelled
 from jurymast.core.checkpoints.reach import Reach
 from jurymast.core.checkpoints.replicas import Replicas
+from jurymast.core.checkpoints.securing import Securing
+from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Send
 from jurymast.core.nodes import heartbeat, lateness
 from jurymast.core.nodes.hangs import Hangs
@@ -38,7 +40,7 @@ def _memory_only(copies: cp.Copies, shared: Any, *rest: Any) -> cp.RestorePlan:
     return _plan_restore(copies, {}, *rest)
 
 
-def _secured_at_once(self: Checkpoints, now: float) -> list[Any]:
+def _secured_at_once(self: Securing, now: float) -> list[Any]:
     self.secured = True
     return []
 
@@ -121,6 +123,12 @@ def _only_storage_is_left(chance: Random) -> tuple[Fault, ...]:
     return unseen, Fault(at, "power", node=2), Fault(at, "power", node=3)
 
 
+def _storage_not_mounted_while_the_job_ends(chance: Random) -> tuple[Fault, ...]:
+    """On the node of rank 0."""
+    at = chance.uniform(7.0, 12.0)
+    return Fault(at - 3.0, "unmounted", node=1, seconds=40.0), Fault(at, "cancelled")
+
+
 def _away_for_a_moment(chance: Random) -> tuple[Fault, ...]:
     """Again and again, and then watched for as long as slots may be busy."""
     early = sorted(chance.uniform(4.0, 11.0) for _ in range(4))
@@ -157,7 +165,11 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "1: nodes go before the newest checkpoint is on storage": (
         of(),
-        [(Checkpoints, "secure", _secured_at_once)],
+        [(Securing, "secure", _secured_at_once)],
+    ),
+    "1: the same node is asked to write for ever": (
+        exactly(_storage_not_mounted_while_the_job_ends),
+        [(Writes, "unfit", lambda *_: frozenset())],
     ),
     "2: nodes are told different states": (of(), [(restoring.Restore, "message", _mixed)]),
     "3: ranks go on beside those of the next attempt": (of(), [(SimHost, "_leave", _leave_nobody)]),

@@ -50,12 +50,6 @@ class Successor:
             effects += self.machine.tick(self.story.t)
         return effects
 
-    def fenced(self, attempt: int) -> None:
-        self.machine.fenced(attempt, "", self.story.t)
-
-    def told(self) -> dict[str, msg.Launch]:
-        """After all work that is to be done at once."""
-        effects: list[Effect] = []
-        while self.machine.has_work:
-            effects += self.machine.work(self.story.t)
-        return launches(effects)
+    def fenced(self, attempt: int) -> dict[str, msg.Launch]:
+        """Whom that lets launch."""
+        return launches(self.machine.fenced(attempt, "", self.story.t))

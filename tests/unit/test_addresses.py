@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
-from typing import cast
+from contextlib import ExitStack
+from typing import Any, cast
 
 import psutil
 import pytest
 
+from jurymast.cluster.allocation import announced_by, listen
 from jurymast.core.within import Launch
-from jurymast.wire.addresses import ADDRESS_VARIABLE, is_up, listen_at
+from jurymast.wire.addresses import ADDRESS_VARIABLE, ANY, is_up, listen_at, listen_at_each
 from jurymast.worker.agent_pipe import AgentPipe
 
 HOME = "127.0.0.1"
@@ -36,6 +38,42 @@ def test_an_address_that_is_gone_keeps_no_node_out() -> None:
     assert not is_up(NOWHERE)
     with listen_at(NOWHERE) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_a_supervisor_listens_at_each_address_that_is_announced_and_at_no_other() -> None:
+    homes = ["127.0.0.2", "127.0.0.3", "127.0.0.2", NOWHERE]
+    with ExitStack() as held:
+        listeners = [held.enter_context(one) for one in listen_at_each(homes)]
+        assert [one.getsockname()[0] for one in listeners] == ["127.0.0.2", "127.0.0.3"]
+        (port,) = {one.getsockname()[1] for one in listeners}
+        socket.create_connection(("127.0.0.3", port), 5.0).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.4", port), 5.0)
+        assert announced_by(listeners) == ["127.0.0.2", "127.0.0.3", socket.gethostname()]
+
+
+def test_a_port_that_another_has_at_one_of_the_addresses_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.3", 0)) as other, ExitStack() as held:
+        create, first = socket.create_server, [other.getsockname()[1]]
+
+        def first_the_same(address: tuple[str, int], **how: Any) -> socket.socket:
+            host, port = address
+            return create((host, port or (first.pop() if first else 0)), **how)
+
+        monkeypatch.setattr(socket, "create_server", first_the_same)
+        listeners = [held.enter_context(one) for one in listen_at_each(["127.0.0.2", "127.0.0.3"])]
+        assert len(listeners) == 2
+    assert not first
+
+
+def test_a_supervisor_without_an_address_listens_at_all_and_one_of_a_local_run_at_home() -> None:
+    for listeners, address in ((listen_at_each([NOWHERE]), ANY), (listen("local"), HOME)):
+        (listener,) = listeners
+        with listener:
+            assert listener.getsockname()[0] == address
+            assert ANY not in announced_by(listeners)
 
 
 class Pipe:

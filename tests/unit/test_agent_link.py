@@ -331,11 +331,11 @@ def test_who_lost_its_supervisor_reads_the_pulse_on_slurm_only() -> None:
 
 def test_nothing_is_tested_beside_ranks() -> None:
     made, test = met(), msg.TestAlone(limit_s=5.0)
-    assert do.Obey(test) in made.heard(test, 11.0)
+    assert do.StartTests(1, 1) in made.heard(test, 11.0)
     made.host_said(within.Waiting(store_port=1), 12.0)
-    made.heard(launch(1), 13.0)
-    assert do.EndTests() in made.heard(test, 14.0)
-    assert do.EndTests() in made.heard(msg.TestOver(), 14.0)
+    ended, makes_room, *_ = made.heard(launch(1), 13.0)
+    assert (ended, makes_room) == (do.EndTests(1), do.Prepare(launch(1)))
+    assert do.StartTests not in map(type, made.heard(test, 14.0))
 
 
 def test_probes_wait_for_the_host_but_not_for_long() -> None:

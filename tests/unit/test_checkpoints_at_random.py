@@ -250,7 +250,21 @@ class Walk:
         if order is not None:
             key = order.step, order.attempt
             assert order.step == chosen.step
-            assert self.nodes.serves(key, rank, "own", order.ranks[rank]), f"nobody has rank {rank}'s image"
+            sources = order.ranks[rank] or self.sources(self.state.placement[rank], key, rank)
+            assert self.nodes.serves(key, rank, "own", sources), f"nobody has rank {rank}'s image"
+
+    def sources(self, node: str, key: Key, rank: int) -> tuple[msg.Source, ...]:
+        """Of an image that is to be in the node's own memory: it, or those that the node is told of if it is
+        not there any more."""
+        image = report(MEMORY, key, rank, ACTIVE)
+        if image in self.nodes.agents[node].held:
+            here = msg.Source(tier=MEMORY, node=node, hosts=(), port=1, part="all", rank=rank)
+            return (here,)
+        ask = msg.AskSources(step=key[0], attempt=key[1], rank=rank)
+        (answer,) = self.checkpoints.hear(node, ask, self.time)
+        assert isinstance(answer, Send)
+        assert isinstance(answer.message, msg.Sources)
+        return answer.message.sources
 
     def restore(self, agent: Agent, rank: int, order: msg.Restore | None) -> None:
         if order is None:

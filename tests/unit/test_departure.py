@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.retries import RETRY_S
+from jurymast.core.checkpoints.securing import GATHER_LIMIT_S
 from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send, WhyEnding
 from jurymast.core.endpoint import Endpoint
 from jurymast.core.nodes.heartbeat import LIMIT_MAX_S
@@ -139,3 +141,50 @@ def test_before_the_nodes_go_those_that_had_no_memory_for_more_are_asked_once_mo
         site.secured()
     assert site.secured(), "asked again for ever"
     assert site.ordered(msg.GiveSlotsUp) == []
+
+
+def test_what_one_node_cannot_write_others_do_before_the_nodes_go() -> None:
+    """Its storage is not mounted, say: they have its image brought to them."""
+    site = Site(shared_every_s=3600.0)
+    site.save()
+    site.answer(site.ordered(msg.Drain))
+    site.save(20)
+    site.replicas_made(20)
+    site.ordered(msg.Replicate)
+    assert not site.secured()
+    first, *_ = site.ordered(msg.Drain)
+    assert (first[0], first[1].lead) == ("n1", True)
+    site.answer([first], why="it is not mounted")
+    site.time += RETRY_S + 0.1
+    assert not site.secured()
+    assert site.ordered(msg.Drain) == []
+    ((holder, order),) = site.ordered(msg.Replicate)
+    assert (order.rank, order.part) == (0, "all")
+    assert holder != "n1"
+    site.hold(0, holder, at=20, tier="peer")
+    site.secured()
+    orders = site.ordered(msg.Drain)
+    assert {node: order.lead for node, order in orders if order.lead} == {holder: True}
+    assert "n1" not in dict(orders)
+    site.answer(orders)
+    assert site.secured()
+
+
+def test_who_could_not_write_is_asked_again_when_nobody_can_take_its_images() -> None:
+    """As soon as that is known, or after a while."""
+    site = Site(replicas=0, shared_every_s=3600.0)
+    site.save()
+    for why in ("no room here", "no room there"):
+        site.secured()
+        site.answer([one for one in site.ordered(msg.Drain) if one[0] == "n1"], why)
+        site.time += RETRY_S + 0.1
+        site.secured()
+        ((holder, order),) = site.ordered(msg.Replicate)
+        assert site.ordered(msg.Drain) == []
+        if why == "no room here":
+            site.hear(holder, msg.Unreplicated(step=10, attempt=1, rank=0, part="all", why="no"))
+    site.secured()
+    assert site.ordered(msg.Drain) == [], "it is not known yet"
+    site.time += GATHER_LIMIT_S
+    site.secured()
+    assert {node for node, _ in site.ordered(msg.Drain)} == {"n1", "n2", "n3"}

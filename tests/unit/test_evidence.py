@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.agent.evidence import LOG_BYTES, LOG_LIMIT_S, Evidence, end_of, kills_file_of, oom_kills
+from jurymast.agent.evidence import LOG_BYTES, LOG_LIMIT_S, Evidence, end_of
+from jurymast.health.cgroups import memory_cgroups, oom_kills, where_kills_count
 
 LIMIT_BYTES = 24 * 1024 * 1024
 
@@ -20,7 +21,7 @@ LIMIT_BYTES = 24 * 1024 * 1024
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
     """A cgroup below this process's with little memory; returns its directory, and removes it."""
-    own = kills_file_of(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    _, own = where_kills_count(memory_cgroups())
     if own is None:
         pytest.skip("no cgroup here counts kills for want of memory")
     child = own.parent / f"jurymast-test-{os.getpid()}"
@@ -71,14 +72,16 @@ def test_where_cgroups_count(tmp_path: Path, own: str, file: str) -> None:
     (tmp_path / "cgroup").write_text(own)
     root = tmp_path / "fs"
     (root / file).parent.mkdir(parents=True)
+    path = next(line for line in own.splitlines() if ":devices:" not in line).rpartition(":")[2]
+    assert where_kills_count(memory_cgroups(tmp_path / "cgroup", root)) == (path, None)
     (root / file).write_text("low 0\noom 2\noom_kill 3\n")
-    found = kills_file_of(tmp_path / "cgroup", root)
-    assert found == root / file
+    counted, found = where_kills_count(memory_cgroups(tmp_path / "cgroup", root))
+    assert (counted, found) == (path, root / file)
     assert oom_kills(found) == 3
 
 
 def test_no_counter_is_no_count(tmp_path: Path) -> None:
-    assert kills_file_of(tmp_path / "none", tmp_path) is None
+    assert where_kills_count(memory_cgroups(tmp_path / "none", tmp_path)) == ("", None)
     assert oom_kills(None) is None
     assert oom_kills(tmp_path / "gone") is None
 

@@ -21,8 +21,9 @@ from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import State
 from jurymast.cli.find import find_run, run_ids
 from jurymast.cli.main import main
-from jurymast.past_runs import past_runs, summary_file
+from jurymast.past_runs import forgiven_file, forgiven_nodes, past_runs, summary_file
 from jurymast.rundir import RunDirectory
+from jurymast.storage.export import export
 from support.commands import RUN, Place, swapped
 
 MALLORY, ADA = 65533, 65534
@@ -137,12 +138,13 @@ def test_a_colleagues_run_is_shown_with_whose_it_is_and_nothing_of_it_is_run(
 
 @as_others
 def test_anothers_checkpoint_is_not_unpickled(shared: Place) -> None:
-    tier = SharedTier(
-        shared.runs / FORGED / "checkpoints", Group(), keep=3, attempt=1, stale=lambda: ""
-    )  # fmt: skip
+    tier_root = shared.runs / FORGED / "checkpoints"
+    tier = SharedTier(tier_root, Group(), keep=3, attempt=1, stale=lambda: "")
     with acting_as(ADA):
         found, _ = tier.candidates()
         assert "is not this user's own alone" in tier.load(found[0], State({"x": torch.zeros(1)}))
+        with pytest.raises(foreign.NotOurs):
+            export(CheckpointDirectory(tier_root).path(100), shared.root / "out", "torch")
     assert not (shared.root / "proof").exists()
     with acting_as(MALLORY):
         tier.load(found[0], State({"x": torch.zeros(1)}))
@@ -167,6 +169,17 @@ def test_anothers_runs_say_nothing_about_nodes_and_hang_nothing(shared: Place) -
             foreign.read(pipe / "plan.json")
 
 
+@as_others
+def test_anothers_word_on_which_nodes_are_forgiven_is_not_believed(shared: Place) -> None:
+    with acting_as(ADA):
+        word = forgiven_file(shared.runs)
+    word.write_text('{"v": 1, "entries": {"n3": 1.0}}')
+    for owner, believed in ((MALLORY, {}), (ADA, {"n3": 1.0})):
+        os.chown(word, owner, owner)
+        with acting_as(ADA):
+            assert forgiven_nodes(shared.runs) == believed
+
+
 def test_only_what_this_user_alone_can_write_is_its_own(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir(mode=0o700)
@@ -177,6 +190,9 @@ def test_only_what_this_user_alone_can_write_is_its_own(tmp_path: Path) -> None:
         own.rename(tmp_path / "elsewhere")
         assert (place / "file").read_bytes() == b"x"
     own = tmp_path / "elsewhere"
+    (tmp_path / "own").symlink_to(own)
+    with pytest.raises(OSError), foreign.own_directory(tmp_path / "own"):
+        pass
     for path in (own, own / "file"):
         path.chmod(0o770)
     assert not foreign.owns(own)

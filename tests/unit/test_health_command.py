@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import venv
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jurymast.health import once
 from support.probes import Acme
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -123,3 +128,35 @@ def test_thresholds_show_where_each_value_comes_from(tmp_path: Path) -> None:
     assert (limits["shm-used"]["value"], limits["shm-used"]["source"]) == (0.5, f"{policy}:2")
     assert limits["disk-used"]["value"] == 0.98
     assert "shm-used" in health(None, "--thresholds").stdout
+
+
+def test_root_s_probes_run_where_nothing_but_jurymast_is_installed(tmp_path: Path) -> None:
+    """As root's health check runs them, in an environment that holds the package's own files and no other."""
+    venv.create(tmp_path / "root", symlinks=True)
+    (packages,) = (tmp_path / "root").glob("lib/python*/site-packages")
+    (packages / "own.pth").write_text("\n".join(str(ROOT / name) for name in ("launcher", "plugins")))
+    installed = metadata.distribution("jurymast")
+    (packages / "jurymast-0.dist-info").mkdir()
+    for name in ("METADATA", "entry_points.txt"):
+        (packages / "jurymast-0.dist-info" / name).write_text(installed.read_text(name) or "")
+    done = subprocess.run(
+        [str(tmp_path / "root/bin/python"), "-I", "-m", "jurymast.health.once", "--threshold", "disk-used=2"],
+        capture_output=True, text=True, timeout=120, check=False, cwd="/", env={"PATH": ""},
+    )  # fmt: skip
+    assert done.stderr == ""
+    states = {probe["name"]: probe["state"] for probe in json.loads(done.stdout)["probes"]}
+    assert states.keys() == {"amd", "host", "infiniband", "nvidia", "storage"}
+    assert states["host"] == "looked"
+    assert set(states.values()) <= {"looked", "nothing"}
+
+
+@pytest.mark.parametrize(
+    "words", [["--threshold", "no-such=1"], ["--xid", "94=fine"], ["--probe", "no-such"]]
+)
+def test_a_mistake_of_root_s_command_is_no_verdict(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        once.main(words)
+    assert ended.value.code == once.UNKNOWN
+    assert words[1].partition("=")[0] in capsys.readouterr().err

@@ -155,3 +155,38 @@ def test_what_was_given_up_and_is_ordered_again_is_made() -> None:
     node.quiet()
     assert node.replicated == 1
     assert not node.asked
+
+
+def test_an_image_that_is_not_whole_in_its_own_memory_is_had_from_another_node() -> None:
+    """A launch names nobody else for it: they are asked for when it turns out to be damaged."""
+    node = trained()
+    (held,) = [copy for copy in node.served if copy.image == (1, 1, 0)]
+    node.attempt += 1
+    restore = msg.Restore(step=1, attempt=1, ranks={0: ()})
+    node.ranks[0].number = 0
+    node.may_go = lambda copy: copy is held
+    node.act(node.machine.launch(node.attempt, [0], node.world, restore, 0.0))
+    (verify,) = [one for one in node.waiting if isinstance(one, do.Verify)]
+    node.waiting.remove(verify)
+    node.may_go = lambda copy: copy is held
+    node.act(node.machine.verified(verify.number, False))
+    assert kinds(node) == [msg.AskSources]
+    node.quiet()
+    assert node.ranks[0].restore == "ready"
+    assert node.ranks[0].found == (1, 1, 0)
+
+
+def test_a_restore_that_waits_to_hear_who_else_has_it_ends_with_its_attempt() -> None:
+    node = trained()
+    node.launch((7, 1), [0])  # nobody here has it
+    node.waiting.clear()
+    node.attempt += 1
+    restore = msg.Restore(step=7, attempt=1, ranks={0: ()})
+    node.act(node.machine.launch(node.attempt, [0], node.world, restore, 0.0))
+    assert msg.AskSources in kinds(node)
+    node.launch((1, 1), [0])
+    late = msg.Sources(step=7, attempt=1, rank=0, sources=node.sources(0))
+    node.act(node.machine.ordered(late))
+    node.waiting = [one for one in node.waiting if not isinstance(one, msg.AskSources)]
+    node.quiet()
+    assert node.ranks[0].found == (1, 1, 0)

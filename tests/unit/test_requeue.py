@@ -37,7 +37,8 @@ REFUSED = "echo 'slurm_requeue error: Requested operation is presently disabled'
 BATCH = """
 import sys
 from jurymast.cluster import batch
-batch.SUCCESSOR_LIMIT_S = float(sys.argv[2])
+from jurymast.core.supervision import batch as core
+core.SUCCESSOR_LIMIT_S = float(sys.argv[2])
 sys.exit(batch.main(sys.argv[1]))
 """
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.allocation import Allocation
-from jurymast.cluster.batch import SUPERSEDED
 from jurymast.core import events as ev
+from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.journal import JournalWriter, read, replay
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint

@@ -18,6 +18,7 @@ from jurymast.checkpoint.directory import (
     Manifest,
     hash_file,
 )
+from jurymast.core.checkpoints.retention import superfluous
 from jurymast.keeper import manifest as keeper
 from jurymast.keeper.manifest import BLOCK_BYTES, Item
 from jurymast.storage.job import StorageFailure, explain
@@ -194,6 +195,16 @@ def save(directory: CheckpointDirectory, step: int, attempt: int = 1) -> None:
     records = (FileRecord("file", *hash_file(place / "file")),)
     directory.seal(place, Manifest(step, attempt, 1, "2.13.0", records))
     directory.publish(place, step)
+
+
+def test_the_newest_checkpoints_stay_and_pinned_and_damaged_ones() -> None:
+    def gone(keep: int, *, pinned: tuple[int, ...] = (), bad: tuple[int, ...] = ()) -> list[int]:
+        return superfluous([50, 40, 30, 20, 10], keep, set(pinned), set(bad))
+
+    assert gone(3) == [20, 10]
+    assert gone(0) == [40, 30, 20, 10], "one always stays"
+    assert gone(2, pinned=(50, 20)) == [30, 10]
+    assert gone(2, bad=(50, 10)) == [20]
 
 
 def test_pinned_steps_stay(tmp_path: Path) -> None:

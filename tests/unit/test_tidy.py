@@ -126,6 +126,21 @@ def opens(source: Source) -> Iterator[str]:
             yield f"{source.name}:{call.lineno}: opens by itself"
 
 
+# What commands reach.
+LOOKING = ("cli/", "report/", "past_runs.py", "journal.py", "rundir.py", "checkpoint/directory.py")
+
+
+def looks(source: Source) -> Iterator[str]:
+    """Where a command looks, `jurymast.foreign` must know of it, or a hang of storage never ends."""
+    if not source.name.startswith(tuple(f"launcher/jurymast/{name}" for name in LOOKING)):
+        return
+    ways = {"listdir", "scandir", "iterdir", "glob", "rglob", "stat", "lstat", "exists", "isdir", "isfile"}
+    for call in source.calls():
+        owner, _, way = ast.unparse(call.func).rpartition(".")
+        if way in ways | {"is_dir", "is_file"} and owner != "foreign":
+            yield f"{source.name}:{call.lineno}: looks by itself"
+
+
 def broad_silence(source: Source) -> Iterator[str]:
     """`except Exception: pass` hides the very errors that this program exists to report."""
     for node in ast.walk(source.tree):
@@ -168,12 +183,13 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/supervisor/__main__.py",
             "launcher/jurymast/supervisor/door.py",
             "launcher/jurymast/supervisor/epoch.py",
-            "launcher/jurymast/sim/cluster/__main__.py",  # a command
+            "launcher/jurymast/health/once.py",  # a command, as below
+            "launcher/jurymast/sim/cluster/__main__.py",
             "launcher/jurymast/supervisor/hold.py",
             "launcher/jurymast/supervisor/standby.py",
             "launcher/jurymast/supervisor/supervisor.py",
             "launcher/jurymast/demo/train_gpt.py",  # a user's script
-            "plugins/jurymast_nvidia/__main__.py",  # a command
+            "plugins/jurymast_nvidia/__main__.py",
         },
     ),
     shells: (Source("slurm/a.py", "import subprocess\nsubprocess.run('x', shell=True)\n"), set()),
@@ -190,11 +206,9 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         {
             "launcher/jurymast/foreign.py",
             # The kernel's files.
-            "launcher/jurymast/agent/evidence.py",
             "launcher/jurymast/agent/stacks.py",
             "launcher/jurymast/cluster/verdicts.py",
             "launcher/jurymast/health/readings.py",
-            "launcher/jurymast/keeper/limits.py",
             "plugins/jurymast_amd/__init__.py",
             "plugins/jurymast_host/kernel_log.py",
             # Memory of this user's processes, by a link below /proc that only they may follow.
@@ -219,6 +233,10 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/sim/measured.py",
             "launcher/jurymast/worker/server.py",
         },
+    ),
+    looks: (
+        Source("launcher/jurymast/cli/a.py", "def f(path):\n    return path.exists()\n"),
+        {"launcher/jurymast/report/doctor.py"},  # at this machine's own spool
     ),
     broad_silence: (Source("tests/a.py", "try:\n    f()\nexcept Exception:\n    pass\n"), set()),
 }

@@ -15,6 +15,7 @@ from jurymast.core.nodes.heartbeat import (
     KNOWN_AFTER,
     LIMIT_MAX_S,
     LOYAL_S,
+    patience_s,
     rejoin_limit_s,
 )
 from jurymast.core.nodes.heirs import HEIRS, LOOK_EVERY_S
@@ -24,7 +25,7 @@ from jurymast.core.nodes.watch import (
     AFTER_OTHERS_S,
     EARLY,
     ISOLATION_LIMIT_S,
-    LATE_S,
+    LATE_SHARE,
     MANY,
     MANY_LIMIT_S,
     RECONNECT_GRACE_S,
@@ -38,6 +39,7 @@ from support.reports import reported
 NAMES = ("n1", "n2", "n3")
 # A node of which nothing is known after a take-over: six heartbeats on top of the time to come.
 COMES_S = rejoin_limit_s(len(NAMES)) + 3.0
+LATE_S = LATE_SHARE * patience_s(Settings().heartbeat_s, len(NAMES))
 
 
 class Ears:

@@ -20,6 +20,7 @@ from jurymast.agent.keeping import Keeping, own_domain
 from jurymast.agent.probing import Probing
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.agent.succeeding import Succeeding
+from jurymast.agent.testing import driver_here
 from jurymast.agent.verdict import leave_verdict
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.gpus import visible_gpus
@@ -51,7 +52,10 @@ class Agent:
         self._incarnation = secrets.token_hex(8)
         allocation = Allocation.load(directory)
         self._allocation = allocation.key
-        self._machine = AgentMachine(plan, node, allocation.key, allocation.nodes, hint, random.random())
+        self._machine = AgentMachine(
+            plan, node, allocation.key, allocation.nodes, hint, random.random(),
+            gpus=visible_gpus(os.environ), driver=driver_here(),
+        )  # fmt: skip
         self._driver = Driver(self._machine, self._carry_out)
         self._temporary, self._lock = here.own_temporary_directory()
         self._strangers = Strangers(_note)
@@ -128,6 +132,8 @@ class Agent:
                 self._keeping.run_is_over = effect.over
                 self.exit_code = effect.exit_code if effect.over else INTERRUPTED
                 self._driver.over.set()
+            case do.StartTests() | do.TestDevices() | do.TestTogether() | do.EndTests():
+                self._hosting.testing.carry_out(effect)
             case do.WakeAt():
                 pass  # the driver's
             case _:
@@ -142,8 +148,6 @@ class Agent:
             case msg.LeaveVerdict():
                 leaving = leave_verdict(order, self._plan, self._node, self._driver.say)
                 self._driver.spawn(leaving, vital=False)
-            case msg.TestAlone() | msg.TestPair():
-                self._hosting.test(order)
             case _:
                 self._keeping.obey(order)
 
@@ -176,7 +180,7 @@ class Agent:
         self._connecting.send(beat_of(beat.attempt, ranks, cadence, times))
         if self._beat_timer is not None:
             self._beat_timer.cancel()
-        next_s = beat_every_s(self._plan.settings.heartbeat_s, ranks)
+        next_s = beat_every_s(self._plan.settings.heartbeat_s, ranks, self._plan.active)
         self._beat_timer = asyncio.get_running_loop().call_later(next_s, self._beat_again)
 
     def _beat_again(self) -> None:

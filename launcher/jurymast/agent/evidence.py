@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
+from jurymast.health.cgroups import memory_cgroups, oom_kills, where_kills_count
 
 SHM = "/dev/shm"
 # Logs are on shared storage, which may hang; the failure must be told all the same.
@@ -30,7 +31,7 @@ class Evidence:
     """`kills_file` has the counter `oom_kill` of the agent's cgroup, None where there is none."""
 
     def __init__(self, kills_file: Path | None = None) -> None:
-        self._kills_file = kills_file or kills_file_of(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+        self._kills_file = kills_file or where_kills_count(memory_cgroups())[1]
         self._before: int | None = None
         self.attempt_begins()
 
@@ -47,42 +48,6 @@ class Evidence:
         if log is not None and exit_code != 0:
             found["log"] = end_of(log) if exit_code in CRASHES else last_line(log) if exit_code > 0 else ""
         return found
-
-
-def kills_file_of(own: Path, root: Path) -> Path | None:
-    """Where the cgroups of a process (`own`: its /proc/PID/cgroup) count kills for want of memory, below
-    `root`. See cgroups(7): lines are ID:CONTROLLERS:PATH, of version 2 with ID 0 and no controllers."""
-    try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
-    except OSError:
-        return None
-    for number, controllers, path in (line for line in lines if len(line) == 3):
-        below = path.lstrip("/")
-        if "memory" in controllers.split(","):
-            mounts, name = [root / "memory"], "memory.oom_control"
-        elif number == "0":
-            mounts, name = [root, root / "unified"], "memory.events"
-        else:
-            continue
-        for mount in mounts:
-            # In a container the path may be the host's, and the mount the container's own cgroup.
-            for file in (mount / below / name, mount / name):
-                if file.is_file():
-                    return file
-    return None
-
-
-def oom_kills(file: Path | None) -> int | None:
-    """The counter `oom_kill` in `file`; None when it cannot be read."""
-    try:
-        lines = file.read_text().splitlines() if file is not None else []
-    except OSError:
-        return None
-    for line in lines:
-        name, _, value = line.partition(" ")
-        if name == "oom_kill" and value.isdigit():
-            return int(value)
-    return None
 
 
 def used_share(path: str) -> float:

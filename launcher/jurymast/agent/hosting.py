@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from jurymast.agent.probing import Probing
 from jurymast.agent.ranks import RankMemory
 from jurymast.agent.stacks import Stacks
 from jurymast.agent.testing import Testing
-from jurymast.cluster.gpus import visible_gpus
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
@@ -55,7 +53,7 @@ class Hosting:
         self._evidence = Evidence()
         self._around = Around(plan.settings.workaround, probing.findings, driver.say)
         self._stacks = Stacks(directory, plan, temporary, driver.say)
-        self._testing = Testing(plan, visible_gpus(os.environ), environment, driver.say)
+        self.testing = Testing(driver, environment)
         self._host: HostProcess | None = None
 
     async def close(self) -> None:
@@ -63,7 +61,7 @@ class Hosting:
         if self._host is not None:
             await end_ranks(list(self._machine.ranks.pids), self._plan.settings.stop_grace_s)
             await self._host.end()
-        await self._testing.end()
+        await self.testing.close()
 
     def carry_out(self, effect: do.ToRanks) -> None:
         match effect:
@@ -90,23 +88,16 @@ class Hosting:
                     self._host.kill()
             case do.StartProbes():
                 self._probing.start()
-            case do.EndTests():
-                self._testing.end_soon()
             case _:
                 never(effect)
-
-    def test(self, order: msg.TestAlone | msg.TestPair) -> None:
-        self._testing.obey(order)
 
     async def _start_host(self) -> None:
         plan = here.host_plan(self._plan, self._directory.root, self._temporary)
         self._host = await HostProcess.start(plan, self._environment(), self._host_said, self._host_ended)
-        if self._machine.ranks.attempt == 0:
-            self._testing.warm_up()
 
     async def _prepare(self, attempt: int) -> None:
         """What the test processes hold of the devices is the ranks' now."""
-        await self._testing.end()
+        await self.testing.gone()
         self._driver.act(self._machine.prepared(attempt, self._driver.now))
 
     def _start_ranks(self, order: msg.Launch, *, cold: bool) -> None:

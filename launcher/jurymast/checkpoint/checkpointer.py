@@ -16,15 +16,8 @@ from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import State
 from jurymast.checkpoint.tier import Candidate, Saved, Source, Tier
 from jurymast.core import within
-from jurymast.core.checkpoints.cadence import (
-    NEVER,
-    Cadence,
-    first_interval_s,
-    next_meeting,
-    next_save_step,
-    parse_cadence,
-    young_interval_s,
-)
+from jurymast.core.checkpoints.cadence import Cadence, parse_cadence
+from jurymast.core.checkpoints.meetings import Due, Meetings, memory_of
 from jurymast.core.planning.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError, RunDirectoryError
 from jurymast.rundir import RunDirectory
@@ -75,7 +68,7 @@ class Checkpointer:
         self._directory = _directory(directory)
         self._cadence = _cadence(every)
         self._keep = _keep(keep)
-        self._mtbf_s = _mtbf_s()
+        self._meetings = Meetings(self._cadence, _mtbf_s())
         self._attempt = int(os.environ.get("JURYMAST_ATTEMPT", "0"))
         self._link = link.current()
         self._beat = self._link.beat
@@ -86,17 +79,11 @@ class Checkpointer:
         # Whether this attempt saves to memory; None until the ranks agreed on it, with their first save.
         self._in_memory: bool | None = None
         self._waited_for_memory = False
-        self._size_is_known = True
-        self._meet_at = -1
         self._saved_step = -1
-        # Where agents are, they say when to save; else ranks meet, to ask rank 0's clock.
-        self._follower: Follower | None = None
-        # What the next meeting is computed from; of the times, rank 0's count.
-        self._due_at = 0.0
-        self._met_at = 0.0
-        self._met_step = -1
-        self._gap = 1
+        # What training stood still for the newest save, until that is accounted for.
         self._stall_s: float | None = None
+        # Where agents are, they say when to save.
+        self._follower: Follower | None = None
 
     # ---- what scripts call
 
@@ -132,15 +119,19 @@ class Checkpointer:
         self._link.explicit_steps = True
         self._beat(step)
         told = self._follower is not None and self._follower.due(step)
-        if told or step >= self._meet_at:
-            self._meet(step, told)
+        if not self._meetings.begun:  # without restore(): the first call is the start
+            self._begin_cadence(step - 1)
+        while (due := self._meetings.due(step, told=told)) is not Due.NOTHING:
+            self._do(due, step)
+            if due is Due.SAVE:
+                break
 
     def save(self, step: int) -> bool:
         """Save `step` now, unless it is saved; False when it failed. Raises as `step` does.
 
         Unlike `step` this waits (for up to 30 s) until the node has room for one more image in memory.
         """
-        if self._meet_at < 0:
+        if not self._meetings.begun:
             self._begin_cadence(step)
         if self._saved_step == step:
             return True
@@ -202,17 +193,12 @@ class Checkpointer:
         if not self._waited_for_memory and memory.wait_ready(FIRST_MEMORY_S):
             memory.wait_free(FIRST_FREE_S)
         self._waited_for_memory = True
-        gathered = self._open().gather((memory.refused, memory.ready))
-        refusing = [rank for rank, (refused, _) in enumerate(gathered) if refused]
-        if refusing:
-            self._in_memory = False
-            if self._open().rank == 0:
-                log.warning("no memory for checkpoints on the nodes of ranks %s: saving to storage", refusing)
-            return ""
-        waiting = [rank for rank, (_, ready) in enumerate(gathered) if not ready]
-        if waiting:
-            return f"memory is not ready yet on ranks {waiting}"[:ERROR_CHARACTERS]
-        self._in_memory = True
+        found = memory_of(self._open().gather((memory.refused, memory.ready)))
+        self._in_memory, ranks = found.used, list(found.ranks)
+        if found.used is None:
+            return f"memory is not ready yet on ranks {ranks}"[:ERROR_CHARACTERS]
+        if not found.used and self._open().rank == 0:
+            log.warning("no memory for checkpoints on the nodes of ranks %s: saving to storage", ranks)
         return ""
 
     def _capture(self) -> Any:
@@ -304,13 +290,12 @@ class Checkpointer:
         """Have the agent prepare it long before it is needed: now, or after the first step, when optimizers
         have their state, and until then tell it what can be foreseen. All ranks must take their state at the
         same step: that may be a collective."""
-        self._size_is_known = all(self._open().gather(self._state.settled))
-        if self._size_is_known:
+        if all(self._open().gather(self._state.settled)):
             self._request(memory)
         else:
             image_bytes, own_bytes = foreseen_bytes(self._state.objects)
             self._link.emit(within.Foreseen(image_bytes=image_bytes, own_bytes=own_bytes))
-            self._meet_at = min(self._meet_at, step + 1)
+            self._meetings.measure_after(step)
 
     def _request(self, memory: MemoryTier) -> None:
         try:
@@ -321,78 +306,37 @@ class Checkpointer:
     # ---- when to save
 
     def _begin_cadence(self, step: int) -> None:
-        """Start counting at `step`: nothing was saved since, and how long a step takes is not known."""
-        self._gap = 1
+        """Start counting at `step`."""
         self._open()
-        self._schedule(step)
+        self._meetings.follows = self._follower is not None
+        if self._follower is not None:
+            self._follower.passed(step)
+        self._meetings.begin(step, time.monotonic())
         if self._follower is not None:
             self._link.emit(within.Cadence(steps=self._cadence.steps, seconds=self._cadence.seconds))
 
     def _schedule(self, step: int) -> None:
-        """At the start, and after a save (also a failed one): set the next step to meet at."""
+        """After a save, also a failed one."""
         if self._follower is not None:
             self._follower.passed(step)
-        if self._waited_for_memory and self._in_memory is None:
-            self._due_at = time.monotonic()
-            self._set_meeting(step, step + 1)
-            return
-        if not self._by_clock:
-            self._meet_at = self._next_own(step)
-            return
-        self._due_at = time.monotonic() + self._interval_s()
-        self._set_meeting(step, step + self._gap)
+        stall_s, self._stall_s = self._stall_s, None
+        again = self._waited_for_memory and self._in_memory is None
+        self._meetings.saved(step, time.monotonic(), stall_s=stall_s, again=again)
 
-    def _set_meeting(self, step: int, following: int) -> None:
-        self._meet_at = following
-        self._gap = following - step
-        self._met_step = step
-        self._met_at = time.monotonic()
-
-    @property
-    def _by_clock(self) -> bool:
-        """Whether nobody but rank 0's clock says when to save."""
-        return self._cadence.steps is None and self._follower is None
-
-    def _next_own(self, step: int) -> int:
-        """The next step to save at that the script itself names."""
-        return NEVER if self._cadence.steps is None else next_save_step(step, self._cadence.steps)
-
-    def _meet(self, step: int, told: bool) -> None:
-        """All ranks are at a step that they agreed on: save (if `told` to, in any case), or agree on the next
-        such step."""
-        if self._meet_at < 0:  # step() without restore(): the first call is the start
-            self._begin_cadence(step - 1)
-            if step < self._meet_at and not told:
-                return
-        if not self._size_is_known and self._memory is not None:
-            self._size_is_known = True
-            self._request(self._memory)
-            if not self._by_clock:
-                self._meet_at = self._next_own(step - 1)
-                if step < self._meet_at and not told:
-                    return
-        if self._by_clock:
-            following = self._open().broadcast_step(self._plan_meeting(step))
-            if following > step:
-                self._set_meeting(step, following)
-                return
-        if self._saved_step != step:
-            self._save(step)
-        self._schedule(step)
-
-    def _plan_meeting(self, step: int) -> int:
-        """Where this rank's clock would have the ranks meet next; rank 0's counts."""
-        now = time.monotonic()
-        step_s = (now - self._met_at) / max(1, step - self._met_step)
-        return next_meeting(step, self._gap, self._due_at - now, step_s)
-
-    def _interval_s(self) -> float:
-        """Time from one save to the next. Only rank 0's value counts."""
-        if self._cadence.seconds is not None:
-            return self._cadence.seconds
-        if self._stall_s is None:
-            return first_interval_s(self._mtbf_s)
-        return young_interval_s(self._stall_s, self._mtbf_s)
+    def _do(self, due: Due, step: int) -> None:
+        """What all ranks do at this step."""
+        match due:
+            case Due.MEASURE:
+                if self._memory is not None:
+                    self._request(self._memory)
+                self._meetings.measured(step)
+            case Due.AGREE:
+                following = self._open().broadcast_step(self._meetings.proposal(step, time.monotonic()))
+                self._meetings.agreed(step, following, time.monotonic())
+            case Due.SAVE:
+                if self._saved_step != step:
+                    self._save(step)
+                self._schedule(step)
 
     # ---- set-up
 

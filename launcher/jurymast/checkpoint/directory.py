@@ -33,6 +33,7 @@ from typing import Any
 import xxhash
 
 from jurymast import foreign
+from jurymast.core.checkpoints.retention import superfluous
 from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.rundir import sync_directory, write_atomically
 
@@ -169,7 +170,7 @@ class CheckpointDirectory:
     def steps(self) -> list[int]:
         """Steps that have a directory, complete or not, newest first. Raises OSError."""
         try:
-            names = os.listdir(self.root)
+            names = foreign.names(self.root)
         except FileNotFoundError:
             return []
         return sorted((step for name in names if (step := step_of(name)) is not None), reverse=True)
@@ -193,7 +194,7 @@ class CheckpointDirectory:
         """The cheap check: every file is there in full length. Raises BadCheckpoint."""
         for record in manifest.files:
             try:
-                size = (self.path(step) / record.name).stat().st_size
+                size = foreign.status(self.path(step) / record.name).st_size
             except OSError as error:
                 raise BadCheckpoint(f"{record.name}: {error.strerror}") from error
             if size != record.size_bytes:
@@ -272,7 +273,7 @@ class CheckpointDirectory:
         try:
             digest, _, why = foreign.read(mark).decode().partition("\n")
             if digest == hash_file(self.path(step) / MANIFEST)[1]:
-                return digest, mark.stat().st_mtime, why
+                return digest, foreign.status(mark).st_mtime, why
         except (OSError, ValueError):
             pass
         return "", 0.0, ""
@@ -289,7 +290,7 @@ class CheckpointDirectory:
     def seal(self, temporary: Path, manifest: Manifest) -> None:
         """Write the manifest, the last file, and wait until names and content are on disk. Raises OSError."""
         for record in manifest.files:
-            size = (temporary / record.name).stat().st_size
+            size = foreign.status(temporary / record.name).st_size
             if size != record.size_bytes:
                 raise OSError(errno.EIO, f"{record.name} has {size} bytes, written were {record.size_bytes}")
         write_atomically(temporary / MANIFEST, manifest.to_bytes())
@@ -317,7 +318,7 @@ class CheckpointDirectory:
         A newer attempt's directories stay: then we are the stale one.
         """
         try:
-            names = os.listdir(self.root)
+            names = foreign.names(self.root)
         except OSError:
             return []
         swept = []
@@ -340,7 +341,7 @@ class CheckpointDirectory:
         there all the same fails: it can publish no part of what is removed here.
         """
         try:
-            swept = [name for name in os.listdir(self.root) if _DRAINING.fullmatch(name)]
+            swept = [name for name in foreign.names(self.root) if _DRAINING.fullmatch(name)]
         except FileNotFoundError:
             return []
         remove_trees([self.root / name for name in swept])
@@ -349,16 +350,10 @@ class CheckpointDirectory:
     def retire(self, keep: int, known_bad: frozenset[int] = frozenset()) -> list[Path]:
         """Take all but the newest `keep` complete checkpoints away; returns what is left to delete.
 
-        Damaged ones and those in `known_bad` neither count nor go: they are somebody's evidence. Pinned
-        ones count, and stay. The rename makes each disappear at once, so that no reader ever sees half of
-        one. Raises OSError.
+        The rename makes each disappear at once, so that no reader ever sees half of one. Raises OSError.
         """
-        pinned = self.pinned()
-        good = [step for step in self.complete() if step not in known_bad]
-        doomed = []
-        for step in good[max(1, keep) :]:
-            if step in pinned:
-                continue
+        doomed: list[Path] = []
+        for step in superfluous(self.complete(), keep, self.pinned(), known_bad):
             gone = self.root / f".deleting-{step:08d}.{secrets.token_hex(4)}"
             os.rename(self.path(step), gone)
             doomed.append(gone)
@@ -369,7 +364,7 @@ class CheckpointDirectory:
     def pinned(self) -> set[int]:
         """Steps that are never removed. Raises OSError."""
         try:
-            return {int(name) for name in os.listdir(self.root / PINNED) if name.isdecimal()}
+            return {int(name) for name in foreign.names(self.root / PINNED) if name.isdecimal()}
         except FileNotFoundError:
             return set()
 
@@ -435,7 +430,7 @@ class CheckpointDirectory:
     def rolled_back(self) -> list[Path]:
         """Directories that rollbacks set aside. Raises OSError."""
         try:
-            names = sorted(os.listdir(self.root))
+            names = sorted(foreign.names(self.root))
         except FileNotFoundError:
             return []
         return [self.root / name for name in names if _ROLLED_BACK.fullmatch(name)]

@@ -52,7 +52,7 @@ class Owner:
             outcome = foreign.load(run.outcome_file)
             return bool(outcome["state"] in ENDED)
         except FileNotFoundError:
-            return run.root.parent.is_dir() and not run.root.exists()
+            return foreign.is_directory(run.root.parent) and not foreign.exists(run.root)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -82,7 +82,7 @@ def _half_made(path: Path) -> Owner | None:
         return _read(path)
     except CheckpointError:
         with suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime < GIVEN_UP_S:
+            if time.time() - foreign.status(path).st_mtime < GIVEN_UP_S:
                 raise
             path.unlink()
         return None

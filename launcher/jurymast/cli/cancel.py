@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jurymast import foreign
 from jurymast.cli.options import run_argument, runs_option, the_run, user
 from jurymast.errors import ClusterUnavailableError
 from jurymast.rundir import RunDirectory
@@ -37,7 +38,7 @@ def command(run: str, runs: Path | None) -> None:
     from jurymast.wire.ask import ask
 
     # Until there is an outcome its supervisor may be there, waiting for room for the last checkpoint.
-    over = watcher.state.ended and directory.outcome_file.exists()
+    over = watcher.state.ended and foreign.exists(directory.outcome_file)
     answer = None if over else ask(directory, "cancel", by=user())
     if isinstance(answer, Accepted) and answer.gives_up:
         click.echo(f"{name} had ended; {answer.gives_up}, for which it kept its nodes, is given up")
@@ -49,7 +50,7 @@ def command(run: str, runs: Path | None) -> None:
         ended = _await_end(watcher, END_LIMIT_S)
         click.echo(f"{name} is cancelled" if ended else f"{name}: the supervisor is stopping it")
         return
-    local = (directory.submission / "local.json").exists()
+    local = foreign.exists(directory.submission / "local.json")
     how = _end_local(directory) if local else _end_slurm(directory)
     if not _await_end(watcher, LAST_WORD_S if how else 0.0):
         from jurymast.report.closing import record_cancel

@@ -256,7 +256,7 @@ class _Asked:
             if step not in local:
                 continue
             row["where"].insert(0, "shared")
-            row["saved_at"] = self._directory.path(step).stat().st_mtime
+            row["saved_at"] = foreign.status(self._directory.path(step)).st_mtime
             try:
                 manifest = self._directory.manifest(step)
                 row.update(attempt=manifest.attempt, size_bytes=manifest.size_bytes)

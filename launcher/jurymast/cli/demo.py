@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from jurymast.cli import patience
 from jurymast.cli.find import default_runs
 from jurymast.errors import JurymastError, RunFailedError
 from jurymast.rundir import RunDirectory
@@ -52,6 +53,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
         )
     wanted = Wanted(nodes, spares, steps)
     screen = Screen(sys.stderr if as_json else sys.stdout)
+    patience.follow_on()  # what it starts must be ended
     with _folder(keep) as folder:
         local = LocalRun(request_for(wanted, folder.runs, Path.cwd()), folder.temporary)
         directory = local.directory

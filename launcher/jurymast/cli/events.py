@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jurymast.cli import patience
 from jurymast.cli.options import examples, run_argument, runs_option, the_run
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def _entries(watcher: Watcher, follow: bool) -> Iterator[Entry]:
     from jurymast.report.liveness import look
 
     yield from watcher.new()
+    if follow:
+        patience.follow_on()
     look_at = time.monotonic()
     while follow and not watcher.state.ended:
         if time.monotonic() >= look_at:

@@ -24,10 +24,10 @@ def run_ids(runs: Path) -> list[str]:
 def _all_ids(runs: Path) -> list[str]:
     """Those of others as well, as far as this user may look at them."""
     try:
-        names = [name for name in os.listdir(runs) if not name.startswith(".")]
+        names = [name for name in foreign.names(runs) if not name.startswith(".")]
     except OSError:
         return []
-    return sorted((name for name in names if os.path.exists(runs / name / "plan.json")), reverse=True)
+    return sorted((name for name in names if foreign.exists(runs / name / "plan.json")), reverse=True)
 
 
 def find_run(text: str, runs: Path | None = None) -> RunDirectory:
@@ -44,13 +44,13 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
             # a job is his: one of this user's own comes first.
             names = dict.fromkeys((*run_ids(runs), *_all_ids(runs)))
             jobs = (runs / name / "slurm" / "jobs" / job for name in names)
-            places += [job.parents[2] for job in jobs if os.path.exists(job)][:1]
+            places += [job.parents[2] for job in jobs if foreign.exists(job)][:1]
     for place in places:
-        if os.path.exists(place / "plan.json"):
+        if foreign.exists(place / "plan.json"):
             return RunDirectory(place)
     for place in places:
         check_readable(place)
-    if places and os.path.isdir(places[0]):
+    if places and foreign.is_directory(places[0]):
         if places[0].parent == runs:
             raise RunDirectoryError(
                 f"{places[0]} has no plan.json: it was never submitted, or is damaged",

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import socket
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +13,10 @@ from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
     from jurymast.core.settings import Settings
-    from jurymast.health.watcher import Watcher
     from jurymast.policy.resolve import Resolved
 
-# Nagios' codes, and the words it begins a line with.
-OK, WARNING, CRITICAL, UNKNOWN = range(4)
+# With which Nagios begins a line, by its codes.
 WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
-# How far back the kernel's log is read, seconds.
-LOG_S = 3600.0
 
 
 @click.command(epilog=examples("jurymast health", "jurymast health --explain 79"))
@@ -58,8 +50,8 @@ def command(
 
 def _look(settings: Settings, names: tuple[str, ...], limit_s: float | None, as_json: bool) -> int:
     from jurymast.health.discover import installed
-    from jurymast.health.probe import Context, granted_gpus
-    from jurymast.health.watcher import Watcher, names_to_ask
+    from jurymast.health.once import look
+    from jurymast.health.watcher import names_to_ask
 
     for name in names:
         if name not in installed():
@@ -68,46 +60,15 @@ def _look(settings: Settings, names: tuple[str, ...], limit_s: float | None, as_
                 hint=f"installed are {', '.join(installed())}",
             )
     limits = settings.thresholds | ({"look-limit-s": limit_s} if limit_s is not None else {})
-    context = Context(
-        node=socket.gethostname(), thresholds=limits, xid=settings.xid, data_paths=settings.data_paths,
-        local_path=os.path.expandvars(settings.local_path), gpus=granted_gpus(os.environ),
-        started_at=time.time() - LOG_S,
+    view = look(
+        names or names_to_ask(settings.probes_off), limits=limits, readings=dict(settings.xid),
+        data_paths=settings.data_paths, local_path=settings.local_path,
     )  # fmt: skip
-    watcher = Watcher(context, names or names_to_ask(settings.probes_off), lambda finding: None, once=True)
-    asyncio.run(_watch(watcher))
-    view = _view(watcher, context.node)
     if as_json:
         show_json(view)
     else:
         _show(view)
     return int(view["exit_code"])
-
-
-async def _watch(watcher: Watcher) -> None:
-    try:
-        await watcher.run()
-    finally:
-        await watcher.close()
-
-
-def _view(watcher: Watcher, node: str) -> dict[str, Any]:
-    from jurymast.core.nodes.findings import Verdict
-
-    findings = watcher.findings()
-    verdicts = {finding.verdict for finding in findings}
-    if Verdict.BAD in verdicts:
-        code = CRITICAL
-    elif Verdict.SUSPECT in verdicts:
-        code = WARNING
-    else:
-        code = OK if any(probe.state == "looked" for probe in watcher.probes.values()) else UNKNOWN
-    return {
-        "node": node,
-        "verdict": (Verdict.OK, Verdict.SUSPECT, Verdict.BAD, Verdict.UNKNOWN)[code].value,
-        "exit_code": code,
-        "probes": [{"name": name, "state": probe.state} for name, probe in sorted(watcher.probes.items())],
-        "findings": [finding.to_json() for finding in findings],
-    }
 
 
 def _show(view: dict[str, Any]) -> None:

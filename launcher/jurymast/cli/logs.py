@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jurymast import foreign
+from jurymast.cli import patience
 from jurymast.cli.options import examples, run_argument, runs_option, the_run
 from jurymast.errors import RunDirectoryError, RunNotFoundError, UsageError
 from jurymast.rundir import RunDirectory
@@ -58,6 +60,8 @@ def command(
     find = _Finder(directory, rank, everything=everything, job=job)
     if not find(chosen) and not follow:
         raise RunNotFoundError(*_nothing(directory, chosen, rank, job))
+    if follow:
+        patience.follow_on()
     try:
         _print(find, chosen, tail=tail, follow=follow, fixed=attempt is not None)
     except KeyboardInterrupt:
@@ -70,7 +74,7 @@ def _nothing(directory: RunDirectory, attempt: int, ranks: tuple[int, ...], job:
     if not attempt:
         return (f"no attempt of {directory.root.name} has started yet",)
     wanted = f" of rank {', '.join(map(str, ranks))}" if ranks else ""
-    have = sorted(path.name for path in directory.logs.glob("attempt-*"))
+    have = sorted(path.name for path in foreign.found(directory.logs, "attempt-*"))
     others = f"there is {', '.join(have[-5:])}" if have else "no attempt has written one"
     return (f"there is no log{wanted} for attempt {attempt}; {others}",)
 
@@ -94,7 +98,7 @@ class _Finder:
         ranks = self._ranks or self._telling(attempt)
         if ranks:
             files = [(rank, self.directory.rank_log(attempt, rank)) for rank in ranks]
-            return {f"[r{rank}] ": path for rank, path in files if path.exists()}
+            return {f"[r{rank}] ": path for rank, path in files if foreign.exists(path)}
         logs = self.directory.rank_logs(attempt)
         return {f"[r{int(path.stem.removeprefix('rank-'))}] ": path for path in logs}
 
@@ -115,7 +119,8 @@ class _Finder:
 
 
 def _job_files(directory: RunDirectory) -> dict[str, Path]:
-    files = sorted(directory.submission.glob("job-*.log"), key=lambda path: path.stat().st_mtime)
+    found = foreign.found(directory.submission, "job-*.log")
+    files = sorted(found, key=lambda path: foreign.status(path).st_mtime)
     return {f"[{path.stem}] " if len(files) > 1 else "": path for path in files}
 
 

@@ -9,6 +9,7 @@ import sys
 import click
 from click.shell_completion import CompletionItem
 
+from jurymast.cli import patience
 from jurymast.core.nearest import did_you_mean
 from jurymast.errors import JurymastError, RunDirectoryError, UsageError
 
@@ -80,6 +81,7 @@ def cli() -> None:
 
 def main(words: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. The only place where errors are printed."""
+    over = patience.begin()
     try:
         words = sys.argv[1:] if words is None else words
         result = cli.main(args=words or ["--help"], prog_name="jurymast", standalone_mode=False)
@@ -100,6 +102,8 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         return _complain(_trouble(error), "", RunDirectoryError.exit_code)
+    finally:
+        over.set()
 
 
 def _drop_output() -> None:

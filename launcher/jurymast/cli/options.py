@@ -72,7 +72,7 @@ checkpoint_bytes_option: Callable[[Any], Any] = click.option(
 def runs_place(runs: Path | None) -> Path:
     """The directory that --runs names, or the usual one. Raises RunDirectoryError for a name of nothing."""
     place = default_runs() if runs is None else runs.expanduser().absolute()
-    if runs is not None and not os.path.isdir(place):
+    if runs is not None and not foreign.is_directory(place):
         raise RunDirectoryError(f"there is no directory {place}")
     return place
 
@@ -83,7 +83,7 @@ def the_run(run: str, runs: Path | None, *, only_look: bool = False) -> RunDirec
     found = find_run(run, runs.expanduser().absolute() if runs is not None else None)
     if foreign.owns(found.root):
         return found
-    status = found.root.stat()
+    status = foreign.status(found.root)
     if status.st_uid == os.geteuid():
         raise RunDirectoryError(
             f"others can write to {found.root}: what is in it may not be yours",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
+from jurymast.cli import patience
 from jurymast.cli.find import default_runs
 from jurymast.cli.options import examples
 from jurymast.cluster.batch_script import (
@@ -145,6 +146,7 @@ def command(context: click.Context, /, **options: Any) -> int:
             click.echo(test_only(request))
             return 0
     submitted = submit(request)
+    patience.follow_on()  # it is submitted, whatever storage does now
     try:
         if submitted.notes:
             click.echo(submitted.notes, err=True)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from jurymast.cluster.allocation import announced_hosts
+from jurymast.cluster.allocation import LOOPBACK, announced_hosts
 from jurymast.processes import die_with_parent
 
 # One node's end must not end the others' tasks.
@@ -64,7 +64,7 @@ class LocalAgents:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, port: int) -> None:
-        command = agent_command(self._run_directory, "127.0.0.1", port)
+        command = agent_command(self._run_directory, LOOPBACK, port)
         self._processes = [
             subprocess.Popen(
                 [*command, "--node", node], stdin=subprocess.DEVNULL, start_new_session=True,

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -15,6 +16,7 @@ import psutil
 from jurymast import foreign
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.wire.addresses import ANY, listen_at_each
 
 COMMAND_LIMIT_S = 30.0
 
@@ -96,13 +98,21 @@ def job_fields(job: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in told.split() if "=" in part)
 
 
+LOOPBACK = "127.0.0.1"
+
+
 def announced_hosts() -> list[str]:
-    """Addresses at which other nodes may reach this one, most likely first."""
-    name = socket.gethostname()
+    """Where other nodes may reach this one, most likely first: addresses, and at last its name."""
+    return [*own_addresses(), socket.gethostname()]
+
+
+def own_addresses() -> list[str]:
+    """This node's, other than for itself alone; most likely first those that others reach it at."""
     found: list[str] = []
     try:
         found += [
-            str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+            str(info[4][0])
+            for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
         ]
     except OSError:
         pass  # a host that cannot resolve its own name still has addresses
@@ -110,5 +120,18 @@ def announced_hosts() -> list[str]:
     for interface, addresses in psutil.net_if_addrs().items():
         if interface in up:
             found += [entry.address for entry in addresses if entry.family == socket.AF_INET]
-    outside = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
-    return [*outside, name]
+    return [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+
+
+def announced_by(listeners: Sequence[socket.socket]) -> list[str]:
+    """Where others reach this node's supervisor that listens so; see `listen`."""
+    addresses = [str(listener.getsockname()[0]) for listener in listeners]
+    if addresses == [LOOPBACK]:
+        return addresses
+    return [*addresses, socket.gethostname()] if ANY not in addresses else announced_hosts()
+
+
+def listen(cluster: str) -> list[socket.socket]:
+    """Where this node's supervisor listens, on one port: a local run's for this machine alone, else at each
+    address that others are told. Raises OSError."""
+    return listen_at_each([LOOPBACK] if cluster == "local" else own_addresses())

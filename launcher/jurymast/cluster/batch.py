@@ -1,14 +1,14 @@
 """The batch process: one a Slurm job, on its first node. Starts the agents and keeps a supervisor running.
 
 It is the job's life as far as Slurm is concerned, so it does as little as possible: a supervisor that
-crashes is started again, the agents and the ranks go on meanwhile.
+crashes is started again, the agents and the ranks go on meanwhile. When is decided in
+`core.supervision.batch`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,19 +19,15 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.agents import Agents, LocalAgents, SrunAgents, end_with_us
-from jurymast.cluster.allocation import Allocation, from_slurm_environment
+from jurymast.cluster.allocation import Allocation, from_slurm_environment, listen
 from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
-from jurymast.errors import JurymastError
+from jurymast.core.supervision import batch as core
+from jurymast.errors import JurymastError, never
 from jurymast.rundir import RunDirectory
 
-SUPERVISOR_RESTARTS_MAX = 5
-RESTART_WINDOW_S = 60.0
-OUTCOME_POLL_S = 0.5
-# A successor's requeue takes seconds; one that is not seen by then has failed, and its node may be gone too.
-SUCCESSOR_LIMIT_S = 120.0
+LOOK_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
 
 
 class Batch:
@@ -46,107 +42,93 @@ class Batch:
         self._allocation = allocation
         self._agents = agents
         self._log = log
-        self._listener = socket.create_server(("127.0.0.1" if plan.cluster == "local" else "", 0))
+        self._listeners = listen(plan.cluster)
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._told_to_end = False
+        self._machine = core.Batch()
+        self._outcome: core.Outcome | None = None
 
-    def run(self) -> dict[str, Any]:
-        """Until the supervisor says how it ended: {"state": ..., "exit_code": ...}."""
+    def run(self) -> core.Outcome:
+        """Until the supervisor says how it ended. Raises ClusterUnavailableError when Slurm refuses to
+        requeue."""
         self._directory.outcome_file.unlink(missing_ok=True)
         self._allocation.save(self._directory)
         for number in SIGNALS:
             signal.signal(number, self._forward)
-        crashes: list[float] = []
         try:
-            self._start_supervisor()
-            # Agents import torch while the supervisor comes up.
-            self._agents.start(self._listener.getsockname()[1])
-            while True:
-                assert self._supervisor is not None
-                code = self._supervisor.wait()
-                outcome = self._read_outcome()
-                if outcome is not None and outcome["state"] == "requeued":
-                    self._requeue(outcome)
-                if outcome is not None:
-                    return outcome
-                if code == SUPERSEDED:
-                    return self._await_outcome()
-                crashes = [t for t in crashes if t > time.monotonic() - RESTART_WINDOW_S] + [time.monotonic()]
-                print(f"the supervisor ended with code {code}", flush=True)
-                if len(crashes) > SUPERVISOR_RESTARTS_MAX:
-                    return self._go_on_without()
-                self._start_supervisor()
+            self._do(self._machine.begin(time.monotonic()))
+            while self._outcome is None:
+                if self._machine.supervised and self._supervisor is not None:
+                    code = self._supervisor.wait()
+                    outcome = self._read_outcome()
+                    self._do(self._machine.supervisor_ended(code, outcome, time.monotonic()))
+                else:
+                    time.sleep(LOOK_S)
+                    outcome, agents = self._read_outcome(), self._agents.alive()
+                    self._do(self._machine.look(outcome, time.monotonic(), agents=agents))
+            return self._outcome
         finally:
             self._agents.end()
-            self._listener.close()
+            for listener in self._listeners:
+                listener.close()
 
-    def _go_on_without(self) -> dict[str, Any]:
-        """No supervisor stays up. The training is not to blame: let the ranks come to their end, unless
-        somebody ends the job."""
-        print("jurymast: no supervisor stays up; the ranks go on without failure handling", flush=True)
-        while not self._told_to_end and self._agents.alive():
-            time.sleep(OUTCOME_POLL_S)
-        return self._read_outcome() or {"state": "failed", "exit_code": 70}
+    def _do(self, effects: list[core.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case core.StartSupervisor():
+                    self._start_supervisor()
+                    self._do(self._machine.started())
+                case core.StartAgents():
+                    self._agents.start(self._listeners[0].getsockname()[1])
+                case core.Forward():
+                    if self._supervisor is not None:
+                        sent = signal.SIGUSR2 if effect.warning else signal.SIGTERM
+                        self._supervisor.send_signal(sent)
+                case core.Requeue():
+                    self._requeue(effect.outcome)
+                case core.Say():
+                    print(effect.text, flush=True)
+                case core.EndJob():
+                    self._outcome = effect.outcome
+                case _:
+                    never(effect)
 
-    def _await_outcome(self) -> dict[str, Any]:
-        """Another node's supervisor took over while this one was cut off. It decides; this process only keeps
-        the Slurm job alive for it, and ends the job with its code."""
-        while (outcome := self._read_outcome()) is None:
-            time.sleep(OUTCOME_POLL_S)
-        if outcome["state"] == "requeued":
-            self._await_requeue(outcome)
-        return outcome
-
-    def _await_requeue(self, outcome: dict[str, Any]) -> None:
-        """The successor requeues the job after it wrote so. It runs below this process's srun: until Slurm
-        ends this life of the job, all must stay as it is, or the job ends with nothing requeued."""
-        end = time.monotonic() + SUCCESSOR_LIMIT_S
-        while not self._told_to_end:
-            if time.monotonic() > end:
-                print(f"requeue: not seen within {SUCCESSOR_LIMIT_S:g} s, done from here", flush=True)
-                self._requeue(outcome)
-                return
-            time.sleep(OUTCOME_POLL_S)
-
-    def _requeue(self, outcome: dict[str, Any]) -> None:
-        """Raises ClusterUnavailableError when Slurm refuses."""
+    def _requeue(self, outcome: core.Outcome) -> None:
         self._agents.give_up()
         if self._plan.cluster == "slurm":
-            lost, exclude = outcome["lost"], outcome["exclude"]
-            requeue(self._plan, self._allocation, lost, exclude, tell_of_requeue)
+            requeue(self._plan, self._allocation, outcome.lost, outcome.exclude, tell_of_requeue)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
-        if self._supervisor is not None and self._supervisor.poll() is None:
-            sent = signal.SIGUSR2 if number == signal.SIGUSR2 else signal.SIGTERM
-            self._supervisor.send_signal(sent)
-        elif number != signal.SIGUSR2:
-            self._told_to_end = True
+        supervised = self._supervisor is not None and self._supervisor.poll() is None
+        warning = number == signal.SIGUSR2
+        self._do(self._machine.signalled(warning=warning, supervised=supervised))
 
     def _start_supervisor(self) -> None:
-        """It inherits the socket: agents learn its port before it runs, and find it there after a crash. Also
-        the signals' block: one that comes before it can answer waits until then."""
+        """It inherits the sockets: agents learn its port before it runs, and find it there after a crash.
+        Also the signals' block: one that comes before it can answer waits until then."""
         arguments = [sys.executable, "-m", "jurymast.supervisor", str(self._directory.root)]
-        arguments += ["--listen-fd", str(self._listener.fileno())]
+        files = [listener.fileno() for listener in self._listeners]
+        for file in files:
+            arguments += ["--listen-fd", str(file)]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._supervisor = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-                pass_fds=(self._listener.fileno(),), preexec_fn=self._tie(),
+                pass_fds=files, preexec_fn=self._tie(),
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if self._told_to_end:  # while none was there
-            self._supervisor.send_signal(signal.SIGTERM)
 
     def _tie(self) -> Callable[[], None] | None:
         """What is left of a job of its own Slurm ends."""
         return end_with_us if self._plan.cluster == "local" else None
 
-    def _read_outcome(self) -> dict[str, Any] | None:
+    def _read_outcome(self) -> core.Outcome | None:
         try:
-            outcome: dict[str, Any] = foreign.load(self._directory.outcome_file)
-            return outcome
-        except (OSError, ValueError):
+            told: dict[str, Any] = foreign.load(self._directory.outcome_file)
+            return core.Outcome(
+                str(told["state"]), int(told["exit_code"]), tuple(told["exclude"]), tuple(told["lost"])
+            )
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
 
@@ -172,15 +154,15 @@ def main(run_directory: str) -> int:
     if plan.cluster == "slurm":
         allocation = from_slurm_environment()
         outcome = Batch(directory, plan, allocation, SrunAgents(run_directory, len(allocation.nodes))).run()
-        return int(outcome["exit_code"])
+        return outcome.exit_code
     restarts, excluded = 0, set[str]()
     while True:
         allocation = local_allocation(plan, restarts, excluded)
         outcome = Batch(directory, plan, allocation, LocalAgents(run_directory, allocation.nodes)).run()
-        if outcome["state"] != "requeued":
-            return int(outcome["exit_code"])
+        if not outcome.requeued:
+            return outcome.exit_code
         restarts += 1
-        excluded |= set(outcome["exclude"])
+        excluded |= set(outcome.exclude)
 
 
 if __name__ == "__main__":

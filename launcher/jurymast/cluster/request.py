@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jurymast import foreign
 from jurymast.cluster.batch_script import BatchScript
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
@@ -92,9 +93,9 @@ def check_runs_directory(runs: Path) -> None:
             hint="choose another place with --runs DIR",
         )
     place = runs
-    while not os.path.exists(place) and place != place.parent:
+    while not foreign.exists(place) and place != place.parent:
         place = place.parent
-    if not os.path.isdir(place) or not os.access(place, os.W_OK | os.X_OK):
+    if not foreign.is_directory(place) or not os.access(place, os.W_OK | os.X_OK):
         raise RunDirectoryError(
             f"cannot write to the runs directory {runs}" + ("" if place == runs else f" ({place})"),
             hint="choose another place with --runs DIR (it must be on storage that all nodes share)",

@@ -13,20 +13,17 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL
 from jurymast.core.keeper import copies as core
 from jurymast.core.keeper.copies import Image as Key
+from jurymast.core.keeper.gathering import parts_of
 from jurymast.core.keeper.holding import TIERS
 from jurymast.foreign import NotOurs, check_private, open_own, read_own
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
+from jurymast.keeper.manifest import BLOCK_BYTES, BadImage, Manifest, hash_block
 
 _STEP_NAME = re.compile(r"step-(\d+)\.a(\d+)")
 _RANK_NAME = re.compile(r"rank-(\d+)\.manifest")
 
 # Ranks whose parts are XORed; the lowest is the rank of that XOR's key and manifest.
 Group = tuple[int, ...]
-
-
-def parts_of(part: str) -> tuple[str, ...]:
-    return PARTS if part == ALL else (part,)
 
 
 @dataclass(frozen=True)

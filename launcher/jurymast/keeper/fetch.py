@@ -18,6 +18,7 @@ import xxhash
 
 from jurymast.core.checkpoints.copies import ALL, LOCAL
 from jurymast.core.keeper.copies import Image as Key
+from jurymast.core.keeper.gathering import parts_of
 from jurymast.core.message import Strange
 from jurymast.core.messages.keepers import (
     BytesFollow,
@@ -36,7 +37,7 @@ from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.foreign import open_own
 from jurymast.keeper.access import Access
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Block, Group, blocks_of, parts_of, trusted
+from jurymast.keeper.copies import Block, Group, blocks_of, trusted
 from jurymast.keeper.manifest import BadImage, Manifest, hash_block
 from jurymast.wire import stream
 from jurymast.wire.handshake import keeper_of
@@ -111,6 +112,11 @@ class Filling:
     @property
     def complete(self) -> bool:
         return not self.missing
+
+    @property
+    def lacking(self) -> set[str]:
+        """Parts of which something is missing."""
+        return {block.part for block in self.missing}
 
     @property
     def extent(self) -> tuple[int, int]:

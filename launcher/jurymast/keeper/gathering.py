@@ -1,13 +1,15 @@
-"""Where an image's bytes can be had, and fetching them from there: this node's copies, or other nodes'."""
+"""Fetching an image's bytes from this node's copies, or other nodes', as `core.keeper.gathering` decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
+from jurymast.core.keeper import gathering as core
 from jurymast.core.keeper.copies import Image as Key
+from jurymast.core.keeper.gathering import Finding
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import parity
 from jurymast.keeper.access import Access
@@ -17,36 +19,8 @@ from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.threads import in_thread
 
 
-@dataclass(frozen=True)
-class Source:
-    """`part` of an image can be had from `rank`'s image at `peer`; with a `group`, from the XOR of that part
-    of all its ranks' images there, and from the others of its `members`: (rank, sources)."""
-
-    peer: Peer
-    part: str
-    rank: int
-    group: Group = ()
-    members: tuple[tuple[int, tuple[Source, ...]], ...] = ()
-
-    @classmethod
-    def of(cls, told: msg.Source) -> Source:
-        """As the supervisor spells it."""
-        peer = Peer(told.node, told.hosts, told.port)
-        return cls(peer, told.part, told.rank, tuple(sorted(told.group)), members_of(told.members))
-
-    def of_rank(self, rank: int) -> Source:
-        return replace(self, rank=rank, members=())
-
-
-def sources_of(told: Sequence[msg.Source]) -> list[Source]:
-    return [Source.of(one) for one in told]
-
-
-def members_of(told: Sequence[msg.Member]) -> tuple[tuple[int, tuple[Source, ...]], ...]:
-    """As the supervisor spells them. Nothing is made of one XOR to make another of it."""
-    return tuple(
-        (member.rank, tuple(Source.of(one) for one in member.sources if not one.group)) for member in told
-    )
+def peer_of(source: msg.Source) -> Peer:
+    return Peer(source.node, source.hosts, source.port)
 
 
 @dataclass(frozen=True)
@@ -59,39 +33,36 @@ class Gathering:
     distrust: Callable[[Copy, str], None]
 
     async def manifest(
-        self, key: Key, sources: Sequence[Source], passed_over: list[str], group: Group = ()
+        self, key: Key, sources: Sequence[msg.Source], passed_over: list[str], group: Group = ()
     ) -> tuple[Manifest, int] | None:
         """(the image's manifest, capacity of the buffer it has somewhere, or 0), from whoever has it; with a
         `group`, that of the group's XOR."""
         here = self.copies.manifest(key, group)
         if here is not None:
             return here
-        tried = set()
-        for source in sources:
-            if source.rank == key[2] and source.peer.node != self.node and source.peer not in tried:
-                tried.add(source.peer)
-                try:
-                    return await in_thread(source.peer.manifest, self.access, key, group)
-                except (OSError, AuthenticationError, ProtocolError, BadImage) as error:
-                    passed_over.append(f"{source.peer.node}: {error or type(error).__name__}")
+        finding = Finding(self.node, key[2], sources)
+        while (source := finding.next()) is not None:
+            try:
+                return await in_thread(peer_of(source).manifest, self.access, key, group)
+            except (OSError, AuthenticationError, ProtocolError, BadImage) as error:
+                passed_over.append(f"{source.node}: {error or type(error).__name__}")
         return None
 
-    async def fill(self, filling: Filling, key: Key, sources: Sequence[Source]) -> None:
+    async def fill(self, filling: Filling, key: Key, sources: Sequence[msg.Source]) -> None:
         """Until nothing is missing or nobody is left to ask. A common part may be of another rank's image:
         whether it is the same shows in its hashes."""
-        for source in sources:
-            if filling.complete or filling.stop.is_set():
-                return
+        gathering = core.Gathering(self.node, sources, of_xor=bool(filling.group))
+        while not filling.stop.is_set() and (fetch := gathering.next(filling.lacking)) is not None:
+            source = fetch.source
             theirs = (key[0], key[1], source.rank)
-            part = source.part
-            if not filling.wants(part):
-                continue
-            if source.group and not filling.group:
-                await parity.rebuild(self, filling, key, source)
-            elif source.peer.node == self.node:
-                await self._from_here(filling, theirs, part)
-            else:
-                await in_thread(filling.from_peer, source.peer, self.access, theirs, part, PEER)
+            match fetch:
+                case core.Rebuild():
+                    await parity.rebuild(self, filling, key, source)
+                case core.FromHere():
+                    await self._from_here(filling, theirs, source.part)
+                case core.FromPeer():
+                    peer = peer_of(source)
+                    await in_thread(filling.from_peer, peer, self.access, theirs, source.part, PEER)
 
     async def _from_here(self, filling: Filling, key: Key, part: str) -> None:
         found = [copy for copy in self.copies.find(key, group=filling.group) if copy.part in (ALL, part)]

@@ -8,15 +8,16 @@ verified by itself, with the manifest of whatever it belongs to.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jurymast.core.checkpoints.copies import ALL, PEER
 from jurymast.core.keeper.copies import Image as Key
+from jurymast.core.keeper.gathering import Ingredient, ingredients
 from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Block, Group, blocks_of
+from jurymast.keeper.copies import Block, blocks_of
 from jurymast.keeper.fetch import Filling
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.threads import in_thread
@@ -24,7 +25,8 @@ from jurymast.keeper.threads import in_thread
 if TYPE_CHECKING:
     import threading
 
-    from jurymast.keeper.gathering import Gathering, Source
+    from jurymast.core import messages as msg
+    from jurymast.keeper.gathering import Gathering
 
 # What is under way at a time: it comes out of the reserve that `limits` keeps.
 WINDOW_BLOCKS = 2
@@ -33,17 +35,6 @@ PIECE_BYTES = 64 << 10
 
 # (part, offset in it)
 Place = tuple[str, int]
-
-
-@dataclass
-class Ingredient:
-    """An image whose `part` goes into an XOR; with a `group` it is such an XOR itself."""
-
-    key: Key
-    part: str
-    manifest: Manifest
-    sources: Sequence[Source]
-    group: Group = ()
 
 
 @dataclass
@@ -58,35 +49,35 @@ class Mix:
     why: list[str]
     failed: set[Place] = field(default_factory=set)
 
-    async def add(self, one: Ingredient) -> None:
-        for window in _windows(
-            block for block in blocks_of(one.manifest, one.part) if self._wants(one, block)
-        ):
+    async def add(self, one: Ingredient, manifest: Manifest, part: str) -> None:
+        """This part of an image, which is like that."""
+        blocks = blocks_of(manifest, part)
+        for window in _windows(block for block in blocks if self._wants(manifest, block)):
             if self.stop.is_set():
                 return
             length = sum(block.length for block in window)
             scratch = await in_thread(Buffer, length)
             try:
                 filling = Filling(
-                    one.manifest, scratch, one.part, list(window), stop=self.stop, origin=window[0].at,
+                    manifest, scratch, part, list(window), stop=self.stop, origin=window[0].at,
                     group=one.group,
                 )  # fmt: skip
-                await self.gathering.fill(filling, one.key, one.sources)
+                await self.gathering.fill(filling, one.image, one.sources)
                 self.why += [line for line in filling.passed_over if line not in self.why]
                 for block in window:
                     if block in filling.missing:
-                        self.failed.add(place_of(one.manifest, block))
+                        self.failed.add(place_of(manifest, block))
                     else:
-                        await in_thread(self._xor, one, block, filling)
+                        await in_thread(self._xor, manifest, block, filling)
             finally:
                 scratch.close()
 
-    def _wants(self, one: Ingredient, block: Block) -> bool:
-        place = place_of(one.manifest, block)
+    def _wants(self, manifest: Manifest, block: Block) -> bool:
+        place = place_of(manifest, block)
         return place not in self.failed and self.target(place, block.length) is not None
 
-    def _xor(self, one: Ingredient, block: Block, filling: Filling) -> None:
-        into = self.target(place_of(one.manifest, block), block.length)
+    def _xor(self, manifest: Manifest, block: Block, filling: Filling) -> None:
+        into = self.target(place_of(manifest, block), block.length)
         assert into is not None
         xor_into(into, filling.view(block))
 
@@ -107,7 +98,8 @@ async def build(
     gathering: Gathering,
     manifest: Manifest,
     buffer: Buffer,
-    members: Sequence[Ingredient],
+    part: str,
+    members: Iterable[tuple[Ingredient, Manifest]],
     stop: threading.Event,
     why: list[str],
 ) -> Manifest | None:
@@ -119,14 +111,14 @@ async def build(
 
     await in_thread(_clear, buffer, 0, manifest.size_bytes)
     mix = Mix(gathering, target, stop, why)
-    for member in members:
-        await mix.add(member)
+    for one, its in members:
+        await mix.add(one, its, part)
         if mix.failed or stop.is_set():
             return None
     return await in_thread(manifest.with_blocks, buffer.view(0, manifest.size_bytes))
 
 
-async def rebuild(gathering: Gathering, filling: Filling, key: Key, source: Source) -> None:
+async def rebuild(gathering: Gathering, filling: Filling, key: Key, source: msg.Source) -> None:
     """The blocks that `filling` misses, out of the XOR at `source` and the same part of its other members."""
     wanted = {place_of(filling.manifest, block): block for block in filling.wanted(source.part)}
 
@@ -137,28 +129,19 @@ async def rebuild(gathering: Gathering, filling: Filling, key: Key, source: Sour
     mix = Mix(gathering, target, filling.stop, why)
     for block in wanted.values():
         await in_thread(_clear, filling.buffer, block.at - filling.origin, block.length)
-    for one in _ingredients(key, source):
-        found = await gathering.manifest(one[0], one[1], why, one[2])
+    for one in ingredients(key, source):
+        found = await gathering.manifest(one.image, one.sources, why, one.group)
         if found is None:
             break
-        await mix.add(Ingredient(one[0], source.part, found[0], one[1], one[2]))
+        await mix.add(one, found[0], source.part)
     else:
         good = [block for place, block in wanted.items() if place not in mix.failed]
         if not filling.stop.is_set():
             await in_thread(filling.keep, source.part, PEER, good)
     if filling.wants(source.part) and not filling.stop.is_set():
-        ranks = ", ".join(str(rank) for rank in source.group)
+        ranks = ", ".join(str(rank) for rank in sorted(source.group))
         reason = "; ".join(why) or "blocks are corrupt"
-        filling.passed_over.append(f"{source.peer.node}, parity of ranks {ranks}: {reason}")
-
-
-def _ingredients(key: Key, source: Source) -> Iterator[tuple[Key, list[Source], Group]]:
-    """(key, sources, group) of the XOR, then of each other member."""
-    lowest = min(source.group)
-    yield (key[0], key[1], lowest), [source.of_rank(lowest)], source.group
-    for rank, sources in source.members:
-        if rank != key[2]:
-            yield (key[0], key[1], rank), list(sources), ()
+        filling.passed_over.append(f"{source.node}, parity of ranks {ranks}: {reason}")
 
 
 def _windows(blocks: Iterator[Block]) -> Iterator[list[Block]]:

@@ -33,7 +33,6 @@ from jurymast.wire.stream import Stream
 
 Peer = Stream[Request]
 
-ANY = "0.0.0.0"
 # Connections that have not proved yet that they know the run's secret; each holds a thread.
 UNPROVEN_MAX = 128
 # After a connection could not be accepted.
@@ -61,7 +60,9 @@ class Server:
 
     def listen_at(self, address: str) -> None:
         """From now on. Raises OSError."""
-        if address in self._listeners or any(one.getsockname()[0] == ANY for one in self._listeners.values()):
+        if address in self._listeners or any(
+            one.getsockname()[0] == addresses.ANY for one in self._listeners.values()
+        ):
             return
         listener = self._listeners[address] = addresses.listen_at(address, self.port)
         self.port = listener.getsockname()[1]

@@ -10,12 +10,13 @@ from typing import Any
 
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.gathering import members
 from jurymast.core.keeper.work import Fetched, Found
 from jurymast.keeper import parity
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy, report_of
 from jurymast.keeper.fetch import Filling
-from jurymast.keeper.gathering import Gathering, sources_of
+from jurymast.keeper.gathering import Gathering
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.threads import in_thread
 
@@ -53,7 +54,7 @@ class Works:
         going, why, slot = self._of(effect.number), list[str](), 0
         for one in effect.wanted:
             key = (effect.step, effect.attempt, one.rank)
-            found = await self._gathering.manifest(key, sources_of(one.sources), why)
+            found = await self._gathering.manifest(key, one.sources, why)
             if found is None or going.stop.is_set():
                 break
             manifest, capacity = found
@@ -77,7 +78,7 @@ class Works:
     async def fetch(self, effect: do.Fetch, buffer: Buffer) -> Fetched:
         going = self._of(effect.number)
         filling = going.filling or Filling(going.manifests[0], buffer, effect.part, stop=going.stop)
-        filling_it = self._gathering.fill(filling, effect.image, sources_of(effect.sources))
+        filling_it = self._gathering.fill(filling, effect.image, effect.sources)
         why = await _reserve_and(filling_it, buffer, effect.start, effect.end)
         copy, behind = None, 0
         if filling.complete and not why:
@@ -92,12 +93,10 @@ class Works:
             await in_thread(buffer.reserve, 0, effect.size)
         except OSError as error:
             return Fetched(None, refused=str(error), allocated=buffer.allocated)
-        taken = [
-            parity.Ingredient(manifest.image, effect.part, manifest, sources_of(one.sources))
-            for manifest, one in zip(going.manifests, effect.members, strict=True)
-        ]
         manifest = parity.empty(going.manifests, effect.part)
-        made = await parity.build(self._gathering, manifest, buffer, taken, going.stop, why)
+        first = going.manifests[0]
+        taken = zip(members(first.step, first.attempt, effect.members), going.manifests, strict=True)
+        made = await parity.build(self._gathering, manifest, buffer, effect.part, taken, going.stop, why)
         copy = None
         if made is not None:
             copy = Copy(made, PEER, effect.part, buffer, members=going.manifests)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jurymast import foreign
 from jurymast.cluster.allocation import run_command
 from jurymast.cluster.verdicts import seal
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
@@ -100,7 +101,7 @@ def _slurm(conf: dict[str, str], trouble: str) -> Check:
 
 def _runs_directory(site: Site) -> Check:
     name, place = "runs directory", site.runs
-    while not os.path.exists(place) and place != place.parent:
+    while not foreign.exists(place) and place != place.parent:
         place = place.parent
     try:
         probe = RunDirectory(place / f".jurymast-doctor-{os.getpid()}")
@@ -151,7 +152,7 @@ def _torch(site: Site) -> Check:
 def closed_above(path: Path) -> Path | None:
     """The first directory above `path` that only its owner may enter; None if that is the user itself."""
     for directory in reversed(path.parents):
-        status = directory.stat()
+        status = foreign.status(directory)
         if not status.st_mode & stat.S_IXOTH and status.st_uid not in (os.getuid(),):
             return directory
     return None

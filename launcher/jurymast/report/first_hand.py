@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jurymast import foreign
 from jurymast.core.run.state import RunState
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
@@ -19,7 +20,7 @@ SILENT_S = 10.0
 def hear(directory: RunDirectory, state: RunState, silent_s: float) -> Condition | None:
     """How it is; None when there is no need to ask, or no answer. A run that has ended may still wait for its
     last checkpoint."""
-    if directory.outcome_file.exists() or (silent_s < SILENT_S and not state.ended):
+    if foreign.exists(directory.outcome_file) or (silent_s < SILENT_S and not state.ended):
         return None
     if find(directory.epochs) is None:
         return None

@@ -43,7 +43,8 @@ def slurm_jobs(directory: RunDirectory, state: RunState) -> list[tuple[str, str]
     """(job id, Slurm cluster or "") of every Slurm job of the run, oldest first; those still queued too."""
     folder = directory.submission / "jobs"
     try:
-        files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+        jobs = foreign.found(folder, "*")
+        files = sorted(jobs, key=lambda path: foreign.status(path).st_mtime)
     except OSError:
         files = []
     clusters = {path.name: foreign.read(path).decode().strip() for path in files if path.name.isdigit()}
@@ -58,7 +59,7 @@ def look(directory: RunDirectory, state: RunState, *, fresh_s: float = FRESH_S) 
         return Liveness("ended", state.phase.value)
     if fresh_s > 0 and _silence_s(directory) < fresh_s:
         return Liveness("alive", "RUNNING")
-    if (directory.submission / "local.json").exists():
+    if foreign.exists(directory.submission / "local.json"):
         return _local(directory)
     jobs = slurm_jobs(directory, state)
     if not jobs:

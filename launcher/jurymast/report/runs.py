@@ -51,7 +51,7 @@ def _ended_long_ago(directory: RunDirectory) -> bool:
     path = directory.root / "outcome.json"
     try:
         ended = foreign.load(path)["state"] in ("succeeded", "failed", "cancelled")
-        return ended and time.time() - path.stat().st_mtime > ENDED_SHOWN_S
+        return ended and time.time() - foreign.status(path).st_mtime > ENDED_SHOWN_S
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -101,7 +101,7 @@ def _empty(run: str) -> Row:
 
 
 def _owner(directory: RunDirectory) -> str:
-    uid = directory.plan_file.stat().st_uid
+    uid = foreign.status(directory.plan_file).st_uid
     return getpass.getuser() if uid == os.getuid() else foreign.user_name(uid)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from jurymast import foreign
 from jurymast.core.events import Event
 from jurymast.core.goodput.ledger import Ledger
 from jurymast.core.run.state import RunState
@@ -69,7 +70,7 @@ class JournalTail:
         found = [text for epoch in self._epochs.values() for text in epoch.unread()]
         if self._epochs and not any(name.endswith("-000001.jsonl") for name in self._epochs):
             found.insert(0, f"the journal begins with {min(self._epochs)}: what came before is not shown")
-        elif not self._epochs and any(self.directory.epochs.glob("*.claim")):
+        elif not self._epochs and foreign.found(self.directory.epochs, "*.claim"):
             found.append(f"there is no journal in {self.directory.journal}: what the run did is not known")
         return found
 

@@ -25,6 +25,7 @@ from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
 from jurymast.cluster.batch import SIGNALS, Batch
 from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
+from jurymast.core.supervision.batch import Outcome
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import name_process, run_module
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
@@ -231,15 +232,15 @@ class Step:
         agents = StepAgents(answer, {"run": str(run.root), "after": after}, process)
         with Relay(run, output, after, place):
             outcome = self._supervise(run, plan, agents)
-        self._lost |= set(outcome["lost"])
-        if outcome["state"] == "cancelled":  # by Slurm, or by hand, which means the job
+        self._lost |= set(outcome.lost)
+        if outcome.state == "cancelled":  # by Slurm, or by hand, which means the job
             run_command(["scancel", self._allocation.job])
-        if outcome["state"] in ("requeued", "cancelled"):
+        if outcome.state in ("requeued", "cancelled"):
             _await_end()
-        self._trainings.told(run, outcome["lost"])
+        self._trainings.told(run, outcome.lost)
 
-    def _supervise(self, run: RunDirectory, plan: RunPlan, agents: StepAgents) -> dict[str, Any]:
-        """The training's outcome."""
+    def _supervise(self, run: RunDirectory, plan: RunPlan, agents: StepAgents) -> Outcome:
+        """The training's."""
         allocation = replace(self._allocation, nodes=tuple(self.nodes))
         path = run.submission / f"job-{allocation.job}.log"
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -1,10 +1,10 @@
 """Which saves of a simulated run are held where, how long they are on their way, and what a failure takes.
 
 What follows from that is decided as in a run: when storage gets a save by `core.checkpoints.commit` and
-`writes`, of one image that stands for all ranks', as all are saved and written alike; who holds whose
-replicas by `core.checkpoints.parity`, of all nodes; what an attempt restores by `core.checkpoints.restore`,
-with the ranks of only those nodes in its books that matter: the lost ones, the others of their XOR groups,
-and one that stands for the rest.
+`writes`, of one image that stands for all ranks', as all are saved and written alike, and before the nodes go
+by `core.checkpoints.securing`; who holds whose replicas by `core.checkpoints.parity`, of all nodes; what an
+attempt restores by `core.checkpoints.restore`, with the ranks of only those nodes in its books that matter:
+the lost ones, the others of their XOR groups, and one that stands for the rest.
 
 The copy in a node's own memory is there when its stall is over and outlives dead ranks, replicas follow
 `Durations.drain_s` later.
@@ -17,12 +17,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import msgspec
+
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Commit
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Key
 from jurymast.core.checkpoints.holders import Holder
 from jurymast.core.checkpoints.parity import Keeping, keeping
+from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.restore import Restore
+from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.instructions import Launch
@@ -142,7 +146,10 @@ class _Storage:
         self._state, self._write_s = state, write_s
         self._copies = Copies()
         self._commit = Commit(state, self._copies)
-        self._writes = Writes(state, self._copies, {ALL_NODES: Holder("", 0, "")})
+        holders = {ALL_NODES: Holder("", 0, "")}
+        self._writes = Writes(state, self._copies, holders)
+        replicas = Replicas(state, self._copies, holders, self._commit)
+        self._securing = Securing(self._copies, holders, self._commit, replicas, self._writes)
         self._order: msg.Drain | None = None
         self._now = self._ends_at = 0.0
 
@@ -194,10 +201,10 @@ class _Storage:
         if key is not None:
             self._hold(key)
         until = now + SECURE_LIMIT_S["requeued"]
-        while key is not None and self._writes.unsaved() and self._now < until:
-            if self._order is None:
-                self._carry_out(self._writes.write(SHARED, key, self._now))
+        self._carry_out(self._securing.secure(self._now))
+        while not self._securing.secured and self._now < until:
             self.pass_until(min(self._ends_at, until))
+            self._carry_out(self._securing.secure(self._now))
         took_s = self._now - now
         self.lost(self._now)
         self._commit.go_on_from(None)
@@ -260,11 +267,12 @@ class _World:
             if not replicated:
                 continue
             for holder in self._kept.whole[image.node]:
-                self._hold(replace(image, node=holder, tier=PEER))
+                self._hold(msgspec.structs.replace(image, node=holder, tier=PEER))
             for group in self._groups:
                 if place in group:
                     ranks = tuple(self._ranks[one] for one in group)
-                    self._hold(replace(image, node=self._kept.parity[group], tier=PEER, group=ranks))
+                    holder = self._kept.parity[group]
+                    self._hold(msgspec.structs.replace(image, node=holder, tier=PEER, group=ranks))
 
     def _hold(self, copy: Copy) -> None:
         if copy.node not in self._lost:

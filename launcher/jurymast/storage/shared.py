@@ -1,6 +1,7 @@
 """Images to shared storage, as a stock DCP directory, by all nodes together.
 
-The nodes do not talk: they meet in the directory that they write, `.draining-STEP.aATTEMPT.NONCE`.
+The nodes meet in the directory that they write, `.draining-STEP.aATTEMPT.NONCE`; what each does when is
+decided in `core.checkpoints.meeting`.
 
     layout-r00008.json   the manifests of all images that a node has; 8 is the first one's rank
     writes.json          from the lead (rank 0's node) once all ranks' are there: who writes which items
@@ -34,133 +35,158 @@ from jurymast.checkpoint.directory import (
     remove_trees,
 )
 from jurymast.checkpoint.owner import Owner, claim
+from jurymast.core.checkpoints.meeting import (
+    Announced,
+    Do,
+    End,
+    Fail,
+    Meeting,
+    Next,
+    Pause,
+    ReadWhy,
+    Tell,
+    Wait,
+)
 from jurymast.errors import CheckpointError
 from jurymast.keeper import manifest as keeper
 from jurymast.rundir import write_atomically
 from jurymast.storage import seal
-from jurymast.storage.job import Job, Result, StorageFailure, explain
+from jurymast.storage.job import Job, StorageFailure, explain
 from jurymast.storage.layout import Layout, decide, file_name, ranges
 from jurymast.storage.orders import Done, WriteShared
 from jurymast.storage.source import NewFile, Source
 
 STREAMS = 4
 WRITES, FAILED = "writes.json", "failed"
-# Who fails first says why to the supervisor, which then cancels the others: they leave it so long for that.
-CAUSE_FIRST_S = 3.0
 
 
 def write(order: WriteShared, job: Job) -> Done:
     """Take part in writing one step. Raises StorageFailure. A step that is there already is left as it is."""
-    directory = CheckpointDirectory(order.root)
-    step, attempt = order.step, order.attempt
-    try:
-        if directory.void(step, attempt):
-            raise StorageFailure(
-                f"step {step} of attempt {attempt} was rolled back: it is not stored any more"
-            )
-        if existing := _existing(directory, step):
-            return existing
-        with ExitStack() as stack:
-            sources = [stack.enter_context(Source.of_order(image, step, attempt)) for image in order.images]
-            meeting = _Meeting(directory, order, job, sources)
-            return meeting.lead() if order.lead else meeting.follow()
-    except BadCheckpoint as error:
-        raise StorageFailure(f"shared storage: {error}") from error
-    except CheckpointError as error:
-        raise StorageFailure(f"shared storage: {error}; {error.hint}") from error
-    except OSError as error:
-        raise StorageFailure(f"shared storage: {explain(error, directory.root)}") from error
+    with ExitStack() as stack:
+        return _Part(order, job, stack).take()
 
 
-def _existing(directory: CheckpointDirectory, step: int) -> Done | None:
-    """The answer when a complete checkpoint of the step is there already."""
-    return Done(existing=True, published=True) if directory.whole(step) is not None else None
+class _Part:
+    """One node's part. `stack` closes the images that it has."""
 
-
-class _Meeting:
-    """One node's part in a drain. `sources`: the images it has."""
-
-    def __init__(
-        self, directory: CheckpointDirectory, order: WriteShared, job: Job, sources: list[Source]
-    ) -> None:
-        self._directory = directory
-        self._order = order
-        self._job = job
-        self._sources = sources
+    def __init__(self, order: WriteShared, job: Job, stack: ExitStack) -> None:
+        self._order, self._job, self._stack = order, job, stack
+        self._directory = CheckpointDirectory(order.root)
         self._step, self._attempt, self._world = order.step, order.attempt, order.world
-        self._place = directory.draining(self._step, self._attempt, order.nonce)
+        self._machine = Meeting((order.step, order.attempt), order.world, leads=order.lead)
+        self._place = self._directory.draining(self._step, self._attempt, order.nonce)
+        self._sources: list[Source] = []
         self._manifests: dict[int, keeper.Manifest] = {}  # by rank, as they come
         self._heard: set[str] = set()  # files that they came in
+        self._shares: dict[int, list[int]] = {}  # by rank, the items to be written
+        self._layout: Layout | None = None
 
-    # ---- the two roles
-
-    def follow(self) -> Done:
-        """Write this node's part, as the lead decides."""
-        arrived = self._wait("the lead's directory", self._arrived, self._directory.root)
-        if isinstance(arrived, Done):
-            return arrived
+    def take(self) -> Done:
+        """Raises StorageFailure."""
         try:
-            self._announce()
-            text = self._wait("the lead's plan", self._plan, self._place)
-            self._write({int(rank): numbers for rank, numbers in json.loads(text).items()})
-        except (OSError, StorageFailure) as error:
-            raise self._told(error) from error
-        return Done(bytes=self._job.bytes)
+            following = self._begin()
+            while not isinstance(following, End | Fail):
+                following = self._one(following)
+                self._machine.check()
+            if isinstance(following, Fail):
+                raise StorageFailure(following.why)
+            if self._order.lead and not following.existing:
+                self._directory.check_sizes(self._step, self._directory.manifest(self._step))
+                self._retire()
+        except (BadCheckpoint, CheckpointError, OSError) as error:
+            raise StorageFailure(_why(error, self._directory.root)) from error
+        bytes = 0 if following.existing else self._job.bytes
+        return Done(bytes=bytes, existing=following.existing, published=following.published)
 
-    def lead(self) -> Done:
-        """Bring all nodes' parts together, and publish."""
+    def _begin(self) -> Next:
+        order = self._order
+        following = self._machine.begin(
+            unseen="" if Path(order.run_directory).is_dir() else order.run_directory,
+            rolled_back=self._directory.void(self._step, self._attempt),
+            existing=self._exists(),
+        )
+        if isinstance(following, Do):
+            for image in order.images:
+                source = Source.of_order(image, self._step, self._attempt)
+                self._sources.append(self._stack.enter_context(source))
+        return following
+
+    def _exists(self) -> bool:
+        """A complete checkpoint of the step."""
+        return self._directory.whole(self._step) is not None
+
+    def _one(self, what: Next) -> Next:
+        try:
+            return self._carry_out(what)
+        except _OthersFailure as failure:
+            return self._machine.others_failed(failure.rank, failure.why)
+        except (BadCheckpoint, CheckpointError, OSError, StorageFailure) as error:
+            gone = isinstance(error, FileNotFoundError) and not self._place.exists()
+            existing = self._order.lead and isinstance(error, OSError) and self._exists()
+            return self._machine.failed(_why(error, self._place), gone=gone, existing=existing)
+        except BaseException:
+            if self._order.lead:
+                remove_trees([self._place])
+            raise
+
+    def _carry_out(self, what: Next) -> Next:
+        machine = self._machine
+        match what:
+            case Do.FIND_PLACE:
+                return self._wait("the lead's directory", self._find_place, self._directory.root)
+            case Do.READ_LAYOUTS:
+                return self._wait("the image of some rank", self._read_layouts, self._place)
+            case Do.FIND_SHARES:
+                return self._wait("the lead's plan", self._find_shares, self._place)
+            case Do.READ_PARTS:
+                return self._wait("the part of some rank", self._read_parts, self._place)
+            case Do.SEAL:
+                self._seal()
+                return machine.sealed(rolled_back=self._directory.void(self._step, self._attempt))
+            case ReadWhy(rank):
+                return machine.others_failed(rank, self._why_failed(f"failed-r{rank:05d}.txt"))
+            case Do.OPEN:
+                self._open()
+            case Do.ANNOUNCE:
+                self._announce()
+            case Do.SHARE_OUT:
+                self._share_out()
+            case Do.WRITE:
+                self._write(self._shares)
+            case Do.PUBLISH:
+                self._directory.publish(self._place, self._step)
+            case Do.CLEAN_UP:
+                remove_trees([self._place])
+            case Tell(why):
+                self._tell(why)
+            case Pause(seconds):
+                self._job.cancelled.wait(seconds)
+            case _:
+                raise AssertionError(f"{what} is nothing to do")
+        return machine.done()
+
+    def _wait(self, what: str, look: Callable[[], Next], place: Path) -> Next:
+        def found() -> tuple[Next] | None:
+            following = look()
+            return None if isinstance(following, Wait) else (following,)
+
+        return self._job.wait(what, found, place, ranks=self._world)[0]
+
+    # ---- steps
+
+    def _open(self) -> None:
         self._directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         order = self._order
         claim(self._directory.root, Owner(order.run, order.run_directory) if order.run else None)
         self._directory.sweep_drains()
         if os.path.lexists(self._directory.path(self._step)):
-            # No complete checkpoint, or `drain` would not be here; but maybe all that is left of something.
+            # No complete checkpoint, or it would not come to this; but maybe all that is left of something.
             self._directory.set_aside(self._step)
         self._place.mkdir(mode=0o700)
-        try:
-            self._announce()
-            layout = self._decide()
-            self._write(layout.writes)
-            records = self._wait("the part of some rank", self._gathered, self._place)
-            self._seal(layout, records)
-            self._directory.publish(self._place, self._step)
-        except BaseException as error:
-            if isinstance(error, OSError) and (existing := _existing(self._directory, self._step)):
-                remove_trees([self._place])
-                return existing  # the ranks have saved this step themselves meanwhile
-            told = self._told(error) if isinstance(error, OSError | StorageFailure) else error
-            remove_trees([self._place])
-            raise told from error
-        manifest = self._directory.manifest(self._step)
-        self._directory.check_sizes(self._step, manifest)
-        self._retire()
-        return Done(bytes=self._job.bytes, published=True)
 
-    def _told(self, error: BaseException) -> BaseException:
-        """`error` as a StorageFailure, and the others told of it unless one of them had told us."""
-        if isinstance(error, _OthersFailure):
-            return error
-        if isinstance(error, FileNotFoundError) and not self._place.exists():
-            self._job.cancelled.wait(CAUSE_FIRST_S)
-            return StorageFailure("rank 0's node gave up: its directory is gone")
-        if isinstance(error, OSError):
-            error = StorageFailure(f"shared storage: {explain(error, self._place)}")
-        path = self._message("failed", "txt")
-        try:
-            for source in self._sources:  # a full disk needs room for the message
-                (self._place / file_name(source.manifest.rank)).unlink(missing_ok=True)
-            path.touch(mode=0o600)
-            (self._place / FAILED).touch(mode=0o600)
-            write_atomically(path, str(error).encode(), durable=False)
-        except OSError:
-            return error  # they see an empty message, or run into their limit
-        return error
-
-    # ---- steps
-
-    def _arrived(self) -> bool | Done | None:
-        """True once the lead's directory is there, or the answer when it is not needed any more."""
-        return True if self._place.is_dir() else _existing(self._directory, self._step)
+    def _find_place(self) -> Next:
+        there = self._place.is_dir()
+        return self._machine.saw_place(there=there, existing=not there and self._exists())
 
     def _announce(self) -> None:
         if not self._sources:
@@ -168,43 +194,39 @@ class _Meeting:
         texts = [source.manifest.to_bytes().decode() for source in self._sources]
         write_atomically(self._message("layout"), json.dumps(texts).encode(), durable=False)
 
-    def _decide(self) -> Layout:
-        self._wait("the image of some rank", self._hear_layouts, self._place)
-        layout = decide({rank: self._manifests[rank] for rank in range(self._world)})
-        write_atomically(self._place / WRITES, json.dumps(layout.writes).encode(), durable=False)
-        return layout
-
-    def _hear_layouts(self) -> bool | None:
-        """True once all ranks' manifests are here."""
+    def _read_layouts(self) -> Next:
+        found = {}
         for name in self._listed().difference(self._heard):
             if name.startswith("layout-r") and name.endswith(".json"):
+                manifests = self._read_layout(self._place / name)
                 self._heard.add(name)
-                for manifest in self._read_layout(self._place / name):
-                    self._manifests[manifest.rank] = manifest
-        return True if len(self._manifests) >= self._world else None
+                self._manifests.update((one.rank, one) for one in manifests)
+                found[name] = [Announced(one.rank, (one.step, one.attempt), one.world) for one in manifests]
+        return self._machine.saw_layouts(found)
 
     def _read_layout(self, path: Path) -> list[keeper.Manifest]:
         try:
-            found = [keeper.Manifest.from_bytes(text.encode()) for text in foreign.load(path)]
+            return [keeper.Manifest.from_bytes(text.encode()) for text in foreign.load(path)]
         except (keeper.BadImage, ValueError) as error:
             raise StorageFailure(f"{path.name} is damaged on the way: {error}") from error
-        for one in found:
-            if (one.step, one.attempt, one.world) != (self._step, self._attempt, self._world):
-                raise StorageFailure(f"rank {one.rank} has an image of another state, step {one.step}")
-            if not 0 <= one.rank < self._world:
-                raise StorageFailure(f"{path.name} is of rank {one.rank}, and there are {self._world}")
-        return found
 
-    def _plan(self) -> str | None:
-        """The lead's plan, once it is there. Raises FileNotFoundError when the lead gave up. By name: there
-        may be hundreds of thousands of files, and thousands of nodes that look."""
+    def _share_out(self) -> None:
+        self._layout = decide({rank: self._manifests[rank] for rank in range(self._world)})
+        self._shares = self._layout.writes
+        write_atomically(self._place / WRITES, json.dumps(self._shares).encode(), durable=False)
+
+    def _find_shares(self) -> Next:
+        """By name: there may be hundreds of thousands of files, and thousands of nodes that look. Raises
+        FileNotFoundError when the lead gave up."""
         if (self._place / FAILED).exists():
             self._listed()
         try:
-            return foreign.read(self._place / WRITES).decode()
+            shares = json.loads(foreign.read(self._place / WRITES))
         except FileNotFoundError:
             self._place.stat()
-            return None
+            return self._machine.saw_shares(there=False)
+        self._shares = {int(rank): numbers for rank, numbers in shares.items()}
+        return self._machine.saw_shares(there=True)
 
     def _write(self, writes: dict[int, list[int]]) -> None:
         """Write this node's files, a few at a time. The first failure ends the others."""
@@ -228,15 +250,16 @@ class _Meeting:
                 self._job.wrote(len(piece))
         return FileRecord(name, file.size, file.hexdigest, source.manifest.rank)
 
-    def _gathered(self) -> list[FileRecord] | None:
-        names = [name.replace("layout", "done", 1) for name in self._heard]
-        if not self._listed().issuperset(names):
-            return None
-        texts = (foreign.read(self._place / name) for name in names)
-        return [FileRecord(**record) for text in texts for record in json.loads(text)]
+    def _read_parts(self) -> Next:
+        names = self._listed()
+        return self._machine.saw_parts({one for one in self._heard if _done(one) in names})
 
-    def _seal(self, layout: Layout, records: list[FileRecord]) -> None:
-        records = [*records, seal.write_metadata(self._place, layout.stored())]
+    def _seal(self) -> None:
+        layout = self._layout
+        assert layout is not None, "it was shared out"
+        texts = (foreign.read(self._place / _done(name)) for name in self._heard)
+        records = [FileRecord(**record) for text in texts for record in json.loads(text)]
+        records.append(seal.write_metadata(self._place, layout.stored()))
         self._job.check()
         kept = {record.name for record in records}
         for name in self._listed():
@@ -252,8 +275,6 @@ class _Meeting:
         )
         self._directory.seal(self._place, manifest)
         self._job.check()
-        if self._directory.void(self._step, self._attempt):
-            raise StorageFailure(f"step {self._step} was rolled back meanwhile")
 
     def _retire(self) -> None:
         if not self._order.keep:
@@ -268,26 +289,47 @@ class _Meeting:
 
     # ---- messages
 
-    def _wait(self, what: str, look: Callable[[], Result | None], place: Path) -> Result:
-        return self._job.wait(what, look, place, ranks=self._world)
-
     def _message(self, kind: str, ending: str = "json") -> Path:
         """This node's."""
         rank = self._sources[0].manifest.rank if self._sources else 0
         return self._place / f"{kind}-r{rank:05d}.{ending}"
 
     def _listed(self) -> set[str]:
-        """What is in the directory. Raises StorageFailure when a node says that it failed."""
+        """What is in the directory. Raises _OthersFailure when a node says that it failed."""
         names = set(os.listdir(self._place))
         for name in sorted(names):
             if name.startswith("failed-r"):
-                rank = name[len("failed-r") :].partition(".")[0]
-                if not (why := foreign.read(self._place / name).decode()):  # not yet, or no room
-                    self._job.cancelled.wait(CAUSE_FIRST_S)
-                    why = foreign.read(self._place / name).decode() or "its node has failed"
-                raise _OthersFailure(f"rank {int(rank)}: {why}")
+                raise _OthersFailure(int(name[len("failed-r") :].partition(".")[0]), self._why_failed(name))
         return names
 
+    def _why_failed(self, name: str) -> str:
+        return foreign.read(self._place / name).decode()
 
-class _OthersFailure(StorageFailure):
-    """Another node's failure, which it has told to all."""
+    def _tell(self, why: str) -> None:
+        path = self._message("failed", "txt")
+        for source in self._sources:  # a full disk needs room for the message
+            (self._place / file_name(source.manifest.rank)).unlink(missing_ok=True)
+        path.touch(mode=0o600)  # without room for more they see an empty message, or run into their limit
+        (self._place / FAILED).touch(mode=0o600)
+        write_atomically(path, why.encode(), durable=False)
+
+
+class _OthersFailure(Exception):
+    """The node of this rank has told all that it failed, and why: "" not yet, or it has no room for that."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(rank, why)
+        self.rank, self.why = rank, why
+
+
+def _done(layout: str) -> str:
+    """The name of the message that follows this one."""
+    return layout.replace("layout", "done", 1)
+
+
+def _why(error: Exception, place: Path) -> str:
+    if isinstance(error, CheckpointError):
+        return f"shared storage: {error}; {error.hint}"
+    if isinstance(error, OSError):
+        return f"shared storage: {explain(error, place)}"
+    return f"shared storage: {error}" if isinstance(error, BadCheckpoint) else str(error)

@@ -7,6 +7,7 @@ back from the journal.
 from __future__ import annotations
 
 import argparse
+import gc
 import socket
 import sys
 from functools import partial
@@ -16,8 +17,13 @@ from jurymast.journal import replay
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.epoch import Takeover, serve
 
+# What is known of thousands of nodes lives long, and next to nothing of it refers to itself: to look all of
+# that through for garbage as often as Python does takes a fifth of the time, and half a second at once.
+NEW_OBJECTS, YOUNG_LOOKS, OLD_LOOKS = 50_000, 20, 100
+
 
 def main() -> int:
+    gc.set_threshold(NEW_OBJECTS, YOUNG_LOOKS, OLD_LOOKS)
     parser = argparse.ArgumentParser(prog="jurymast.supervisor")
     parser.add_argument("run_directory")
     parser.add_argument(
@@ -27,15 +33,17 @@ def main() -> int:
     parser.add_argument(
         "--silent-s", type=float, default=0.0, help="nobody has heard the last one for so long"
     )
-    parser.add_argument("--listen-fd", type=int, default=-1, help="a listening socket to inherit")
+    parser.add_argument(
+        "--listen-fd", type=int, action="append", default=[], help="a listening socket to inherit"
+    )
     arguments = parser.parse_args()
     try:
         directory = RunDirectory(arguments.run_directory)
-        listener = socket.socket(fileno=arguments.listen_fd) if arguments.listen_fd >= 0 else None
+        listeners = [socket.socket(fileno=file) for file in arguments.listen_fd]
         takeover = None
         if arguments.takeover:
             takeover = Takeover(arguments.takeover, arguments.after, arguments.silent_s)
-        return serve(directory, partial(replay, directory), takeover=takeover, listener=listener)
+        return serve(directory, partial(replay, directory), takeover=takeover, listeners=listeners)
     except JurymastError as error:
         print(f"jurymast supervisor: {error}", file=sys.stderr)
         return error.exit_code

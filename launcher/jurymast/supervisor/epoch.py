@@ -6,15 +6,16 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jurymast
-from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
-from jurymast.cluster.batch import SUPERSEDED, tell_of_requeue
+from jurymast.cluster.allocation import Allocation, announced_by, listen, run_command
+from jurymast.cluster.batch import tell_of_requeue
 from jurymast.cluster.control import requeue, why_ending
 from jurymast.core import events as ev
 from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.journal import JournalWriter, first_events
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.door import allow_files
@@ -39,7 +40,7 @@ async def supervise(
     directory: RunDirectory,
     allocation: Allocation,
     node: str,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     replayed: Callable[[], RunState],
     takeover: Takeover | None,
 ) -> RunState | None:
@@ -83,8 +84,7 @@ async def supervise(
     if (newest := await asyncio.to_thread(directory.newest_attempt)) > state.attempt:
         supervisor.feed(ev.AttemptFound(t=supervisor.now(), node="", attempt=newest))
     assert state.phase is not Phase.QUEUED
-    hosts = ["127.0.0.1"] if plan.cluster == "local" else announced_hosts()
-    await supervisor.run(listener, hosts, allocation.key, node, os.getpid())
+    await supervisor.run(listeners, announced_by(listeners), allocation.key, node, os.getpid())
     return None if supervisor.superseded else supervisor.state
 
 
@@ -107,15 +107,14 @@ def serve(
     replayed: Callable[[], RunState],
     *,
     takeover: Takeover | None = None,
-    listener: socket.socket | None = None,
+    listeners: Sequence[socket.socket] = (),
 ) -> int:
     """Exit code of the process; see `supervise`. Raises JurymastError."""
     print(f"supervisor: pid {os.getpid()} at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}", flush=True)
     allocation = Allocation.load(directory)
-    here = "127.0.0.1" if directory.plan().cluster == "local" else ""
-    listener = listener or socket.create_server((here, 0))
+    listeners = listeners or listen(directory.plan().cluster)
     node = takeover.node if takeover else allocation.host
-    state = asyncio.run(supervise(directory, allocation, node, listener, replayed, takeover))
+    state = asyncio.run(supervise(directory, allocation, node, listeners, replayed, takeover))
     if state is None:
         return SUPERSEDED
     if takeover and (state.ended or state.phase is Phase.REQUEUED):

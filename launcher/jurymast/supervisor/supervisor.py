@@ -82,10 +82,14 @@ class Supervisor:
 
     def _do(self, effects: Sequence[do.Effect]) -> None:
         """In their order."""
+        sends: list[do.Send] = []  # one after the other to one node
         for effect in effects:
+            if sends and not (isinstance(effect, do.Send) and effect.node == sends[0].node):
+                self._tell_all(sends)
+                sends = []
             match effect:
                 case do.Send():
-                    self._tell(effect.node, effect.message)
+                    sends.append(effect)
                 case do.Answer():
                     go_on = msg.GoOn(
                         time=time.time(), patience_s=effect.patience_s, heard=effect.heard,
@@ -116,14 +120,19 @@ class Supervisor:
                     raise AssertionError(f"{effect} has left the machine")
                 case _:
                     never(effect)
+        if sends:
+            self._tell_all(sends)
         if self._machine.has_work and not self._working:
             self._working = True
             self._spawn(self._work())
 
-    def _tell(self, node: str, message: msg.ToAgent) -> None:
+    def _tell_all(self, sends: list[do.Send]) -> None:
+        self._tell(sends[0].node, *(one.message for one in sends))
+
+    def _tell(self, node: str, *messages: msg.ToAgent) -> None:
         connection = self._channels.get(node)
         if connection is not None:
-            connection.send(message)
+            connection.send(*messages)
 
     def _write(self, entry: do.Journal) -> None:
         self._journal.event(entry.event)
@@ -219,13 +228,16 @@ class Supervisor:
     # The life of an epoch.
 
     async def run(
-        self, listener: socket.socket, announce: list[str], allocation: str, node: str, pid: int
+        self, listeners: Sequence[socket.socket], announce: list[str], allocation: str, node: str, pid: int
     ) -> None:
         """Announce the endpoint, and supervise until the end. Raises what broke it."""
         self._allocation = allocation
         door = Door(self._secret, self.state.active + self.state.spares)
-        server = await listen(lambda come: self._spawn(self._serve(door, come)), listener)
-        port = server.sockets[0].getsockname()[1]
+        servers = [
+            await listen(lambda come: self._spawn(self._serve(door, come)), listener)
+            for listener in listeners
+        ]
+        port = listeners[0].getsockname()[1]
         place = endpoint.Endpoint(self._hold.epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)
         loop = asyncio.get_running_loop()
@@ -238,7 +250,8 @@ class Supervisor:
         try:
             await self._over.wait()
         finally:
-            server.close()
+            for server in servers:
+                server.close()
             for task in self._tasks:
                 task.cancel()
             for connection in list(self._channels.values()):

@@ -25,7 +25,8 @@ from jurymast.wire.connection import Connection
 from jurymast.wire.handshake import MAGIC, NONCE_BYTES, SUPERVISOR, Handshake
 from jurymast.wire.seal import TAG_BYTES, Seal
 
-HEAD_BYTES = 4 + TAG_BYTES
+_LENGTH = struct.Struct(">I")
+HEAD_BYTES = _LENGTH.size + TAG_BYTES
 FRAME_BYTES_MAX = 4 * 1024 * 1024
 HANDSHAKE_LIMIT_S = 5.0
 
@@ -49,10 +50,12 @@ class Channel(Generic[Hears]):
     def local_address(self) -> str:
         return self._connection.local_address
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Queue a message; never blocks. A dead connection shows at `receive`."""
-        payload = encode(message)
-        self._connection.write(struct.pack(">I", len(payload)) + self._sealing.tag(payload) + payload)
+    def send(self, *messages: msgspec.Struct) -> None:
+        """Queue messages, together; never blocks. A dead connection shows at `receive`."""
+        self._connection.write(b"".join([self._frame(encode(message)) for message in messages]))
+
+    def _frame(self, payload: bytes) -> bytes:
+        return _LENGTH.pack(len(payload)) + self._sealing.tag(payload) + payload
 
     async def receive(self) -> Hears:
         """The next message. Raises AuthenticationError, and ProtocolError for one that is too long."""
@@ -94,7 +97,7 @@ class Channel(Generic[Hears]):
         unread = self._connection.unread
         if len(unread) < HEAD_BYTES:
             return None
-        (length,) = struct.unpack_from(">I", unread)
+        (length,) = _LENGTH.unpack_from(unread)
         if length > FRAME_BYTES_MAX:
             raise ProtocolError(f"frame of {length} bytes from {self.peer_address}")
         end = HEAD_BYTES + length

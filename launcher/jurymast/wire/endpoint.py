@@ -62,7 +62,7 @@ def _number(text: str) -> int | None:
 
 def _listed(epochs: Path, suffix: str) -> list[int]:
     """The epochs with such a file, maybe without the newest. Raises OSError."""
-    names = (Path(name) for name in os.listdir(epochs))
+    names = (Path(name) for name in foreign.names(epochs))
     found = (_number(name.stem) for name in names if name.suffix == suffix)
     return [number for number in found if number is not None]
 

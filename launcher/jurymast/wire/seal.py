@@ -7,6 +7,7 @@ import hmac
 import struct
 
 TAG_BYTES = 16
+_NUMBER = struct.Struct(">Q")
 
 
 class Seal:
@@ -19,8 +20,7 @@ class Seal:
     def tag(self, payload: bytes) -> bytes:
         """Of the next frame."""
         state = self._keyed.copy()
-        state.update(struct.pack(">Q", self._number))
-        state.update(payload)
+        state.update(_NUMBER.pack(self._number) + payload)
         self._number += 1
         return state.digest()[:TAG_BYTES]
 

@@ -31,7 +31,7 @@ class Config:
     """`health_limit_s` and `max_age_s` are seconds. `log` is "" for syslog alone. `slurm_bin` and
     `slurm_conf` say where Slurm is if not in its usual places: slurmd does not tell what it starts."""
 
-    health_command: tuple[str, ...] = ("/usr/local/bin/jurymast", "health", "--json")
+    health_command: tuple[str, ...] = ("/opt/jurymast/bin/python", "-I", "-m", "jurymast.health.once")
     health_limit_s: float = 30.0
     spool: Path = Path("/var/spool/jurymast")
     max_age_s: float = 1800.0

@@ -35,7 +35,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Storage that nodes share, the application and what other nodes' trouble brings are never this node's fault.
 KINDS = ("hardware", "network", "host")
 HOUR_S = 3600.0
-# `jurymast health` ends with the Nagios code of what it found.
+# The probes end with the Nagios code of what they found.
 HEALTH_CODES = (0, 1, 2, 3)
 
 
@@ -218,7 +218,7 @@ class HealthCheck:
 
 
 def parsed(told: str) -> Look:
-    """`jurymast health --json`: {"findings": [...]}. Raises ValueError."""
+    """As `jurymast health --json` prints it: {"findings": [...]}. Raises ValueError."""
     try:
         content = json.loads(told)
     except RecursionError:

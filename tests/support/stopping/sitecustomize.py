@@ -21,7 +21,7 @@ FUNCTIONS = {
     "jurymast.checkpoint.image": "Window.stage",
     "jurymast.keeper.fetch": "_receive",
     "jurymast.keeper.keeper": "_read_image",
-    "jurymast.storage.shared": "_Meeting._write_rank",
+    "jurymast.storage.shared": "_Part._write_rank",
 }
 
 

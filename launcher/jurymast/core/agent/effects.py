@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jurymast.core import messages as msg
 
 NEVER = math.inf
-Obeyed = msg.GoOn | msg.Cadence | msg.LeaveVerdict | msg.TestAlone | msg.TestPair | msg.KeeperOrder
+Obeyed = msg.GoOn | msg.Cadence | msg.LeaveVerdict | msg.KeeperOrder
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,47 @@ class KillHost:
 
 
 @dataclass(frozen=True)
-class EndTests:
-    """End what tests this node."""
+class StartProbes:
+    """Look after the node's health: nothing else on it is in a hurry."""
+
+
+# Tests of this node. Each set of processes has a number, from 1 on.
 
 
 @dataclass(frozen=True)
-class StartProbes:
-    """Look after the node's health: nothing else on it is in a hurry."""
+class StartTests:
+    """So many processes that test this node. Answered by `tests_started`."""
+
+    number: int
+    count: int
+
+
+@dataclass(frozen=True)
+class TestDevices:
+    """Each by itself. Answered by `tests_answered`."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class TestTogether:
+    """All of them, as ranks from `rank` on of a `world` that meets at `host` ("": here) under this name.
+    Answered by `tests_answered`."""
+
+    number: int
+    name: str
+    host: str
+    port: int
+    limit_s: float
+    world: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class EndTests:
+    """At once. What they would have said is no news any more."""
+
+    number: int
 
 
 # The connection.
@@ -203,12 +237,13 @@ class SayForeseen:
 
 
 ToRanks = (
-    StartHost | Prepare | StartRanks | StopRanks | TakeStacks | LookAtRanks | KillRanks | KillHost | EndTests
+    StartHost | Prepare | StartRanks | StopRanks | TakeStacks | LookAtRanks | KillRanks | KillHost
     | StartProbes
 )  # fmt: skip
+ForTests = StartTests | TestDevices | TestTogether | EndTests
 ForCheckpoints = StartWrite | CancelWrite | WarmWriter | SayForeseen
 ToOthers = (
     Send | Beat | Obey | Leave | Connect | Find | Greet | HangUp | ReadPulse | StandBy | EndStandby
     | StartSupervisor
 )  # fmt: skip
-Effect = WakeAt | ToOthers | ToRanks | ForCheckpoints
+Effect = WakeAt | ToOthers | ToRanks | ForTests | ForCheckpoints

@@ -11,22 +11,24 @@ from jurymast.core.agent.effects import (
     NEVER,
     Beat,
     Effect,
-    EndTests,
     Leave,
     Obey,
     Prepare,
     Send,
+    StartHost,
     StartProbes,
     WakeAt,
 )
 from jurymast.core.agent.hearing import Hearing
 from jurymast.core.agent.link import Link
+from jurymast.core.agent.node_tests import NodeTests
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.agent.succession import Succession
 from jurymast.core.agent.writes import Writes
 from jurymast.core.endpoint import Endpoint
 from jurymast.core.message import Strange
 from jurymast.core.nodes.heartbeat import answer_every_s, patience_s
+from jurymast.core.nodes.tests import Alone
 from jurymast.core.settings import RunPlan
 
 # Probes wait for the torchrun host; one that does not get warm may have its reason in what they would find.
@@ -45,40 +47,55 @@ class AgentMachine:
         nodes: Sequence[str],
         hint: tuple[str, int] | None,
         share: float,
+        *,
+        gpus: int = 0,
+        driver: bool = False,
     ) -> None:
-        """`nodes`: of the allocation, in its order. `hint`, `share`: see Link."""
+        """`nodes`: of the allocation, in its order. `hint`, `share`: see Link; `gpus`, `driver`: see
+        NodeTests."""
         patience = patience_s(plan.settings.heartbeat_s, plan.nodes)
         hearing = Hearing(answer_every_s(plan.settings.heartbeat_s, plan.nodes))
         self.ranks = Ranks(plan.settings.stop_grace_s)
         self.link = Link(node, allocation, hint, patience, plan.nodes, share, self.ranks, hearing)
         self.succession = Succession(node, nodes, hearing, enabled=plan.cluster == "slurm")
         self.writes = Writes(plan.ranks_per_node)
+        self.tests = NodeTests(plan, gpus, driver=driver)
         self.left = False
         self._wake_at = self._probe_at = NEVER
         self._was_connected = False
 
     def check(self) -> None:
         """What holds between any two events. Raises AssertionError."""
-        for part in (self.ranks, self.link, self.succession, self.writes):
+        for part in (self.ranks, self.link, self.succession, self.writes, self.tests):
             part.check()
 
     def _out(self, effects: list[Effect], now: float) -> list[Effect]:
         """What follows from an event for the other parts, and when to wake next."""
         if self.left:
             return []
-        for effect in effects:
-            if isinstance(effect, Prepare):
-                self.writes.launch(effect.order)
-            self.left = self.left or isinstance(effect, Leave)
+        effects = [one for effect in effects for one in self._with_others(effect, now)]
         if self.link.connected != self._was_connected:
             self._was_connected = self.link.connected
             news = self.succession.answered if self.link.connected else self.succession.unanswered
             effects = effects + news(now)
-        wake_at = min(self.ranks.wake_at, self.link.wake_at, self.succession.wake_at, self._probe_at)
+        waits = self.ranks, self.link, self.succession, self.tests
+        wake_at = min(self._probe_at, *(part.wake_at for part in waits))
         if wake_at != self._wake_at:
             self._wake_at = wake_at
             effects = [*effects, WakeAt(wake_at)]
         return effects
+
+    def _with_others(self, effect: Effect, now: float) -> list[Effect]:
+        """The effect, and what it means to other parts."""
+        match effect:
+            case StartHost() if self.ranks.attempt == 0:
+                return [effect, *self.tests.host_started(now)]
+            case Prepare(order):
+                self.writes.launch(order)
+                return [*self.tests.end(), effect]
+            case Leave():
+                self.left = True
+        return [effect]
 
     def _said(self, effects: list[Effect]) -> list[Effect]:
         """What is to be said waits for a supervisor, or is left out, when none is there."""
@@ -102,7 +119,8 @@ class AgentMachine:
     def tick(self, now: float) -> list[Effect]:
         self._wake_at = NEVER  # that was now
         ranks = self._said(self.ranks.tick(now)) + (self._probe() if now >= self._probe_at else [])
-        return self._out(ranks + self.link.tick(now) + self.succession.tick(now), now)
+        others = self.link.tick(now) + self.succession.tick(now) + self.tests.tick(now)
+        return self._out(ranks + others, now)
 
     def _probe(self) -> list[Effect]:
         """Once."""
@@ -156,10 +174,10 @@ class AgentMachine:
                 # The supervisor waits for a heartbeat that shows it.
                 return [Obey(order), Beat(order.attempt, self.ranks.pids)]
             case msg.TestOver():
-                return [EndTests()]
+                return self.tests.end()
             case msg.TestAlone() | msg.TestPair():
                 idle = self.ranks.state in ("warming", "waiting")  # nothing is tested beside ranks
-                return [Obey(order) if idle else EndTests()]
+                return self.tests.test(order, now) if idle else self.tests.end()
             case msg.Drain():
                 return self.writes.begin(order, now)
             case msg.CancelDrain():
@@ -197,7 +215,15 @@ class AgentMachine:
             return self._out(self.writes.rank_said(event, now), now)
         return self._out(self._said(self.ranks.rank_said(event, now)), now)
 
-    # Succession, and writes.
+    # Tests, succession, and writes.
+
+    def tests_started(self, number: int, port: int, why: str, now: float) -> list[Effect]:
+        """`port` of the store for those who meet here, 0: none. `why` they cannot be started, or ""."""
+        return self._out(self._said(self.tests.started(number, port, why)), now)
+
+    def tests_answered(self, number: int, answers: Sequence[Alone], now: float) -> list[Effect]:
+        """Each process's, to what all were asked last."""
+        return self._out(self._said(self.tests.answered(number, answers)), now)
 
     def pulse(self, value: str | None, now: float) -> list[Effect]:
         return self._out(self.succession.pulse(value, now), now)

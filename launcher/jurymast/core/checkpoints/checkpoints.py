@@ -7,7 +7,6 @@ times in seconds.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
@@ -22,8 +21,8 @@ from jurymast.core.checkpoints.copies import Copies, Key
 from jurymast.core.checkpoints.holders import Holder
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.restore import Restore
-from jurymast.core.checkpoints.retries import RETRY_S
 from jurymast.core.checkpoints.rollback import Rollback
+from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.shortages import Shortages
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Record, Send
@@ -55,9 +54,7 @@ class Checkpoints:
         self._restore = Restore(state, self.copies, self._holders)
         self._shortages = Shortages()
         self._void: deque[Key] = deque(maxlen=VOIDS_KEPT)
-        self._gather_at = -math.inf
-        self._hopeless: set[Key] = set()  # of what is in no shared tier: it cannot be got there
-        self.secured = False
+        self._securing = Securing(self.copies, self._holders, self._commit, self._replicas, self._writes)
 
     # ---- agents
 
@@ -109,6 +106,8 @@ class Checkpoints:
                 return self._prefetched(node, message, now)
             case msg.Unreplicated():
                 return self._unreplicated(node, message, now)
+            case msg.AskSources():
+                return [self._restore.sources(node, message)]
             case msg.Unrestorable():
                 return [Record(ev.RestoreFailed(t=now, node=node, **asdict(message)))]
             case msg.Drained():
@@ -166,7 +165,7 @@ class Checkpoints:
         return [Record(fetched)]
 
     def _unreplicated(self, node: str, message: msg.Unreplicated, now: float) -> list[Effect]:
-        self._gather_at = now + RETRY_S
+        self._securing.not_gathered(now)
         if not self._replicas.failed(node, message, now):
             return []
         why = f"rank {message.rank} has no replica of step {message.step}: {message.why}"
@@ -299,43 +298,14 @@ class Checkpoints:
         keys = self._writes.unsaved()
         return f"the checkpoint of step {keys[0][0]}" if keys else ""
 
+    @property
+    def secured(self) -> bool:
+        return self._securing.secured
+
     def secure(self, now: float) -> list[Effect]:
         """Get the newest state to the shared tier, or else one before it. To be called again and again until
         `secured`: it is there, or none can be got there."""
-        late = self._writes.look_for_late(now)
-        keys = [key for key in self._writes.unsaved() if key not in self._hopeless]
-        self.secured = not keys
-        if not keys or not self._writes.free(cp.SHARED, now, hurry=True):
-            return late
-        return [*late, *(self._writes.write(cp.SHARED, keys[0], now) or self._gather(keys, now))]
-
-    def _gather(self, keys: list[Key], now: float) -> list[Effect]:
-        """Have the images of the first of these states that only exist in parts put together on some node."""
-        key, effects = keys[0], self._have_room_made(keys)
-        nodes = [name for name, node in self._holders.items() if not node.full]
-        if not nodes:
-            self._hopeless.add(key)
-            return effects
-        if now < self._gather_at:
-            return effects  # what failed just now fails again
-        for number, rank in enumerate(range(self.copies.world(key))):
-            if not self._writes.writer(key, rank):
-                holder = nodes[number % len(nodes)]
-                sources = self.copies.sources(key, rank, holder)
-                effects += self._replicas.order(key, cp.Replication(holder, rank, cp.ALL, sources))
-        return effects
-
-    def _have_room_made(self, keys: list[Key]) -> list[Effect]:
-        """Once by each node, which may have memory then although it had refused some: ranks save no more, and
-        all that is older is in the shared tier unless it is one of these."""
-        fresh = {name: node for name, node in self._holders.items() if not node.slotless}
-        for node in fresh.values():
-            node.full, node.slotless = False, True
-        older: list[Effect] = []
-        if fresh and len(keys) == 1:
-            self._commit.go_on_from(keys[0])
-            older = self._replicas.give_up_older(keys[0], fresh)
-        return [*older, *(Send(name, msg.GiveSlotsUp()) for name in fresh)]
+        return self._writes.look_for_late(now) + self._securing.secure(now)
 
     def check(self) -> None:
         """Invariants; AssertionError names the one broken."""

@@ -13,6 +13,8 @@ import bisect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+import msgspec
+
 from jurymast.core.checkpoints.reach import Pair
 
 MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "object"
@@ -35,8 +37,7 @@ def age(key: Key) -> tuple[int, int]:
     return key[1], key[0]
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True, gc=False):
     """A verified copy of (a `part` of) one rank's image on one node, in memory, peer or local tier.
 
     `size_bytes` is the whole image's, `common_bytes` and `common_id` its common part's size and hash.
@@ -79,8 +80,7 @@ class Copy:
         return {ALL: self.size_bytes, COMMON: self.common_bytes, OWN: own}[self.part]
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """Where a node can get `part` of an image: from `rank`'s image on `node`; `tier` is what it counts as.
 
     With a `group`, `node` has the XOR of that part of its ranks' images, and `members` says where the
@@ -98,16 +98,14 @@ class Source:
         return self.part in (ALL, part)
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """One rank of a group, and where its image can be had."""
 
     rank: int
     sources: tuple[Source, ...]
 
 
-@dataclass(frozen=True)
-class Replication:
+class Replication(msgspec.Struct, frozen=True):
     """`holder` should pull `part` of `rank`'s image from one of `sources`; with a `group`, make the XOR of
     that part of all `members`, of which `rank` is the lowest."""
 
@@ -141,17 +139,18 @@ class _Alike:
         self._order: list[int] = []
         self._sorted = True
 
-    def add(self, copy: Copy) -> None:
-        copies = self._ranks.setdefault(copy.rank, {})
-        if not copies:
+    def add(self, copy: Copy, place: Place) -> None:
+        copies = self._ranks.get(copy.rank)
+        if copies is None:
+            copies = self._ranks[copy.rank] = {}
             self._sorted = False
-        if copy.place not in copies:
+        if place not in copies:
             self.nodes[copy.node] = self.nodes.get(copy.node, 0) + 1
-        copies[copy.place] = copy
+        copies[place] = copy
 
-    def remove(self, copy: Copy) -> None:
+    def remove(self, copy: Copy, place: Place) -> None:
         copies = self._ranks.get(copy.rank, {})
-        if copies.pop(copy.place, None) is None:
+        if copies.pop(place, None) is None:
             return
         self.nodes[copy.node] -= 1
         if not self.nodes[copy.node]:
@@ -174,100 +173,132 @@ class _Alike:
         return chosen[:most]
 
 
+class _Set:
+    """The copies of one state. `held`: of each rank's image, by place; `whole`: ranks whose whole image is in
+    their own node's memory, asked for at every word from an agent; `at`: the ranks of which a node has, or
+    had, copies, as thousands of nodes come and go at once; `alike`: copies of common parts, by their hash."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, dict[Place, Copy]] = {}
+        self.whole: set[int] = set()
+        self.at: dict[str, set[int]] = {}
+        self.alike: dict[str, _Alike] = {}
+
+    def hold(self, copy: Copy) -> None:
+        rank, place = copy.rank, copy.place
+        held = self.held.get(rank)
+        if held is None:
+            held = self.held[rank] = {}
+        elif place in held:
+            self.remove(rank, [place])
+        held[place] = copy
+        ranks = self.at.get(copy.node)
+        if ranks is None:
+            ranks = self.at[copy.node] = set()
+        ranks.add(rank)
+        if copy.common_id and copy.has(COMMON):
+            alike = self.alike.get(copy.common_id)
+            if alike is None:
+                alike = self.alike[copy.common_id] = _Alike()
+            alike.add(copy, place)
+        if _whole(copy):
+            self.whole.add(rank)
+
+    def remove(self, rank: int, places: Iterable[Place]) -> None:
+        held = self.held.get(rank, {})
+        for place in places:
+            copy = held.pop(place, None)
+            if copy is not None and (alike := self.alike.get(copy.common_id)) is not None:
+                alike.remove(copy, place)
+        if rank in self.whole and not any(_whole(copy) for copy in held.values()):
+            self.whole.discard(rank)
+
+    def drop_where(self, node: str, tiers: Collection[str]) -> None:
+        if not node and all(place[1] in tiers for held in self.held.values() for place in held):
+            self.held.clear()
+            return
+        for rank in self.at.get(node, ()) if node else self.held:
+            places = [
+                place
+                for place in self.held.get(rank, ())
+                if (not node or place[0] == node) and (not tiers or place[1] in tiers)
+            ]
+            self.remove(rank, places)
+
+
+_NONE = _Set()
+
+
 class Copies:
     """What the agents say they hold. Not in the journal: agents say it again to every new supervisor."""
 
     def __init__(self) -> None:
-        self._held: dict[Key, dict[int, dict[Place, Copy]]] = {}
-        # Ranks whose whole image is in their own node's memory: asked for at every word from an agent.
-        self._whole: dict[Key, set[int]] = {}
-        # Of each set the ranks of which a node has, or had, copies: thousands of nodes come and go at once.
-        self._at: dict[Key, dict[str, set[int]]] = {}
-        # Of each set the copies of common parts, by the part's hash.
-        self._alike: dict[Key, dict[str, _Alike]] = {}
+        self._sets: dict[Key, _Set] = {}
 
     def hold(self, copy: Copy) -> None:
-        self._at.setdefault(copy.key, {}).setdefault(copy.node, set()).add(copy.rank)
-        held = self._held.setdefault(copy.key, {}).setdefault(copy.rank, {})
-        if copy.place in held:
-            self._remove(copy.key, copy.rank, [copy.place])
-        held[copy.place] = copy
-        if copy.common_id and copy.has(COMMON):
-            alike = self._alike.setdefault(copy.key, {})
-            alike.setdefault(copy.common_id, _Alike()).add(copy)
-        if _whole(copy):
-            self._whole.setdefault(copy.key, set()).add(copy.rank)
+        known = self._sets.get(copy.key)
+        if known is None:
+            known = self._sets[copy.key] = _Set()
+        known.hold(copy)
 
     def drop(self, copy: Copy) -> None:
-        self._remove(copy.key, copy.rank, [copy.place])
-        ranks = self._held.get(copy.key, {})
-        if not ranks.get(copy.rank):
-            ranks.pop(copy.rank, None)
-        if not ranks:
-            self._forget(copy.key)
-
-    def _forget(self, key: Key) -> None:
-        for table in (self._held, self._at, self._alike, self._whole):
-            table.pop(key, None)
-
-    def _remove(self, key: Key, rank: int, places: Iterable[Place]) -> None:
-        held = self._held.get(key, {}).get(rank, {})
-        for place in places:
-            copy = held.pop(place, None)
-            if copy is not None and (alike := self._alike.get(key, {}).get(copy.common_id)) is not None:
-                alike.remove(copy)
-        if not any(_whole(copy) for copy in held.values()):
-            self._whole.get(key, set()).discard(rank)
+        known = self._sets.get(copy.key)
+        if known is None:
+            return
+        known.remove(copy.rank, [copy.place])
+        if not known.held.get(copy.rank):
+            known.held.pop(copy.rank, None)
+        if not known.held:
+            del self._sets[copy.key]
 
     def drop_where(self, key: Key | None = None, node: str = "", tiers: Iterable[str] = ()) -> None:
         """Forget what matches all that is given."""
-        wanted = set(tiers)
-        for one, ranks in self._held.items():
-            if key not in (None, one):
+        wanted = frozenset(tiers)
+        for one in [key] if key is not None else list(self._sets):
+            known = self._sets.get(one)
+            if known is None:
                 continue
-            for rank in self._at[one].get(node, ()) if node else ranks:
-                places = [
-                    place
-                    for place in ranks.get(rank, ())
-                    if (not node or place[0] == node) and (not wanted or place[1] in wanted)
-                ]
-                self._remove(one, rank, places)
-        for gone in [one for one, ranks in self._held.items() if not any(ranks.values())]:
-            self._forget(gone)
+            if node or wanted:
+                known.drop_where(node, wanted)
+            if not (node or wanted) or not any(known.held.values()):
+                del self._sets[one]
+
+    def _of(self, key: Key) -> _Set:
+        return self._sets.get(key, _NONE)
 
     def newest_first(self) -> list[Key]:
         """Those that were reached last, first: what a later attempt saved is newer, whatever its step."""
-        return sorted(self._held, key=age, reverse=True)
+        return sorted(self._sets, key=age, reverse=True)
 
     def of(self, key: Key, rank: int) -> list[Copy]:
-        return list(self._held.get(key, {}).get(rank, {}).values())
+        return list(self._of(key).held.get(rank, {}).values())
 
     def on(self, node: str) -> Iterator[Copy]:
         """What this node holds."""
-        for key, nodes in self._at.items():
-            for rank in nodes.get(node, ()):
+        for key, known in self._sets.items():
+            for rank in known.at.get(node, ()):
                 yield from (copy for copy in self.of(key, rank) if copy.node == node)
 
     def every(self) -> Iterator[Copy]:
-        for ranks in self._held.values():
-            for held in ranks.values():
+        for known in self._sets.values():
+            for held in known.held.values():
                 yield from held.values()
 
     def world(self, key: Key) -> int:
-        return next((copy.world for held in self._held.get(key, {}).values() for copy in held.values()), 0)
+        return next((copy.world for held in self._of(key).held.values() for copy in held.values()), 0)
 
     def in_memory(self, key: Key) -> bool:
         """True when every rank's whole image is held by the agent of its own node."""
         world = self.world(key)
-        return world > 0 and len(self._whole.get(key, ())) == world
+        return world > 0 and len(self._of(key).whole) == world
 
     def size_bytes(self, key: Key) -> int:
-        return sum(next(iter(held.values())).size_bytes for held in self._held[key].values() if held)
+        return sum(next(iter(held.values())).size_bytes for held in self._of(key).held.values() if held)
 
     def replica_bytes(self, key: Key) -> int:
         """Memory that replicas of this set take, all nodes together."""
         sizes: dict[Place, int] = {}
-        for rank, held in self._held.get(key, {}).items():
+        for rank, held in self._of(key).held.items():
             for copy in held.values():
                 if copy.tier == PEER:
                     place = (*copy.place[:3], copy.group or (rank,))
@@ -276,11 +307,13 @@ class Copies:
 
     def nodes_with(self, key: Key, rank: int, part: str) -> Set[str]:
         """Nodes that have a copy of this part of the rank's image, in whatever tier."""
-        copies = self.of(key, rank)
+        known = self._of(key)
+        copies = known.held.get(rank, {}).values()
         if part == COMMON and copies:
-            if not copies[0].common_bytes:
+            first = next(iter(copies))
+            if not first.common_bytes:
                 return {copy.node for copy in copies if not copy.group}
-            alike = self._alike.get(key, {}).get(copies[0].common_id)
+            alike = known.alike.get(first.common_id)
             return frozenset() if alike is None else alike.nodes.keys()
         return {copy.node for copy in copies if copy.has(part)}
 
@@ -291,7 +324,7 @@ class Copies:
 
     def restorable(self, key: Key, without: str = "") -> bool:
         """True while every part of every rank's image has a copy (on a node other than `without`)."""
-        world, whole = self.world(key), self._whole.get(key, set()) if not without else ()
+        world, whole = self.world(key), self._of(key).whole if not without else ()
         return world > 0 and all(
             rank in whole
             or all(
@@ -306,7 +339,7 @@ class Copies:
         """The XORs that give the rank's part, because all others of their groups have copies."""
         return [
             copy
-            for copy in self.of(key, rank)
+            for copy in self._of(key).held.get(rank, {}).values()
             if copy.group
             and copy.node != without
             and all(
@@ -336,21 +369,22 @@ class Copies:
 
     def has_whole(self, key: Key, rank: int, node: str) -> Copy | None:
         """The rank's whole image in this node's memory, if it is there."""
-        return self._held.get(key, {}).get(rank, {}).get((node, MEMORY, ALL, ()))
+        return self._of(key).held.get(rank, {}).get((node, MEMORY, ALL, ()))
 
     def _plain_sources(self, key: Key, rank: int, node: str, part: str = ALL) -> list[Source]:
-        found: list[tuple[tuple[int, int, int], Source]] = []
-        copies = self.of(key, rank)
-        for copy in copies:
-            if not copy.group:
-                found.append(_ranked(copy, node, copy.part, rank))
-        alike = self._alike.get(key, {}).get(copies[0].common_id) if copies and part == ALL else None
-        if alike is not None:
-            here = self.has_whole(key, rank, node) is not None  # as on all nodes but the new ones
-            for copy in alike.near(rank, 1 if here else COMMON_SOURCES):
-                found.append(_ranked(copy, node, COMMON, rank))
+        known = self._of(key)
+        held = known.held.get(rank)
+        if not held:
+            return []
+        found = [_ranked(copy, node, copy.part, rank) for copy in held.values() if not copy.group]
+        if part == ALL:
+            alike = known.alike.get(next(iter(held.values())).common_id)
+            if alike is not None:
+                here = (node, MEMORY, ALL, ()) in held  # as on all nodes but the new ones
+                near = alike.near(rank, 1 if here else COMMON_SOURCES)
+                found += [_ranked(copy, node, COMMON, rank) for copy in near]
         # stable: equals stay in order
-        return [source for _, source in sorted(found, key=lambda pair: pair[0])]
+        return [source for _, source in sorted(found, key=_rank_of)]
 
 
 def _elsewhere(nodes: Set[str], without: str) -> bool:
@@ -362,12 +396,15 @@ def _whole(copy: Copy) -> bool:
     return copy.tier == MEMORY and copy.part == ALL
 
 
-def _ranked(copy: Copy, node: str, part: str, rank: int) -> tuple[tuple[int, int, int], Source]:
-    here = copy.node == node
-    disk = copy.tier == LOCAL
+def _ranked(copy: Copy, node: str, part: str, rank: int) -> tuple[tuple[bool, bool, int], Source]:
+    here, disk = copy.node == node, copy.tier == LOCAL
     tier = LOCAL if disk else MEMORY if here and copy.tier == MEMORY and copy.rank == rank else PEER
-    spread = (copy.rank - rank) % max(1, copy.world)  # so that not all nodes ask the same one
-    return (int(disk), int(not here), spread), Source(tier, copy.node, part, copy.rank)
+    spread = (copy.rank - rank) % (copy.world or 1)  # so that not all nodes ask the same one
+    return (disk, not here, spread), Source(tier, copy.node, part, copy.rank)
+
+
+def _rank_of(ranked: tuple[tuple[bool, bool, int], Source]) -> tuple[bool, bool, int]:
+    return ranked[0]
 
 
 # ---- replicas
@@ -393,14 +430,18 @@ def holders(
         far.setdefault(node, set(no_room)).add(holder)
     load: dict[str, int] = {}
     result: dict[str, tuple[str, ...]] = {}
+    roomy = [spare for spare in spares if spare not in no_room]  # soon none, where there are many nodes
     for index, node in enumerate(placement):
         out = far.get(node, no_room)
-        free = [s for s in spares if load.get(s, 0) < NODES_PER_SPARE and s not in out]
+        free = [spare for spare in roomy if spare not in out]
         free.sort(key=lambda name: (_together(domains, name, node), load.get(name, 0)))
         partners = _partners(placement, index, domains, out, copies - len(free[:copies]))
         result[node] = (*free[:copies], *partners)
         for name in result[node]:
             load[name] = load.get(name, 0) + 1
+        for name in free[:copies]:
+            if load[name] == NODES_PER_SPARE:
+                roomy.remove(name)
     return result
 
 
@@ -441,17 +482,13 @@ def missing_replicas(
     for index in places if places is not None else range(len(placement)):
         wanted = holding.get(placement[index], ())
         for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
-            enough_common = len(copies.nodes_with(key, rank, COMMON)) > len(wanted)
-            part = OWN if enough_common else ALL
-            have_own = copies.nodes_with(key, rank, OWN)
+            have_common, have_own = copies.nodes_with(key, rank, COMMON), copies.nodes_with(key, rank, OWN)
+            part = OWN if len(have_common) > len(wanted) else ALL
             for holder in wanted:
-                lacks_common = part == ALL and holder not in copies.nodes_with(key, rank, COMMON)
-                if holder in have_own and not lacks_common:
-                    continue
-                if len(have_own) > len(wanted) and not lacks_common:
-                    continue
-                sources = copies.sources(key, rank, holder, part)
-                orders.append(Replication(holder, rank, part, sources))
+                lacks_common = part == ALL and holder not in have_common
+                if lacks_common or not (holder in have_own or len(have_own) > len(wanted)):
+                    sources = copies.sources(key, rank, holder, part)
+                    orders.append(Replication(holder, rank, part, sources))
     return orders
 
 
@@ -496,6 +533,11 @@ def _from_images(copies: Copies, key: Key, placement: Sequence[str], ranks_per_n
     for index, node in enumerate(placement):
         node_s = 0.0
         for rank in range(index * ranks_per_node, (index + 1) * ranks_per_node):
+            here = copies.has_whole(key, rank, node)
+            if here is not None:  # as on all nodes but the new ones
+                tiers[MEMORY] = tiers.get(MEMORY, 0) + here.size_bytes
+                node_s += here.size_bytes / RATES[MEMORY]
+                continue
             for source, size in _cheapest(copies, key, rank, node):
                 tiers[source.tier] = tiers.get(source.tier, 0) + size
                 node_s += max(1, len(source.group)) * size / RATES[source.tier]
@@ -504,11 +546,7 @@ def _from_images(copies: Copies, key: Key, placement: Sequence[str], ranks_per_n
 
 
 def _cheapest(copies: Copies, key: Key, rank: int, node: str) -> Iterator[tuple[Source, int]]:
-    """Where each part of the rank's image comes from, and its size in bytes."""
-    here = copies.has_whole(key, rank, node)
-    if here is not None:  # as on all nodes but the new ones
-        yield Source(MEMORY, node, ALL, rank), here.size_bytes
-        return
+    """Where each part of an image that is not here comes from, and its size in bytes."""
     sources = copies.sources(key, rank, node)
     image = copies.of(key, rank)[0]
     for part, size in ((COMMON, image.common_bytes), (OWN, image.size_bytes - image.common_bytes)):

@@ -29,7 +29,8 @@ def spelled(sources: Iterable[Source], holders: Mapping[str, Holder]) -> tuple[m
     return tuple(
         msg.Source(
             tier=source.tier, node=source.node, hosts=(known.address,), port=known.port, part=source.part,
-            rank=source.rank, group=source.group, members=spelled_members(source.members, holders),
+            rank=source.rank, group=source.group,
+            members=spelled_members(source.members, holders) if source.members else (),
         )
         for source in sources
         if (known := holders.get(source.node)) is not None

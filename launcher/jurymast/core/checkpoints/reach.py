@@ -1,7 +1,7 @@
-"""Which nodes cannot copy from which: what two of them cannot bring about, a third one does.
+"""Which nodes cannot copy from which, or write to which tier: what two cannot bring about, a third one does.
 
-Copies that fail twice in a row say so, whatever the reason is. After a while the two are tried again, each
-time after twice as long.
+Some failures in a row say so, whatever the reason is. After a while the two are tried again, each time after
+twice as long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ TRIES = 2
 PAUSE_S = 300.0
 PAUSE_MAX_S = 14_400.0
 
-Pair = tuple[str, str]  # the node that copies, and the one whose image it is
+Pair = tuple[str, str]  # the node that copies or writes, and the one whose image it is, or the tier
 
 
 @dataclass
@@ -23,17 +23,18 @@ class _Failing:
 
 @dataclass
 class Reach:
-    """Times are the caller's clock, in seconds."""
+    """`tries`: so many failures in a row. Times are the caller's clock, in seconds."""
 
+    tries: int = TRIES
     _failing: dict[Pair, _Failing] = field(default_factory=dict)
 
     def failed(self, pair: Pair, now: float) -> bool:
         """True when that is news: at the first time, and when the two are given up."""
         known = self._failing.setdefault(pair, _Failing())
         known.times += 1
-        if known.times >= TRIES:
-            known.until = now + min(PAUSE_MAX_S, PAUSE_S * 2.0 ** (known.times - TRIES))
-        return known.times <= TRIES
+        if known.times >= self.tries:
+            known.until = now + min(PAUSE_MAX_S, PAUSE_S * 2.0 ** min(known.times - self.tries, 10))
+        return known.times <= self.tries
 
     def worked(self, pair: Pair) -> None:
         self._failing.pop(pair, None)
@@ -44,5 +45,5 @@ class Reach:
             del self._failing[pair]
 
     def given_up(self, now: float) -> frozenset[Pair]:
-        """Pairs that are not asked to copy for now."""
+        """Pairs that are not asked for now."""
         return frozenset(pair for pair, known in self._failing.items() if known.until > now)

@@ -7,7 +7,7 @@ which whoever drives this hears others, and which it takes the time of.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from jurymast.core import messages as msg
@@ -239,12 +239,12 @@ class Replicas:
         self._ordered.clear()
         return effects
 
-    def give_up_older(self, key: Key, nodes: Iterable[str]) -> list[Effect]:
+    def give_up_older(self, key: Key, nodes: Collection[str]) -> list[Effect]:
         committed = msg.Committed(step=key[0], attempt=key[1])
         older = [one for one in self._copies.newest_first() if cp.age(one) < cp.age(key)]
         for one in older:
             self._ask_again(one)
-            for node in nodes:
+            for node in [""] if len(nodes) == len(self._holders) else nodes:  # "": all
                 self._copies.drop_where(one, node=node, tiers=(cp.MEMORY, cp.PEER))
         return [Send(node, committed) for node in nodes]
 

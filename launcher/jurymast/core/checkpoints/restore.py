@@ -10,7 +10,7 @@ from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.copies import Copies, Key, RestorePlan
 from jurymast.core.checkpoints.holders import Holder, spelled
 from jurymast.core.checkpoints.rollback import Rollback
-from jurymast.core.effects import Effect, Record
+from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import RunState
 
@@ -24,7 +24,7 @@ class Restore:
         self.chosen: RestorePlan | None = None
 
     def is_void(self, key: Key) -> bool:
-        return any(back.voids(*key) for back in self.rollbacks)
+        return bool(self.rollbacks) and any(back.voids(*key) for back in self.rollbacks)
 
     def go_back(self, step: int, now: float) -> None:
         self.rollbacks.append(Rollback(step, self._state.attempt, now))
@@ -48,10 +48,26 @@ class Restore:
         ]  # fmt: skip
 
     def message(self, node: str, ranks: range) -> msg.Restore | None:
-        """What one node's ranks restore; None: they look in the shared tier themselves."""
+        """What one node's ranks restore; None: they look in the shared tier themselves. Nearly all nodes have
+        nearly all images in their own memory: to tell them of others as well would take longest of all that
+        a launch of thousands takes."""
         chosen = self.chosen
         if chosen is None or chosen.tier != cp.MEMORY:
             return None
         key = chosen.step, chosen.attempt
-        sources = {rank: spelled(self._copies.sources(key, rank, node), self._holders) for rank in ranks}
+        sources = {rank: self._sources(key, rank, node) for rank in ranks}
         return msg.Restore(step=chosen.step, attempt=chosen.attempt, ranks=sources)
+
+    def _sources(self, key: Key, rank: int, node: str) -> tuple[msg.Source, ...]:
+        if self._copies.has_whole(key, rank, node) is not None:
+            return ()
+        return spelled(self._copies.sources(key, rank, node), self._holders)
+
+    def sources(self, node: str, ask: msg.AskSources) -> Effect:
+        """For a node that cannot use the image in its own memory."""
+        found = self._copies.sources((ask.step, ask.attempt), ask.rank, node)
+        sources = tuple(one for one in found if (one.node, one.tier) != (node, cp.MEMORY))
+        answer = msg.Sources(
+            step=ask.step, attempt=ask.attempt, rank=ask.rank, sources=spelled(sources, self._holders)
+        )
+        return Send(node, answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -33,6 +34,10 @@ class Retries:
             return True
         pause_s = RETRY_S if hurry else min(RETRY_MAX_S, RETRY_S * 2.0 ** min(last.times - 1, 10))
         return now >= last.at + pause_s
+
+    def failed_at(self, tier: str) -> float:
+        last = self._failing.get(tier)
+        return last.at if last is not None else -math.inf
 
     def failed(self, tier: str, why: str, now: float) -> bool:
         """True when that is news: the last try had not failed for the same reason."""

@@ -1,14 +1,15 @@
 """Brings committed states to local, shared and object storage: when, by which nodes, and how that ended.
 
 A write is ordered by `messages.Drain`. There is one to a tier at a time, and it fails with the first node
-that fails or is lost; then another is tried later, with the state that is the newest by then.
+that fails or is lost; then another is tried later, with the state that is the newest by then. Where others
+have the same images whole, they write then what the one that failed has not written.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -17,6 +18,7 @@ from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.copies import Copies, Key
 from jurymast.core.checkpoints.durable import IDLE_SHARE, durable_every_s, late_after_s
 from jurymast.core.checkpoints.holders import Holder
+from jurymast.core.checkpoints.reach import Reach
 from jurymast.core.checkpoints.retries import Retries
 from jurymast.core.checkpoints.saves import copied
 from jurymast.core.effects import Effect, Send
@@ -52,6 +54,7 @@ class Writes:
         self._next_at: dict[str, float] = {}
         self._tried: dict[str, Key] = {}
         self._retries = Retries()
+        self._reach = Reach(tries=1)
         self._numbers = itertools.count(1)
         self._newest_object: Key = (-1, -1)
         self._wrote_before = False
@@ -91,7 +94,7 @@ class Writes:
 
     def write(self, tier: str, key: Key, now: float) -> list[Effect]:
         """Have the agents copy a state to a tier; nothing when no agent has some image whole."""
-        writers = self._writers(tier, key)
+        writers = self._writers(tier, key, now)
         if not writers:
             return []
         name = f"{self._state.epoch:04x}{next(self._numbers):06x}"
@@ -109,29 +112,42 @@ class Writes:
         self._under_way[tier] = Write(name, tier, key, now, orders, late_at)
         return [Send(node, order) for node, order in orders.items()]
 
-    def _writers(self, tier: str, key: Key) -> dict[str, list[int]]:
+    def _writers(self, tier: str, key: Key, now: float) -> dict[str, list[int]]:
         """The nodes that write, and which ranks' images; none when that cannot be."""
+        unfit = self.unfit(tier, now)
         if tier == cp.OBJECT:
-            here = [*self._state.placement, *self._holders]
-            lead = next((node for node in here if node in self._holders), "")
+            here = [node for node in (*self._state.placement, *self._holders) if node in self._holders]
+            lead = next((node for node in here if node not in unfit), "")
             return {lead: []} if lead else {}
         writers: dict[str, list[int]] = {}
         for rank in range(self._copies.world(key)):
-            node = self.writer(key, rank)
+            node = self.writer(key, rank, unfit)
             if not node:
                 return {}
             writers.setdefault(node, []).append(rank)
         return writers
 
-    def writer(self, key: Key, rank: int) -> str:
-        """The node that has the rank's image whole; "" for none."""
+    def unfit(self, tier: str, now: float) -> Set[str]:
+        """The nodes that could not write there lately. What none can write may be anybody's. A node's own
+        disk has no other writer."""
+        if tier == cp.LOCAL:
+            return frozenset()
+        failing = {node for node, of in self._reach.given_up(now) if of == tier}
+        return frozenset() if failing >= self._holders.keys() else failing
+
+    def writer(self, key: Key, rank: int, unfit: Set[str]) -> str:
+        """The node that has the rank's image whole, if possible one that is not `unfit`; "" for none."""
         own = self._state.node_of(rank)
-        if own in self._holders and self._copies.has_whole(key, rank, own):
+        if own in self._holders and own not in unfit and self._copies.has_whole(key, rank, own):
             return own
         copies = [copy for copy in self._copies.of(key, rank) if copy.node in self._holders]
         whole = [copy for copy in copies if copy.part == cp.ALL and not copy.group]
-        whole.sort(key=lambda copy: (copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
+        whole.sort(key=lambda copy: (copy.node in unfit, copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
         return whole[0].node if whole else ""
+
+    def failed_at(self, tier: str) -> float:
+        """When the last write there failed, if none has succeeded since."""
+        return self._retries.failed_at(tier)
 
     # ---- ending
 
@@ -140,6 +156,11 @@ class Writes:
         if write is None or write.id != message.id:
             return []
         write.size_bytes += message.size_bytes
+        pair = node, message.tier
+        if message.ok:
+            self._reach.worked(pair)
+        else:
+            self._reach.failed(pair, now)
         return self._done(write, node, "" if message.ok else f"{node}: {message.why}", now)
 
     def joined(self, node: str) -> list[Effect]:
@@ -149,6 +170,7 @@ class Writes:
 
     def lost(self, node: str, why: str, now: float) -> list[Effect]:
         """The node will say nothing of what it was told to write."""
+        self._reach.forget(node)
         theirs = [write for write in self._under_way.values() if node in write.waiting]
         return [effect for write in theirs for effect in self._done(write, node, why, now)]
 

@@ -189,6 +189,8 @@ class KeeperMachine:
                 self.replicas.stop(lambda one: one.image[:2] == state)
             case msg.Replicate():
                 self.replicas.order(order)
+            case msg.Sources():
+                self.restores.sources(order)
             case msg.Forget():
                 self.holding.forget(order.step, order.attempt, order.ranks)
                 images = {(order.step, order.attempt, rank) for rank in order.ranks}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from jurymast.core import messages as msg
@@ -26,6 +28,7 @@ class Bringing(Work):
         self.attempt = self.holding.attempt
         self.image: Image = (restore.step, restore.attempt, mine.rank)
         self._sources = restore.ranks[mine.rank]
+        self._then: Callable[[], None] | None = None  # once it is known where else the image is
         self._start = self._slot_bytes = 0
         busy, found = self.holding.busy, self.holding.find(self.image, (MEMORY, PEER))
         self._base = next((one for one in found if self.holding.buffer_of(one) not in busy), None)
@@ -60,7 +63,10 @@ class Bringing(Work):
                 self._distrust(base)
             whole = intact and base.part == ALL
             self._start = base.report.size_bytes if whole else 0
-            self._claim()
+            if whole:
+                self._claim()
+            else:
+                self._from_others(self._claim)
 
     def _distrust(self, base: Copy) -> None:
         """What is good of it serves, but it is no copy, and nobody's slot until it is whole."""
@@ -74,6 +80,34 @@ class Bringing(Work):
     def _afresh(self) -> None:
         if self.slot.state is not State.FILLING:
             self.slot = self.holding.vacate(self._mine)
+        self._from_others(self._find)
+
+    def _from_others(self, then: Callable[[], None]) -> None:
+        """What was to be here is not, or not whole: ask who else has it."""
+        if self._sources:
+            then()
+            return
+        self._then = then
+        step, of, rank = self.image
+        self.do(do.Tell(msg.AskSources(step=step, attempt=of, rank=rank)))
+
+    def sources(self, sources: tuple[msg.Source, ...]) -> None:
+        then, self._then = self._then, None
+        if then is None:
+            return
+        self._sources = sources
+        if sources:
+            then()
+        else:
+            self._over("no other node has it")
+
+    def stop(self) -> None:
+        super().stop()
+        if self._then is not None:
+            self._then = None
+            self._over()
+
+    def _find(self) -> None:
         step, attempt, rank = self.image
         wanted = msg.Member(rank=rank, sources=self._sources)
         self.do(do.Find(self.number, step, attempt, (wanted,)))
@@ -208,3 +242,9 @@ class Restores:
 
     def begin(self, mine: RankSlots, restore: msg.Restore, world: int, now: float) -> None:
         Bringing(self._works, self._node, mine, restore, world, now).begin()
+
+    def sources(self, answer: msg.Sources) -> None:
+        image = answer.step, answer.attempt, answer.rank
+        for work in [*self._works.going.values()]:
+            if isinstance(work, Bringing) and work.image == image and not work.stopped:
+                work.sources(answer.sources)

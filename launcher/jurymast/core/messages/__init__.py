@@ -21,6 +21,7 @@ from jurymast.core.messages.asks import Accepted, Ask, Condition, Declined
 from jurymast.core.messages.beats import Beat, CadenceReport, RankReport, Times, beat_of
 from jurymast.core.messages.checkpoints import (
     AboutCheckpoints,
+    AskSources,
     CancelDrain,
     CheckpointOrder,
     Committed,
@@ -42,6 +43,7 @@ from jurymast.core.messages.checkpoints import (
     Replicate,
     Restore,
     Source,
+    Sources,
     Unreplicated,
     Unrestorable,
     Void,
@@ -81,19 +83,20 @@ from jurymast.core.messages.run import (
 )
 
 __all__ = [
-    "AboutCheckpoints", "Accepted", "Answer", "Ask", "Beat", "Cadence", "CadenceReport", "CancelDrain",
-    "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss", "Drain", "Drained",
-    "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper", "GiveSlotsUp", "GoOn",
-    "HangsUp", "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave", "LeaveVerdict", "Leaving",
-    "Look", "Looked", "Member", "MemberReport", "Moved", "Order", "Prefetched", "RankEvent", "RankReport",
-    "RanksState", "Ready", "Refused", "Replicate", "Restore", "Said", "Source", "Stacks", "Started", "Stop",
-    "Stopped", "Strange", "Terminated", "TestAlone", "TestOver", "TestPair", "TestedAlone", "TestedPair",
-    "Times", "ToAgent", "ToSupervisor", "Unreplicated", "Unrestorable", "VerdictLeft", "Void", "beat_of",
-    "encode", "out_of_place", "read_answer", "read_order", "read_said",
+    "AboutCheckpoints", "Accepted", "Answer", "Ask", "AskSources", "Beat", "Cadence", "CadenceReport",
+    "CancelDrain", "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss", "Drain",
+    "Drained", "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper",
+    "GiveSlotsUp", "GoOn", "HangsUp", "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave",
+    "LeaveVerdict", "Leaving", "Look", "Looked", "Member", "MemberReport", "Moved", "Order", "Prefetched",
+    "RankEvent", "RankReport", "RanksState", "Ready", "Refused", "Replicate", "Restore", "Said", "Source",
+    "Sources", "Stacks", "Started", "Stop", "Stopped", "Strange", "Terminated", "TestAlone", "TestOver",
+    "TestPair", "TestedAlone", "TestedPair", "Times", "ToAgent", "ToSupervisor", "Unreplicated",
+    "Unrestorable", "VerdictLeft", "Void", "beat_of", "encode", "out_of_place", "read_answer", "read_order",
+    "read_said",
 ]  # fmt: skip
 
 # What an agent says again over its next connection, unless it knows that it was heard: no hello tells it.
-Kept = Failed | RankEvent | Unrestorable | Drained
+Kept = Failed | RankEvent | AskSources | Unrestorable | Drained
 
 _Said = (
     Hello | Ready | Started | Failed | Stopped | Finished | RankEvent | Terminated | HangsUp | Leaving

@@ -41,7 +41,8 @@ class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
     """An agent's heartbeat. `ranks` by local rank, [] while none runs; `cadence` None: no Checkpointer. Now
     and then it has all ranks' `times`: steps, and the seconds in all of their forward, backward and update
     parts. What a supervisor of thousands would else work out of each: `quiet_s`, the shortest of the ranks
-    that have not ended, whether one is `stopped`, and the longest step, `longest_s`."""
+    that have not ended, whether one is `stopped`, the longest step, `longest_s`, and the local rank that is
+    least far, `slowest`."""
 
     attempt: int
     ranks: list[RankReport]
@@ -50,6 +51,12 @@ class Beat(msgspec.Struct, array_like=True, tag="beat", frozen=True):
     quiet_s: float | None = None
     stopped: bool = False
     longest_s: float = 0.0
+    slowest: int = 0
+
+
+def how_far(report: RankReport) -> tuple[bool, int, float]:
+    """Less for a rank that is less far: without a step, with fewer steps, longer ago."""
+    return report.beats > 0, report.step, -(report.beat_s or 0.0)
 
 
 def beat_of(
@@ -61,4 +68,5 @@ def beat_of(
     quiet_s = [one.quiet_s for one in ranks if one.phase != "done" and one.quiet_s is not None]
     stopped = any(one.stopped_s for one in ranks)
     longest_s = max((one.longest_s for one in ranks), default=0.0)
-    return Beat(attempt, ranks, cadence, times, min(quiet_s, default=None), stopped, longest_s)
+    slowest = min(range(len(ranks)), key=lambda local: how_far(ranks[local]), default=0)
+    return Beat(attempt, ranks, cadence, times, min(quiet_s, default=None), stopped, longest_s, slowest)

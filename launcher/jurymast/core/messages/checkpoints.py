@@ -44,13 +44,15 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def on(self, node: str) -> tuple[cp.Copy, ...]:
         """As the supervisor counts it: one copy, or of an XOR one for each member."""
+        if not self.members:
+            return (self._copy(node, self, ()),)
         group = tuple(one.rank for one in self.members)
-        return tuple(
-            cp.Copy(
-                node, self.tier, self.step, self.attempt, one.rank, self.world, self.part,
-                one.size_bytes, one.common_bytes, one.common_id, group,
-            )
-            for one in self.members or (self,)
+        return tuple(self._copy(node, one, group) for one in self.members)
+
+    def _copy(self, node: str, of: CopyReport | MemberReport, group: tuple[int, ...]) -> cp.Copy:
+        return cp.Copy(
+            node, self.tier, self.step, self.attempt, of.rank, self.world, self.part,
+            of.size_bytes, of.common_bytes, of.common_id, group,
         )  # fmt: skip
 
 
@@ -77,7 +79,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """The state that an attempt goes on from, and for each rank of the node where to get its image, best
-    first."""
+    first; () where the node has it in its own memory: see `AskSources`."""
 
     step: int
     attempt: int
@@ -135,6 +137,15 @@ class Unrestorable(ToSupervisor, frozen=True, kw_only=True):
     why: str
 
 
+class AskSources(ToSupervisor, frozen=True, kw_only=True):
+    """The image that a rank is to restore from its own node's memory is not there, or not whole: who else has
+    it? Answered by Sources."""
+
+    step: int
+    attempt: int
+    rank: int
+
+
 class Unreplicated(ToSupervisor, frozen=True, kw_only=True):
     """What was ordered by Replicate could not be made."""
 
@@ -169,8 +180,17 @@ class Replicate(ToAgent, frozen=True, kw_only=True):
     members: tuple[Member, ...] = ()
 
     def __post_init__(self) -> None:
-        if not {member.rank for member in self.members} >= set(self.group):
+        if self.group and not {member.rank for member in self.members} >= set(self.group):
             raise ValueError("a group of which some rank's image is nowhere")
+
+
+class Sources(ToAgent, frozen=True, kw_only=True):
+    """Where else a rank's image is, best first; () nowhere."""
+
+    step: int
+    attempt: int
+    rank: int
+    sources: tuple[Source, ...]
 
 
 class Committed(ToAgent, frozen=True, kw_only=True):
@@ -224,7 +244,7 @@ class CancelDrain(ToAgent, frozen=True, kw_only=True):
     id: str
 
 
-FromKeeper = Held | Dropped | Refused | Prefetched | Unrestorable | Unreplicated
+FromKeeper = Held | Dropped | Refused | Prefetched | AskSources | Unrestorable | Unreplicated
 AboutCheckpoints = FromKeeper | Foreseen | Drained
-KeeperOrder = Replicate | Committed | Void | Forget | ForgetNewer | GiveSlotsUp
+KeeperOrder = Replicate | Sources | Committed | Void | Forget | ForgetNewer | GiveSlotsUp
 CheckpointOrder = KeeperOrder | Drain | CancelDrain

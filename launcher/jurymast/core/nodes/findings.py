@@ -58,9 +58,15 @@ class Finding:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:
         """Raises ValueError for anything else than `to_json` wrote."""
-        import msgspec  # not for probes, which only find
-
         try:
-            return msgspec.convert(values, cls)
-        except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from error
+            found = cls(**{**values, "verdict": Verdict(values["verdict"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no finding: {error}") from error
+        texts = (found.probe, found.code, found.message, found.device)
+        if not (
+            all(isinstance(text, str) for text in texts)
+            and type(found.at) in (int, float)
+            and type(found.once) is bool
+        ):
+            raise ValueError(f"no finding: a value of the wrong type in {values}")
+        return found

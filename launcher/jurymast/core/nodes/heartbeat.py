@@ -28,6 +28,7 @@ LOYAL_S = 1.5
 # Ranks that have done fewer steps are looked at so often.
 YOUNG_BEATS = 3
 YOUNG_HEARTBEAT_S = 0.1
+YOUNG_BEATS_A_SECOND = 5000.0
 # To hear so many nodes again, after a take-over, takes a supervisor a second.
 NODES_A_SECOND = 2000.0
 LATE_TIMES = 4.0
@@ -75,11 +76,11 @@ def rejoin_limit_s(nodes: int, limit_s: float = REJOIN_LIMIT_S) -> float:
     return limit_s + nodes / REJOINS_A_SECOND
 
 
-def beat_every_s(heartbeat_s: float, ranks: Sequence[RankReport]) -> float:
-    """Seconds from one heartbeat of an agent to its next. Until the first steps its ranks' progress is worth
-    a closer look: it ends an incident."""
+def beat_every_s(heartbeat_s: float, ranks: Sequence[RankReport], nodes: int) -> float:
+    """Seconds from one heartbeat of an agent to its next, in a run of so many nodes. Until the first steps
+    its ranks' progress is worth a closer look, if not all thousands look at once: it ends an incident."""
     young = bool(ranks) and min(rank.beats for rank in ranks) < YOUNG_BEATS
-    return min(YOUNG_HEARTBEAT_S, heartbeat_s) if young else heartbeat_s
+    return min(max(YOUNG_HEARTBEAT_S, nodes / YOUNG_BEATS_A_SECOND), heartbeat_s) if young else heartbeat_s
 
 
 def answer_every_s(heartbeat_s: float, nodes: int) -> float:

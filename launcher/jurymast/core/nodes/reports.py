@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from jurymast.core.messages import Beat, RankReport
+from jurymast.core.messages.beats import how_far
 from jurymast.core.nodes.heartbeat import WatcherClock
 from jurymast.core.nodes.silence import IDLE_FLOOR_S, HangLimits, HangVerdict, RankView, judge
 from jurymast.core.run.state import RunState
@@ -14,7 +15,8 @@ from jurymast.core.run.state import RunState
 @dataclass
 class NodeReport:
     """One node's ranks. `quiet_s` is the shortest time since one that has not ended did something, as of `at`
-    (watcher's clock); `stopped` that one is in state T; `longest_s` is the longest step."""
+    (watcher's clock); `stopped` that one is in state T; `longest_s` is the longest step; `slowest` what the
+    rank that is least far said last."""
 
     attempt: int = 0
     ranks: list[RankReport] = field(default_factory=list)
@@ -22,20 +24,13 @@ class NodeReport:
     quiet_s: float = math.inf
     stopped: bool = False
     longest_s: float = 0.0
-    _slowest: RankReport | None = None
+    slowest: RankReport | None = None
 
     def report(self, beat: Beat, now: float) -> None:
         self.attempt, self.ranks, self.at = beat.attempt, beat.ranks, now
         self.quiet_s = math.inf if beat.quiet_s is None else beat.quiet_s
         self.stopped, self.longest_s = beat.stopped, beat.longest_s
-        self._slowest = None
-
-    @property
-    def slowest(self) -> RankReport:
-        """What its rank that is least far last said. Asked for often, of thousands of nodes."""
-        if self._slowest is None:
-            self._slowest = min(self.ranks, key=_how_far)
-        return self._slowest
+        self.slowest = beat.ranks[beat.slowest] if beat.slowest < len(beat.ranks) else None
 
 
 @dataclass(frozen=True)
@@ -73,15 +68,15 @@ class Reports:
 
     def reach(self) -> Reach | None:
         """How far the attempt is; None until every rank has done a step in it."""
-        placed = self._placed()
-        for known in placed:
-            if not self._is_whole(known) or known.slowest.beats == 0:
+        found: list[tuple[RankReport, float]] = []  # of each node, and when it was said
+        for known in self._placed():
+            if known.slowest is None or not self._is_whole(known) or known.slowest.beats == 0:
                 return None
-        if not placed:
+            found.append((known.slowest, known.at))
+        if not found:
             return None
-        known = min(placed, key=lambda known: _how_far(known.slowest))
-        slowest = known.slowest
-        return Reach(slowest.step, (slowest.beat_s or 0.0) + self.clock.now - known.at, slowest.explicit)
+        slowest, at = min(found, key=lambda one: how_far(one[0]))
+        return Reach(slowest.step, (slowest.beat_s or 0.0) + self.clock.now - at, slowest.explicit)
 
     def hang(self) -> HangVerdict | None:
         """What the ranks' silence says, before any look at their stacks."""
@@ -140,8 +135,3 @@ class Reports:
             report.idle_s + since_s if report.idle_s else 0.0,
             report.stopped_s + since_s if report.stopped_s else 0.0,
         )  # fmt: skip
-
-
-def _how_far(report: RankReport) -> tuple[bool, int, float]:
-    """Less for a rank that is less far: without a step, with fewer steps, longer ago."""
-    return report.beats > 0, report.step, -(report.beat_s or 0.0)

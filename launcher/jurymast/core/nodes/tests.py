@@ -7,7 +7,7 @@ every partner is the culprit. (The two rounds are those of DLRover's node check,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
@@ -44,6 +44,17 @@ class Alone:
     times: Mapping[str, float] = field(default_factory=dict)
     wrong: str = ""
     error: str = ""
+
+
+def slowest(answers: Iterable[Alone]) -> Alone:
+    """Those of a node's devices in one: the slowest's times, all that was wrong, the first error."""
+    times: dict[str, float] = {}
+    answers = list(answers)
+    for answer in answers:
+        for measure, seconds in answer.times.items():
+            times[measure] = max(seconds, times.get(measure, 0.0))
+    wrong = "; ".join(answer.wrong for answer in answers if answer.wrong)
+    return Alone(times, wrong, next((answer.error for answer in answers if answer.error), ""))
 
 
 @dataclass(frozen=True)

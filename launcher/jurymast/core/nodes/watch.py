@@ -27,7 +27,14 @@ from dataclasses import dataclass
 from jurymast.core import events as ev
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
 from jurymast.core.messages import Beat
-from jurymast.core.nodes.heartbeat import BEATS, LIMIT_MAX_S, Arrivals, WatcherClock, rejoin_limit_s
+from jurymast.core.nodes.heartbeat import (
+    BEATS,
+    LIMIT_MAX_S,
+    Arrivals,
+    WatcherClock,
+    patience_s,
+    rejoin_limit_s,
+)
 from jurymast.core.nodes.heirs import Heirs
 from jurymast.core.nodes.lateness import Lateness
 from jurymast.core.nodes.reports import Reports
@@ -50,8 +57,8 @@ ISOLATION_LIMIT_S = 15.0
 RECONNECT_GRACE_S, RECONNECT_LIMIT_S = 0.25, 1.0
 # (many that come back together, so many seconds) unless so many connections broke within so many seconds,
 MANY, MANY_WITHIN_S, MANY_LIMIT_S = 3, 1.0, 2.0
-# or the supervisor stood still for so long; both up to so many seconds ago.
-LATE_S, LENIENT_S = 0.5, 2.0
+# or the supervisor stood still for so much of the agents' patience; both up to so many seconds ago.
+LATE_SHARE, LENIENT_S = 1 / 3, 2.0
 # The agent of the last supervisor's node has so long once nearly all others are back (a packet or two of its
 # greeting may be lost), and so long at most.
 AFTER_OTHERS_S, ABANDONED_LIMIT_S = 0.8, 3.0
@@ -278,7 +285,7 @@ class Watch:
 
     def _was_late(self, seconds: float, counted_s: float) -> None:
         """Nobody could come back meanwhile, although the clock counts a little of it."""
-        if seconds >= LATE_S:
+        if seconds >= LATE_SHARE * patience_s(self._heartbeat_s, len(self.here)):
             self._late_until = self.clock.now + LENIENT_S
             self._give_time()
         for name in self._broken:

@@ -21,8 +21,6 @@ WAIT_TOLD_S = 15.0
 NAMED_MAX = 5
 # Of so many nodes one may look in a second whether all of them are there.
 LOOKS_A_SECOND = 10_000.0
-# So many nodes are told of a launch before others have their turn.
-AT_ONCE = 64
 
 
 def waits_for(
@@ -47,11 +45,7 @@ def waits_for(
 
 
 class Launching:
-    """One launch at a time; a newer one ends it. `now` is the supervisor's clock.
-
-    While `telling`, whoever drives this calls `tell_some` again and again, others having their turn in
-    between.
-    """
+    """One launch at a time; a newer one ends it. `now` is the supervisor's clock."""
 
     def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints, directory: str) -> None:
         self._state, self._watch, self._checkpoints = state, watch, checkpoints
@@ -60,10 +54,10 @@ class Launching:
         self._fenced = False
         self._since = self._told_at = self._look_at = 0.0
         self._nodes = ""
-        self._next: int | None = None  # group rank that is told next; None: not decided yet what it restores
+        self._told = False  # what it restores is decided, and the nodes are told
 
     def begin(self, launch: Launch, now: float) -> list[Effect]:
-        self._launch, self._fenced, self._next = launch, False, None
+        self._launch, self._fenced, self._told = launch, False, False
         self._nodes = compressed(launch.placement)
         self._since = self._told_at = now
         return [Fence(launch.attempt)]
@@ -82,9 +76,9 @@ class Launching:
         return self.look(now) if now >= self._look_at else []
 
     def look(self, now: float) -> list[Effect]:
-        """Begin to tell the nodes, if nothing is to be waited for any more."""
+        """Tell the nodes, if nothing is to be waited for any more."""
         launch = self._launch
-        if launch is None or self._next is not None or not self._is_due(launch):
+        if launch is None or self._told or not self._is_due(launch):
             return []
         self._look_at = now + len(self._state.nodes) / LOOKS_A_SECOND
         what = waits_for(
@@ -92,38 +86,23 @@ class Launching:
             "" if self._fenced else self._directory,
         )  # fmt: skip
         if not what:
-            self._next = 0
-            return self._checkpoints.choose(launch, now)
+            return self._tell(launch, now)
         if now <= self._told_at + WAIT_TOLD_S:
             return []
         self._told_at = now
         waited_s = round(now - self._since, 3)
         return [Record(ev.LaunchWaits(t=now, attempt=launch.attempt, what=what, seconds=waited_s))]
 
-    @property
-    def telling(self) -> bool:
-        launch = self._launch
-        return (
-            launch is not None
-            and self._next is not None
-            and self._next < len(launch.placement)
-            and self._is_due(launch)
-        )
-
-    def tell_some(self) -> list[Effect]:
-        """To some of the nodes: start."""
-        launch, first = self._launch, self._next
-        if launch is None or first is None or not self.telling:
-            return []
-        self._next = first + AT_ONCE
-        places = range(first, min(self._next, len(launch.placement)))
-        return [Send(launch.placement[place], self._message(launch, place)) for place in places]
+    def _tell(self, launch: Launch, now: float) -> list[Effect]:
+        self._told = True
+        effects = self._checkpoints.choose(launch, now)
+        tell = (Send(node, self._message(launch, place)) for place, node in enumerate(launch.placement))
+        return [*effects, *tell]
 
     def tell_again(self, node: str, attempt: int) -> list[Effect]:
         """A placed node, whose newest attempt is this one, may not have been told."""
         launch = self._launch
-        due = launch is not None and self._next is not None and self._is_due(launch)
-        if launch is None or not due or attempt >= launch.attempt:
+        if launch is None or not self._told or not self._is_due(launch) or attempt >= launch.attempt:
             return []
         return [Send(node, self._message(launch, self._state.places[node]))]
 
@@ -144,5 +123,5 @@ class Launching:
     def check(self) -> None:
         """Invariants; AssertionError names the one broken."""
         launch = self._launch
-        if launch is not None and self._next is not None and self._is_due(launch):
+        if launch is not None and self._told and self._is_due(launch):
             assert self._fenced, "nodes are told of a launch, and earlier attempts are not fenced off"

@@ -222,17 +222,14 @@ class Supervision:
     @property
     def has_work(self) -> bool:
         """Of thousands of nodes some at a time."""
-        return self.checkpoints.replicating or self.launching.telling
+        return self.checkpoints.replicating
 
     def work(self, now: float) -> list[Effect]:
-        if self.launching.telling:
-            return self._do(self.launching.tell_some(), now)
         return self._do(self.checkpoints.replicate(now), now)
 
     def worked(self, seconds: float, now: float) -> None:
         """So long the last `work` took."""
-        if self.checkpoints.replicating:
-            self.checkpoints.replicated(seconds, now)
+        self.checkpoints.replicated(seconds, now)
 
     # ---- agents
 

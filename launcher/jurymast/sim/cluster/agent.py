@@ -17,6 +17,7 @@ from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.network import Connection
 from jurymast.sim.cluster.training import Group, Member, Page, follower
 from jurymast.sim.cluster.world import BEGINNING, Process
+from jurymast.sim.cluster.writing import SimWrite
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Cluster
@@ -189,7 +190,7 @@ class SimAgent:
         self.met = False  # a supervisor, ever
         self._stands_by = self._ready = False  # a process that may become the next
         self._tries = self._beats = self._wakes = 0
-        self._writes: dict[str, bool] = {}  # by id: whether it was cancelled
+        self._writes: dict[str, SimWrite] = {}  # by id
         self._carry_out(self.machine.start(self.now, reachable=True))
 
     @property
@@ -289,7 +290,7 @@ class SimAgent:
                 self._write(effect.order)
             case do.CancelWrite():
                 if effect.id in self._writes:
-                    self._writes[effect.id] = True
+                    self._writes[effect.id].cancelled = True
                     self.world.after(0.005, self.process, self._write_ended, effect.id)
             case _:
                 pass
@@ -398,7 +399,7 @@ class SimAgent:
         cadence = CadenceReport(record.number, record.decided, settings.cadence_steps, None)
         self._send(beat_of(beat.attempt, ranks, cadence))
         self._beats += 1
-        next_s = beat_every_s(settings.heartbeat_s, ranks)
+        next_s = beat_every_s(settings.heartbeat_s, ranks, self.cluster.plan.active)
         self.world.after(next_s, self.process, self._beat_again, self._beats)
 
     def _beat_again(self, number: int) -> None:
@@ -412,7 +413,7 @@ class SimAgent:
                     self.page.record.propose(order.schedule)
                 if order.decided:
                     self.page.record.decide(order.decided)
-            case msg.GoOn() | msg.LeaveVerdict() | msg.TestAlone() | msg.TestPair():
+            case msg.GoOn() | msg.LeaveVerdict():
                 pass
             case _:
                 self.keeper.obey(order)
@@ -468,7 +469,6 @@ class SimAgent:
     # ---- writes to storage
 
     def _write(self, order: msg.Drain) -> None:
-        self._writes[order.id] = False
         key = (order.step, order.attempt)
         tokens = [i.token for r in order.ranks for i in self.keeper.of(key, r) if not i.corrupt]
         if len(tokens) < len(order.ranks):
@@ -476,29 +476,7 @@ class SimAgent:
                 self.keeper.doubt(image)  # who writes it reads it
             self._drained(order, "an image is not here any more")
             return
-        write = self.cluster.disk.parts.setdefault(order.id, set())
-
-        name, storage = self.site.name, self.cluster.storage
-
-        def part() -> None:
-            write.update(order.ranks)
-
-        def written(result: OSError | None) -> None:
-            if self._writes.get(order.id, True):
-                return
-            if result is not None or not storage.sees_checkpoints(name):
-                self._drained(order, str(result or "the other nodes' parts are not in sight"))
-            elif order.lead and len(write) < order.world:
-                self.world.after(0.05, self.process, written, None)
-            else:
-                if order.lead:
-                    self.cluster.disk.publish(key, tokens[0])
-                self._drained(order, "")
-
-        self.world.after(
-            self.world.between(0.05, 0.4), self.process,
-            lambda: storage.do(name, self.process, part, written, writes=True),
-        )  # fmt: skip
+        self._writes[order.id] = SimWrite(self, order, tokens[0], lambda why: self._drained(order, why))
 
     def _drained(self, order: msg.Drain, why: str) -> None:
         size = 0 if why else 100
@@ -506,5 +484,5 @@ class SimAgent:
         self._write_ended(order.id)
 
     def _write_ended(self, id: str) -> None:
-        if self._writes.pop(id, None) is not None:
-            self._carry_out(self.machine.write_ended(id, self.now))
+        self._writes.pop(id, None)
+        self._carry_out(self.machine.write_ended(id, self.now))

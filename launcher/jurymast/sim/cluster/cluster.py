@@ -6,7 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.settings import Budget, RunPlan, Settings
+from jurymast.core.supervision import batch
+from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.network import Network
@@ -17,7 +20,7 @@ from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.training import Group
 from jurymast.sim.cluster.world import World
 
-BATCH_RESTART_S = 0.2
+BATCH_LOOK_S = 0.5
 LOOK_S = 1.0
 JUMP_S = 400.0
 # After a SIGTERM, and from a requeue to the job's next life.
@@ -104,7 +107,8 @@ class Cluster:
     def _start_job(self) -> None:
         self.batch_host, self.batch_port = next(iter(self.sites)), self.new_port()
         self.batch_place = self.batch_host, self.batch_port
-        self.start_supervisor(self.sites[self.batch_host], takeover=None)
+        self.batch, self.batch_process = batch.Batch(), self.sites[self.batch_host].process()
+        self._of_batch(self.batch.begin(self.world.now))
         for site in self.sites.values():
             self.world.after(self.world.between(0.1, 1.5), None, site.start_agent)
 
@@ -118,15 +122,24 @@ class Cluster:
             self.world.after(start_s, supervisor.process, supervisor.begin)
 
     def supervisor_ended(self, supervisor: SimSupervisor) -> None:
+        """It has not brought the job's end about."""
         if supervisor.takeover is not None:
             self.world.after(0.05, supervisor.takeover.process, supervisor.takeover.supervisor_ended)
-        elif not supervisor.superseded:
-            self.world.after(BATCH_RESTART_S, None, self._start_again, supervisor)
+        elif supervisor.allocation == self.allocation:
+            code = SUPERSEDED if supervisor.superseded else 1
+            self._of_batch(self.batch.supervisor_ended(code, None, self.world.now))
 
-    def _start_again(self, ended: SimSupervisor) -> None:
-        """By the batch process."""
-        if ended.allocation == self.allocation:
-            self.start_supervisor(ended.site, None)
+    def _of_batch(self, effects: list[batch.Effect]) -> None:
+        """Those of the batch process that matter here: who ends the job is Slurm, and agents start late."""
+        for effect in effects:
+            if isinstance(effect, batch.StartSupervisor):
+                self.start_supervisor(self.sites[self.batch_host], takeover=None)
+        if not self.batch.supervised and not self.batch.over:
+            self.world.after(BATCH_LOOK_S, self.batch_process, self._look_of_batch, self.allocation)
+
+    def _look_of_batch(self, allocation: str) -> None:
+        if allocation == self.allocation and self.allocated:
+            self._of_batch(self.batch.look(None, self.world.now, agents=True))
 
     def job_over(self, supervisor: SimSupervisor) -> None:
         """It has said so."""
@@ -239,11 +252,17 @@ class Cluster:
             self._end_job(again=self.ending == "preempted")
 
     def _roll_back(self, supervisor: SimSupervisor) -> None:
-        """To the newest checkpoint but one, if it is at hand."""
+        """To the newest checkpoint but one, if it is at hand: on storage first, and then the supervisor is
+        asked. One that has taken over by then has seen it there."""
         steps = sorted(step for step, _ in self.disk.shared)
         if len(steps) > 1 and supervisor.listens:
-            self.oracle.rolled_back(self.disk.roll_back(steps[-2]))
-            supervisor.ask(msg.Ask(what="rollback", by="you", step=steps[-2]))
+            back = self.disk.roll_back(steps[-2])
+            self.oracle.rolled_back(back)
+            self.world.after(0.0, supervisor.process, self._ask_to_go_back, supervisor, back)
+
+    def _ask_to_go_back(self, supervisor: SimSupervisor, back: Rollback) -> None:
+        if supervisor.ask(msg.Ask(what="rollback", by="you", step=back.step)):
+            self.oracle.ordered_back(back)
 
     def _strike_supervisor(self, fault: Fault) -> None:
         supervisor = self.oracle.supervisor
@@ -256,7 +275,7 @@ class Cluster:
                 supervisor.process.stop_until(self.world.now + fault.seconds)
                 supervisor.thread.stop_until(self.world.now + fault.seconds)
             case "rollback":
-                self.world.after(0.0, supervisor.process, self._roll_back, supervisor)
+                self._roll_back(supervisor)
             case "restart":
                 self.world.after(0.0, supervisor.process, supervisor.ask, msg.Ask(what="restart", by="you"))
             case signal:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
@@ -14,6 +15,15 @@ from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Key
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import copies as core
 from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.gathering import (
+    Finding,
+    Gathering,
+    Ingredient,
+    Rebuild,
+    ingredients,
+    members,
+    parts_of,
+)
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.memory import round_up
 from jurymast.core.keeper.slots import SLOTS, State
@@ -83,10 +93,6 @@ def report(
             for rank in group
         ),
     )  # fmt: skip
-
-
-def parts(part: str) -> tuple[str, ...]:
-    return (OWN, COMMON) if part == ALL else (part,)
 
 
 @dataclass
@@ -263,34 +269,38 @@ class SimKeeper:
     def _find(self, effect: do.Find) -> None:
         going = self._of(effect.number)
         going.key = effect.step, effect.attempt
-        self._find_next(effect, going, 0, [])
+        self._find_next(effect, going, deque(effect.wanted))
 
-    def _find_next(self, effect: do.Find, going: _Going, at: int, asked: list[msg.Source]) -> None:
+    def _find_next(self, effect: do.Find, going: _Going, wanted: deque[msg.Member]) -> None:
         """One rank after the other, from this node or the first source that knows its image."""
-        if at == len(effect.wanted) or going.stop:
+        if not wanted or going.stop:
             self._found(effect, going)
             return
-        wanted = effect.wanted[at]
-        here = self.known(going.key, wanted.rank)
-        fits = (one for one in wanted.sources if one.rank == wanted.rank and one not in asked)
-        source = next(fits, None)
+        member = wanted.popleft()
+        here = self.known(going.key, member.rank)
         if here is not None:
-            going.tokens[wanted.rank], going.world = here
-            self._find_next(effect, going, at + 1, [])
-        elif source is None:
-            self._found(effect, going)
-        else:
+            going.tokens[member.rank], going.world = here
+            self._find_next(effect, going, wanted)
+            return
+        finding = Finding(self.agent.site.name, member.rank, member.sources)
 
-            def told(other: SimKeeper | None, trouble: str) -> None:
-                known = other.known(going.key, wanted.rank) if other is not None else None
-                if known is not None:
-                    going.tokens[wanted.rank], going.world = known
-                    self._find_next(effect, going, at + 1, [])
-                else:
-                    going.why.append(f"{source.node}: {trouble or 'not held'}")
-                    self._find_next(effect, going, at, [*asked, source])
+        def ask() -> None:
+            source = finding.next()
+            if source is None:
+                self._found(effect, going)
+            else:
+                self._ask(source, partial(told, source))
 
-            self._ask(source, told)
+        def told(source: msg.Source, other: SimKeeper | None, trouble: str) -> None:
+            known = other.known(going.key, member.rank) if other is not None else None
+            if known is not None:
+                going.tokens[member.rank], going.world = known
+                self._find_next(effect, going, wanted)
+            else:
+                going.why.append(f"{source.node}: {trouble or 'not held'}")
+                ask()
+
+        ask()
 
     def _found(self, effect: do.Find, going: _Going) -> None:
         reports = tuple(
@@ -322,7 +332,7 @@ class SimKeeper:
                 copy.corrupt = base is not None and base.corrupt
             self._fetched(effect, copy, MANIFEST_BYTES if effect.behind else 0)
 
-        self._gather(going, rank, set(parts(effect.part)) - here, list(effect.sources), over)
+        self._gather(going, rank, set(parts_of(effect.part)) - here, effect.sources, over)
 
     def _mix(self, effect: do.Mix) -> None:
         going = self._of(effect.number)
@@ -335,7 +345,7 @@ class SimKeeper:
             copy = Image(image, going.world, PEER, effect.part, effect.buffer, tokens)
             self._fetched(effect, copy if whole else None, 0)
 
-        self._gather_all(going, list(effect.members), effect.part, over)
+        self._gather_all(going, [*members(*going.key, effect.members)], effect.part, over)
 
     def _take(self, buffer: int, start: int, end: int) -> None:
         self._allocated[buffer] = min(self._capacity[buffer], max(self._allocated[buffer], end - start))
@@ -369,27 +379,30 @@ class SimKeeper:
             world.after(world.between(*COPY_S), self.agent.process, arrived)
 
     def _gather(
-        self, going: _Going, rank: int, lacking: set[str], sources: list[msg.Source], over: Got
+        self, going: _Going, rank: int, lacking: set[str], sources: Sequence[msg.Source], over: Got
     ) -> None:
         """These parts of a rank's image, from one source after the other."""
-        if not lacking or going.stop or not sources:
+        self._gather_on(going, rank, lacking, Gathering(self.agent.site.name, sources), over)
+
+    def _gather_on(
+        self, going: _Going, rank: int, lacking: set[str], gathering: Gathering, over: Got
+    ) -> None:
+        fetch = None if going.stop else gathering.next(lacking)
+        if fetch is None:
             self._later(MEMORY_S, lambda: over(not lacking))
             return
-        source, rest = sources[0], sources[1:]
-        wanted = lacking & set(parts(source.part))
-        if not wanted:
-            self._gather(going, rank, lacking, rest, over)
-            return
+        source = fetch.source
+        wanted = lacking & set(parts_of(source.part))
 
         def got(some: set[str], trouble: str) -> None:
             if some < wanted:
                 going.why.append(f"{source.node}: {trouble or 'not held'}")
-            self._gather(going, rank, lacking - some, rest, over)
+            self._gather_on(going, rank, lacking - some, gathering, over)
 
         def told(other: SimKeeper | None, trouble: str) -> None:
             got(*self._read(other, source, going, rank, wanted, trouble))
 
-        if source.group:
+        if isinstance(fetch, Rebuild):
             self._rebuild(going, rank, source, wanted, got)
         else:
             self._ask(source, told)
@@ -414,33 +427,31 @@ class SimKeeper:
         got: Callable[[set[str], str], None],
     ) -> None:  # fmt: skip
         """Out of the XOR at `source`, and the same part of its other members."""
-        group = tuple(sorted(source.group))
+        xor, *others = ingredients((*going.key, rank), source)
 
         def told(other: SimKeeper | None, trouble: str) -> None:
             held = other.held if other is not None else []
-            xor = next((one for one in held if one.key == going.key and one.group == group), None)
-            if xor is None or other is None:
+            found = next((one for one in held if one.key == going.key and one.group == xor.group), None)
+            if found is None or other is None:
                 got(set(), trouble)
-            elif xor.corrupt or xor.tokens[rank] != going.tokens[rank]:
-                other.doubt(xor)
+            elif found.corrupt or found.tokens[rank] != going.tokens[rank]:
+                other.doubt(found)
                 got(set(), WRONG)
             else:
-                going.tokens |= xor.tokens
-                others = [one for one in source.members if one.rank != rank]
-                whole = wanted & set(parts(xor.part))
+                going.tokens |= found.tokens
+                whole = wanted & set(parts_of(found.part))
                 self._gather_all(
                     going, others, source.part, lambda all: got(whole if all else set(), "a member is lost")
                 )
 
         self._ask(source, told)
 
-    def _gather_all(self, going: _Going, members: list[msg.Member], part: str, over: Got) -> None:
-        """This part of all these members' images. Nothing is made of one XOR for another."""
-        if not members:
+    def _gather_all(self, going: _Going, wanted: list[Ingredient], part: str, over: Got) -> None:
+        """This part of all these images."""
+        if not wanted:
             over(True)
             return
-        first, rest = members[0], members[1:]
-        sources = [one for one in first.sources if not one.group]
+        first, rest = wanted[0], wanted[1:]
 
         def got(whole: bool) -> None:
             if whole:
@@ -448,7 +459,7 @@ class SimKeeper:
             else:
                 over(False)
 
-        self._gather(going, first.rank, set(parts(part)), sources, got)
+        self._gather(going, first.image[2], set(parts_of(part)), first.sources, got)
 
 
 def whole(images: Iterable[Image], key: Key, world: int) -> bool:

@@ -66,6 +66,7 @@ class Oracle:
         self._complete: dict[Key, float] = {}
         self._planned: dict[int, int] = {}
         self._newest: Group | None = None
+        self._rollbacks: list[Rollback] = []
         self._word_at = self._step_at = self._supervised_at = self._supervises_since = 0.0
         self._saved_at: dict[str, float] = {}
         self._differ_since: dict[str, float] = {}
@@ -213,9 +214,14 @@ class Oracle:
         self._differ_since.clear()
 
     def rolled_back(self, back: Rollback) -> None:
+        """On storage; the supervisor is about to be asked."""
         for keeper, images in self._shadow.items():
             self._shadow[keeper] = [image for image in images if not back.voids(*image.key)]
         self._planned = {attempt: min(step, back.step) for attempt, step in self._planned.items()}
+
+    def ordered_back(self, back: Rollback) -> None:
+        """It was asked."""
+        self._rollbacks.append(back)
 
     def _is_known(self, site: SimSite) -> bool:
         """The agent that follows one that has ended, and its ranks with it, is known once it was heard."""
@@ -236,8 +242,8 @@ class Oracle:
         self.restores_from.append(f"{group.attempt}:{key}")
         if step < planned:
             self.fail(NOTHING_LOST, f"attempt {group.attempt} restores {step}, {planned} was chosen")
-        if key is not None and self.cluster.disk.is_void(key):
-            self.fail(NOT_BACK, f"attempt {group.attempt} restores {key}: {self.cluster.disk.rollbacks}")
+        if key is not None and any(back.voids(*key) for back in self._rollbacks):
+            self.fail(NOT_BACK, f"attempt {group.attempt} restores {key}: {self._rollbacks}")
         if key is None and self.cluster.disk.shared:
             self.fail(
                 NOT_FROM_0, f"attempt {group.attempt}, shared storage has {[*self.cluster.disk.shared]}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jurymast.core.checkpoints.copies import Key
+from jurymast.core.checkpoints.meeting import Announced
 from jurymast.core.checkpoints.rollback import Rollback
 from jurymast.core.endpoint import Endpoint
 from jurymast.core.events import Event
@@ -32,6 +33,17 @@ class Token:
 
     step: int
     history: tuple[Any, ...]
+
+
+@dataclass
+class Place:
+    """Where nodes write a checkpoint together: what they have announced, who is done, and why some failed, by
+    rank."""
+
+    layouts: dict[str, list[Announced]] = field(default_factory=dict)
+    shared_out: bool = False
+    done: set[str] = field(default_factory=set)
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -96,7 +108,7 @@ class RunDisk:
     pulses: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     attempt: int = 0
     shared: dict[Key, tuple[float, Token]] = field(default_factory=dict)
-    parts: dict[str, set[int]] = field(default_factory=dict)  # of writes: ranks whose images are there
+    places: dict[str, Place] = field(default_factory=dict)  # where nodes write a checkpoint together
     journal: dict[int, list[Item]] = field(default_factory=dict)
     rollbacks: list[Rollback] = field(default_factory=list)
 

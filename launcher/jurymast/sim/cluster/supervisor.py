@@ -362,10 +362,13 @@ class SimSupervisor:
             del self._channels[node]
         self._do(self.machine.closed(node, number, self.now))
 
-    def ask(self, ask: msg.Ask) -> None:
-        if self.listens:
-            _, effects = self.machine.asked(ask, self.now)
-            self._do(effects)
+    def ask(self, ask: msg.Ask) -> bool:
+        """Whether it has accepted that."""
+        if not self.listens:
+            return False
+        answer, effects = self.machine.asked(ask, self.now)
+        self._do(effects)
+        return isinstance(answer, msg.Accepted)
 
     def signalled(self, terminates: bool) -> None:
         """By Slurm: it ends the job (so it seems), or warns of that."""

@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+Then = Callable[..., object]
+
 # What clocks show when a simulation begins, in seconds since the epoch.
 BEGINNING = 1_800_000_000.0
 
@@ -30,19 +32,17 @@ class World:
         self.now = 0.0
         self.over = False
         self.events = 0
-        self._queue: list[tuple[float, int, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
+        self._queue: list[tuple[float, int, int, Process | None, Then, tuple[Any, ...]]] = []
         self._order = 0
 
-    def at(
-        self, when: float, process: Process | None, then: Callable[..., None], *args: Any, first: bool = False
-    ) -> None:
+    def at(self, when: float, process: Process | None, then: Then, *args: Any, first: bool = False) -> None:
         """`first`: before all else that this process has to do by then."""
         self._order += 1
         heapq.heappush(
             self._queue, (max(when, self.now), 0 if first else 1, self._order, process, then, args)
         )
 
-    def after(self, seconds: float, process: Process | None, then: Callable[..., None], *args: Any) -> None:
+    def after(self, seconds: float, process: Process | None, then: Then, *args: Any) -> None:
         self.at(self.now + seconds, process, then, *args)
 
     def between(self, least: float, most: float) -> float:

@@ -1,0 +1,170 @@
+"""What the batch process decides: it keeps a supervisor running, and is the job's life as far as Slurm is
+concerned. It knows nothing of the run but how that ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from jurymast.errors import JurymastError
+
+# Supervisors that live for less than this one after the other are started again at once so many times, and
+# then after a pause that doubles: who cannot start now may once the storage has room again.
+SHORT_LIFE_S = 60.0
+RESTARTS_AT_ONCE = 5
+PAUSE_S, PAUSE_MAX_S = 0.5, 15.0
+# A successor's requeue takes seconds; one that is not seen by then has failed, and its node may be gone too.
+SUCCESSOR_LIMIT_S = 120.0
+SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run, or its job, ended, as the supervisor has written it: the run's state, the job's exit code,
+    and nodes that were lost or are to be kept out of a requeued job."""
+
+    state: str
+    exit_code: int
+    exclude: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+    @property
+    def requeued(self) -> bool:
+        return self.state == "requeued"
+
+
+FAILED = Outcome("failed", JurymastError.exit_code)
+
+
+@dataclass(frozen=True)
+class StartSupervisor:
+    """At once. That it has begun is an event, and its end another."""
+
+
+@dataclass(frozen=True)
+class StartAgents:
+    """Once, of all nodes."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A signal to the supervisor: `warning`, or that the job ends."""
+
+    warning: bool
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """The job, without whatever of the agents is left."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Say:
+    """In the job's log."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """This life of it."""
+
+    outcome: Outcome
+
+
+Effect = StartSupervisor | StartAgents | Forward | Requeue | Say | EndJob
+
+
+class _Phase(Enum):
+    SUPERVISED = "a supervisor of this process runs"
+    PAUSE = "none stays up: the training is not to blame, and goes on"
+    SUPERSEDED = "another node's supervisor decides, and this process keeps the job alive for it"
+    REQUEUED = "that one is about to requeue the job, and runs below this process's srun"
+    OVER = "the job ends"
+
+
+class Batch:
+    """While none of its supervisors runs, `look` is to be called now and then. `now` is monotonic, in
+    seconds."""
+
+    def __init__(self) -> None:
+        self._phase = _Phase.OVER
+        self._started_at = 0.0
+        self._short_lives = 0  # one after the other
+        self._until = 0.0  # of a pause, or of the patience with a successor
+        self._told_to_end = False
+
+    @property
+    def supervised(self) -> bool:
+        return self._phase is _Phase.SUPERVISED
+
+    @property
+    def over(self) -> bool:
+        return self._phase is _Phase.OVER
+
+    def begin(self, now: float) -> list[Effect]:
+        """Agents import torch while the supervisor comes up."""
+        return [*self._start(now), StartAgents()]
+
+    def _start(self, now: float) -> list[Effect]:
+        self._phase, self._started_at = _Phase.SUPERVISED, now
+        return [StartSupervisor()]
+
+    def started(self) -> list[Effect]:
+        """A supervisor, which can be told from now on what came while none was there."""
+        return [Forward(warning=False)] if self._told_to_end else []
+
+    def supervisor_ended(self, code: int, outcome: Outcome | None, now: float) -> list[Effect]:
+        """`outcome`: what it has written before, if it has."""
+        if outcome is not None:
+            requeue: list[Effect] = [Requeue(outcome)] if outcome.requeued else []
+            return [*requeue, *self._end(outcome)]
+        if code == SUPERSEDED:
+            self._phase = _Phase.SUPERSEDED
+            return []
+        self._short_lives = self._short_lives + 1 if now < self._started_at + SHORT_LIFE_S else 1
+        told = Say(f"the supervisor ended with code {code}")
+        more = self._short_lives - RESTARTS_AT_ONCE - 1
+        if more < 0:
+            return [told, *self._start(now)]
+        self._phase = _Phase.PAUSE
+        self._until = now + min(PAUSE_MAX_S, PAUSE_S * 2.0 ** min(more, 10))
+        why = "jurymast: no supervisor stays up; the ranks go on without failure handling until one does"
+        return [told, Say(why)] if more == 0 else [told]
+
+    def look(self, outcome: Outcome | None, now: float, *, agents: bool) -> list[Effect]:
+        """`outcome`: what somebody has written; `agents`: some live."""
+        match self._phase:
+            case _Phase.PAUSE:
+                if self._told_to_end or not agents:
+                    return self._end(outcome or FAILED)
+                return self._start(now) if now >= self._until else []
+            case _Phase.SUPERSEDED if outcome is not None and outcome.requeued:
+                self._phase, self._until = _Phase.REQUEUED, now + SUCCESSOR_LIMIT_S
+            case _Phase.SUPERSEDED if outcome is not None:
+                return self._end(outcome)
+        if self._phase is _Phase.REQUEUED and outcome is not None:
+            return self._await_requeue(outcome, now)
+        return []
+
+    def _await_requeue(self, outcome: Outcome, now: float) -> list[Effect]:
+        """Until Slurm ends this life of the job, all must stay as it is, or it ends with nothing requeued."""
+        if self._told_to_end:
+            return self._end(outcome)
+        if now < self._until:
+            return []
+        late = Say(f"requeue: not seen within {SUCCESSOR_LIMIT_S:g} s, done from here")
+        return [late, Requeue(outcome), *self._end(outcome)]
+
+    def signalled(self, *, warning: bool, supervised: bool) -> list[Effect]:
+        """`supervised`: a supervisor of this process runs and can be told. Nobody else heeds a `warning`."""
+        if supervised:
+            return [Forward(warning)]
+        self._told_to_end = self._told_to_end or not warning
+        return []
+
+    def _end(self, outcome: Outcome) -> list[Effect]:
+        self._phase = _Phase.OVER
+        return [EndJob(outcome)]

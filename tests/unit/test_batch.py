@@ -1,0 +1,115 @@
+"""What the batch process decides: when a supervisor is started again, and when the job ends."""
+
+from __future__ import annotations
+
+from jurymast.core.supervision import batch as core
+from jurymast.core.supervision.batch import (
+    FAILED,
+    PAUSE_MAX_S,
+    RESTARTS_AT_ONCE,
+    SHORT_LIFE_S,
+    SUCCESSOR_LIMIT_S,
+    SUPERSEDED,
+    Batch,
+    EndJob,
+    Forward,
+    Outcome,
+    Requeue,
+    StartAgents,
+    StartSupervisor,
+)  # fmt: skip
+
+DONE = Outcome("succeeded", 0)
+REQUEUED = Outcome("requeued", 0, exclude=("n2",), lost=("n2",))
+
+
+def begun() -> Batch:
+    made = Batch()
+    assert made.begin(0.0) == [StartSupervisor(), StartAgents()]
+    assert made.started() == []
+    return made
+
+
+def without(effects: list[core.Effect]) -> list[core.Effect]:
+    """What is said."""
+    return [effect for effect in effects if not isinstance(effect, core.Say)]
+
+
+def test_the_job_ends_as_the_supervisor_has_written() -> None:
+    made = begun()
+    assert made.supervisor_ended(0, DONE, 9.0) == [EndJob(DONE)]
+    assert made.over
+    assert begun().supervisor_ended(0, REQUEUED, 9.0) == [Requeue(REQUEUED), EndJob(REQUEUED)]
+
+
+def test_a_supervisor_that_crashes_is_started_again_for_ever_but_not_without_a_pause() -> None:
+    made, now, pauses = begun(), 0.0, []
+    for _ in range(RESTARTS_AT_ONCE + 9):
+        now += 1.0
+        effects = without(made.supervisor_ended(1, None, now))
+        died_at = now
+        while not made.supervised:
+            assert effects == []
+            now += 0.25
+            effects = made.look(None, now, agents=True)
+        assert effects == [StartSupervisor()]
+        pauses.append(now - died_at)
+    assert pauses[:RESTARTS_AT_ONCE] == [0.0] * RESTARTS_AT_ONCE
+    assert pauses[RESTARTS_AT_ONCE:] == sorted(pauses[RESTARTS_AT_ONCE:])
+    assert (pauses[RESTARTS_AT_ONCE], pauses[-1]) == (0.5, PAUSE_MAX_S)
+
+
+def test_one_that_has_lived_for_a_while_counts_as_the_first() -> None:
+    made = begun()
+    for number in range(3 * RESTARTS_AT_ONCE):
+        ended = made.supervisor_ended(-9, None, (number + 1) * SHORT_LIFE_S)
+        assert without(ended) == [StartSupervisor()]
+
+
+def in_a_pause() -> Batch:
+    made = begun()
+    for _ in range(RESTARTS_AT_ONCE + 1):
+        made.supervisor_ended(1, None, 1.0)
+    assert not made.supervised
+    return made
+
+
+def test_ranks_without_a_supervisor_come_to_their_end() -> None:
+    made = in_a_pause()
+    assert made.look(None, 1.1, agents=True) == []
+    assert made.look(None, 1.2, agents=False) == [EndJob(FAILED)]
+    assert in_a_pause().look(DONE, 1.2, agents=False) == [EndJob(DONE)]
+
+
+def test_a_signal_is_the_supervisor_s_and_without_one_it_waits_for_the_next() -> None:
+    made = begun()
+    assert made.signalled(warning=True, supervised=True) == [Forward(warning=True)]
+    assert made.signalled(warning=False, supervised=True) == [Forward(warning=False)]
+    assert made.signalled(warning=True, supervised=False) == []
+    assert made.started() == [], "a warning is for nobody else"
+    assert made.signalled(warning=False, supervised=False) == []
+    assert made.started() == [Forward(warning=False)]
+    paused = in_a_pause()
+    paused.signalled(warning=False, supervised=False)
+    assert paused.look(None, 1.1, agents=True) == [EndJob(FAILED)]
+
+
+def test_who_is_superseded_keeps_the_job_alive_until_the_other_has_decided() -> None:
+    made = begun()
+    assert made.supervisor_ended(SUPERSEDED, None, 9.0) == []
+    assert made.look(None, 9000.0, agents=True) == []
+    assert made.look(DONE, 9001.0, agents=True) == [EndJob(DONE)]
+
+
+def test_a_successor_s_requeue_is_waited_for_and_then_done_from_here() -> None:
+    made = begun()
+    made.supervisor_ended(SUPERSEDED, None, 9.0)
+    assert made.look(REQUEUED, 10.0, agents=True) == []
+    assert made.look(REQUEUED, 9.9 + SUCCESSOR_LIMIT_S, agents=True) == []
+    late = made.look(REQUEUED, 10.0 + SUCCESSOR_LIMIT_S, agents=True)
+    assert without(late) == [Requeue(REQUEUED), EndJob(REQUEUED)]
+    ended = begun()
+    ended.supervisor_ended(SUPERSEDED, None, 9.0)
+    ended.look(REQUEUED, 10.0, agents=True)
+    ended.signalled(warning=False, supervised=False)
+    assert ended.look(REQUEUED, 11.0, agents=True) == [EndJob(REQUEUED)], "Slurm has requeued it"
