@@ -30,7 +30,11 @@ CLOSED := ! -type l '(' ! -perm -o+r -o -type d ! -perm -o+x ')'
 # Every run of the tests starts hundreds of interpreters; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test lint bench
+# All Pythons that jurymast supports, as far as they are here, and all torches: the oldest and the newest one.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+TORCHES ?= torch==2.6.0 torch==2.13.0
+
+.PHONY: help install demo test lint bench styles matrix docs man
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +43,10 @@ help:
 	@echo 'make test      all tests; as root on Debian or Ubuntu also those on a real Slurm cluster'
 	@echo 'make lint      ruff, mypy, and the layers of the imports'
 	@echo 'make bench     all benchmarks'
+	@echo 'make styles    batch scripts in forty public styles, on a real Slurm cluster'
+	@echo 'make matrix    unit and conformance tests on each Python that is here, with each torch'
+	@echo 'make docs      the documents as a site, in dist/site'
+	@echo 'make man       manual pages of all commands, in dist/man'
 
 install: $(STAMP)
 
@@ -96,3 +104,30 @@ lint: install
 
 bench: install
 	@for benchmark in $(BENCHMARKS); do echo "== $$benchmark" >&2; $(BIN)/python $$benchmark $(BENCH_FLAGS); done
+
+# Of these `make test` runs a few.
+styles: install
+	@umask 022; JURYMAST_STYLES=all $(BIN)/python -m pytest tests/slurm/test_batch_scripts.py $(PYTEST_FLAGS)
+
+# Each has an environment of its own below .venv. A torch that does not support a Python is said, and left out.
+matrix:
+	@mkdir -p $(VENV)/matrix; failed=(); tried=0; \
+	for python in $(PYTHONS); do \
+	  command -v $$python >/dev/null || { echo "== $$python is not here"; continue; }; \
+	  for torch in $(TORCHES); do \
+	    place=$(VENV)/matrix/$$python-$${torch/==/-}; tried=$$((tried + 1)); \
+	    echo "== $$python, $$torch"; \
+	    $(MAKE) --no-print-directory install VENV=$$place PYTHON=$$python TORCH=$$torch > $$place.log 2>&1 || \
+	      { echo "not installable: $$place.log"; failed+=("$$python/$$torch"); continue; }; \
+	    $$place/bin/python -m pytest tests/unit tests/conformance $(PYTEST_FLAGS) || failed+=("$$python/$$torch"); \
+	  done; \
+	done; \
+	if ((tried == 0)); then echo 'no Python is here' >&2; exit 1; fi; \
+	if (($${#failed[@]} > 0)); then echo "failed: $${failed[*]}" >&2; exit 1; fi
+
+docs: install
+	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || { umask 022; $(PIP) --editable '.[docs]'; }
+	@$(BIN)/mkdocs build --strict --quiet --site-dir dist/site
+
+man: install
+	@$(BIN)/python -m jurymast.cli.manual dist/man

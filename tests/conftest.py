@@ -63,10 +63,10 @@ def trained_plainly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callab
     from support.ranks import run_script, stop_server  # loads torch, which most tests do without
 
     @cache
-    def weights(*train: str, nodes: int = 2, script: str = "train_tiny.py") -> str:
+    def weights(*train: str, nodes: int = 2, script: str = "train_tiny.py", each: int | None = None) -> str:
         out = tmp_path_factory.mktemp("plain") / "out.json"
         quickly = ("--step-time", "0", *(("--save-every", "never") if script == "train_tiny.py" else ()))
-        run_script(SCRIPTS / script, nodes, *train, *quickly, "--out", str(out))
+        run_script(SCRIPTS / script, nodes, *train, *quickly, "--out", str(out), folder=out.parent, each=each)
         return str(result(out)["sha256"])
 
     yield weights

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
+    __version__: str
+
     from jurymast.checkpoint.checkpointer import Checkpointer
 
 __all__ = ["Checkpointer", "__version__"]
@@ -18,4 +18,16 @@ def __getattr__(name: str) -> Any:
         from jurymast.checkpoint.checkpointer import Checkpointer
 
         return Checkpointer
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'jurymast' has no attribute {name!r}")
+
+
+def _version() -> str:
+    """As it was installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("jurymast")
+    except PackageNotFoundError:  # from a checkout, on PYTHONPATH
+        return "unknown"

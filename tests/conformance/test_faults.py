@@ -19,6 +19,8 @@ pytestmark = pytest.mark.torch
 
 RESTARTED = "failures: {restarts: {application: 3 per 1h}}\n"
 GONE_S = 4.0
+# What the adapters save: every second step, every third.
+RESTORED = {"trainer_hf.py": 4, "trainer_lightning.py": 3}
 
 
 def _weights(folder: Path) -> str:
@@ -31,13 +33,14 @@ def _assert_one_rank_was_killed(run: RunUnderTest) -> None:
     assert run.state().attempt == 2
 
 
+@pytest.mark.parametrize("more", [(), ("--jurymast",)], ids=["own", "jurymast's"])
 @pytest.mark.parametrize(("script", "needs"), [("trainer_hf.py", "transformers"),
                                                ("trainer_lightning.py", "lightning")])  # fmt: skip
-def test_a_trainer_goes_on_from_its_own_checkpoint(
-    script: str, needs: str, tmp_path: Path, session_folder: Path
+def test_a_trainer_goes_on_from_its_newest_checkpoint(
+    script: str, needs: str, more: tuple[str, ...], tmp_path: Path, session_folder: Path
 ) -> None:
     pytest.importorskip(needs)
-    killed = Case(script, (script,), (script, "--stop-at", "5"))
+    killed = Case(script, (script,), (script, "--stop-at", "5", *more))
     with jurymast_run(killed, tmp_path / "jurymast", policy=RESTARTED) as run:
         wait_until("step 5", (tmp_path / "jurymast" / "work" / "stopped").exists, limit_s=LIMIT_S)
         os.kill(run.pids("local-1")[1], signal.SIGKILL)
@@ -45,6 +48,7 @@ def test_a_trainer_goes_on_from_its_own_checkpoint(
         wait_gone(run.directory.root)
     assert state.phase is Phase.SUCCEEDED, run.story()
     _assert_one_rank_was_killed(run)
+    assert [i.step_restored for i in state.incidents] == [RESTORED[script] if more else None]
     assert _weights(tmp_path / "jurymast") == torchruns_weights(script, session_folder)
 
 

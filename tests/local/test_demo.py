@@ -18,6 +18,7 @@ import pytest
 
 from jurymast.demo.losses import ASCII_BLOCKS, LossCurve, blocks
 from jurymast.rundir import RunDirectory
+from support.packages import installed
 from support.waiting import wait_until
 
 LIMIT_S = 180.0
@@ -31,9 +32,9 @@ def temporary() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def demo(temporary: Path, *options: str) -> subprocess.Popen[str]:
+def demo(temporary: Path, *options: str, python: str = sys.executable) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "jurymast", "demo", "--json", "--nodes", "2", *options],
+        [python, "-m", "jurymast", "demo", "--json", "--nodes", "2", *options],
         env={**os.environ, "TMPDIR": str(temporary)}, cwd=temporary, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         # What a shell runs in the background ignores Ctrl-C, and so does all that it starts.
@@ -41,8 +42,8 @@ def demo(temporary: Path, *options: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def finished(temporary: Path, *options: str) -> dict[str, Any]:
-    with demo(temporary, *options) as process:
+def finished(temporary: Path, *options: str, python: str) -> dict[str, Any]:
+    with demo(temporary, *options, python=python) as process:
         out, story = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, story
     values: dict[str, Any] = json.loads(out)
@@ -65,8 +66,10 @@ def left_over(temporary: Path) -> list[list[str]]:
 
 @pytest.mark.torch
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_the_demo_loses_a_node_and_nothing_else(temporary: Path) -> None:
-    told = finished(temporary, "--steps", "45")
+def test_the_demo_loses_a_node_and_nothing_else(temporary: Path, tmp_path: Path) -> None:
+    """Where the package that we publish is installed."""
+    python = str(installed(tmp_path))
+    told = finished(temporary, "--steps", "45", python=python)
     assert (told["state"], told["complete"], told["steps_done"]) == ("succeeded", True, 45)
     assert [incident["action"] for incident in told["incidents"]] == ["swap"]
     assert told["incidents"][0]["node"] == told["fault"]["node"]
@@ -79,7 +82,7 @@ def test_the_demo_loses_a_node_and_nothing_else(temporary: Path) -> None:
     assert left_over(temporary) == []
     assert list(temporary.iterdir()) == [page.parent]
     assert list(page.parent.iterdir()) == [page]
-    undisturbed = finished(temporary, "--steps", "45", "--no-fault", "--keep")
+    undisturbed = finished(temporary, "--steps", "45", "--no-fault", "--keep", python=python)
     assert undisturbed["incidents"] == []
     assert undisturbed["weights_sha256"] == told["weights_sha256"]
     directory = Path(undisturbed["directory"])

@@ -1,4 +1,4 @@
-"""Trainings of other people's libraries lose a node to a power loss, and go on from their own checkpoint."""
+"""Trainings of other people's libraries lose a node, and go on from what our adapters for them save."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from testcluster import Cluster
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 
-@pytest.mark.parametrize(("script", "needs"), [("trainer_hf.py", "transformers"),
-                                               ("trainer_lightning.py", "lightning")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "needs", "saved"),
+    [("trainer_hf.py", "transformers", 4), ("trainer_lightning.py", "lightning", 3)],
+)
 def test_a_trainer_goes_on_after_a_power_loss(
-    cluster: Cluster, tmp_path: Path, session_folder: Path, script: str, needs: str
+    cluster: Cluster, tmp_path: Path, session_folder: Path, script: str, needs: str, saved: int
 ) -> None:
     pytest.importorskip(needs)
     work = cluster.shared / f"{tmp_path.name}-work"
@@ -28,17 +30,19 @@ def test_a_trainer_goes_on_after_a_power_loss(
     shutil.copy(SCRIPTS / script, work)
     done = cluster.login(
         [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(cluster.shared / tmp_path.name),
-         "--json", "--nodes", "2", "--spares", "1", "--", script, "--stop-at", "5"],
+         "--json", "--nodes", "2", "--spares", "1", "--", script, "--stop-at", "5", "--jurymast"],
         cwd=work, env=ENVIRONMENT, timeout_s=60,
     )  # fmt: skip
     told = json.loads(done.stdout)
     run = SlurmRun(cluster, Path(told["directory"]), told["slurm_job"])
     stopped = run.wait("a rank", lambda s: bool(s.started), limit_s=LIMIT_S)
     wait_until("step 5", (work / "stopped").exists, limit_s=LIMIT_S)
+    run.wait_safe(saved, limit_s=LIMIT_S)
     victim = stopped.placement[1]
     power_loss(run, victim)
     state = run.wait_end(LIMIT_S)
     assert state.exit_code == 0, run.story()
     assert [(i.cause, i.action) for i in state.incidents] == [("node_lost", "swap")], run.story()
+    assert state.incidents[0].step_restored == saved, run.story()
     assert victim not in state.placement
     assert (work / "weights.txt").read_text() == torchruns_weights(script, session_folder)

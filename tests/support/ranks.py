@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "jurymast.checkpoint.checkpointer"]
 
 
@@ -78,10 +78,12 @@ def run_all(what: str, processes: Sequence[BaseProcess]) -> None:
     assert not failed, f"{what}: exit codes of the ranks that failed: {failed}"
 
 
-def run_script(script: Path, size: int, *arguments: str) -> None:
-    """A user's script on `size` ranks, as plain torchrun would run it, but without its start."""
+def run_script(script: Path, size: int, *arguments: str, folder: Path, each: int | None = None) -> None:
+    """A user's script on `size` ranks, `each` of them on a node, as plain torchrun would run it in `folder`,
+    but without its start."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
+        "LOCAL_WORLD_SIZE": str(each or size), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "plain",
         "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
@@ -89,16 +91,19 @@ def run_script(script: Path, size: int, *arguments: str) -> None:
         script.name,
         [
             forking().Process(
-                target=_be_rank, args=(script, arguments, {**common, "RANK": rank, "LOCAL_RANK": rank})
+                target=_be_rank,
+                args=(script, arguments, {**common, "RANK": rank, "LOCAL_RANK": rank}, folder),
             )
             for rank in map(str, range(size))
         ],
     )
 
 
-def _be_rank(script: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+def _be_rank(script: Path, arguments: tuple[str, ...], environment: dict[str, str], folder: Path) -> None:
+    os.chdir(folder)
     os.environ.update(environment)
     sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
     # Without the end of the interpreter: now and then torch's threads abort it, or keep it for ever.
     sys.stdout.flush()

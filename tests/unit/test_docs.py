@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,13 @@ def test_every_attack_that_is_listed_has_its_test() -> None:
         if not (ROOT / path).exists() or f"def {test}(" not in (ROOT / path).read_text()
     ]
     assert missing == []
+
+
+def test_the_documents_make_a_site(tmp_path: Path) -> None:
+    """Strictly: every page is in its contents, every link and anchor leads somewhere."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages == {path.parent.name for path in tmp_path.glob("*/index.html")}

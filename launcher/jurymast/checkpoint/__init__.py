@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jurymast.checkpoint.checkpointer import Checkpointer
-    from jurymast.checkpoint.state import RandomState
+    from jurymast.checkpoint.state import HeldRandomState, RandomState
 
-__all__ = ["Checkpointer", "RandomState"]
+__all__ = ["Checkpointer", "HeldRandomState", "RandomState"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,8 +20,8 @@ def __getattr__(name: str) -> Any:
         from jurymast.checkpoint.checkpointer import Checkpointer
 
         return Checkpointer
-    if name == "RandomState":
-        from jurymast.checkpoint.state import RandomState
+    if name in ("HeldRandomState", "RandomState"):
+        from jurymast.checkpoint import state
 
-        return RandomState
+        return getattr(state, name)
     raise AttributeError(f"module 'jurymast.checkpoint' has no attribute {name!r}")

@@ -52,6 +52,22 @@ class RandomState:
             torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
+class HeldRandomState(RandomState):
+    """Restored when `apply` is called: for loops that draw numbers on the way to their first step."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Any] | None = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._held = state
+
+    def apply(self) -> None:
+        """Once; without a restored state it does nothing."""
+        if self._held is not None:
+            super().load_state_dict(self._held)
+            self._held = None
+
+
 @dataclass(frozen=True)
 class Captured:
     """A rank's state at one step, as DCP takes it. Tensors are the live ones: save before training goes on.

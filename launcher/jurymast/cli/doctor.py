@@ -16,14 +16,16 @@ from jurymast.cli.options import json_option, runs_option, show, show_json
 @runs_option
 def command(as_json: bool, runs: Path | None) -> int:
     """Tell whether this site is ready, and what to do about each no. Run it on a login node, then with srun
-    on a compute node. Exit code 1 when something has to be done."""
+    on a compute node: behind a script's own set-up it looks at what the script will find there as well. Exit
+    code 1 when something has to be done."""
     from jurymast.policy.load import site_layers
     from jurymast.policy.resolve import resolve
     from jurymast.report.doctor import NO, doctor_blocks, examine
+    from jurymast.report.doctor_script import examine_script
 
     place = runs.expanduser().absolute() if runs is not None else default_runs()
     settings = resolve(site_layers(os.environ)).settings()
-    checks = list(examine(place, Path(settings.spool)))
+    checks = [*examine(place, Path(settings.spool)), *examine_script(os.environ)]
     ready = all(check.answer != NO for check in checks)
     if as_json:
         show_json({"ready": ready, "checks": [check.to_json() for check in checks]})

@@ -9,7 +9,6 @@ import sys
 import click
 from click.shell_completion import CompletionItem
 
-from jurymast import __version__
 from jurymast.cli import patience
 from jurymast.core.nearest import did_you_mean
 from jurymast.errors import JurymastError, RunDirectoryError, UsageError
@@ -75,7 +74,7 @@ class LazyGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="RUN is a run id, a Slurm job id or a run directory.",
 )
-@click.version_option(__version__, message="%(prog)s %(version)s")
+@click.version_option(package_name="jurymast", message="%(prog)s %(version)s")
 def cli() -> None:
     """Submit training runs to Slurm, keep them running through failures, and see where the time went."""
 

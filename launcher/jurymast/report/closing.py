@@ -6,7 +6,7 @@ import json
 import socket
 import time
 
-from jurymast import __version__
+import jurymast
 from jurymast.core import events as ev
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import RunState
@@ -27,7 +27,7 @@ def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
         return state
     journal = JournalWriter(directory.journal, epoch)
     t = max(time.time(), state.now)
-    events = first_events(directory, t, __version__) if state.epoch == 0 else []
+    events = first_events(directory, t, jurymast.__version__) if state.epoch == 0 else []
     events += [
         ev.SupervisorStarted(t=t, epoch=epoch, node=socket.gethostname(), read=dict(state.lines_read)),
         ev.Asked(t=t, what="cancel", by=by),

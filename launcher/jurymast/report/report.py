@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jurymast import __version__
+import jurymast
 from jurymast.core.checkpoints.cadence import young_interval_s
 from jurymast.core.goodput.accounting import RATIOS, Account, ordered
 from jurymast.core.goodput.ledger import Saves
@@ -109,7 +109,7 @@ def _provenance(watcher: Watcher, plan: RunPlan, state: RunState) -> dict[str, A
         "policy_hash": plan.policy_hash, "cluster": plan.cluster, "directory": str(watcher.directory.root),
         "slurm_jobs": [job for job, _ in slurm_jobs(watcher.directory, state)],
         "submitted_at": iso(plan.submitted_at), "ended_at": iso(state.ended_at),
-        "run_version": started.get("version") or None, "report_version": __version__,
+        "run_version": started.get("version") or None, "report_version": jurymast.__version__,
         "generated_at": iso(time.time()),
     }  # fmt: skip
 

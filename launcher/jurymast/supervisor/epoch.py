@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jurymast import __version__
+import jurymast
 from jurymast.cluster.allocation import Allocation, announced_by, listen, run_command
 from jurymast.cluster.batch import tell_of_requeue
 from jurymast.cluster.control import requeue, why_ending
@@ -65,7 +65,7 @@ async def supervise(
 
     supervisor = Supervisor(directory, state, journal, why, hold)
     if state.epoch == 0:
-        for event in first_events(directory, supervisor.now(), __version__):
+        for event in first_events(directory, supervisor.now(), jurymast.__version__):
             supervisor.feed(event)
     supervisor.feed(
         ev.SupervisorStarted(

@@ -35,6 +35,7 @@ class Stopping(TrainerCallback):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--stop-at", type=int, default=-1)
+    parser.add_argument("--jurymast", action="store_true", help="checkpoints by jurymast, not by the library")
     options = parser.parse_args()
     set_seed(11)
     config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -42,12 +43,17 @@ def main():
     model = LlamaForCausalLM(config)
     arguments = TrainingArguments(
         output_dir="out", max_steps=8, per_device_train_batch_size=4, learning_rate=0.01, logging_steps=2,
-        save_strategy="steps", save_steps=3, dataloader_num_workers=2, report_to=[], use_cpu=True, seed=11,
+        save_strategy="no" if options.jurymast else "steps", save_steps=3, dataloader_num_workers=2, report_to=[], use_cpu=True, seed=11,
         eval_strategy="no", disable_tqdm=True, save_total_limit=2,
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=Counting(), callbacks=[Stopping(options.stop_at)])
-    last = get_last_checkpoint("out") if os.path.isdir("out") else None
-    trainer.train(resume_from_checkpoint=last)
+    if options.jurymast:
+        import jurymast_transformers
+
+        jurymast_transformers.train(trainer, every=2)
+    else:
+        last = get_last_checkpoint("out") if os.path.isdir("out") else None
+        trainer.train(resume_from_checkpoint=last)
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print("step", trainer.state.global_step, hashlib.sha256(weights).hexdigest())
     if trainer.is_world_process_zero():

@@ -43,19 +43,26 @@ class Model(lightning.LightningModule):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--stop-at", type=int, default=-1)
+    parser.add_argument("--jurymast", action="store_true", help="checkpoints by jurymast, not by the library")
     options = parser.parse_args()
     lightning.seed_everything(5, workers=True)
-    saving = ModelCheckpoint("out", save_last=True, every_n_epochs=1, save_top_k=1, save_on_train_epoch_end=True)
+    if options.jurymast:
+        import jurymast_lightning
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        saving, kind = jurymast_lightning.Checkpoints(every=3), StatefulDataLoader
+    else:
+        saving, kind = ModelCheckpoint("out", save_last=True, save_top_k=1, save_on_train_epoch_end=True), DataLoader
     trainer = lightning.Trainer(
         accelerator="cpu", strategy="ddp", devices=int(os.environ["LOCAL_WORLD_SIZE"]), max_epochs=3,
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)), callbacks=[saving], logger=False,
-        enable_progress_bar=False, use_distributed_sampler=False, limit_train_batches=4,
+        enable_progress_bar=False, enable_checkpointing=not options.jurymast, use_distributed_sampler=False, limit_train_batches=4,
     )  # fmt: skip
     model = Model(options.stop_at)
     # Lightning's own sampler shuffles otherwise when a run goes on from a checkpoint.
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     sampler = DistributedSampler(Points(), world, rank, shuffle=False)
-    loader = DataLoader(Points(), batch_size=8, num_workers=2, sampler=sampler)
+    loader = kind(Points(), batch_size=8, num_workers=2, sampler=sampler)
     last = "out/last.ckpt" if os.path.exists("out/last.ckpt") else None
     trainer.fit(model, loader, ckpt_path=last)
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())

@@ -1,0 +1,87 @@
+"""Manual pages of all commands, made of what their --help says: `python -m jurymast.cli.manual DIRECTORY`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+import jurymast
+from jurymast.cli.main import COMMANDS, cli
+
+SECTION = 1
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """(file, text) of each."""
+    root = click.Context(cli, info_name="jurymast")
+    names = [(f"jurymast {name}", text) for name, (_, text) in COMMANDS.items()]
+    yield f"jurymast.{SECTION}", page(cli, root, "Keep training runs going on Slurm.", names)
+    for name, (module, text) in COMMANDS.items():
+        yield from _of(importlib.import_module(module).command, root, name, text)
+
+
+def _of(command: click.Command, parent: click.Context, name: str, text: str) -> Iterator[tuple[str, str]]:
+    context = click.Context(command, info_name=name, parent=parent)
+    below = dict(command.commands) if isinstance(command, click.Group) else {}
+    names = [(f"{context.command_path} {n}", each.get_short_help_str(200)) for n, each in below.items()]
+    yield f"{context.command_path.replace(' ', '-')}.{SECTION}", page(command, context, text, names)
+    for each, child in below.items():
+        yield from _of(child, context, each, child.get_short_help_str(200))
+
+
+def page(command: click.Command, context: click.Context, text: str, below: list[tuple[str, str]]) -> str:
+    """roff. `text`: what it does, in a line; `below`: its commands."""
+    title = context.command_path.replace(" ", "-")
+    synopsis = " ".join(command.collect_usage_pieces(context))
+    lines = [
+        f'.TH "{title.upper()}" {SECTION} "" "jurymast {jurymast.__version__}" "jurymast"',
+        ".SH NAME", f"{_text(title)} \\- {_text(text)}",
+        ".SH SYNOPSIS", f".B {_text(context.command_path)}", _text(synopsis),
+        *_section("DESCRIPTION", command.help or ""),
+    ]  # fmt: skip
+    records = [
+        record for option in command.get_params(context) if (record := option.get_help_record(context))
+    ]
+    lines += [".SH OPTIONS"] if records else []
+    for option, about in records:
+        lines += [".TP", f".B {_text(option)}", _text(about) or "\\&"]
+    lines += [".SH COMMANDS"] if below else []
+    for name, about in below:
+        lines += [".TP", f".B {_text(name)}", _text(about)]
+    return "\n".join([*lines, *_section("EXAMPLES", command.epilog or "")]) + "\n"
+
+
+def _section(title: str, text: str) -> Iterator[str]:
+    """Paragraphs of a help text; one that click is told not to wrap (\\b) keeps its lines."""
+    if not text.strip():
+        return
+    yield f".SH {title}"
+    for number, paragraph in enumerate(text.strip().split("\n\n")):
+        if number:
+            yield ".PP"
+        as_it_is = paragraph.startswith("\b")
+        lines = [line for line in paragraph.splitlines() if line.strip("\b ") not in ("", "Examples:")]
+        yield from [".nf"] if as_it_is else []
+        yield from [_text(line if as_it_is else line.strip()) for line in lines]
+        yield from [".fi"] if as_it_is else []
+
+
+def _text(text: str) -> str:
+    """Without a meaning for roff."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-")
+    return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
+
+
+def main(directory: str) -> None:
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    for name, text in pages():
+        (place / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,53 @@
+"""jurymast's checkpoints for loops in the style of torchtitan's, whose checkpoint manager it stands in for:
+
+    self.checkpointer = jurymast_torchtitan.CheckpointManager(states)
+    self.checkpointer.load()                      # True when something was restored
+    self.checkpointer.save(self.step)             # after every step; it saves when it is time
+
+`states` maps names to what has `state_dict` and `load_state_dict`: the model's parts, optimizers, schedules,
+the loader, and the trainer with its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jurymast import Checkpointer
+
+__all__ = ["CheckpointManager"]
+
+
+class CheckpointManager:
+    """`options` are the Checkpointer's."""
+
+    def __init__(self, states: MutableMapping[str, Any], **options: Any) -> None:
+        self._states, self._options = states, options
+        self._made: Checkpointer | None = None
+
+    @property
+    def _checkpoint(self) -> Checkpointer:
+        """Made when it is first used, as the states may still be added to until then."""
+        if self._made is None:
+            import jurymast
+
+            self._made = jurymast.Checkpointer(self._states, **self._options)
+        return self._made
+
+    def load(self, step: int = -1) -> bool:
+        """The newest state; `step`, which torchtitan's takes, is not for this manager to choose: see
+        `jurymast checkpoints rollback`."""
+        return self._checkpoint.restore() > 0
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        if last_step:
+            self._checkpoint.save(curr_step)
+        else:
+            self._checkpoint.step(curr_step)
+
+    def maybe_wait_for_staging(self) -> None:
+        """Nothing is staged: a save is one copy in memory, and done when it returns."""
+
+    def close(self) -> None:
+        """The node's agent brings on what was saved."""
