@@ -412,6 +412,21 @@ def test_root_looks_through_no_program_that_others_can_write(tmp_path: Path, uid
     assert (tmp_path / "ran").exists(), "the attack is none, and this test shows nothing"
 
 
+def test_a_verdict_that_comes_while_root_looks_is_read_after_the_next_look(tmp_path: Path) -> None:
+    """The look under way may have been at what the verdict is about before it happened."""
+    config = five_of_500(tmp_path, None)
+    program, verdict = tmp_path / "probes", tmp_path / "spool" / "n1.late"
+    program.write_text(f"#!/bin/sh\necho {{}} > {verdict}\necho '{BAD}'\n")
+    program.chmod(0o755)
+    text = config.read_text().replace("own_findings = yes", "own_findings = no")
+    config.write_text(text.replace("/bin/echo", str(program)))
+    assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0
+    assert verdict.exists()
+    program.write_text(f"#!/bin/sh\necho '{BAD}'\n")
+    assert run("healthcheck", config, SLURMD_NODENAME="n1").returncode == 0
+    assert not verdict.exists()
+
+
 def test_the_programs_import_nothing_of_a_users(tmp_path: Path) -> None:
     """Neither PYTHONPATH nor the directory they are started in."""
     (tmp_path / "json.py").write_text("raise SystemExit('a stranger was imported')\n")

@@ -90,8 +90,10 @@ class HealthCheck:
         """Raises Failed and OSError."""
         self._look_again()
         jobs = self._jobs_lately()
+        # Of what a verdict that comes later speaks of, this look need not know yet.
+        names = verdicts.waiting(self._config.spool, self._node)
         look = self._look()
-        reason = self._reason_by_verdict(look, jobs)
+        reason = self._reason_by_verdict(look, jobs, names)
         if not reason and self._config.act_on_own_findings and look is not None and look.bad:
             reason = self._reason(look.bad[0], "-")
         if reason:
@@ -126,14 +128,14 @@ class HealthCheck:
         save_state(path, seen)
         return {job: uid for job, (uid, _) in seen.items()}
 
-    def _reason_by_verdict(self, look: Look | None, jobs: Mapping[str, int]) -> str:
+    def _reason_by_verdict(self, look: Look | None, jobs: Mapping[str, int], names: Sequence[str]) -> str:
         """The reason to drain that verdicts lead to; "" for none. Every refusal is logged."""
         path = self._state / "nonces.json"
         # Older ones cannot come back: they would be too old.
         kept = self._now - self._config.max_age_s - 3600.0
         nonces = {nonce: at for nonce, at in load_state(path).items() if at > kept}
         reason = ""
-        for content in verdicts.taken(self._config.spool, self._node):
+        for content in verdicts.taken(self._config.spool, names):
             try:
                 if isinstance(content, Refused):
                     raise content

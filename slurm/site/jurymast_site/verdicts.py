@@ -8,7 +8,7 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,20 @@ class Here:
     nonces: Mapping[str, Any]
 
 
-def taken(spool: Path, node: str) -> Iterator[bytes | Refused]:
-    """Every verdict for this node, or why it cannot be read; each is removed first. Raises Failed."""
+def waiting(spool: Path, node: str) -> list[str]:
+    """The verdicts that are there for this node, by name. Raises Failed."""
     descriptor = _open_spool(spool)
     try:
         with os.scandir(descriptor) as entries:
-            names = sorted(entry.name for entry in entries if entry.name.startswith(f"{node}."))
+            return sorted(entry.name for entry in entries if entry.name.startswith(f"{node}."))
+    finally:
+        os.close(descriptor)
+
+
+def taken(spool: Path, names: Iterable[str]) -> Iterator[bytes | Refused]:
+    """Each of these verdicts, or why it cannot be read; it is removed first. Raises Failed."""
+    descriptor = _open_spool(spool)
+    try:
         read: Counter[int] = Counter()
         for name in names:
             found: bytes | Refused
