@@ -30,6 +30,7 @@ from jurymast_site.verdicts import (
     clean,
     decoded,
     taken,
+    waiting,
 )
 
 NOW = 1_800_000_000.0
@@ -124,7 +125,7 @@ def spool(tmp_path: Path) -> Path:
 
 
 def read(spool: Path) -> list[bytes | str]:
-    return [one if isinstance(one, bytes) else str(one) for one in taken(spool, "n1")]
+    return [one if isinstance(one, bytes) else str(one) for one in taken(spool, waiting(spool, "n1"))]
 
 
 @needs_root

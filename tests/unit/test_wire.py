@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import socket
@@ -225,6 +226,35 @@ def test_a_client_with_another_secret_is_refused() -> None:
                 await channel.connect("127.0.0.1", port, secrets.token_bytes(32), read_said)
             with pytest.raises(AuthenticationError):
                 await outcome
+
+    run(work())
+
+
+def test_a_search_that_is_given_up_leaves_no_connection_open() -> None:
+    """At whatever moment: the other side would wait for a greeting."""
+
+    async def work() -> None:
+        there: set[Connection] = set()
+
+        async def serve(come: Connection) -> None:
+            there.add(come)
+            with contextlib.suppress(OSError, AuthenticationError):
+                await (await channel.accept(come, SECRET, read_said)).receive()
+            there.discard(come)
+            come.close()
+
+        async with served(serve) as port:
+            for turns in range(200):
+                ways = [("127.0.0.1", port), ("127.0.0.1", port)]
+                search = asyncio.ensure_future(channel.connect_any(ways, SECRET, read_said, LIMIT_S))
+                for _ in range(turns % 40):
+                    await asyncio.sleep(0)
+                search.cancel()
+                (found,) = await asyncio.gather(search, return_exceptions=True)
+                if isinstance(found, Channel):
+                    found.close()
+                while there:
+                    await asyncio.sleep(0.001)
 
     run(work())
 
@@ -481,7 +511,9 @@ def test_a_supervisor_survives_garbage_and_hangs_up_on_silence(tmp_path: Path) -
                     connection.shutdown(socket.SHUT_WR)
                     while connection.recv(65536):
                         pass
-                except ConnectionError:
+                except TimeoutError:
+                    raise
+                except OSError:  # it hung up before all was said
                     pass
         for connection in silent:
             with connection:

@@ -14,6 +14,7 @@ import asyncio
 import secrets
 import struct
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -169,11 +170,18 @@ async def first_of(
             except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError):
                 continue
             if found is not None:
-                return found
-        return None
+                break
     finally:
+        # Nothing is waited for any more: who gives this up meanwhile would leave what was found open.
         for task in tries:
+            task.add_done_callback(partial(_close_others, found))
             task.cancel()
-        for result in await asyncio.gather(*tries, return_exceptions=True):
-            if isinstance(result, Channel) and result is not found:
-                result.close()
+    return found
+
+
+def _close_others(found: Channel[Hears] | None, task: asyncio.Future[Channel[Hears] | None]) -> None:
+    if task.cancelled() or task.exception() is not None:
+        return
+    other = task.result()
+    if other is not None and other is not found:
+        other.close()
