@@ -36,8 +36,10 @@ class CheckpointManager:
         return self._made
 
     def load(self, step: int = -1) -> bool:
-        """The newest state; `step`, which torchtitan's takes, is not for this manager to choose: see
-        `jurymast checkpoints rollback`."""
+        """The newest state. Raises ValueError for another `step`, which torchtitan's own can load: a run goes
+        back for all ranks, and for good."""
+        if step != -1:
+            raise ValueError(f"to go back to step {step}: jurymast checkpoints RUN rollback {step}")
         return self._checkpoint.restore() > 0
 
     def save(self, curr_step: int, last_step: bool = False) -> None:

@@ -125,8 +125,13 @@ class Walk:
     def place(self, names: list[str]) -> None:
         self.state.placement, self.state.phase = tuple(names), Phase.RUNNING
         self.state.attempt += 1
-        for name, node in self.state.nodes.items():
-            node.role = Role.ACTIVE if name in names else Role.SPARE
+        for name in self.nodes.agents:
+            self.give_role(name)
+
+    def give_role(self, name: str) -> None:
+        placed = name in self.state.placement
+        here = name in self.nodes.agents
+        self.state.nodes[name].role = Role.FAILED if not here else Role.ACTIVE if placed else Role.SPARE
 
     # ---- what happens
 
@@ -178,12 +183,14 @@ class Walk:
         agent.orders.clear()  # what was on its way is lost with the connection
         agent.words = deque(word for word in agent.words if isinstance(word, msg.Kept))  # said again
         self.nodes.agents[agent.name] = agent
+        self.give_role(agent.name)
         self.do(self.checkpoints.joined(agent.name, agent.hello(), self.time))
 
     def lose(self) -> None:
         if self.chance.random() < 0.3 and len(self.nodes.agents) > 1:
             agent = self.nodes.agents.pop(self.chance.choice(list(self.nodes.agents)))
             self.away.append(agent)
+            self.give_role(agent.name)
             self.do(self.checkpoints.lost(agent.name, self.time))
             self.interrupt(agent.name)
             if agent.words:  # said before

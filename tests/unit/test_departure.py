@@ -120,14 +120,20 @@ def test_a_supervisor_that_hears_of_a_newer_one_sends_the_other_agents_there_and
     assert effects[-1] == GiveWay()
 
 
-def test_before_the_nodes_go_those_that_had_no_memory_for_more_are_asked_once_more() -> None:
-    """The memory of what ranks would write next serves as well then."""
+def with_an_unsaved_state() -> Site:
+    """Step 10 is on storage, step 20 is in memory, with its replicas."""
     site = Site(shared_every_s=3600.0)
     site.save()
     site.answer(site.ordered(msg.Drain))
     site.save(20)
     site.replicas_made(20)
     site.ordered(msg.Replicate)
+    return site
+
+
+def test_before_the_nodes_go_those_that_had_no_memory_for_more_are_asked_once_more() -> None:
+    """The memory of what ranks would write next serves as well then."""
+    site = with_an_unsaved_state()
     for node in ("n1", "n3", "s1"):
         site.hear(node, msg.Refused(why="no memory"))
     site.lost("n2")
@@ -145,12 +151,7 @@ def test_before_the_nodes_go_those_that_had_no_memory_for_more_are_asked_once_mo
 
 def test_what_one_node_cannot_write_others_do_before_the_nodes_go() -> None:
     """Its storage is not mounted, say: they have its image brought to them."""
-    site = Site(shared_every_s=3600.0)
-    site.save()
-    site.answer(site.ordered(msg.Drain))
-    site.save(20)
-    site.replicas_made(20)
-    site.ordered(msg.Replicate)
+    site = with_an_unsaved_state()
     assert not site.secured()
     first, *_ = site.ordered(msg.Drain)
     assert (first[0], first[1].lead) == ("n1", True)

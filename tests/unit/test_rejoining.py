@@ -6,14 +6,14 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.run.state import Phase
+from jurymast.core.run.state import Phase, Role
 from support.site import Site
 from support.stories import Story
 
 
-def image_of(rank: int, at: int) -> msg.CopyReport:
+def image_of(rank: int, at: int, tier: str = "memory", part: str = "all") -> msg.CopyReport:
     return msg.CopyReport(
-        step=at, attempt=1, rank=rank, world=3, tier="memory", part="all", size_bytes=100, common_bytes=60,
+        step=at, attempt=1, rank=rank, world=3, tier=tier, part=part, size_bytes=100, common_bytes=60,
         common_id=f"same at {at}", stall_s=0.01 * rank,
     )  # fmt: skip
 
@@ -76,3 +76,20 @@ def test_an_image_that_a_node_no_longer_has_when_it_is_back_is_not_waited_for() 
     assert {(node, order.step) for node, order in site.ordered(msg.Void)} == {
         (node, 10) for node in ("n1", "n2", "n3", "s1")
     }
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_damaged_image_is_given_up_only_once_all_nodes_that_may_have_another_were_heard(back: bool) -> None:
+    """A supervisor has taken over, and the spare that has the replicas is not yet back."""
+    site = Site()
+    site.lost("s1")
+    site.save()
+    site.hear("n2", msg.Dropped(copy=image_of(1, 10), why="its hash does not match"))
+    site.look()
+    assert site.ordered(msg.Void) == []
+    if back:
+        site.joined("s1", copies=tuple(image_of(rank, 10, "peer", "own") for rank in range(3)))
+    else:
+        site.state.nodes["s1"].role = Role.FAILED
+    site.look()
+    assert {order.step for _, order in site.ordered(msg.Void)} == (set() if back else {10})

@@ -17,7 +17,7 @@ from jurymast.checkpoint.state import State
 from jurymast.checkpoint.tier import Candidate, Saved, Source, Tier
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Cadence, parse_cadence
-from jurymast.core.checkpoints.meetings import Due, Meetings, memory_of
+from jurymast.core.checkpoints.save_times import Due, SaveTimes, memory_of
 from jurymast.core.planning.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError, RunDirectoryError
 from jurymast.rundir import RunDirectory
@@ -68,7 +68,7 @@ class Checkpointer:
         self._directory = _directory(directory)
         self._cadence = _cadence(every)
         self._keep = _keep(keep)
-        self._meetings = Meetings(self._cadence, _mtbf_s())
+        self._save_times = SaveTimes(self._cadence, _mtbf_s())
         self._attempt = int(os.environ.get("JURYMAST_ATTEMPT", "0"))
         self._link = link.current()
         self._beat = self._link.beat
@@ -119,9 +119,9 @@ class Checkpointer:
         self._link.explicit_steps = True
         self._beat(step)
         told = self._follower is not None and self._follower.due(step)
-        if not self._meetings.begun:  # without restore(): the first call is the start
+        if not self._save_times.begun:  # without restore(): the first call is the start
             self._begin_cadence(step - 1)
-        while (due := self._meetings.due(step, told=told)) is not Due.NOTHING:
+        while (due := self._save_times.due(step, told=told)) is not Due.NOTHING:
             self._do(due, step)
             if due is Due.SAVE:
                 break
@@ -131,7 +131,7 @@ class Checkpointer:
 
         Unlike `step` this waits (for up to 30 s) until the node has room for one more image in memory.
         """
-        if not self._meetings.begun:
+        if not self._save_times.begun:
             self._begin_cadence(step)
         if self._saved_step == step:
             return True
@@ -295,7 +295,7 @@ class Checkpointer:
         else:
             image_bytes, own_bytes = foreseen_bytes(self._state.objects)
             self._link.emit(within.Foreseen(image_bytes=image_bytes, own_bytes=own_bytes))
-            self._meetings.measure_after(step)
+            self._save_times.measure_after(step)
 
     def _request(self, memory: MemoryTier) -> None:
         try:
@@ -308,10 +308,10 @@ class Checkpointer:
     def _begin_cadence(self, step: int) -> None:
         """Start counting at `step`."""
         self._open()
-        self._meetings.follows = self._follower is not None
+        self._save_times.follows = self._follower is not None
         if self._follower is not None:
             self._follower.passed(step)
-        self._meetings.begin(step, time.monotonic())
+        self._save_times.begin(step, time.monotonic())
         if self._follower is not None:
             self._link.emit(within.Cadence(steps=self._cadence.steps, seconds=self._cadence.seconds))
 
@@ -321,7 +321,7 @@ class Checkpointer:
             self._follower.passed(step)
         stall_s, self._stall_s = self._stall_s, None
         again = self._waited_for_memory and self._in_memory is None
-        self._meetings.saved(step, time.monotonic(), stall_s=stall_s, again=again)
+        self._save_times.saved(step, time.monotonic(), stall_s=stall_s, again=again)
 
     def _do(self, due: Due, step: int) -> None:
         """What all ranks do at this step."""
@@ -329,10 +329,10 @@ class Checkpointer:
             case Due.MEASURE:
                 if self._memory is not None:
                     self._request(self._memory)
-                self._meetings.measured(step)
+                self._save_times.measured(step)
             case Due.AGREE:
-                following = self._open().broadcast_step(self._meetings.proposal(step, time.monotonic()))
-                self._meetings.agreed(step, following, time.monotonic())
+                following = self._open().broadcast_step(self._save_times.proposal(step, time.monotonic()))
+                self._save_times.agreed(step, following, time.monotonic())
             case Due.SAVE:
                 if self._saved_step != step:
                     self._save(step)

@@ -19,7 +19,7 @@ from jurymast.rundir import RunDirectory
 from jurymast.supervisor.epoch import Takeover, serve
 
 # What is known of thousands of nodes lives long, and next to nothing of it refers to itself: to look all of
-# that through for garbage as often as Python does takes a fifth of the time, and half a second at once.
+# that through for garbage as often as Python does takes a tenth of the time, and stops the loop for long.
 NEW_OBJECTS, YOUNG_LOOKS, OLD_LOOKS = 50_000, 20, 100
 
 

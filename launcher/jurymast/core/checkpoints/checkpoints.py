@@ -187,10 +187,8 @@ class Checkpoints:
     def _give_incomplete_up(self, attempt: int, now: float) -> list[Effect]:
         """States that will never be complete, as some image was dropped when nobody listened, say: what there
         is of them takes the ranks' room."""
-        nodes = self._state.nodes.values()
-        here = all(node.name in self._holders for node in nodes if node.role is not Role.FAILED)
-        if not here or self._state.phase is not Phase.RUNNING:
-            return []  # who is away may bring it
+        if not self._all_here() or self._state.phase is not Phase.RUNNING:
+            return []
         voids = [step for step, of in self._void if of == attempt]
         late = [
             key
@@ -200,6 +198,11 @@ class Checkpoints:
         why = "some of its images are on no node"
         lost = [key for key in late if not self.copies.restorable(key)]
         return [effect for key in lost for effect in self._make_void(key, why, now)]
+
+    def _all_here(self) -> bool:
+        """Whoever is away, when a supervisor is new, may bring what seems to be nowhere."""
+        nodes = self._state.nodes.values()
+        return all(node.name in self._holders for node in nodes if node.role is not Role.FAILED)
 
     def _make_void(self, key: Key, why: str, now: float) -> list[Effect]:
         """Agents give up what they have of a state that is of no use."""
@@ -228,7 +231,7 @@ class Checkpoints:
     def _give_useless_up(self, now: float) -> list[Effect]:
         """A committed state of which some image is nowhere any more: an older one counts again."""
         key, why = self._commit.key, self._commit.damaged
-        if key is None or not self._commit.useless():
+        if key is None or not self._commit.useless() or not self._all_here():
             return []
         older = [one for one in self.copies.newest_first() if cp.age(one) < cp.age(key)]
         self._commit.go_on_from(next((one for one in older if self.copies.in_memory(one)), None))

@@ -270,6 +270,8 @@ class Oracle:
         self._saved_at[node] = self.cluster.world.now
 
     def skipped(self, group: Group, node: str) -> None:
+        if self.cluster.ending:
+            return  # what is in memory is being got to storage, and nothing newer is waited for
         since = max(self._saved_at.get(node, 0.0), group.stepping_since, self._supervises_since)
         now, supervisor = self.cluster.world.now, self.supervisor
         if now > since + SLOTS_LIMIT_S and supervisor is not None and supervisor.listens:

@@ -29,7 +29,7 @@ class Due(Enum):
     SAVE = "save; `saved`"
 
 
-class Meetings:
+class SaveTimes:
     """One rank's. `follows`: agents say when to save. Times are monotonic, in seconds; of what is computed
     from them rank 0's counts."""
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jurymast.core.checkpoints.cadence import Cadence, first_interval_s, young_interval_s
-from jurymast.core.checkpoints.meetings import Due, Meetings, Memory, memory_of
+from jurymast.core.checkpoints.save_times import Due, Memory, SaveTimes, memory_of
 
 MTBF_S = 3600.0
 
@@ -18,7 +18,7 @@ class Ranks:
     def __init__(
         self, cadence: Cadence, *, count: int = 3, follows: bool = False, stall_s: float = 1.0
     ) -> None:
-        self.all = [Meetings(cadence, MTBF_S) for _ in range(count)]
+        self.all = [SaveTimes(cadence, MTBF_S) for _ in range(count)]
         self.clocks = [1000.0 * number for number in range(count)]
         self.stall_s = stall_s
         self.saves: list[int] = []
