@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a checkpoint costs: the stall of a save, memory, restores from every tier, replicas and drains.
+"""What a checkpoint costs: the stall of a save, memory, restores from every tier, replicas, writes to disk.
 
 Everything is held against the limit that this machine sets to the same bytes at the same time: a plain copy
 in the rank's own thread, a plain TCP transfer, a plain write. In each round every system has a turn, in
@@ -60,8 +60,8 @@ UNITS = {
     "peer transfer, encrypted": "GB/s",
     "peer transfer over TCP, by BLAKE2b": "ratio",
     "peer transfer, by BLAKE2b": "GB/s",
-    "drain over a write": "ratio",
-    "drain": "GB/s",
+    "write over a plain one": "ratio",
+    "write": "GB/s",
 }
 LIVE = "into live tensors that were touched before; every byte is compared"
 NOTES = {
@@ -105,7 +105,7 @@ TARGETS = (
     ("fresh_pages_per_save", "fresh pages of a save", 0.0, "lower"),
     ("own_memory_restore_over_copy", "restore over a copy, own memory", 1.2, "lower"),
     ("peer_over_tcp", "peer transfer over TCP", 0.8, "higher"),
-    ("drain_over_write", "drain over a write", 0.8, "higher"),
+    ("write_over_plain", "write over a plain one", 0.8, "higher"),
 )
 
 

@@ -24,8 +24,8 @@ from jurymast.keeper.access import Access
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
-from jurymast.storage.drainer import Drainer
 from jurymast.storage.orders import Failed, Image, WriteLocal
+from jurymast.storage.processes import StorageProcesses
 from jurymast.wire.shield import BLAKE2B, GCM, GMAC
 from jurymast.worker import link
 
@@ -56,7 +56,7 @@ class Node:
         self._local = Path(config["local"]) if config.get("local") else None
         access = Chosen(bytes.fromhex(config["secret"]))
         self._keeper = Keeper(access, self._name, int(config["ranks"]), self._tell, local_root=self._local)
-        self._drainer = Drainer()
+        self._storage = StorageProcesses()
         self._events, self._events_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._window = memoryview(b"")
 
@@ -81,7 +81,7 @@ class Node:
             except Exception as error:
                 say({"said": "failed", "why": f"{order['do']}: {type(error).__name__}: {error}"})
         looking.cancel()
-        await self._drainer.close()
+        await self._storage.close()
 
     async def _look(self) -> None:
         while True:
@@ -112,9 +112,9 @@ class Node:
         elif do == "forget":
             ranks = tuple(order["ranks"])
             keeper.obey(msg.Forget(step=order["step"], attempt=order["attempt"], ranks=ranks))
-        elif do == "drain":
-            return await self._drain(order)
         elif do == "write":
+            return await self._write(order)
+        elif do == "write plainly":
             return await self._plain_write(order)
         elif do == "raw serve":
             loans = await self._lend(order)
@@ -139,7 +139,7 @@ class Node:
             loans.append(loan)
         return loans
 
-    async def _drain(self, order: Message) -> Message:
+    async def _write(self, order: Message) -> Message:
         """As `agent.keeping` does it."""
         began = time.monotonic()
         loans = await self._lend(order)
@@ -148,7 +148,7 @@ class Node:
             for loan in loans
         )
         write = WriteLocal(root=order["root"], step=order["step"], attempt=order["attempt"], images=images)
-        answer = await self._drainer.drain(write)
+        answer = await self._storage.carry_out(write)
         seconds = time.monotonic() - began
         for loan in loans:
             loan.give_back()

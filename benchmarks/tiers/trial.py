@@ -346,7 +346,7 @@ def measure_jurymast(trial: Trial) -> None:
             step = _saves(trial, node, peer, place.memory)
             metrics = ("peer transfer over TCP", "restore over a copy, peer")
             trial.try_to(metrics, lambda: _transfers(trial, node, peer, step))
-            trial.try_to(("drain over a write",), lambda: _drains(trial, node, step, root))
+            trial.try_to(("write over a plain one",), lambda: _writes(trial, node, step, root))
             node.child.end()
             for way in PROTECTED:
                 restore = partial(_restore_from_peer, trial, peer, secret, step, place.memory, way)
@@ -421,27 +421,27 @@ def _transfers(trial: Trial, node: Node, peer: Node, step: int) -> None:
     peer.child.ask({"do": "protect", "way": ""})
 
 
-def _drains(trial: Trial, node: Node, step: int, root: Path) -> None:
-    """To local disk, against a plain write of the same bytes, in alternating order; the last drain stays."""
-    plain = root.parent / "plain"
+def _writes(trial: Trial, node: Node, step: int, root: Path) -> None:
+    """To local disk, against a plain write of the same bytes, in alternating order; our last one stays."""
+    place = root.parent / "plain"
 
-    def write() -> float:
-        return float(node.about("write", step, path=str(plain))["seconds"])
+    def plain() -> float:
+        return float(node.about("write plainly", step, path=str(place))["seconds"])
 
-    def drain() -> float:
-        return float(node.about("drain", step, root=str(root))["seconds"])
+    def ours() -> float:
+        return float(node.about("write", step, root=str(root))["seconds"])
 
     for number in range(trial.saves + 1):  # the first starts the storage process, and does not count
         shutil.rmtree(root, ignore_errors=True)
         if number % 2:
-            write_s, drain_s = write(), drain()
+            plain_s, ours_s = plain(), ours()
         else:
-            drain_s, write_s = drain(), write()
-        plain.unlink()
+            ours_s, plain_s = ours(), plain()
+        place.unlink()
         os.sync()
         if number:
-            trial.add("drain", trial.case.state_bytes * trial.case.ranks / drain_s / 1e9)
-            trial.add("drain over a write", write_s / drain_s)
+            trial.add("write", trial.case.state_bytes * trial.case.ranks / ours_s / 1e9)
+            trial.add("write over a plain one", plain_s / ours_s)
 
 
 def _restore_from_peer(trial: Trial, peer: Node, secret: str, step: int, place: Path, way: str) -> None:

@@ -39,10 +39,10 @@ from testcluster.settings import (
 from testcluster.visibility import default_python
 
 _HERE = Path(__file__).resolve().parent
-_UP_DEADLINE_S = 60.0
-_DOWN_DEADLINE_S = 20.0
-_REPAIR_DEADLINE_S = 60.0
-_COMMAND_DEADLINE_S = 60.0
+_UP_DEADLINE_S = 180.0
+_DOWN_DEADLINE_S = 60.0
+_REPAIR_DEADLINE_S = 180.0
+_COMMAND_DEADLINE_S = 180.0
 _SLURM_POLL_S = 0.05
 _REASON = "testcluster: replaced"
 

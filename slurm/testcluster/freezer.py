@@ -11,7 +11,7 @@ from pathlib import Path
 from testcluster.errors import ClusterError
 from testcluster.processes import wait_until
 
-_FREEZE_DEADLINE_S = 5.0
+_FREEZE_DEADLINE_S = 20.0
 
 
 def find_root() -> Path | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from testcluster.cluster import Cluster
 
 _DISKS = ("/dev/shm", "/tmp", SCRATCH)
-_END_DEADLINE_S = 10.0
+_END_DEADLINE_S = 30.0
 
 
 class Inspector:

@@ -24,8 +24,8 @@ if __package__ in (None, ""):
 from testcluster import kernel, rootfs
 
 _SIGNALS = {signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2}
-_STOP_DEADLINE_S = 10.0
-_SOCKET_DEADLINE_S = 20.0
+_STOP_DEADLINE_S = 30.0
+_SOCKET_DEADLINE_S = 60.0
 _POLL_S = 0.01
 
 

@@ -35,7 +35,7 @@ from testcluster.settings import (
 from testcluster.visibility import masks_for, needed_for, outermost, require_open
 
 _HERE = Path(__file__).resolve().parent
-_START_DEADLINE_S = 20.0
+_START_DEADLINE_S = 60.0
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _DAEMON_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 RANKS = 2
-LIMIT_S = 150.0
+LIMIT_S = 300.0
 # All that either launcher is started with, beside where programs and the user's files are.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

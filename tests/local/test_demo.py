@@ -21,7 +21,7 @@ from jurymast.rundir import RunDirectory
 from support.packages import installed
 from support.waiting import wait_until
 
-LIMIT_S = 180.0
+LIMIT_S = 300.0
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from support.runs import ROOT, local_run, result
 pytestmark = pytest.mark.torch
 
 EXAMPLES = ROOT / "docs" / "examples"
-LIMIT_S = 150.0
+LIMIT_S = 300.0
 STEPS = ("--steps", "60")
 # With what it needs besides torch. hsdp.py is fsdp2.py with another mesh.
 NEEDS = {

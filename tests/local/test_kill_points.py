@@ -25,7 +25,7 @@ TRAIN = (
     "--steps", "100000", "--step-time", "0.1", "--save-every", "2 steps", "--buffer-mib", "4",
 )  # fmt: skip
 # Where a save is, by the function that some thread is in, and the process whose thread that is.
-COPYING, HASHING, REPLICATING, DRAINING = "Window.stage", "_read_image", "_receive", "_Part._write_rank"
+COPYING, HASHING, REPLICATING, WRITING = "Window.stage", "_read_image", "_receive", "_Part._write_rank"
 
 
 Who = Callable[[RunUnderTest, str], list[int]]
@@ -39,7 +39,7 @@ def agents(run: RunUnderTest, node: str) -> list[int]:
     return [run.agent_pid(node)]
 
 
-def drainers(run: RunUnderTest, node: str) -> list[int]:
+def storage_processes(run: RunUnderTest, node: str) -> list[int]:
     return agents(run, node)  # theirs are children of it
 
 
@@ -57,7 +57,7 @@ def placed(run: RunUnderTest, victim: Who) -> str:
     return state.placement[len(state.incidents) % 2] if victim is ranks else others[0]
 
 
-POINTS = [(COPYING, ranks), (HASHING, agents), (DRAINING, drainers), (REPLICATING, spares_agents)]
+POINTS = [(COPYING, ranks), (HASHING, agents), (WRITING, storage_processes), (REPLICATING, spares_agents)]
 
 
 @pytest.mark.parametrize(("victim", "spares"), [(ranks, 1), (agents, 4)])
@@ -112,6 +112,6 @@ def stop_in(function: str, folder: Path, pids: list[int]) -> int:
         found = [int(path.suffix[1:]) for path in folder.glob(f"{function}.*")]
         return found[0] if found and psutil.Process(found[0]).status() == psutil.STATUS_STOPPED else 0
 
-    pid = wait_until(f"process in {function}", stopped, limit_s=60.0)
+    pid = wait_until(f"process in {function}", stopped, limit_s=240.0)
     (folder / f"{function}.{pid}").unlink()
     return pid

@@ -438,4 +438,4 @@ def test_a_state_that_cannot_be_taken_is_an_error_where_it_is(tmp_path: Path) ->
         results = run_ranks(
             RANKS, "fails_on_rank_1", 2, tmp_path, environment=environment, directory=directory
         )
-    assert results == [True, "the state cannot be taken: rank 1: KeyError: 'position'"]
+    assert results == [True, "cannot capture the state: rank 1: KeyError: 'position'"]

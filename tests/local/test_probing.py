@@ -68,9 +68,9 @@ class Watched:
         return self.codes()[-1:] == [code]
 
     def child(self) -> psutil.Process:
-        process = self.watcher._process
-        assert process is not None
-        return psutil.Process(process.pid)
+        child = self.watcher._child
+        assert child is not None
+        return psutil.Process(child.pid)
 
 
 def watch(watched: Watched, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -264,7 +264,7 @@ def test_children_that_never_answer_end_in_a_note(
     acme("acme")
     watched = Watched("acme")
     monkeypatch.setattr("jurymast.core.nodes.looks.PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr("jurymast.health.watcher.sys.executable", "/nonexistent/python")
+    monkeypatch.setattr("jurymast.child.sys.executable", "/nonexistent/python")
     asyncio.run(watched.watcher.run())
     assert watched.codes() == [("health", "no-probes", "unknown")]
     assert "No such file" in watched.told[0].message

@@ -50,7 +50,7 @@ def kill_host(run: RunUnderTest, state: RunState, chance: random.Random) -> None
         host.kill()
 
 
-def kill_drainers(run: RunUnderTest, state: RunState, chance: random.Random) -> None:
+def kill_storage_processes(run: RunUnderTest, state: RunState, chance: random.Random) -> None:
     for node in state.placement:
         kill_children(run, node, "jurymast.storage")
 
@@ -80,11 +80,11 @@ def test_faults_at_random_moments_of_saves_cost_no_bit(tmp_path: Path, undisturb
         goal = 0
         for _ in range(FAULTS):
             goal += chance.randint(15, 40)
-            state = run.wait_step(goal, limit_s=120)
-            fault = chance.choice([kill_rank, kill_agent, kill_host, kill_drainers])
+            state = run.wait_step(goal, limit_s=240.0)
+            fault = chance.choice([kill_rank, kill_agent, kill_host, kill_storage_processes])
             before = len(state.incidents)
             fault(run, state, chance)
-            if fault is not kill_drainers:
+            if fault is not kill_storage_processes:
                 wait_recovered(run, before, fault.__name__)
         state = run.wait_end()
         wait_gone(run.directory.root)

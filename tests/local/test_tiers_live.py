@@ -111,7 +111,7 @@ def test_storage_that_fails_is_told_and_caught_up_with(tmp_path: Path) -> None:
         assert str(blocked) in warned[0]
         before = run.state().step
         blocked.unlink()
-        state = run.wait("catching up", lambda s: (s.saved["shared"].step or 0) > 0, limit_s=180)
+        state = run.wait("catching up", lambda s: (s.saved["shared"].step or 0) > 0, limit_s=240.0)
         assert state.saved["shared"].failures == 0
         assert run.wait_step(before + 10).incidents == []
         end.touch()

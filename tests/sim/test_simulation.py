@@ -42,7 +42,7 @@ def node_seconds(outcome: Outcome, category: str) -> float:
 
 
 def test_the_same_seed_gives_the_same_result() -> None:
-    durations = Durations(drain_s=3.0, write_s=60.0, read_s=60.0)
+    durations = Durations(copy_s=3.0, write_s=60.0, read_s=60.0)
     setup = Setup(nodes=512, spares=4, seconds=10 * DAY_S, durations=durations, parts=20)
     model = FaultModel(bursts=0.2, multi=0.1, hang_rate=1.0)
 
@@ -62,17 +62,17 @@ def test_the_same_seed_gives_the_same_result() -> None:
     rate=st.sampled_from([0.0, 20.0, 500.0, 20_000.0]),
     script_rate=st.sampled_from([0.0, 100.0]),
     hang_rate=st.sampled_from([0.0, 100.0]),
-    drain_s=st.sampled_from([0.0, 30.0]),
+    copy_s=st.sampled_from([0.0, 30.0]),
     write_s=st.sampled_from([None, 0.0, 100.0]),
     repair_s=st.sampled_from([60.0, 3600.0]),
     seed=st.integers(0, 1000),
 )
 def test_categories_sum_to_all_node_time(
-    nodes: int, spares: int, pattern: str, rate: float, script_rate: float, hang_rate: float, drain_s: float,
+    nodes: int, spares: int, pattern: str, rate: float, script_rate: float, hang_rate: float, copy_s: float,
     write_s: float | None, repair_s: float, seed: int,
 ) -> None:  # fmt: skip
     durations = Durations(
-        drain_s=drain_s, slowdown=0.1, repair_s=repair_s, write_s=write_s, read_s=50.0,
+        copy_s=copy_s, slowdown=0.1, repair_s=repair_s, write_s=write_s, read_s=50.0,
         kinds={"hang": Parts(stop_s=2.0, launch_s=1.0)},
     )  # fmt: skip
     setup = Setup(nodes=nodes, spares=spares, seconds=0.5 * DAY_S, durations=durations, parts=7)
@@ -114,7 +114,7 @@ def test_a_few_names_stand_for_all_nodes(pattern: str) -> None:
 
 def test_many_saves_told_at_once_cost_the_same() -> None:
     faults = FaultModel(rate=50.0).draw(204, 5 * DAY_S, random.Random(1))
-    durations = Durations(drain_s=25, slowdown=0.2)
+    durations = Durations(copy_s=25, slowdown=0.2)
     single, many = (
         ran(
             Setup(nodes=200, spares=4, seconds=5 * DAY_S, durations=durations, saves_at_once=most),
@@ -169,7 +169,7 @@ def test_a_script_that_fails_again_and_again_ends_the_run() -> None:
 
 def test_a_save_protects_only_when_it_is_complete() -> None:
     """The fault comes while the second save drains: back to the first."""
-    setup = Setup(nodes=4, spares=1, seconds=5000, durations=Durations(step_s=1, stall_s=1, drain_s=60))
+    setup = Setup(nodes=4, spares=1, seconds=5000, durations=Durations(step_s=1, stall_s=1, copy_s=60))
     outcome = ran(setup, [Fault(35.0 + 1 + 600 + 1 + 600 + 1 + 30, (0,))])
     assert outcome.incidents[0].step_restored == 601
 

@@ -23,7 +23,7 @@ from jurymast.sim.tiers import SimTiers
 
 # Step 1 is done at 36 s, and 101, 201, ... are saved 101 s apart, the first at 137 s.
 TIMES = Durations(
-    detection_s=2, stop_s=1, launch_s=5, restore_s=30, step_s=1, stall_s=1, drain_s=10, write_s=50,
+    detection_s=2, stop_s=1, launch_s=5, restore_s=30, step_s=1, stall_s=1, copy_s=10, write_s=50,
     read_s=200, repair_s=10_000,
 )  # fmt: skip
 
@@ -155,7 +155,7 @@ def test_a_fault_can_wait_for_a_step() -> None:
 def test_writes_never_overlap() -> None:
     """Where they take longer than saves are apart the next begins when one is over, with the newest save."""
     state = RunState(Settings(prefer_spares=False, cadence_s=100.0), attempt=1)
-    tiers = SimTiers(state, Durations(drain_s=0, write_s=240), 4, 0)
+    tiers = SimTiers(state, Durations(copy_s=0, write_s=240), 4, 0)
     for i in range(1, 11):
         tiers.saved((i, 1), 100.0 * i, 100.0 * (i + 1) if i < 10 else math.inf)
     # Steps 1, 3, 5 and 8 from 100, 340, 580 and 820 s on; the last one is cut short.
@@ -168,7 +168,7 @@ def test_writes_never_overlap() -> None:
 
 
 def test_neighbours_that_fail_together_cost_no_more_where_others_hold_their_copies() -> None:
-    durations = Durations(drain_s=2, write_s=100, read_s=100, stall_s=0.5, repair_s=3600)
+    durations = Durations(copy_s=2, write_s=100, read_s=100, stall_s=0.5, repair_s=3600)
     model = FaultModel(rate=10.0 * (1 + 1.5 * 0.5), multi=0.5)
     seconds = 10 * 86_400.0
     faults = model.draw(1060, seconds, random.Random(5))

@@ -14,7 +14,7 @@ from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 LOSES_A_NODE = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --output=out --partition=main

@@ -15,7 +15,7 @@ from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 GROUP_LIMIT_S = 500.0
 SCRIPTS = Path(__file__).parent / "scripts"
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "batch-scripts.json"
@@ -48,7 +48,7 @@ def submitted(cluster: Cluster, work: Path, style: str, *submit: str) -> int:
     path = "/usr/bin:/bin" if re.search("activate|module load", script) else f"{python}:/usr/bin:/bin"
     done = cluster.login(
         [*submit, "--parsable", "--output=out", "job.sbatch", "first", "second word"],
-        cwd=work, timeout_s=60, check=False,
+        cwd=work, timeout_s=240, check=False,
         env={**SCRIPT_ENVIRONMENT, "PATH": path, "VENV": str(python.parent),
              "JURYMAST_RUNS": str(work / "runs")},
     )  # fmt: skip

@@ -95,7 +95,7 @@ def measured(run: SlurmRun, state: RunState) -> Measured:
     durations = Durations(
         detection_s=lost.detect_s, stop_s=lost.stop_s, launch_s=lost.launch_s, kinds={WORKER_KILL: killed},
         restore_s=fmean(r.seconds for r in restores if r.step), warm_up_s=max(0.0, fmean(begins_s)),
-        step_s=step_s, stall_s=fmean(stalls_s), drain_s=median(copied_s), write_s=1.0, read_s=1.0,
+        step_s=step_s, stall_s=fmean(stalls_s), copy_s=median(copied_s), write_s=1.0, read_s=1.0,
     )  # fmt: skip
     restore_most_s = max(restore.seconds for restore in restores)
     return Measured(durations, stdev(each_s) / len(each_s) ** 0.5, restore_most_s, max(stalls_s))

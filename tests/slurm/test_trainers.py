@@ -31,7 +31,7 @@ def test_a_trainer_goes_on_after_a_power_loss(
     done = cluster.login(
         [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(cluster.shared / tmp_path.name),
          "--json", "--nodes", "2", "--spares", "1", "--", script, "--stop-at", "5", "--jurymast"],
-        cwd=work, env=ENVIRONMENT, timeout_s=60,
+        cwd=work, env=ENVIRONMENT, timeout_s=240,
     )  # fmt: skip
     told = json.loads(done.stdout)
     run = SlurmRun(cluster, Path(told["directory"]), told["slurm_job"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jurymast.cluster.allocation import Allocation
 from jurymast.core import events as ev
-from jurymast.core.run.instructions import StopWorkers, Test
+from jurymast.core.run.instructions import StopWorkers, TestNodes
 from jurymast.core.run.state import Phase
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import endpoint
@@ -83,7 +83,7 @@ class BigRun(Story):
         for name in self.names:
             self.t += 5.0 / len(self.names)
             self.feed(ev.NodeReady(t=self.t, node=name, store_port=29_000))
-        tested = [i for _, i in self.decisions if isinstance(i, Test)]
+        tested = [i for _, i in self.decisions if isinstance(i, TestNodes)]
         for name in tested[-1].nodes if tested else ():
             self.feed(
                 ev.NodeTested(
@@ -120,7 +120,7 @@ class BigRun(Story):
             ev.CadenceSet(
                 t=self.t, attempt=attempt, number=1, from_step=at_step, first_step=at_step + 60,
                 every_steps=60, reason="failures every 10 min, a save costs 0.3 s", step_s=STEP_S,
-                interval_s=SAVE_EVERY_S, stall_s=0.3, drain_s=11.0, slowdown=0.01, mtbf_s=1800.0,
+                interval_s=SAVE_EVERY_S, stall_s=0.3, copy_s=11.0, slowdown=0.01, mtbf_s=1800.0,
             )
         )  # fmt: skip
         self.stepped(at_step + 1, STEP_S)

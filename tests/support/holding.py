@@ -95,7 +95,7 @@ class Nodes:
                 )
             case msg.ForgetNewer():
                 agent.give_up([copy for copy in agent.held if copy.step > order.step])
-            case msg.Drain():
+            case msg.Write():
                 self._write(agent, order)
             case _:
                 pass  # what is cancelled has ended already
@@ -142,7 +142,7 @@ class Nodes:
             for copy in self.agents[source.node].held
         )
 
-    def _write(self, agent: Agent, order: msg.Drain) -> None:
+    def _write(self, agent: Agent, order: msg.Write) -> None:
         if order.id in agent.written:
             return
         agent.written.add(order.id)
@@ -151,5 +151,5 @@ class Nodes:
         why = "" if set(order.ranks) <= mine else "an image is not here any more"
         why = "no space left" if self.chance.random() < self.fails else why
         agent.words.append(
-            msg.Drained(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=100 if not why else 0)
+            msg.Written(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=100 if not why else 0)
         )

@@ -22,7 +22,7 @@ from jurymast.keeper.page import (
 )
 from jurymast.worker import link
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 class Keeper:

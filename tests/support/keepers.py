@@ -25,7 +25,7 @@ from jurymast.worker import link
 
 SECRET = b"k" * 32
 ACCESS = Access(SECRET)
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 BLOCK = 64 << 10
 SIZE = 10 * BLOCK + 123
 COMMON_BYTES = 4 * BLOCK + 45
@@ -41,7 +41,7 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(limited())
 
 
-async def until(what: str, condition: Callable[[], Result], limit_s: float = 20.0) -> Result:
+async def until(what: str, condition: Callable[[], Result], limit_s: float = 60.0) -> Result:
     """The first true value of `condition`; the loop goes on meanwhile."""
     end = asyncio.get_running_loop().time() + limit_s
     while not (value := condition()):

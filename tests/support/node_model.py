@@ -348,7 +348,7 @@ class Node:
                 self.told_stopped = max(self.told_stopped, message.attempt)
             case msg.TestedAlone() | msg.TestedPair():
                 self.tests_told += 1
-            case msg.Failed() | msg.RankEvent() | msg.Unrestorable() | msg.Drained():
+            case msg.Failed() | msg.RankEvent() | msg.Unrestorable() | msg.Written():
                 self.line.append(message)
                 if self.chance.random() < 0.7:
                     self.arrive(len(self.line))

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import runpy
 import secrets
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-LIMIT_S = 150.0
+LIMIT_S = 300.0
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "jurymast.checkpoint.checkpointer"]
 
 
@@ -66,16 +67,24 @@ def run_all(what: str, processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.start()
     end = time.monotonic() + LIMIT_S
+    stacks = ""
     try:
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
     finally:
         for process in processes:
             if process.is_alive():
+                stacks += _stack(process)
                 process.kill()
                 process.join()
     failed = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode != 0}
-    assert not failed, f"{what}: exit codes of the ranks that failed: {failed}"
+    assert not failed, f"{what}: exit codes of the ranks that failed: {failed}\n{stacks}"
+
+
+def _stack(process: BaseProcess) -> str:
+    """Where it stands."""
+    command = [Path(sys.executable).with_name("py-spy"), "dump", "--native", "--pid", str(process.pid)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def run_script(script: Path, size: int, *arguments: str, folder: Path, each: int | None = None) -> None:

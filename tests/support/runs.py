@@ -26,6 +26,8 @@ from support.waiting import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 POLL_S = 0.02
+# For what is sure to come: on a busy machine that may take minutes.
+LIMIT_S = 240.0
 
 
 class RunUnderTest:
@@ -46,7 +48,7 @@ class RunUnderTest:
         """As the journal says it now; what comes later does not change it."""
         return deepcopy(self._journal.catch_up())
 
-    def wait(self, what: str, condition: Callable[[RunState], bool], limit_s: float = 60.0) -> RunState:
+    def wait(self, what: str, condition: Callable[[RunState], bool], limit_s: float = LIMIT_S) -> RunState:
         end = time.monotonic() + limit_s
         while True:
             state = self._journal.catch_up()
@@ -56,13 +58,13 @@ class RunUnderTest:
                 raise AssertionError(f"waited for: {what}\n{self.story()}")
             time.sleep(POLL_S)
 
-    def wait_step(self, step: int, limit_s: float = 60.0) -> RunState:
+    def wait_step(self, step: int, limit_s: float = LIMIT_S) -> RunState:
         return self.wait(f"step {step}", lambda s: s.step >= step and s.incident is None, limit_s)
 
-    def wait_saved(self, step: int, limit_s: float = 60.0) -> RunState:
+    def wait_saved(self, step: int, limit_s: float = LIMIT_S) -> RunState:
         return self.wait(f"a checkpoint of step {step}", lambda s: (s.saved_step or 0) >= step, limit_s)
 
-    def wait_safe(self, step: int, limit_s: float = 60.0) -> RunState:
+    def wait_safe(self, step: int, limit_s: float = LIMIT_S) -> RunState:
         """A checkpoint that outlives any one node."""
 
         def safe(state: RunState) -> bool:
@@ -82,7 +84,7 @@ class RunUnderTest:
                 newest = max(newest, event.step)
         return newest
 
-    def wait_end(self, limit_s: float = 90.0) -> RunState:
+    def wait_end(self, limit_s: float = LIMIT_S) -> RunState:
         return self.wait("the end of the run", lambda s: s.ended, limit_s)
 
     def pids(self, node: str) -> tuple[int, ...]:
@@ -169,9 +171,9 @@ def processes_of(directory: Path) -> list[psutil.Process]:
     return found
 
 
-def wait_gone(directory: Path, limit_s: float = 10.0) -> None:
+def wait_gone(directory: Path, limit_s: float = LIMIT_S) -> None:
     """No process of an ended run is left, once it has brought its last checkpoint to storage."""
-    wait_until("outcome", RunDirectory(directory).outcome_file.exists, limit_s=60.0)
+    wait_until("outcome", RunDirectory(directory).outcome_file.exists, limit_s)
     end = time.monotonic() + limit_s
     while left := processes_of(directory):
         if time.monotonic() > end:

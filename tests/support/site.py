@@ -114,10 +114,10 @@ class Site:
         self.orders = [order for order in self.orders if not isinstance(order[1], what)]
         return found
 
-    def answer(self, writes: list[tuple[str, msg.Drain]], why: str = "") -> None:
+    def answer(self, writes: list[tuple[str, msg.Write]], why: str = "") -> None:
         for node, order in writes:
-            drained = msg.Drained(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=50)
-            self.hear(node, drained)
+            written = msg.Written(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=50)
+            self.hear(node, written)
 
     def saved(self, tier: str) -> list[tuple[int, bool]]:
         return [(e.step, e.ok) for e in self.events if isinstance(e, ev.Saved) and e.tier == tier]

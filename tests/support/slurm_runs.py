@@ -34,7 +34,7 @@ class SlurmRun(RunUnderTest):
 
 def jurymast(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
     command = [str(cluster.python.parent / "jurymast"), *arguments]
-    done = cluster.login(command, env={"OMP_NUM_THREADS": "1"}, timeout_s=60, check=False)
+    done = cluster.login(command, env={"OMP_NUM_THREADS": "1"}, timeout_s=240, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -63,7 +63,7 @@ def submit_script(cluster: Cluster, work: Path, script: str, *options: str) -> S
     runs = work / "runs"
     done = cluster.login(
         [str(cluster.python.parent / "jurymast"), "submit", "--parsable", *options, "job.sbatch"],
-        cwd=work, timeout_s=60, check=False,
+        cwd=work, timeout_s=240, check=False,
         env={**SCRIPT_ENVIRONMENT, "PATH": f"{cluster.python.parent}:/usr/bin:/bin",
              "JURYMAST_RUNS": str(runs)},
     )  # fmt: skip

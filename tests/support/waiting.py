@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 POLL_S = 0.02
 
 
-def wait_until(what: str, condition: Callable[[], Result], limit_s: float = 20.0) -> Result:
+def wait_until(what: str, condition: Callable[[], Result], limit_s: float = 60.0) -> Result:
     """The first true value of `condition`; AssertionError says `what` did not happen within `limit_s`."""
     end = time.monotonic() + limit_s
     while not (value := condition()):

@@ -219,7 +219,7 @@ def test_what_no_hello_tells_waits_for_the_next_supervisor() -> None:
     "word",
     [
         msg.Failed(attempt=2, rank=1, exit_code=1, error="ValueError"),
-        msg.Drained(id="7", tier="shared", ok=True, size_bytes=9),
+        msg.Written(id="7", tier="shared", ok=True, size_bytes=9),
     ],
 )
 def test_what_was_said_over_a_connection_that_was_dead_already_is_said_again(word: msg.Kept) -> None:

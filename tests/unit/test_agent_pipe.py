@@ -9,7 +9,7 @@ import sys
 from jurymast.core import messages as msg
 from jurymast.core import within
 
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 # In a process of its own: it ends with its agent.
 HOST = """
 import os, sys

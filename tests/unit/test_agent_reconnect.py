@@ -22,7 +22,7 @@ from jurymast.wire.connection import Connection
 from jurymast.wire.endpoint import Endpoint
 from support.wire import served
 
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 ALLOCATION = Allocation("17", 0, ("n1",), "n1", 0.0)
 
 

@@ -10,8 +10,8 @@ from jurymast.core.checkpoints import copies as cp
 from support.node_model import launch
 
 
-def write(id: str, tier: str = cp.SHARED) -> msg.Drain:
-    return msg.Drain(id=id, tier=tier, step=10, attempt=1, ranks=(0,), world=2)
+def write(id: str, tier: str = cp.SHARED) -> msg.Write:
+    return msg.Write(id=id, tier=tier, step=10, attempt=1, ranks=(0,), world=2)
 
 
 def test_a_new_write_to_a_tier_voids_the_one_before() -> None:

@@ -147,13 +147,13 @@ def test_what_a_system_could_not_do_is_a_row_without_a_value(tmp_path: Path) -> 
     case = Case(2.0, 1)
     bench = checkpoint_bench([case], tmp_path)
     bench.figures[case, "jurymast"] = {"stall over a copy": [1.0, 1.3, 1.1]}
-    bench.notes[case, "jurymast"] = {"drain over a write": "the disk is full"}
+    bench.notes[case, "jurymast"] = {"write over a plain one": "the disk is full"}
     bench.missing["peer"] = "could not be installed"
     rows = {(row.system, row.metric): row for row in bench.rows()}
     assert rows["jurymast", "stall over a copy"].median == 1.1
     assert rows["jurymast", "stall over a copy"].samples == [1.0, 1.3, 1.1]
-    assert rows["jurymast", "drain over a write"].median is None
-    assert rows["jurymast", "drain over a write"].note == "the disk is full"
+    assert rows["jurymast", "write over a plain one"].median is None
+    assert rows["jurymast", "write over a plain one"].note == "the disk is full"
     assert rows["peer 1.0", "stall over a copy"].median is None
     assert rows["peer 1.0", "stall over a copy"].note == "could not be installed"
 
@@ -180,13 +180,13 @@ def test_what_fails_costs_its_own_metrics_only(tmp_path: Path) -> None:
     trial = Trial(Case(1.0, 1), 3, tmp_path)
 
     def fail() -> None:
-        trial.add("drain", 1.0)
+        trial.add("write", 1.0)
         raise ChildError("the disk is full")
 
-    trial.try_to(("drain over a write",), fail)
+    trial.try_to(("write over a plain one",), fail)
     trial.try_to(("peer",), lambda: trial.add("peer", 2.0))
-    assert trial.notes == {"drain over a write": "the disk is full"}
-    assert trial.figures == {"drain": [1.0], "peer": [2.0]}
+    assert trial.notes == {"write over a plain one": "the disk is full"}
+    assert trial.figures == {"write": [1.0], "peer": [2.0]}
 
 
 def test_a_process_of_a_trial_answers_or_says_why_it_ended() -> None:

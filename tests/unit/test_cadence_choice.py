@@ -32,7 +32,7 @@ from jurymast.core.settings import Settings
 from support.reports import hello
 
 HOUR_S = 3600.0
-CHEAP = Saving(1.0, drain_s=5.0, slowdown=0.01, restart_s=60.0)
+CHEAP = Saving(1.0, copy_s=5.0, slowdown=0.01, restart_s=60.0)
 
 
 def test_what_loses_least_within_bounds() -> None:
@@ -40,11 +40,11 @@ def test_what_loses_least_within_bounds() -> None:
     assert best_interval_s(Saving(2.0), HOUR_S, 900.0) == pytest.approx(120.0, rel=0.02)
     assert why_interval(Saving(2.0), HOUR_S, 900.0) == "what loses least at this failure rate"
     assert best_interval_s(Saving(2.0), 1000 * HOUR_S, 900.0) == 900.0
-    assert best_interval_s(Saving(2.0, drain_s=100.0), 1000 * HOUR_S, 900.0) == 800.0
+    assert best_interval_s(Saving(2.0, copy_s=100.0), 1000 * HOUR_S, 900.0) == 800.0
     assert why_interval(Saving(2.0), 1000 * HOUR_S, 900.0) == "so that no failure costs more than max_loss"
     # a stall of minutes: a tenth of the time at most, whatever may be lost
     assert best_interval_s(Saving(120.0), HOUR_S, 900.0) == 1200.0
-    assert best_interval_s(Saving(1.0, drain_s=1500.0), HOUR_S, 900.0) == 1500.0
+    assert best_interval_s(Saving(1.0, copy_s=1500.0), HOUR_S, 900.0) == 1500.0
     assert why_interval(Saving(120.0), HOUR_S, 900.0) == "as often as the cost of a save allows"
 
 
@@ -85,7 +85,7 @@ def test_the_share_of_failures_that_take_both_copies() -> None:
 
 
 def test_durable_saves_follow_from_what_only_they_survive() -> None:
-    durable = Saving(0.0, drain_s=300.0, slowdown=0.05)
+    durable = Saving(0.0, copy_s=300.0, slowdown=0.05)
     mtbf_s = 3 * HOUR_S
     found_s = durable_interval_s(CHEAP, durable, mtbf_s, 0.05, math.inf, math.inf)
     # sqrt(2 * 0.05 * 300 s * 60 h): twenty times fewer failures, each of which costs half the interval
@@ -102,7 +102,7 @@ def run_state(**settings: object) -> RunState:
     state.nodes = {name: Node(name, i) for i, name in enumerate("abc")}
     state.cadence = ev.CadenceSet(
         t=0.0, attempt=1, number=1, from_step=1, first_step=1, every_steps=10, reason="", stall_s=1.0,
-        drain_s=5.0, slowdown=0.02, mtbf_s=10 * HOUR_S,
+        copy_s=5.0, slowdown=0.02, mtbf_s=10 * HOUR_S,
     )  # fmt: skip
     return state
 
@@ -130,7 +130,7 @@ def test_where_a_run_was_restored_from_says_what_the_memory_tiers_survive() -> N
     assert IDLE_SHARE == 9.0
 
 
-# Saves that the node's memory has room for while the oldest of them is being drained.
+# Saves that the node's memory has room for while the oldest of them is being written.
 KEPT = 20
 
 
@@ -139,37 +139,37 @@ def image(step: int) -> msg.CopyReport:
 
 
 class Storage:
-    """Decisions about checkpoints over one node of one rank, whose drains take as long as is said."""
+    """Decisions about checkpoints over one node of one rank, whose writes take as long as is said."""
 
     def __init__(self, state: RunState) -> None:
         self.state, self.time = state, 0.0
-        self.drains: list[tuple[float, msg.Drain]] = []
+        self.writes: list[tuple[float, msg.Write]] = []
         self.checkpoints = Checkpoints(state)
         state.placement, state.phase, state.attempt = ("a",), Phase.RUNNING, 1
         self.do(self.checkpoints.joined("a", hello("a"), 0.0))
 
     def do(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Send) and isinstance(effect.message, msg.Drain):
-                self.drains.append((self.time, effect.message))
+            if isinstance(effect, Send) and isinstance(effect.message, msg.Write):
+                self.writes.append((self.time, effect.message))
 
-    def go_on(self, until_s: float, drain_s: float) -> list[float]:
-        """Save every second; when drains to the shared tier began."""
+    def go_on(self, until_s: float, copy_s: float) -> list[float]:
+        """Save every second; when writes to the shared tier began."""
         while self.time < until_s:
             self.time += 1.0
             self.do(self.checkpoints.hear("a", msg.Held(copies=(image(int(self.time)),)), self.time))
             overwritten = msg.Dropped(copy=image(int(self.time) - KEPT))
             self.do(self.checkpoints.hear("a", overwritten, self.time))
-            for began, order in self.drains[-1:]:
-                if self.time >= began + drain_s:
-                    done = msg.Drained(id=order.id, tier="shared", ok=True)
+            for began, order in self.writes[-1:]:
+                if self.time >= began + copy_s:
+                    done = msg.Written(id=order.id, tier="shared", ok=True)
                     self.do(self.checkpoints.hear("a", done, self.time))
             self.do(self.checkpoints.look(self.time))
-        return [began for began, _ in self.drains]
+        return [began for began, _ in self.writes]
 
 
 def test_durable_copies_are_made_as_often_as_loses_least_and_leaves_the_storage_time() -> None:
-    # One drain takes 4 s: until it is known what a failure costs, nine times as long is left free after each.
+    # One write takes 4 s: until it is known what a failure costs, nine times as long is left free after each.
     unknown = Storage(run_state())
     unknown.state.cadence = None
     gaps = [b - a for a, b in pairwise(unknown.go_on(400.0, 4.0)[1:])]

@@ -249,33 +249,33 @@ def test_a_node_that_has_given_older_replicas_up_is_asked_once_more() -> None:
 def test_a_committed_step_is_written_by_the_nodes_that_have_it_one_at_a_time() -> None:
     site = Site()
     site.save()
-    writes = site.ordered(msg.Drain)
+    writes = site.ordered(msg.Write)
     assert [(node, order.ranks, order.lead) for node, order in writes] == [
         ("n1", (0,), True), ("n2", (1,), False), ("n3", (2,), False),
     ]  # fmt: skip
     site.save(20)
-    assert site.ordered(msg.Drain) == []
+    assert site.ordered(msg.Write) == []
     site.answer(writes)
     assert site.saved("shared") == [(10, True)]
     assert site.shared == {(10, 1): 150}
     site.look()
-    assert {order.step for _, order in site.ordered(msg.Drain)} == {20}
+    assert {order.step for _, order in site.ordered(msg.Write)} == {20}
 
 
 def test_a_failed_write_is_told_cancelled_everywhere_and_tried_again() -> None:
     site = Site()
     site.save()
-    writes = site.ordered(msg.Drain)
+    writes = site.ordered(msg.Write)
     site.answer(writes[1:2], why="no space left")
     assert site.saved("shared") == [(10, False)]
     assert site.state.saved["shared"].error == "n2: no space left"
-    assert [node for node, _ in site.ordered(msg.CancelDrain)] == ["n1", "n3"]
-    assert site.ordered(msg.Drain) == []
+    assert [node for node, _ in site.ordered(msg.CancelWrite)] == ["n1", "n3"]
+    assert site.ordered(msg.Write) == []
     site.answer(writes[:1])  # too late
     assert site.saved("shared") == [(10, False)]
     site.time += RETRY_S + 0.1
     site.look()
-    assert site.ordered(msg.Drain)[0][1].step == 10
+    assert site.ordered(msg.Write)[0][1].step == 10
 
 
 def test_a_storage_that_goes_on_failing_is_tried_less_often_and_told_of_when_that_changes() -> None:
@@ -287,28 +287,28 @@ def test_a_storage_that_goes_on_failing_is_tried_less_often_and_told_of_when_tha
         while site.time < end:
             site.time += 1.0
             site.look()
-            if writes := site.ordered(msg.Drain):
+            if writes := site.ordered(msg.Write):
                 tries.append(site.time)
-                place = f".draining-{len(tries):08d}.0{len(tries)}ab"
+                place = f".writing-{len(tries):08d}.0{len(tries)}ab"
                 site.answer(writes[len(tries) % 2 :], why=f"{why}, at {place}")
 
-    site.answer(site.ordered(msg.Drain), why="it hangs: its process was killed")
+    site.answer(site.ordered(msg.Write), why="it hangs: its process was killed")
     tried_until(site.time + 3600.0, "it still hangs")
     assert 12 <= len(tries) <= 20
     assert site.saved("shared") == [(10, False)] * 2
     assert not site.secured()  # who waits for it, before the nodes go, does not wait long
     assert site.time - tries[-1] > RETRY_S
-    site.answer(site.ordered(msg.Drain), why="no space left")
+    site.answer(site.ordered(msg.Write), why="no space left")
     assert site.saved("shared") == [(10, False)] * 3
     site.time += RETRY_MAX_S
     site.look()
-    site.answer(site.ordered(msg.Drain))
+    site.answer(site.ordered(msg.Write))
     assert site.saved("shared")[-1] == (10, True)
     site.save(20)
-    site.answer(site.ordered(msg.Drain), why="no space left")
+    site.answer(site.ordered(msg.Write), why="no space left")
     site.time += RETRY_S
     site.look()
-    assert len(site.ordered(msg.Drain)) == 3  # after a success as at first
+    assert len(site.ordered(msg.Write)) == 3  # after a success as at first
     assert site.saved("shared")[3:] == [(10, True), (20, False)]
 
 
@@ -327,17 +327,17 @@ def test_a_lost_writer_and_an_endless_silence_end_a_write() -> None:
 def test_a_write_that_takes_much_longer_than_the_last_is_told_of_once() -> None:
     site = Site()
     site.save()
-    writes = site.ordered(msg.Drain)
+    writes = site.ordered(msg.Write)
     site.time += 10.0
     site.answer(writes)
     site.save(20)
-    writes = site.ordered(msg.Drain)
+    writes = site.ordered(msg.Write)
     for time_s in (44.0, 2.0, 50.0):  # 15 s and three times 10 s may pass
         site.time += time_s
         site.look()
     assert site.saved("shared") == [(10, True), (20, False)]
     assert site.state.saved["shared"].error == "not there after 46 s: the storage is slow, or it hangs"
-    assert site.ordered(msg.CancelDrain) == []
+    assert site.ordered(msg.CancelWrite) == []
     site.answer(writes)
     assert site.saved("shared")[-1] == (20, True)
     assert site.state.saved["shared"].failures == 0
@@ -346,26 +346,26 @@ def test_a_write_that_takes_much_longer_than_the_last_is_told_of_once() -> None:
 def test_one_node_copies_what_is_on_shared_storage_to_the_object_store() -> None:
     site = Site(object_url="s3://bucket", object_every_s=60.0)
     site.save()
-    assert {order.tier for _, order in site.ordered(msg.Drain)} == {"shared"}
+    assert {order.tier for _, order in site.ordered(msg.Write)} == {"shared"}
     site.checkpoints.found_on_storage({(5, 1): 900}, [])
     site.look()
-    ((node, order),) = site.ordered(msg.Drain)
+    ((node, order),) = site.ordered(msg.Write)
     assert (node, order.tier, order.step, order.ranks) == ("n1", "object", 5, ())
     site.answer([(node, order)], why="is it up?")
     assert site.state.saved["object"].failures == 1
     site.time += 60.0
     site.look()
-    site.answer(site.ordered(msg.Drain))
+    site.answer(site.ordered(msg.Write))
     assert site.saved("object") == [(5, False), (5, True)]
 
 
 def test_before_the_nodes_go_the_newest_step_gets_to_storage_put_together_where_needed() -> None:
     site = Site(shared_every_s=3600.0)
     site.save()
-    site.answer(site.ordered(msg.Drain))
+    site.answer(site.ordered(msg.Write))
     site.save(20)
     site.replicas_made(20)
-    assert site.ordered(msg.Drain) == []  # not due
+    assert site.ordered(msg.Write) == []  # not due
     site.ordered(msg.Replicate)
     site.lost("n2")
     assert not site.secured()
@@ -379,7 +379,7 @@ def test_before_the_nodes_go_the_newest_step_gets_to_storage_put_together_where_
     assert len(site.ordered(msg.Replicate)) == 1
     site.hold(1, holder, at=20, tier="peer")
     assert not site.secured()
-    site.answer(site.ordered(msg.Drain))
+    site.answer(site.ordered(msg.Write))
     assert site.secured()
     assert (20, 1) in site.shared
 
@@ -388,7 +388,7 @@ def test_what_the_ranks_passed_over_on_storage_does_not_stand_for_newer_states()
     site = Site(replicas=0)
     for at in (10, 20):
         site.save(at)
-        site.answer(site.ordered(msg.Drain))
+        site.answer(site.ordered(msg.Write))
         site.time += 60.0
     site.lost("n2")
     site.state.attempt = 2
@@ -406,7 +406,7 @@ def test_what_the_ranks_passed_over_on_storage_does_not_stand_for_newer_states()
         site.hold(rank, node, at=15)
     assert site.checkpoints.unsaved() == "the checkpoint of step 15"
     assert not site.secured()
-    site.answer(site.ordered(msg.Drain))
+    site.answer(site.ordered(msg.Write))
     assert site.secured()
     assert set(site.shared) == {(10, 1), (15, 2)}
 
@@ -472,7 +472,7 @@ def test_without_images_for_all_the_ranks_look_in_shared_storage() -> None:
 def test_going_back_drops_what_is_newer_wherever_it_comes_from() -> None:
     site = Site()
     site.save()
-    site.answer(site.ordered(msg.Drain))
+    site.answer(site.ordered(msg.Write))
     site.save(20)
     site.do(site.checkpoints.go_back(10, site.time))
     assert {node for node, _ in site.ordered(msg.ForgetNewer)} == {"n1", "n2", "n3", "s1"}
@@ -537,7 +537,7 @@ def test_an_agent_that_was_started_again_has_lost_its_images_and_writes_nothing(
     site.joined("n1", incarnation="another")
     assert not site.checkpoints.writing
     assert site.state.saved["shared"].error == "the agent of n1 was started again"
-    assert {node for node, _ in site.ordered(msg.CancelDrain)} == {"n2", "n3"}
+    assert {node for node, _ in site.ordered(msg.CancelWrite)} == {"n2", "n3"}
 
 
 def test_a_rank_of_an_earlier_attempt_makes_no_step_of_this_one_void() -> None:
@@ -552,7 +552,7 @@ def test_going_back_stops_every_node_that_writes_something_newer() -> None:
     site = Site()
     site.save(20)
     site.do(site.checkpoints.go_back(10, site.time))
-    assert {node for node, _ in site.ordered(msg.CancelDrain)} == set(ACTIVE)
+    assert {node for node, _ in site.ordered(msg.CancelWrite)} == set(ACTIVE)
     assert not site.checkpoints.writing
 
 

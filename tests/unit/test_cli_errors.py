@@ -71,7 +71,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("submit -- torchrun --nnodes 2 train.py", 64, "leave torchrun out", "-- SCRIPT.py"),
     ("submit -- -m no.such.module", 66, "there is no module no.such.module", "-m MODULE"),
     ("submit -- -m json.nothing", 66, "there is no module json.nothing (no nothing in json)", "-m MODULE"),
-    ("submit --runs new%j -- train.py", 73, "has a character that Slurm takes amiss", "--runs DIR"),
+    ("submit --runs new%j -- train.py", 73, "has a character that Slurm does not take", "--runs DIR"),
     ("plan -N 4 --checkpoint-bytes 5XB", 64, "5XB is no size", "5e12 or 5TB"),
     ("plan -N 4 --checkpoint-bytes 0", 64, "0 is no size", "jurymast plan --help"),
     ("ps --runs does/not/exist", 73, "there is no directory", "does/not/exist"),

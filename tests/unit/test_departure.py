@@ -30,10 +30,10 @@ def requeued() -> tuple[Story, str, str]:
     return story, one, other
 
 
-def written(effects: list[Effect]) -> dict[str, msg.Drain]:
+def written(effects: list[Effect]) -> dict[str, msg.Write]:
     """Who is to write, and what."""
     sent = [effect for effect in effects if isinstance(effect, Send)]
-    return {one.node: one.message for one in sent if isinstance(one.message, msg.Drain)}
+    return {one.node: one.message for one in sent if isinstance(one.message, msg.Write)}
 
 
 def sent_home(effects: list[Effect]) -> bool:
@@ -51,7 +51,7 @@ def test_a_successor_waits_for_what_agents_hold_before_it_lets_them_go() -> None
     assert {node: order.ranks for node, order in orders.items()} == {one: (0,), other: (1,)}
     for node, order in orders.items():
         assert not sent_home(after.waits(0.5))
-        after.hears(node, msg.Drained(id=order.id, tier="shared", ok=True, size_bytes=9, why=""))
+        after.hears(node, msg.Written(id=order.id, tier="shared", ok=True, size_bytes=9, why=""))
     assert sent_home(after.waits(0.1))
 
 
@@ -72,7 +72,7 @@ def test_another_writes_what_a_node_that_is_lost_meanwhile_has_not_written() -> 
     assert set(written([*effects, *after.waits(0.1)])) == {one, other}
     orders = written(after.waits(LIMIT_MAX_S, beating=(one,)))
     assert orders[one].ranks == (0, 1)
-    after.hears(one, msg.Drained(id=orders[one].id, tier="shared", ok=True, size_bytes=18, why=""))
+    after.hears(one, msg.Written(id=orders[one].id, tier="shared", ok=True, size_bytes=18, why=""))
     effects = after.waits(2.0, beating=())
     assert sent_home(effects)
     assert "lost" not in " ".join(text for _, text in story.state.notes)
@@ -124,7 +124,7 @@ def with_an_unsaved_state() -> Site:
     """Step 10 is on storage, step 20 is in memory, with its replicas."""
     site = Site(shared_every_s=3600.0)
     site.save()
-    site.answer(site.ordered(msg.Drain))
+    site.answer(site.ordered(msg.Write))
     site.save(20)
     site.replicas_made(20)
     site.ordered(msg.Replicate)
@@ -153,18 +153,18 @@ def test_what_one_node_cannot_write_others_do_before_the_nodes_go() -> None:
     """Its storage is not mounted, say: they have its image brought to them."""
     site = with_an_unsaved_state()
     assert not site.secured()
-    first, *_ = site.ordered(msg.Drain)
+    first, *_ = site.ordered(msg.Write)
     assert (first[0], first[1].lead) == ("n1", True)
     site.answer([first], why="it is not mounted")
     site.time += RETRY_S + 0.1
     assert not site.secured()
-    assert site.ordered(msg.Drain) == []
+    assert site.ordered(msg.Write) == []
     ((holder, order),) = site.ordered(msg.Replicate)
     assert (order.rank, order.part) == (0, "all")
     assert holder != "n1"
     site.hold(0, holder, at=20, tier="peer")
     site.secured()
-    orders = site.ordered(msg.Drain)
+    orders = site.ordered(msg.Write)
     assert {node: order.lead for node, order in orders if order.lead} == {holder: True}
     assert "n1" not in dict(orders)
     site.answer(orders)
@@ -177,15 +177,15 @@ def test_who_could_not_write_is_asked_again_when_nobody_can_take_its_images() ->
     site.save()
     for why in ("no room here", "no room there"):
         site.secured()
-        site.answer([one for one in site.ordered(msg.Drain) if one[0] == "n1"], why)
+        site.answer([one for one in site.ordered(msg.Write) if one[0] == "n1"], why)
         site.time += RETRY_S + 0.1
         site.secured()
         ((holder, order),) = site.ordered(msg.Replicate)
-        assert site.ordered(msg.Drain) == []
+        assert site.ordered(msg.Write) == []
         if why == "no room here":
             site.hear(holder, msg.Unreplicated(step=10, attempt=1, rank=0, part="all", why="no"))
     site.secured()
-    assert site.ordered(msg.Drain) == [], "it is not known yet"
+    assert site.ordered(msg.Write) == [], "it is not known yet"
     site.time += GATHER_LIMIT_S
     site.secured()
-    assert {node for node, _ in site.ordered(msg.Drain)} == {"n1", "n2", "n3"}
+    assert {node for node, _ in site.ordered(msg.Write)} == {"n1", "n2", "n3"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.agent.around import Around, interfaces, rdma_ports
+from jurymast.agent.workaround import NetworkWorkaround, interfaces, rdma_ports
 from jurymast.core.messages import Health
 from jurymast.core.nodes.devices import leave_out, lets_through, names, work_around
 from jurymast.core.nodes.findings import HARDWARE, NETWORK, Finding, Verdict
@@ -134,7 +134,7 @@ def test_the_policy_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
     told: list[Health] = []
     for enabled, wanted in ((False, {}), (True, {"NCCL_IB_HCA": "^=mlx9_1"})):
-        around = Around(enabled, lambda: [finding("mlx9_1:1")], told.append)
-        assert around.environment(2) == wanted
+        workaround = NetworkWorkaround(enabled, lambda: [finding("mlx9_1:1")], told.append)
+        assert workaround.environment(2) == wanted
     assert [message.finding.verdict for message in told] == [Verdict.UNKNOWN]
     assert "leave mlx9_1:1 out (NCCL_IB_HCA=^=mlx9_1)" in told[0].finding.message

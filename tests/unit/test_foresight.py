@@ -95,13 +95,13 @@ def test_each_shortage_is_told_once_with_its_limit_and_what_follows() -> None:
         (
             "n2",
             "checkpoints will take 40.0 GiB of memory here (two images of each rank 40.0 GiB), but only "
-            "30.0 GiB can be had (limit: /n2/memory.max); ask Slurm for more --mem, or all ranks will save "
+            "30.0 GiB available (limit: /n2/memory.max); ask Slurm for more --mem, or all ranks will save "
             "to shared storage",
         ),
         (
             "s",
             "checkpoints will take 16.0 GiB of memory here (replicas of other nodes 16.0 GiB), but only "
-            "9.0 GiB can be had (limit: /s/memory.max); ask Slurm for more --mem, or replicas will be kept "
+            "9.0 GiB available (limit: /s/memory.max); ask Slurm for more --mem, or replicas will be kept "
             "elsewhere, or as parity",
         ),
     ]

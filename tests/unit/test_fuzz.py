@@ -183,7 +183,7 @@ def of_probes(data: bytes, _folder: Path) -> None:
 
 
 VERDICT = dict.fromkeys(verdicts._TEXT, "x") | {"v": 1, "node": "n1", "boot_id": "boot", "nonce": "0" * 32}
-NOTED = {"v": 1, "epoch": 1, "n": 1, **ev.to_json(ev.Noted(t=1.0, message="x"))}
+NOTED = {"v": journal.VERSION, "epoch": 1, "n": 1, **ev.to_json(ev.Noted(t=1.0, message="x"))}
 FOUND = {"verdict": "bad", "kind": "hardware", "code": "x", "device": "gpu1"}
 COLLECTIVE = {
     "process_group": ("0", "x"), "collective_seq_id": 1, "profiling_name": "nccl:all_reduce",

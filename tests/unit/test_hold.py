@@ -22,7 +22,7 @@ from jurymast.wire import endpoint
 from support.stories import Story
 from support.waiting import wait_until
 
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 
 
 @contextmanager

@@ -121,8 +121,9 @@ def test_a_journal_of_another_version_is_refused_by_name(
     with open(writer.path, "a") as file:
         line = {"v": VERSION + 1, "epoch": 1, "n": 2, "event": "Noted", "t": 2.0, "message": "x"}
         file.write(json.dumps(line) + "\n")
+    says = f"{writer.path.name} has lines of journal version {VERSION + 1}"
     for reading in (lambda: replay(directory), follower.catch_up, tail.poll):
-        with pytest.raises(RunDirectoryError, match=f"{writer.path.name} has lines of journal version 2"):
+        with pytest.raises(RunDirectoryError, match=says):
             reading()
 
 
@@ -235,7 +236,8 @@ def test_who_follows_a_journal_has_what_a_replay_says(directory: RunDirectory, w
     write(successor, ev.SupervisorStarted(t=6.0, epoch=2, node="n2"))
     assert not follower.catch_up().notes
     write(writer, ev.Noted(t=10.0, message="it had been stopped for a while"))
-    line = b'{"v":1,"epoch":2,"n":9,"event":"Noted","t":11.0,"message":"in two halves"}\n'
+    words = ev.to_json(ev.Noted(t=11.0, message="in two halves"))
+    line = json.dumps({"v": VERSION, "epoch": 2, "n": 9, **words}).encode() + b"\n"
     with open(successor.path, "ab", buffering=0) as file:
         file.write(line[:30])
         assert follower.catch_up() == replay(directory)

@@ -129,7 +129,7 @@ def test_a_freed_slot_waits_for_its_readers() -> None:
 
 
 @pytest.mark.parametrize("scarce", [False, True])
-def test_the_drainer_reads_a_copy_where_memory_allows_and_keeps_no_slot_busy(scarce: bool) -> None:
+def test_a_storage_process_reads_a_copy_where_memory_allows_and_keeps_no_slot_busy(scarce: bool) -> None:
     async def work() -> None:
         limit = Room(1 << 40, "plenty")
         async with keeper(room=lambda: limit) as (one, _):
@@ -444,7 +444,7 @@ def test_a_flipped_bit_in_memory_is_found_by_reading_again() -> None:
 
 
 def put_local(root: Path, data: bytes, one: Keeper, key: tuple[int, int, int]) -> Path:
-    """As the drainer lays it out."""
+    """As a storage process lays it out."""
     step, attempt, rank = key
     folder = root / f"step-{step:08d}.a{attempt:04d}"
     folder.mkdir(parents=True, exist_ok=True)

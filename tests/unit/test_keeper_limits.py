@@ -146,7 +146,7 @@ def test_a_rank_that_asks_for_too_much_is_refused_on_one_clear_line(tmp_path: Pa
             await until("answer", lambda: ranks[0].record[Word.REFUSED])
             (message,) = told.of(msg.Refused)
             assert message.why == (
-                "no memory for two slots of 22.0 GiB for each of 2 ranks: 85.0 GiB can be had "
+                "no memory for two slots of 22.0 GiB for each of 2 ranks: 85.0 GiB available "
                 f"(limit: {mount}/job_7/memory.max); "
                 "ask Slurm for more --mem, or set checkpoint.tiers.memory: off. "
                 "Until then all ranks save to shared storage"
@@ -214,7 +214,7 @@ def test_memory_granted_but_not_yet_taken_is_not_granted_twice() -> None:
         return asking
 
     first = take(2, ROUND_BYTES).got
-    assert "6 MiB can be had" in take(2, 2 * ROUND_BYTES).why
+    assert "6 MiB available" in take(2, 2 * ROUND_BYTES).why
     second = take(1, 2 * ROUND_BYTES).got
     for buffer in (*first, *second):
         memory.give_back(buffer, keep=10)

@@ -62,7 +62,7 @@ from support.waiting import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 KEY = (10, 1, 0)
 PIECE = 1 << 16
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from jurymast.core.run.state import Alert
 from jurymast.core.settings import RunPlan
 from jurymast.journal import JournalWriter, events, read
 from jurymast.rundir import RunDirectory
-from jurymast.supervisor.door import Door
+from jurymast.supervisor.acceptor import Acceptor
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.wire import channel, endpoint
@@ -43,7 +43,7 @@ from support.reports import hello
 from support.stories import Story
 from support.wire import served
 
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 FINDING = Finding(probe="host", code="disk-full", verdict=Verdict.BAD, kind="host", message="full", at=1.5)
 COPY = msg.CopyReport(
     tier="peer", step=10, attempt=1, rank=0, world=2, part="own", size_bytes=9, stall_s=0.1,
@@ -85,7 +85,7 @@ SAID: list[msg.ToSupervisor] = [
     msg.Unrestorable(attempt=2, rank=0, step=1, of=1, why="gone"),
     msg.AskSources(step=1, attempt=1, rank=0),
     msg.Unreplicated(step=1, attempt=1, rank=0, part="all", why="gone", group=(0, 1)),
-    msg.Drained(id="7", tier="shared", ok=False, why="full"),
+    msg.Written(id="7", tier="shared", ok=False, why="full"),
     msg.Ask(what="rollback", by="ada", step=7),
 ]
 ORDERS: list[msg.ToAgent] = [
@@ -111,8 +111,8 @@ ORDERS: list[msg.ToAgent] = [
     msg.Forget(step=1, attempt=1, ranks=(0, 1)),
     msg.ForgetNewer(step=1),
     msg.GiveSlotsUp(),
-    msg.Drain(id="7", tier="shared", step=1, attempt=1, ranks=(0,), world=2, lead=True),
-    msg.CancelDrain(id="7"),
+    msg.Write(id="7", tier="shared", step=1, attempt=1, ranks=(0,), world=2, lead=True),
+    msg.CancelWrite(id="7"),
 ]  # fmt: skip
 ANSWERS: list[msg.Accepted | msg.Declined | msg.Condition] = [
     msg.Accepted(gives_up="step 9"),
@@ -146,7 +146,7 @@ def test_every_kind_survives_its_way() -> None:
 
 
 def test_kinds_are_called_as_their_classes_are_and_say_what_they_mean() -> None:
-    assert json.loads(msg.encode(msg.CancelDrain(id="7"))) == {"do": "cancel drain", "id": "7"}
+    assert json.loads(msg.encode(msg.CancelWrite(id="7"))) == {"do": "cancel write", "id": "7"}
     for kind in {*get_args(msg.Said), *get_args(msg.Order), *get_args(msg.Answer)}:
         assert kind.__doc__, kind
         assert kind is msg.Strange or kind.__struct_config__.frozen
@@ -164,7 +164,7 @@ NONSENSE = [
     (b'{"say":"held","copies":[{}]}', "held"),
     (msg.encode(msg.Held(copies=(COPY,))).replace(b'"own"', b'"most"'), "held"),
     (msg.encode(msg.Held(copies=(COPY,))).replace(b'"peer"', b'"attic"'), "held"),
-    (b'{"say":"drained","id":7,"tier":"shared","ok":true}', "drained"),
+    (b'{"say":"written","id":7,"tier":"shared","ok":true}', "written"),
     (msg.encode(msg.Health(finding=FINDING)).replace(b'"host"', b'"weather"'), "health"),
     (b'["beat","one",[]]', ""),
     (b'["bet",1,[]]', ""),
@@ -229,8 +229,8 @@ def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path
         supervisor = Supervisor(
             directory, story.state, JournalWriter(directory.journal, 9), lambda: "", Hold(directory.epochs, 9)
         )
-        door = Door(directory.secret(), 3)
-        async with served(lambda come: supervisor._serve(door, come)) as port:
+        acceptor = Acceptor(directory.secret(), 3)
+        async with served(lambda come: supervisor._serve(acceptor, come)) as port:
             agent = await channel.connect("127.0.0.1", port, directory.secret(), msg.read_order)
             agent.send(hello("n1", allocation="", attempt=1, ranks="running"))
             for payload, _ in NONSENSE:
@@ -278,7 +278,7 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
     async def supervise(come: Connection) -> None:
         connection = await channel.accept(come, directory.secret(), msg.read_said)
         came.extend([await connection.receive(), await connection.receive()])
-        for payload in (b'{"do":"dance"}', b'{"do":"drain","id":7}', b"\xff", b'{"say":"hangs up"}'):
+        for payload in (b'{"do":"dance"}', b'{"do":"write","id":7}', b"\xff", b'{"say":"hangs up"}'):
             say(connection, payload)
         connection.send(msg.Leave(over=True))
 

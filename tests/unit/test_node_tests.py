@@ -47,7 +47,7 @@ class Lab:
 
     def begin(self, *partners: str, nodes: tuple[str, ...] = ()) -> Lab:
         chosen = nodes or tuple(name for name in self.names if name not in partners)
-        order = ins.Test(reason="r", nodes=chosen, partners=partners, limit_s=LIMIT_S)
+        order = ins.TestNodes(reason="r", nodes=chosen, partners=partners, limit_s=LIMIT_S)
         self.does(self.preflight.begin(order, self.now))
         return self
 

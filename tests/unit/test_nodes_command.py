@@ -247,7 +247,7 @@ def test_doctor_says_what_to_do(place: Site) -> None:
         assert told[name][2]
     done = place.run("doctor")
     assert done.returncode == 1
-    assert "to do\n  clocks: mend NTP" in done.stdout
+    assert "to do\n  clocks: repair NTP" in done.stdout
 
 
 def test_doctor_where_there_is_no_slurm_and_no_place_to_write(place: Site) -> None:

@@ -93,7 +93,7 @@ def test_goodput_at_its_ends() -> None:
 
 
 def test_small_wastes_add_up_as_the_first_order_says() -> None:
-    saving = Saving(stall_s=0.5, drain_s=20.0, slowdown=0.02, restart_s=30.0)
+    saving = Saving(stall_s=0.5, copy_s=20.0, slowdown=0.02, restart_s=30.0)
     mtbf = 100_000.0
     assert 1.0 - async_goodput(300.0, saving, mtbf) == pytest.approx(
         async_waste(300.0, saving, mtbf), rel=0.01
@@ -104,7 +104,7 @@ def test_small_wastes_add_up_as_the_first_order_says() -> None:
 
 
 def test_a_save_waits_for_the_last_one_and_for_a_step() -> None:
-    assert optimal_interval_s(Saving(0.001, drain_s=500.0), 10_000.0) == 500.0
+    assert optimal_interval_s(Saving(0.001, copy_s=500.0), 10_000.0) == 500.0
     assert optimal_interval_s(Saving(0.001), 10_000.0, step_s=60.0) == 60.0
 
 

@@ -180,7 +180,7 @@ def test_a_claim_on_a_full_disk_leaves_nothing(
 def test_what_agents_write_is_for_the_owner_too(tmp_path: Path, root: Path) -> None:
     first, second = a_run(tmp_path, "first"), a_run(tmp_path, "second")
     claim(root, first)
-    theirs = root / ".draining-00000001.a0001.00"
+    theirs = root / ".writing-00000001.a0001.00"
     theirs.mkdir()
     order = WriteShared(
         root=str(root), step=2, attempt=1, world=1, images=(), lead=True, nonce="01", keep=1, run=second.run,

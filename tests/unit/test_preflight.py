@@ -149,8 +149,8 @@ def result(story: Story, node: str, verdict: str = "ok", slowness: float = 1.0) 
     )
 
 
-def orders(story: Story) -> list[ins.Test]:
-    return [i for _, i in story.decisions if isinstance(i, ins.Test)]
+def orders(story: Story) -> list[ins.TestNodes]:
+    return [i for _, i in story.decisions if isinstance(i, ins.TestNodes)]
 
 
 def after_tests(**verdict: tuple[str, float]) -> Story:
@@ -163,7 +163,7 @@ def after_tests(**verdict: tuple[str, float]) -> Story:
 
 def test_the_first_attempt_waits_for_tests_and_no_longer_than_they_may_take() -> None:
     story = Story(gpus=8).allocated()
-    test = story.last(ins.Test)
+    test = story.last(ins.TestNodes)
     assert (set(test.nodes), test.limit_s, test.partners) == ({"n1", "n2", "n3"}, AUTO_LIMIT_S, ())
     assert (story.state.phase, story.state.attempt) == (Phase.STARTING, 0)
     result(story, "n2")
@@ -235,7 +235,7 @@ def test_a_supervisor_that_takes_over_has_the_rest_tested() -> None:
     result(story, "n2")
     story.wait(20.0)
     (again,) = resume(story.state)
-    assert isinstance(again, ins.Test)
+    assert isinstance(again, ins.TestNodes)
     assert again.nodes == ("n1", "n3")
     assert again.limit_s == pytest.approx(AUTO_LIMIT_S - 20.1)
 

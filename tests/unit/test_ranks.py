@@ -21,7 +21,7 @@ from jurymast.worker import link
 from jurymast.worker.link import EVENTS_VARIABLE, PAGE_VARIABLE, Link
 from support.waiting import wait_until
 
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 NOBODY = 65534
 
 

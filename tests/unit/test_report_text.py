@@ -16,7 +16,7 @@ from jurymast.core import events as ev
 from jurymast.core.messages import Condition
 from jurymast.core.run.state import Alert
 from jurymast.core.settings import Settings
-from jurymast.journal import FileTail
+from jurymast.journal import VERSION, FileTail
 from jurymast.report import follow, gantt
 from jurymast.report.follow import Follower, Progress, end_lines, wait
 from jurymast.report.html import page
@@ -480,7 +480,7 @@ def test_a_journal_is_read_only_once(tmp_path: Path) -> None:
     watching = Watcher(directory)
     assert len(watching.poll()) == len(story.entries)
     assert watching.poll() == []
-    more = {"v": 1, "epoch": 1, "n": 99, **ev.to_json(ev.Noted(t=story.t, message="late"))}
+    more = {"v": VERSION, "epoch": 1, "n": 99, **ev.to_json(ev.Noted(t=story.t, message="late"))}
     with open(next(directory.journal_files()), "a") as file:
         file.write(json.dumps(more) + "\nnot json\n" + json.dumps({**more, "v": "1"}) + "\n")
     assert [entry["message"] for entry in watching.poll()] == ["late"]

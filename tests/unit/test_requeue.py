@@ -21,7 +21,7 @@ from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.wire.endpoint import claim_epoch, find
 from support.waiting import wait_until
 
-LIMIT_S = 60.0
+LIMIT_S = 90.0
 # Slurm's programs as far as a requeue asks them; `answer` is what `scontrol requeue` does.
 SCONTROL = """#!/bin/sh
 echo "$*" >> {root}/asked

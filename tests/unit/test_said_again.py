@@ -108,14 +108,14 @@ def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
     for node, image in images.items():
         effects += checkpoints.joined(node, hello(node, copies=(image,)), story.t)
     orders = {
-        one.node: one for one in effects if isinstance(one, Send) and isinstance(one.message, msg.Drain)
+        one.node: one for one in effects if isinstance(one, Send) and isinstance(one.message, msg.Write)
     }
     first, second = nodes
     assert set(orders) == {first, second}
     assert orders[first] in checkpoints.joined(first, hello(first, copies=(images[first],)), story.t)
-    drain = orders[first].message
-    assert isinstance(drain, msg.Drain)
-    done = msg.Drained(id=drain.id, tier=drain.tier, ok=True)
+    write = orders[first].message
+    assert isinstance(write, msg.Write)
+    done = msg.Written(id=write.id, tier=write.tier, ok=True)
     checkpoints.hear(first, done, story.t)
     again = checkpoints.joined(first, hello(first, copies=(images[first],)), story.t)
     assert orders[first] not in again, "it has said how that ended"

@@ -23,7 +23,7 @@ from jurymast.storage.shared import write
 from jurymast_storage import WRITE_EVERY, StorageProbe
 
 NAMES = tuple(f"n{number}" for number in range(200))
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 
 
 def looks_of(node: str, until_s: float) -> int:
@@ -103,7 +103,7 @@ def followed(root: Path, job: Job) -> tuple[threading.Thread, list[object]]:
 
 
 def left(place: Path, how: str) -> object:
-    """What the others leave in the directory of a drain; the answer that this is to lead to."""
+    """What the others leave in the directory of a write; the answer that this is to lead to."""
     if how == "plan":
         (place / "writes.json").write_text(json.dumps({}))
         return Done()
@@ -117,7 +117,7 @@ def left(place: Path, how: str) -> object:
 
 @pytest.mark.parametrize("how", ["plan", "failure", "lead gone"])
 def test_a_node_that_waits_for_the_plan_finds_by_name_what_came(tmp_path: Path, how: str) -> None:
-    place = CheckpointDirectory(tmp_path).draining(10, 1, "abc")
+    place = CheckpointDirectory(tmp_path).writing(10, 1, "abc")
     place.mkdir(mode=0o700)
     looked = threading.Event()
     thread, results = followed(tmp_path, follower(looked))

@@ -17,7 +17,7 @@ from jurymast.wire import endpoint
 from support.node_model import plan
 from support.waiting import wait_until
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 @pytest.fixture

@@ -270,13 +270,13 @@ def test_a_mark_of_verification_is_of_what_is_there_now(tmp_path: Path) -> None:
     assert directory.verified_at(5) is None
 
 
-def test_sweeping_drains_leaves_everything_else(tmp_path: Path) -> None:
+def test_sweeping_what_is_half_written_leaves_everything_else(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     save(directory, 5)
-    kept = {"step-00000005", ".saving-00000006.a0009.0a", ".draining-notes"}
-    for name in (*kept, directory.draining(6, 9, "0b").name):
+    kept = {"step-00000005", ".saving-00000006.a0009.0a", ".writing-notes"}
+    for name in (*kept, directory.writing(6, 9, "0b").name):
         (tmp_path / name).mkdir(exist_ok=True)
-    # ranks that start sweep too, while the nodes drain what an earlier attempt saved
+    # ranks that start sweep too, while the nodes write what an earlier attempt saved
     assert directory.sweep(attempt=8) == []
-    assert directory.sweep_drains() == [".draining-00000006.a0009.0b"]
+    assert directory.sweep_unfinished() == [".writing-00000006.a0009.0b"]
     assert set(os.listdir(tmp_path)) == kept

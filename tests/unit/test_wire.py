@@ -34,7 +34,7 @@ from support.reports import STEPPING
 from support.wire import served
 
 SECRET = secrets.token_bytes(32)
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES
 PROOF_BYTES = 2 * NONCE_BYTES
 HEAD_BYTES = 4 + TAG_BYTES

@@ -18,10 +18,10 @@ from jurymast.agent.connecting import Connecting
 from jurymast.agent.driver import Driver
 from jurymast.agent.hosting import Hosting
 from jurymast.agent.keeping import Keeping, own_domain
+from jurymast.agent.node_tests import driver_here
 from jurymast.agent.probing import Probing
 from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.agent.succeeding import Succeeding
-from jurymast.agent.testing import driver_here
 from jurymast.agent.verdict import leave_verdict
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.gpus import visible_gpus
@@ -136,7 +136,7 @@ class Agent:
                 self.exit_code = effect.exit_code if effect.over else INTERRUPTED
                 self._driver.over.set()
             case do.StartTests() | do.TestDevices() | do.TestTogether() | do.EndTests():
-                self._hosting.testing.carry_out(effect)
+                self._hosting.node_tests.carry_out(effect)
             case do.WakeAt():
                 pass  # the driver's
             case _:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jurymast.agent import node as here
-from jurymast.agent.around import Around
 from jurymast.agent.driver import Driver
 from jurymast.agent.evidence import Evidence
 from jurymast.agent.host_process import HostProcess, end_ranks, kill_ranks
 from jurymast.agent.keeping import Keeping
+from jurymast.agent.node_tests import NodeTests
 from jurymast.agent.probing import Probing
 from jurymast.agent.ranks import RankMemory
 from jurymast.agent.stacks import Stacks
-from jurymast.agent.testing import Testing
+from jurymast.agent.workaround import NetworkWorkaround
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
@@ -51,9 +51,9 @@ class Hosting:
         self._environment = environment
         self._temporary = temporary
         self._evidence = Evidence()
-        self._around = Around(plan.settings.workaround, probing.findings, driver.say)
+        self._workaround = NetworkWorkaround(plan.settings.workaround, probing.findings, driver.say)
         self._stacks = Stacks(directory, plan, temporary, driver.say)
-        self.testing = Testing(driver, environment)
+        self.node_tests = NodeTests(driver, environment)
         self._host: HostProcess | None = None
 
     async def close(self) -> None:
@@ -61,7 +61,7 @@ class Hosting:
         if self._host is not None:
             await end_ranks(list(self._machine.ranks.pids), self._plan.settings.stop_grace_s)
             await self._host.end()
-        await self.testing.close()
+        await self.node_tests.close()
 
     def carry_out(self, effect: do.ToRanks) -> None:
         match effect:
@@ -97,11 +97,11 @@ class Hosting:
 
     async def _prepare(self, attempt: int) -> None:
         """What the test processes hold of the devices is the ranks' now."""
-        await self.testing.gone()
+        await self.node_tests.gone()
         self._driver.act(self._machine.prepared(attempt, self._driver.now))
 
     def _start_ranks(self, order: msg.Launch, *, cold: bool) -> None:
-        environment = {**self._around.environment(order.attempt), **self._stacks.launch(order)}
+        environment = {**self._workaround.environment(order.attempt), **self._stacks.launch(order)}
         if self._plan.batch:
             environment |= dict.fromkeys(here.SLURM_LISTS, order.nodes)
         launch = within.Launch(

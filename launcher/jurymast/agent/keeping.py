@@ -1,4 +1,4 @@
-"""The agent's part in checkpoints: the keeper's memory, and the drainer that copies it to storage. Which
+"""The agent's part in checkpoints: the keeper's memory, and the processes that write it to storage. Which
 writes there are is decided in `core.agent.writes`."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.storage import local
-from jurymast.storage.drainer import Drainer
 from jurymast.storage.orders import Answer, Done, Failed, Image, Upload, Warm, WriteLocal, WriteShared
+from jurymast.storage.processes import StorageProcesses
 
 
 class Keeping:
@@ -47,7 +47,7 @@ class Keeping:
         access = Access(directory.secret(), encrypt=settings.encrypt)
         access.ways  # noqa: B018  # raises here, rather than when another node asks
         self._keeper = Keeper(access, node, plan.ranks_per_node, tell, local_root=self._local)
-        self._drainer = Drainer()
+        self._storage = StorageProcesses()
         self._writes: dict[str, asyncio.Task[None]] = {}
         self._warming: asyncio.Future[Answer] | None = None
         self.run_is_over = False  # nobody will restore from this node's disk any more
@@ -86,7 +86,7 @@ class Keeping:
 
     def warm(self) -> None:
         """Have the process ready that brings shared checkpoints together; once."""
-        self._warming = asyncio.ensure_future(self._drainer.drain(Warm()))
+        self._warming = asyncio.ensure_future(self._storage.carry_out(Warm()))
 
     def launch(self, order: msg.Launch) -> None:
         """The ranks of an earlier attempt are gone, those of this one are about to start."""
@@ -98,7 +98,7 @@ class Keeping:
     def obey(self, order: msg.KeeperOrder) -> None:
         self._keeper.obey(order)
 
-    def write(self, order: msg.Drain) -> None:
+    def write(self, order: msg.Write) -> None:
         task = self._writes[order.id] = asyncio.ensure_future(self._write(order))
         task.add_done_callback(lambda _: self._ended(order.id))
 
@@ -109,7 +109,7 @@ class Keeping:
         del self._writes[id]
         self._write_ended(id)
 
-    async def _write(self, order: msg.Drain) -> None:
+    async def _write(self, order: msg.Write) -> None:
         """Copy images of this node to a tier, and say how that went."""
         loans: list[Loan] = []
         try:
@@ -120,19 +120,19 @@ class Keeping:
                     break
                 loans.append(loan)
             else:
-                answer = await self._drainer.drain(self._order(order, loans))
+                answer = await self._storage.carry_out(self._order(order, loans))
         finally:
             for loan in loans:
                 loan.give_back()
         ok = isinstance(answer, Done)
         size_bytes, why = (answer.bytes, "") if isinstance(answer, Done) else (0, answer.why)
-        self._tell(msg.Drained(id=order.id, tier=order.tier, ok=ok, size_bytes=size_bytes, why=why))
+        self._tell(msg.Written(id=order.id, tier=order.tier, ok=ok, size_bytes=size_bytes, why=why))
         if ok and order.tier == cp.LOCAL and self._local is not None:
             self._keeper.scan_local(self._local)
 
-    def _order(self, drain: msg.Drain, loans: list[Loan]) -> WriteLocal | WriteShared | Upload:
-        step, attempt, run = drain.step, drain.attempt, self._plan.run
-        if drain.tier == cp.OBJECT:
+    def _order(self, write: msg.Write, loans: list[Loan]) -> WriteLocal | WriteShared | Upload:
+        step, attempt, run = write.step, write.attempt, self._plan.run
+        if write.tier == cp.OBJECT:
             url = self._plan.settings.object_url or ""
             return Upload(
                 root=str(self._shared), step=step, url=url, run=run, run_directory=str(self._run_directory)
@@ -141,11 +141,11 @@ class Keeping:
             Image(rank=loan.manifest.rank, path=loan.path, manifest=loan.manifest.to_bytes().decode())
             for loan in loans
         )
-        if drain.tier == cp.LOCAL:
+        if write.tier == cp.LOCAL:
             return WriteLocal(root=str(self._local), step=step, attempt=attempt, images=images)
         return WriteShared(
-            root=str(self._shared), step=step, attempt=attempt, world=drain.world, images=images,
-            nonce=drain.id, lead=drain.lead, run=run, run_directory=str(self._run_directory), keep=self._keep,
+            root=str(self._shared), step=step, attempt=attempt, world=write.world, images=images,
+            nonce=write.id, lead=write.lead, run=run, run_directory=str(self._run_directory), keep=self._keep,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -154,7 +154,7 @@ class Keeping:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self._drainer.close()
+        await self._storage.close()
         await self._keeper.close()
         if self.run_is_over and self._local is not None:
             await asyncio.to_thread(local.remove, self._local)

@@ -184,9 +184,9 @@ class Checkpointer:
                 started = time.monotonic()
             return memory.save(step, trees, started)
         except Exception as error:
-            log.exception("the state cannot be taken")
+            log.exception("cannot capture the state")
             text = f"rank {self._open().rank}: {type(error).__name__}: {error}"
-            raise CheckpointError(f"the state cannot be taken: {text}") from error
+            raise CheckpointError(f"cannot capture the state: {text}") from error
 
     def _agree_on_memory(self, memory: MemoryTier) -> str:
         """Decide with all ranks, once, whether this attempt saves to memory; why that must wait, or ""."""
@@ -212,11 +212,11 @@ class Checkpointer:
             digests = self._state.digests(trees)
         except Exception as raised:
             error = f"rank {group.rank}: {type(raised).__name__}: {raised}"
-            log.exception("the state cannot be taken")
+            log.exception("cannot capture the state")
         gathered = group.gather((error, digests))
         for text, _ in gathered:
             if text:
-                raise CheckpointError(f"the state cannot be taken: {text}")
+                raise CheckpointError(f"cannot capture the state: {text}")
         return self._state.captured(trees, [theirs for _, theirs in gathered], group.rank)
 
     def _report_saved(self, step: int, outcomes: dict[str, Saved], stall_s: float) -> None:
@@ -301,7 +301,7 @@ class Checkpointer:
         try:
             memory.request(self._state.trees())
         except Exception as error:
-            raise CheckpointError(f"the state cannot be taken: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"cannot capture the state: {type(error).__name__}: {error}") from error
 
     # ---- when to save
 

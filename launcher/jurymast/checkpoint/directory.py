@@ -4,7 +4,7 @@
     checkpoints/step-00000100/            complete: a stock torch.distributed.checkpoint directory ...
     checkpoints/step-00000100/jurymast.json   ... with our manifest, written last
     checkpoints/.saving-00000200.a0003.<nonce>/   being written by attempt 3
-    checkpoints/.draining-00000200.a0003.<nonce>/ being written by the nodes' storage processes
+    checkpoints/.writing-00000200.a0003.<nonce>/ being written by the nodes' storage processes
     checkpoints/.deleting-00000050.<nonce>/       on its way out
     checkpoints/pinned/00000100                   this step is never removed
     checkpoints/verified/00000100                 hash of the manifest whose files were all checked, and what
@@ -43,7 +43,7 @@ READ_BYTES = 4 << 20
 
 _FINAL = re.compile(r"step-(\d{8,})")
 _SAVING = re.compile(r"\.saving-(\d+)\.a(\d+)\.[0-9a-f]+")
-_DRAINING = re.compile(r"\.draining-(\d+)\.a(\d+)\.[0-9a-f]+")
+_WRITING = re.compile(r"\.writing-(\d+)\.a(\d+)\.[0-9a-f]+")
 _DELETING = re.compile(r"\.deleting-\d+\.[0-9a-f]+")
 _ROLLED_BACK = re.compile(r"step-(\d{8,})\.rolled-back-[0-9a-f]+")
 PINNED = "pinned"
@@ -198,7 +198,7 @@ class CheckpointDirectory:
             except OSError as error:
                 raise BadCheckpoint(f"{record.name}: {error.strerror}") from error
             if size != record.size_bytes:
-                raise BadCheckpoint(f"{record.name} has {size} bytes, written were {record.size_bytes}")
+                raise BadCheckpoint(f"{record.name} has {size} bytes, expected {record.size_bytes}")
 
     def check_files(
         self, step: int, files: Iterable[FileRecord], advance: Callable[[int], None] | None = None
@@ -212,7 +212,7 @@ class CheckpointDirectory:
                 problems.append(f"{record.name}: {error.strerror or error}")
                 continue
             if size != record.size_bytes:
-                problems.append(f"{record.name} has {size} bytes, written were {record.size_bytes}")
+                problems.append(f"{record.name} has {size} bytes, expected {record.size_bytes}")
             elif digest != record.xxh3_64:
                 problems.append(f"{record.name} is corrupt: its hash does not match")
         return problems
@@ -292,7 +292,7 @@ class CheckpointDirectory:
         for record in manifest.files:
             size = foreign.status(temporary / record.name).st_size
             if size != record.size_bytes:
-                raise OSError(errno.EIO, f"{record.name} has {size} bytes, written were {record.size_bytes}")
+                raise OSError(errno.EIO, f"{record.name} has {size} bytes, expected {record.size_bytes}")
         write_atomically(temporary / MANIFEST, manifest.to_bytes())
 
     def publish(self, temporary: Path, step: int) -> None:
@@ -330,18 +330,18 @@ class CheckpointDirectory:
                 swept.append(name)
         return swept
 
-    def draining(self, step: int, attempt: int, nonce: str) -> Path:
+    def writing(self, step: int, attempt: int, nonce: str) -> Path:
         """Where the nodes' storage processes meet to write a step; `nonce`: hexadecimal, one a try."""
-        return self.root / f".draining-{step:08d}.a{attempt:04d}.{nonce}"
+        return self.root / f".writing-{step:08d}.a{attempt:04d}.{nonce}"
 
-    def sweep_drains(self) -> list[str]:
+    def sweep_unfinished(self) -> list[str]:
         """Remove what storage processes left half-written; returns the names. Raises OSError.
 
-        For when there is no drain, or by the only one: the supervisor orders one at a time. A drain that is
-        there all the same fails: it can publish no part of what is removed here.
+        For when nobody writes, or by the only one who does: the supervisor orders one at a time. A write that
+        goes on all the same fails: it can publish no part of what is removed here.
         """
         try:
-            swept = [name for name in foreign.names(self.root) if _DRAINING.fullmatch(name)]
+            swept = [name for name in foreign.names(self.root) if _WRITING.fullmatch(name)]
         except FileNotFoundError:
             return []
         remove_trees([self.root / name for name in swept])

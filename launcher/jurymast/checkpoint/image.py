@@ -404,7 +404,7 @@ def _fitting(wanted: Item, saved: Item | None) -> Item:
         ("this rank's chunk", wanted.sizes, saved.sizes),
     ):
         if now != then:
-            raise CheckpointError(f"{wanted.name!r}: {what} is {list(now)}, saved was {list(then)}")
+            raise CheckpointError(f"{wanted.name!r}: {what} is {list(now)}, the checkpoint has {list(then)}")
     return saved
 
 

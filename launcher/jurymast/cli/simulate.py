@@ -113,7 +113,7 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 )  # fmt: skip
 @_time("--restart", "From a failure to the first step after it.")
 @_time("--stall", "How long training stands still for a save.")
-@_time("--drain", "From a save's stall until the save is complete.")
+@_time("--copy", "From a save's stall until the save is complete.")
 @_time("--step", "One training step.")
 @_time("--repair", "From a failure until the node, or another, is a spare.")
 @_time("--requeue", "From a requeue to the next allocation.")
@@ -210,8 +210,8 @@ def _durations(measured: Measured, nodes: int, settings: Settings, options: dict
     try:
         durations = measured.durations(nodes, options["checkpoint_bytes"], storage, settings)
         if not settings.memory:  # each save goes to storage, behind training's back
-            durations = replace(durations, drain_s=durations.read_s, restore_s=durations.read_s, write_s=None)
-        names = {"stall": "stall_s", "drain": "drain_s", "step": "step_s", "repair": "repair_s",
+            durations = replace(durations, copy_s=durations.read_s, restore_s=durations.read_s, write_s=None)
+        names = {"stall": "stall_s", "copy": "copy_s", "step": "step_s", "repair": "repair_s",
                  "requeue": "requeue_s"}  # fmt: skip
         said = {field: options[name] for name, field in names.items() if options[name] is not None}
         durations = replace(durations, **said)

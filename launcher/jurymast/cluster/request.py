@@ -89,7 +89,7 @@ def check_runs_directory(runs: Path) -> None:
     """Raise RunDirectoryError when no run directory can be made below `runs`."""
     if any(mark in str(runs) for mark in "%\\\n\r"):
         raise RunDirectoryError(
-            f"the runs directory {str(runs)!r} has a character that Slurm takes amiss: %, \\ or line break",
+            f"the runs directory {str(runs)!r} has a character that Slurm does not take: %, \\ or line break",
             hint="choose another place with --runs DIR",
         )
     place = runs

@@ -307,7 +307,7 @@ class CadenceSet(Event):
     step_s: float = 0.0
     interval_s: float = 0.0
     stall_s: float = 0.0
-    drain_s: float = 0.0
+    copy_s: float = 0.0
     slowdown: float = 0.0
     mtbf_s: float = 0.0
 

@@ -19,7 +19,7 @@ KIND_CHARACTERS, WHY_CHARACTERS = 40, 200
 
 
 def kind_of(name: str) -> str:
-    """CancelDrain -> "cancel drain"."""
+    """CancelWrite -> "cancel write"."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
 
 

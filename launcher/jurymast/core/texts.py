@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 # Of the nodes of an incident; a switch takes hundreds along.
 NODES_TOLD = 20
+
+_UNITS_S = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+DURATION_PART = r"(\d+(?:\.\d+)?)\s*(ms|sec|s|min|m|h|d)"
 
 
 def some(names: Sequence[str], most: int = 6, separator: str = ", ") -> str:
@@ -15,6 +19,23 @@ def some(names: Sequence[str], most: int = 6, separator: str = ", ") -> str:
     return f"{separator.join(names[:most])} and {len(names) - most} more"
 
 
-def size(count: int) -> str:
-    """Bytes of memory: 1.5 GiB."""
+def size(count: float) -> str:
+    """Bytes with a decimal unit: 1.2 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000.0
+    return f"{count:.3g} PB"
+
+
+def memory_size(count: int) -> str:
+    """Bytes in the units of Slurm's --mem, in which people ask for memory: 1.5 GiB."""
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
+
+
+def seconds_in(text: str) -> float | None:
+    """Of a duration as people write it: 0.5s, 10m, 1h30m, 90 min, 2d; None for anything else."""
+    plain = text.strip().lower()
+    if not re.fullmatch(f"(?:{DURATION_PART}\\s*)+", plain):
+        return None
+    return sum(float(number) * _UNITS_S[unit] for number, unit in re.findall(DURATION_PART, plain))

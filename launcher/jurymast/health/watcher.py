@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from typing import Any
 
+from jurymast.child import Child
 from jurymast.core.nodes.findings import Finding
 from jurymast.core.nodes.looks import End, Looked, Looks
 from jurymast.health.discover import installed
@@ -22,7 +22,6 @@ from jurymast.health.readings import stands_in, waits_for_storage
 START_LIMIT_S = 60.0
 # How long a process that was killed may take to be gone.
 GONE_S = 5.0
-LINE_BYTES_MAX = 1 << 20
 # Signals that others send to a child; they say nothing about the probe that was looking.
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
@@ -46,7 +45,7 @@ class Watcher:
         self._looks = Looks(names, once=once)
         self._found = found
         self._once = once
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
         self._closing = asyncio.Event()
 
     @property
@@ -74,8 +73,8 @@ class Watcher:
     async def close(self) -> None:
         """Kill the child; `run` returns soon."""
         self._closing.set()
-        if self._process is not None and self._process.returncode is None:
-            await self._kill(self._process)
+        if self._child is not None:
+            await self._child.kill(GONE_S)
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -85,39 +84,34 @@ class Watcher:
 
     # One child.
 
-    async def _start(self, names: list[str]) -> asyncio.subprocess.Process:
-        process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "jurymast.health", limit=LINE_BYTES_MAX,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        assert process.stdin is not None
+    async def _start(self, names: list[str]) -> Child:
+        child = self._child = await Child.start("jurymast.health")
         context = replace(self._context, fresh=self._context.fresh and not self.probes)
         order = {"context": asdict(context), "probes": names, "once": self._once}
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-        return process
+        child.tell(json.dumps(order).encode())
+        return child
 
-    async def _follow(self, process: asyncio.subprocess.Process) -> End:
+    async def _follow(self, child: Child) -> End:
         """Hear the child until it ends, or says nothing for longer than it may."""
-        assert process.stdout is not None
         looking, limit_s, starved = "", START_LIMIT_S, 0
         # Not for ever: a cancelled `wait_for` may still give a line, and lose the cancellation.
         while not self._closing.is_set():
             try:
-                line = await asyncio.wait_for(process.stdout.readline(), limit_s)
+                line = await asyncio.wait_for(child.hear(), limit_s)
                 message: dict[str, Any] = json.loads(line) if line else {}
             except asyncio.TimeoutError:
-                state, where = stands_in(process.pid)
+                state, where = stands_in(child.pid)
                 if state == "R" and self._looks.starves(starved):
                     starved += 1
                     continue
                 detail = f"no answer for {limit_s * (starved + 1):.0f} s, in state {state}"
                 detail += f" in {where}" if where else ""
-                undead = not await self._kill(process)
+                undead = not await child.kill(GONE_S)
                 return End("hung", looking, detail, waits_for_storage(where), undead)
             except ValueError:
                 message = {}
             if not message:
-                return await self._ended(process, looking)
+                return await self._ended(child, looking)
             starved = 0
             if message["say"] == "look":
                 looking, limit_s = message["probe"], float(message["limit_s"])
@@ -126,32 +120,18 @@ class Watcher:
                 for finding in self._looks.looked(looking, message["state"], found, time.time()):
                     self._found(finding)
                 looking, limit_s = "", float(message["next_s"]) + START_LIMIT_S
-        await self._kill(process)
+        await child.kill(GONE_S)
         return End("done")
 
-    async def _ended(self, process: asyncio.subprocess.Process, looking: str) -> End:
-        try:  # not a kill at once: that would take the exit code from asyncio
-            await asyncio.wait_for(process.wait(), GONE_S)
-        except asyncio.TimeoutError:  # it has only closed its end
-            await self._kill(process)
-        code = process.returncode
+    async def _ended(self, child: Child, looking: str) -> End:
+        if not await child.gone(GONE_S):  # it has only closed its end
+            await child.kill(GONE_S)
+        code = child.code
         if code == 0 and not looking:
             return End("done")
         if code in FROM_OUTSIDE:
             return End("gone", looking, f"it was killed by signal {-(code or 0)}")
         return End("crashed", looking, f"exit code {code}" if (code or 0) >= 0 else f"signal {-(code or 0)}")
-
-    async def _kill(self, process: asyncio.subprocess.Process) -> bool:
-        """False when it is still there after all."""
-        try:
-            process.kill()
-        except ProcessLookupError:
-            pass
-        try:
-            await asyncio.wait_for(process.wait(), GONE_S)
-        except asyncio.TimeoutError:
-            return False
-        return True
 
 
 def names_to_ask(off: Collection[str]) -> list[str]:

@@ -165,10 +165,10 @@ class Keeper:
             return  # the disk is in trouble: what is known of it will show when it is used
         self.act(self.machine.scanned(found))
 
-    # ---- the drainer
+    # ---- the storage processes
 
     async def lend(self, step: int, attempt: int, rank: int) -> Loan | None:
-        """The whole image for the drainer; None when it is not here."""
+        """The whole image for a storage process; None when it is not here."""
         return await lend(self, (step, attempt, rank))
 
     def is_slot(self, copy: Copy) -> bool:
@@ -255,7 +255,7 @@ class Keeper:
                     record[word] = 0
                 record[Word.RESTORE] = Restore.PENDING
             case do.Mend():
-                slots.mend(self._words(effect.local, effect.slot))
+                slots.discard_unpublished(self._words(effect.local, effect.slot))
             case do.Offer():
                 slots.offer(self._words(effect.local, effect.slot), self.buffers[effect.buffer])
             case do.Install():

@@ -1,4 +1,4 @@
-"""Images lent to the drainer, which may take minutes: from a copy where memory allows, so that the slot is
+"""Images lent to storage processes, for minutes maybe: from a copy where memory allows, so that the slot is
 the rank's again as soon as a newer step is safe."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.texts import size as spelled
+from jurymast.core.texts import memory_size
 from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.threads import in_thread
@@ -41,7 +41,7 @@ async def lend(keeper: Keeper, key: Key) -> Loan | None:
     if not keeper.is_slot(copy) or not isinstance(place, Buffer):
         return Loan(copy.path, copy.manifest, release)
     making = asyncio.ensure_future(
-        _copied(keeper, place, size, f"a copy for storage of rank {key[2]}, {spelled(size)}")
+        _copied(keeper, place, size, f"a copy for storage of rank {key[2]}, {memory_size(size)}")
     )
 
     def give_up(_: object) -> None:

@@ -12,7 +12,7 @@ def published(words: SlotRecord) -> bool:
     return seq % 2 == 0 and seq != words[SlotWord.FREED]
 
 
-def mend(words: SlotRecord) -> None:
+def discard_unpublished(words: SlotRecord) -> None:
     """The rank is dead: what it began or published unseen is nothing. The one time that we write its word."""
     words[SlotWord.SEQ] = words[SlotWord.FREED]
 

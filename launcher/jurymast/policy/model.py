@@ -20,10 +20,11 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from jurymast.core.settings import Budget
+from jurymast.core.texts import DURATION_PART
 from jurymast.policy import values
 
 # How each kind of value is written, for the JSON Schema: what its reader in `values` accepts.
-_TIME: dict[str, Any] = {"type": "string", "pattern": f"^(?:{values.PART})+$"}
+_TIME: dict[str, Any] = {"type": "string", "pattern": f"^(?:{DURATION_PART})+$"}
 _AUTO: dict[str, Any] = {"const": "auto"}
 # YAML 1.1 reads off as false, an editor that knows YAML 1.2 as a word.
 _OFF: dict[str, Any] = {"enum": [False, "off"]}

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 
+from jurymast.core.checkpoints.cadence import Cadence, parse_cadence
 from jurymast.core.nearest import did_you_mean
 from jurymast.core.settings import Budget
+from jurymast.core.texts import seconds_in
 from jurymast.reference import thresholds, xids
-
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-PART = r"(\d+(?:\.\d+)?)(ms|s|m|h|d)"
-_PART = re.compile(PART)
 
 
 def duration(value: object) -> float:
     """Seconds in "0.5s", "10m", "1h30m", "24h"."""
-    text = value.strip() if isinstance(value, str) else ""
-    if not re.fullmatch(f"(?:{_PART.pattern})+", text):
+    seconds = seconds_in(value) if isinstance(value, str) else None
+    if seconds is None:
         raise ValueError(
             f"{written(value)} is no duration; write a number with a unit, like 0.5s, 10m, 1h30m or 2d"
         )
-    return sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(text))
+    return seconds
 
 
 def positive_duration(value: object) -> float:
@@ -81,27 +78,16 @@ def budget(value: object) -> Budget:
     return Budget(count=int(match[1]), window_s=positive_duration(match[2]))
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """How often to save: every `steps` steps, every `seconds`, or (both None) as computed."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-
 def cadence(value: object) -> Cadence:
     """A cadence: "auto", "200 steps" or "10m"."""
-    if value == "auto":
-        return Cadence()
-    match = re.fullmatch(r"\s*(\d+)\s*steps?\s*", value) if isinstance(value, str) else None
-    if match is not None:
-        return Cadence(steps=whole_number(int(match[1]), least=1))
     try:
-        return Cadence(seconds=positive_duration(value))
+        if isinstance(value, str) and not value.strip().isdigit():  # 200 may be seconds to whoever writes it
+            return parse_cadence(value)
     except ValueError:
-        raise ValueError(
-            f"{written(value)} is no cadence; write auto, a number of steps (200 steps) or a time (10m)"
-        ) from None
+        pass
+    raise ValueError(
+        f"{written(value)} is no cadence; write auto, a number of steps (200 steps) or a time (10m)"
+    )
 
 
 def fraction(value: object) -> float:

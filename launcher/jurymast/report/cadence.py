@@ -46,7 +46,7 @@ def cadence_json(state: RunState, plan: RunPlan, now: float) -> dict[str, Any]:
     }  # fmt: skip
     if agreed is None:
         return values
-    saving = Saving(agreed.stall_s, agreed.drain_s, agreed.slowdown)
+    saving = Saving(agreed.stall_s, agreed.copy_s, agreed.slowdown)
     every_s = agreed.every_steps * agreed.step_s or None
     if shared is not None and every_s is not None:  # what is copied is what was saved
         values["durable_every_seconds"] = max(shared, every_s)

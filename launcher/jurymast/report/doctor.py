@@ -58,7 +58,7 @@ class Site:
 
 
 def examine(runs: Path, spool: Path) -> Iterator[Check]:
-    """All checks, in the order in which to mend things."""
+    """All checks, in the order in which to put things right."""
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         yield Check(
@@ -309,7 +309,7 @@ def _clock(site: Site) -> Check:
     offset = theirs - min(max(theirs, int(before)), after)
     if abs(offset) > CLOCKS_AGREE_S:
         return Check(
-            "clocks", NO, f"this machine and slurmctld differ by {offset:.0f} s", "mend NTP: munge needs it"
+            "clocks", NO, f"this machine and slurmctld differ by {offset:.0f} s", "repair NTP: munge needs it"
         )
     return Check("clocks", YES, "this machine and slurmctld agree to the second")
 

@@ -15,7 +15,7 @@ from jurymast.core.planning.reliability import LEVEL, Mtbf, mtbf
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.report.liveness import Liveness, look, slurm_jobs
-from jurymast.report.view import Watcher, amiss, incident_json, public_state, shown_step
+from jurymast.report.view import Watcher, data_gaps, incident_json, public_state, shown_step
 from jurymast.report.words import iso
 
 Report = dict[str, Any]
@@ -37,7 +37,7 @@ def report_view(watcher: Watcher, life: Liveness | None = None, now: float | Non
     return {
         "run": state.run or plan.run, "name": state.name or plan.name, "state": word, "end_reason": why,
         "provisional": not account.final and life.kind != "gone",
-        "until": iso(account.end / 1e6) if account.end else None, "warnings": amiss(watcher),
+        "until": iso(account.end / 1e6) if account.end else None, "warnings": data_gaps(watcher),
         "ratios": account.ratios(), "definitions": RATIOS,
         "categories": {name: account.totals[name] / 1e6 for name in ordered(list(account.totals))},
         "total_node_seconds": sum(account.totals.values()) / 1e6,

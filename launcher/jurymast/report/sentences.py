@@ -224,7 +224,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
 _DECISIONS: dict[str, Callable[[Entry], str]] = {
     "Launch": lambda e: f"launch attempt {e['attempt']} on {some(list(e['placement']))}",
     "StopWorkers": lambda e: f"stop attempt {e['attempt']} on {some(list(e['nodes'])) or 'no node'}",
-    "Test": lambda e: (
+    "TestNodes": lambda e: (
         f"test {some(list(e['nodes']))}"
         + (f" with {some(list(e['partners']))}" if e.get("partners") else "")
         + f", for {duration(e['limit_s'])} at most"

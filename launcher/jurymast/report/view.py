@@ -208,7 +208,7 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
     return f"saves after step {save}" if save else ""
 
 
-def amiss(watcher: Watcher) -> list[str]:
+def data_gaps(watcher: Watcher) -> list[str]:
     """What a report must not leave out: what of the journal is missing, and steps that no checkpoint has."""
     state, found = watcher.state, list(watcher.tail.unread)
     kept = [t.step for name, t in state.saved.items() if name not in (MEMORY, PEER) and t.step is not None]
@@ -230,7 +230,7 @@ def amiss(watcher: Watcher) -> list[str]:
 
 def warnings(watcher: Watcher, life: Liveness, now: float, told: Condition | None) -> list[str]:
     """What somebody should look at, most urgent first. `told`: see `report.first_hand`."""
-    state, found = watcher.state, amiss(watcher)
+    state, found = watcher.state, data_gaps(watcher)
     unwritten = told.journal if told is not None else ""
     if life.kind == "gone" and not state.ended:
         found.append(public_state(state, life)[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime, timezone
 
+from jurymast.core.texts import size as size
 from jurymast.core.texts import some as some
 
 
@@ -43,16 +44,6 @@ def squeue_time(seconds: float) -> str:
     if days:
         return f"{days}-{hours:02d}:{minutes:02d}:{rest:02d}"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def size(count: int) -> str:
-    """Bytes with a decimal unit: 1.2 GB."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if value < 999.5 or unit == "PB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
-        value /= 1000.0
-    raise AssertionError("unreachable")
 
 
 def amounts(tiers: Mapping[str, int]) -> str:

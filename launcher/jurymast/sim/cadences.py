@@ -109,7 +109,7 @@ def asked_cadence(text: str, nodes: int, rate: float, durations: Durations) -> C
     if word in ("young", "optimum"):
         if rate <= 0.0:
             return Cadence(steps=NEVER)
-        cost_s = Saving(durations.stall_s, durations.drain_s, durations.slowdown).cost_s
+        cost_s = Saving(durations.stall_s, durations.copy_s, durations.slowdown).cost_s
         best_s = (young_s if word == "young" else optimal_s)(cost_s, mtbf_s(nodes, rate))
         return Cadence(steps=max(1, round(best_s / durations.step_s)))
     asked = parse_cadence(word.removeprefix("fixed:"))

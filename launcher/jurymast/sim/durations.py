@@ -31,7 +31,7 @@ class Parts:
 class Durations:
     """All in seconds.
 
-    A failure costs `restart_s` and the steps since the newest complete save. `drain_s` is how long after
+    A failure costs `restart_s` and the steps since the newest complete save. `copy_s` is how long after
     its stall a save becomes complete, while steps go on and take `slowdown` (0.1: a tenth) more time.
     `repair_s` is what passes until a lost node, or another in its place, joins as a spare again.
 
@@ -51,7 +51,7 @@ class Durations:
     warm_up_s: float = 0.0  # of the first step, more than the others take
     step_s: float = 5.0
     stall_s: float = 1.0
-    drain_s: float = 0.0
+    copy_s: float = 0.0
     slowdown: float = 0.0
     repair_s: float = 6 * 3600.0
     requeue_s: float = 600.0
@@ -83,18 +83,18 @@ class Durations:
         """From a node's loss to the first step after it, without waiting for a node."""
         return self.detection_s + self.stop_s + self.launch_s + self.restore_s + self.warm_up_s
 
-    def time_of(self, steps: float, *, draining: bool) -> float:
-        """Seconds that `steps` take; `draining`: a save was made just before them."""
-        slow = self._slow_steps() if draining else 0.0
+    def time_of(self, steps: float, *, copying: bool) -> float:
+        """Seconds that `steps` take; `copying`: a save was made just before them."""
+        slow = self._slow_steps() if copying else 0.0
         return self.step_s * (steps + self.slowdown * min(steps, slow))
 
-    def steps_in(self, seconds: float, *, draining: bool) -> int:
+    def steps_in(self, seconds: float, *, copying: bool) -> int:
         """Whole steps done in `seconds`; the inverse of `time_of`."""
-        slow = self._slow_steps() if draining else 0.0
+        slow = self._slow_steps() if copying else 0.0
         slow_s = slow * self.step_s * (1.0 + self.slowdown)
         if seconds < slow_s:
             return int(seconds / (self.step_s * (1.0 + self.slowdown)) + 1e-9)
         return int(slow + (seconds - slow_s) / self.step_s + 1e-9)
 
     def _slow_steps(self) -> float:
-        return self.drain_s / (self.step_s * (1.0 + self.slowdown)) if self.slowdown else 0.0
+        return self.copy_s / (self.step_s * (1.0 + self.slowdown)) if self.slowdown else 0.0

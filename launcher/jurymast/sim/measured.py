@@ -66,7 +66,7 @@ class Measured:
             detection_s=silence_s + worst.detect_s, stop_s=worst.stop_s, launch_s=worst.launch_s,
             kinds=self.kinds, restore_s=node_bytes / self.restore, warm_up_s=TRAINING_START_S,
             requeue_s=self.requeue_s + QUEUE_S, stall_s=node_bytes / self.copy,
-            drain_s=node_bytes / self.replicate, slowdown=SLOWDOWN, write_s=write_s, read_s=write_s,
+            copy_s=node_bytes / self.replicate, slowdown=SLOWDOWN, write_s=write_s, read_s=write_s,
         )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ class Simulation:
         self._dead: set[str] = set()  # nobody noticed yet
         self._generation = 0  # of launches and of faults that break an attempt
         self._training = False
-        self._segment = (0.0, 0, False)  # start, steps before it, copies drain during it
+        self._segment = (0.0, 0, False)  # start, steps before it, copies are made during it
         self._next_save = 0  # step
         self._plans = 0  # of what ranks do next
         self._next_fault, self._end, self._saves = START, START + setup.seconds, 0
@@ -361,19 +361,19 @@ class Simulation:
         first_s = self._d.warm_up_s + self._d.step_s
         self._at(self.now + first_s, self._train, generation, step + 1, False)
 
-    def _train(self, generation: int, at_step: int, draining: bool) -> None:
+    def _train(self, generation: int, at_step: int, copying: bool) -> None:
         """Steps go on from `at_step`, until the next save or fault."""
         if generation != self._generation:
             return
         if not self._training:
             self._progress(at_step)
-        self._training, self._segment, self._next_save = True, (self.now, at_step, draining), 0
+        self._training, self._segment, self._next_save = True, (self.now, at_step, copying), 0
         self._look(generation)
 
     def _steps_now(self) -> int:
         """Done by now; when a save is due, ranks stand still for it."""
-        start, before, draining = self._segment
-        done = before + self._d.steps_in(self.now - start, draining=draining)
+        start, before, copying = self._segment
+        done = before + self._d.steps_in(self.now - start, copying=copying)
         return min(done, self._next_save or done)
 
     def _look(self, generation: int) -> None:
@@ -391,8 +391,8 @@ class Simulation:
 
     def _plan_save(self, step: int) -> None:
         """Ranks have done `step`: what happens next if nothing else does."""
-        start, before, draining = self._segment
-        until = self._save_after(step, before if draining else None)
+        start, before, copying = self._segment
+        until = self._save_after(step, before if copying else None)
         if until == self._next_save:
             return
         self._next_save = until
@@ -411,15 +411,15 @@ class Simulation:
         self._at(due + more * cycle_s, self._saved, self._plans, until + more * steps, more + 1, steps)
 
     def _save_after(self, step: int, saved: int | None) -> int:
-        """The step of the next save; none begins while that of the step `saved` drains."""
+        """The step of the next save; none begins while that of the step `saved` is being copied."""
         if saved is not None:
-            step = max(step, saved + math.ceil(self._d.drain_s / self._d.step_s) - 1)
+            step = max(step, saved + math.ceil(self._d.copy_s / self._d.step_s) - 1)
         return self._ranks.next_save(step)
 
     def _time_of(self, step: int) -> float:
         """When a step of this segment is done."""
-        start, before, draining = self._segment
-        return start + self._d.time_of(step - before, draining=draining)
+        start, before, copying = self._segment
+        return start + self._d.time_of(step - before, copying=copying)
 
     def _strike_within(self, step: int, until: int) -> None:
         """The next fault that waits for a step, if it is one of these."""
@@ -446,7 +446,7 @@ class Simulation:
         """How many saves after that at `first_at`, one every `steps`, are over before anything else happens,
         and the time from one to the next. One event tells of all of them, and all times come out the same.
         """
-        cycle_s = self._d.time_of(steps, draining=True) + self._d.stall_s
+        cycle_s = self._d.time_of(steps, copying=True) + self._d.stall_s
         if self.state.incident is not None or self._scripted or not self._ranks.steady:
             return 0, cycle_s
         until = min(self._next_fault, self._end, self._heap[0][0] if self._heap else math.inf)
@@ -467,8 +467,8 @@ class Simulation:
         self._feed(saved if saves == 1 else together)
         self._ranks.heard(saved)
         if PEER not in self.state.saved and d.write_s is not None and self.state.settings.replicas:
-            self._feed(copied(PEER, (at_step, attempt), self.now, seconds=d.drain_s).event)
-        cycle_s = d.time_of(steps, draining=True) + d.stall_s
+            self._feed(copied(PEER, (at_step, attempt), self.now, seconds=d.copy_s).event)
+        cycle_s = d.time_of(steps, copying=True) + d.stall_s
         for more in reversed(range(saves)):
             at = self.now - more * cycle_s
             self._tiers.saved((at_step - more * steps, attempt), at, at + cycle_s if more else math.inf)

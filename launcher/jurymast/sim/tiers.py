@@ -7,7 +7,7 @@ attempt restores by `core.checkpoints.restore`, with the ranks of only those nod
 the lost ones, the others of their XOR groups, and one that stands for the rest.
 
 The copy in a node's own memory is there when its stall is over and outlives dead ranks, replicas follow
-`Durations.drain_s` later.
+`Durations.copy_s` later.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SimTiers:
 
     def saved(self, key: Key, at: float, next_at: float) -> None:
         """The stall of a save ended; that of the next one ends at `next_at`, as far as that is certain."""
-        self._recent = [*self._recent[-1:], (key, at + self._d.drain_s)]
+        self._recent = [*self._recent[-1:], (key, at + self._d.copy_s)]
         if self._storage is not None and self._storage.wants(at, next_at):
             self._storage.saved(key, at)
 
@@ -130,7 +130,7 @@ class SimTiers:
 
     def _world(self) -> _World:
         # Before this the others have made the copies anew that were lost.
-        lost = {place for at, place in self._losses if at >= self._halted_at - self._d.drain_s}
+        lost = {place for at, place in self._losses if at >= self._halted_at - self._d.copy_s}
         world = _World(self._replication, lost)
         if self._storage is not None:
             for key, complete_at in self._recent:
@@ -150,7 +150,7 @@ class _Storage:
         self._writes = Writes(state, self._copies, holders)
         replicas = Replicas(state, self._copies, holders, self._commit)
         self._securing = Securing(self._copies, holders, self._commit, replicas, self._writes)
-        self._order: msg.Drain | None = None
+        self._order: msg.Write | None = None
         self._now = self._ends_at = 0.0
 
     @property
@@ -230,16 +230,16 @@ class _Storage:
             self._carry_out(self._writes.look(key, self._now))
         return self._order is not None
 
-    def _end(self, order: msg.Drain) -> None:
+    def _end(self, order: msg.Write) -> None:
         self._order = None
-        done = msg.Drained(id=order.id, tier=order.tier, ok=True, size_bytes=1)
+        done = msg.Written(id=order.id, tier=order.tier, ok=True, size_bytes=1)
         self._carry_out(self._writes.hear(ALL_NODES, done, self._now))
         for key in list(self._writes.shared)[: -self._state.settings.keep]:
             del self._writes.shared[key]
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Send) and isinstance(effect.message, msg.Drain):
+            if isinstance(effect, Send) and isinstance(effect.message, msg.Write):
                 self._order, self._ends_at = effect.message, self._now + self._write_s
 
 

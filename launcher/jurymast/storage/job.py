@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from jurymast.core.texts import size
 from jurymast.rundir import renew
 
 Result = TypeVar("Result")
@@ -109,14 +110,6 @@ def explain(error: OSError, path: Path | str) -> str:
     return f"{error.strerror or error} at {place}"
 
 
-def size_text(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 def free_bytes(path: Path | str) -> int | None:
     """What a user may still write at `path`, or at its nearest parent that exists; None: unknown."""
     for place in (Path(path), *Path(path).parents):
@@ -130,4 +123,4 @@ def free_bytes(path: Path | str) -> int | None:
 
 def _free(path: str) -> str:
     free = free_bytes(path)
-    return "?" if free is None else size_text(free)
+    return "?" if free is None else size(free)

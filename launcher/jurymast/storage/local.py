@@ -15,9 +15,10 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
+from jurymast.core.texts import size
 from jurymast.foreign import NotOurs, check_private, make_private
 from jurymast.rundir import sync_directory, write_atomically
-from jurymast.storage.job import Job, StorageFailure, explain, free_bytes, size_text
+from jurymast.storage.job import Job, StorageFailure, explain, free_bytes
 from jurymast.storage.orders import Done, WriteLocal
 from jurymast.storage.source import NewFile, Source
 
@@ -63,7 +64,7 @@ class LocalDirectory:
         return gone
 
     def sweep(self) -> None:
-        """Remove what a drainer that was killed left: images without a manifest, temporary files."""
+        """Remove what a storage process that was killed left: images without a manifest, temporary files."""
         for step, attempt in self.states():
             place = self.path(step, attempt)
             ranks = self.ranks(step, attempt)
@@ -136,7 +137,7 @@ def _make_room(directory: LocalDirectory, needed: int, state: State) -> None:
     free = free_bytes(directory.root)
     if free is not None and free < needed:
         raise StorageFailure(
-            f"no space left at {directory.root}: {size_text(needed)} are needed, {size_text(free)} are free; "
+            f"no space left at {directory.root}: {size(needed)} are needed, {size(free)} are free; "
             "make room there, or choose another path"
         )
 

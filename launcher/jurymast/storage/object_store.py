@@ -199,7 +199,7 @@ class ObjectStore:
         keyed = None if unsealed else self._vouched(step, data)
         if manifest.step != step:
             raise StorageFailure(f"step {step} in {self.url} is of step {manifest.step}")
-        place = directory.draining(step, manifest.attempt, secrets.token_hex(4))
+        place = directory.writing(step, manifest.attempt, secrets.token_hex(4))
         try:
             directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             place.mkdir(mode=0o700)

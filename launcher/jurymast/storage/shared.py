@@ -1,6 +1,6 @@
 """Images to shared storage, as a stock DCP directory, by all nodes together.
 
-The nodes meet in the directory that they write, `.draining-STEP.aATTEMPT.NONCE`; what each does when is
+The nodes meet in the directory that they write, `.writing-STEP.aATTEMPT.NONCE`; what each does when is
 decided in `core.checkpoints.meeting`.
 
     layout-r00008.json   the manifests of all images that a node has; 8 is the first one's rank
@@ -74,7 +74,7 @@ class _Part:
         self._directory = CheckpointDirectory(order.root)
         self._step, self._attempt, self._world = order.step, order.attempt, order.world
         self._machine = Meeting((order.step, order.attempt), order.world, leads=order.lead)
-        self._place = self._directory.draining(self._step, self._attempt, order.nonce)
+        self._place = self._directory.writing(self._step, self._attempt, order.nonce)
         self._sources: list[Source] = []
         self._manifests: dict[int, keeper.Manifest] = {}  # by rank, as they come
         self._heard: set[str] = set()  # files that they came in
@@ -178,7 +178,7 @@ class _Part:
         self._directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         order = self._order
         claim(self._directory.root, Owner(order.run, order.run_directory) if order.run else None)
-        self._directory.sweep_drains()
+        self._directory.sweep_unfinished()
         if os.path.lexists(self._directory.path(self._step)):
             # No complete checkpoint, or it would not come to this; but maybe all that is left of something.
             self._directory.set_aside(self._step)

@@ -20,7 +20,7 @@ from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.journal import JournalWriter, first_events
 from jurymast.processes import log_as
 from jurymast.rundir import RunDirectory
-from jurymast.supervisor.door import allow_files
+from jurymast.supervisor.acceptor import allow_files
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.wire.endpoint import claim, claim_epoch

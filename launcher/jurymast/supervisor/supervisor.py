@@ -27,8 +27,8 @@ from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import ClusterUnavailableError, SubmissionError, never
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, renew, write_atomically
+from jurymast.supervisor.acceptor import Acceptor
 from jurymast.supervisor.clock import Clock
-from jurymast.supervisor.door import Door
 from jurymast.supervisor.hold import Hold
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel
@@ -235,9 +235,9 @@ class Supervisor:
     ) -> None:
         """Announce the endpoint, and supervise until the end. Raises what broke it."""
         self._allocation = allocation
-        door = Door(self._secret, self.state.active + self.state.spares)
+        acceptor = Acceptor(self._secret, self.state.active + self.state.spares)
         servers = [
-            await listen(lambda come: self._spawn(self._serve(door, come)), listener)
+            await listen(lambda come: self._spawn(self._serve(acceptor, come)), listener)
             for listener in listeners
         ]
         port = listeners[0].getsockname()[1]
@@ -290,8 +290,8 @@ class Supervisor:
 
     # Agents and operators.
 
-    async def _serve(self, door: Door, come: Connection) -> None:
-        if (entered := await door.enter(come)) is None:
+    async def _serve(self, acceptor: Acceptor, come: Connection) -> None:
+        if (entered := await acceptor.enter(come)) is None:
             return
         connection, first = entered
         match first:

@@ -49,7 +49,7 @@ def begin(
 ) -> None:
     """In a process just forked from the server `parent`; returns to go on to the script. A `program` takes
     its place instead."""
-    _tether(parent)
+    _bind_to_host(parent)
     name_process(name)
     variables = {**environment, **order["environment"]}
     _redirect_output(variables.get(LOG_VARIABLE, ""))
@@ -92,7 +92,7 @@ def begin_cold(loaded: frozenset[str], what: dict[str, Any]) -> None:
     this.cold, this.cold_since = what["why"], what["since"]
 
 
-def _tether(parent: int) -> None:
+def _bind_to_host(parent: int) -> None:
     """A rank must not outlive its node: the agent's end ends the server, that the ranks.
 
     The server may have ended already, unheard; only its id tells. Like a rank of torchrun's it leads a

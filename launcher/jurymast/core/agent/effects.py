@@ -213,7 +213,7 @@ class StartSupervisor:
 class StartWrite:
     """Write images of this node. Its end is an event; one that was cancelled says nothing else."""
 
-    order: msg.Drain
+    order: msg.Write
 
 
 @dataclass(frozen=True)

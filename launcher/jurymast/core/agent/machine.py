@@ -178,9 +178,9 @@ class AgentMachine:
             case msg.TestAlone() | msg.TestPair():
                 idle = self.ranks.state in ("warming", "waiting")  # nothing is tested beside ranks
                 return self.tests.test(order, now) if idle else self.tests.end()
-            case msg.Drain():
+            case msg.Write():
                 return self.writes.begin(order, now)
-            case msg.CancelDrain():
+            case msg.CancelWrite():
                 return self.writes.cancel(order.id, now)
             case msg.Leave() | msg.Moved() | Strange():
                 return []  # the link's, and nobody's

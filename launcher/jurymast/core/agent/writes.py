@@ -30,7 +30,7 @@ class Writes:
         self._leads = order.rank == 0
         self._foreseen.clear()
 
-    def begin(self, order: msg.Drain, now: float) -> list[Effect]:
+    def begin(self, order: msg.Write, now: float) -> list[Effect]:
         """A supervisor orders one at a time: what an earlier one, maybe dead, ordered for the tier is void,
         and may be waiting for a node that is gone. What it ordered just before a connection broke it orders
         again."""

@@ -322,7 +322,7 @@ class Agreement:
             t=now, attempt=self._attempt, number=number, from_step=at, first_step=first,
             every_steps=repeat, reason=reason, by=by, step_s=round(self.step_s, 6),
             interval_s=round(interval_s or (told.interval_s if told else 0.0), 3),
-            stall_s=round(saving.stall_s, 6), drain_s=round(saving.drain_s, 3),
+            stall_s=round(saving.stall_s, 6), copy_s=round(saving.copy_s, 3),
             slowdown=round(saving.slowdown, 4), mtbf_s=expected_mtbf_s(self.state, now),
         )  # fmt: skip
         return self._send(self._places, self._current)

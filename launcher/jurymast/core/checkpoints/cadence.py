@@ -14,9 +14,9 @@ import re
 import sys
 from dataclasses import dataclass
 
-from jurymast.core.planning.failure_rate import DAY_S
 from jurymast.core.planning.forecast import DURABLE_SHARE
 from jurymast.core.planning.optimum import Saving, async_goodput, optimal_interval_s, two_levels, young_s
+from jurymast.core.texts import seconds_in
 
 # Stalls may take at most a tenth of the time, however short the time between failures.
 STALLS_PER_INTERVAL_MIN = 10.0
@@ -36,9 +36,7 @@ SHARE_WEIGHT = 20.0
 # Until a run has a past, its durable copies are never further apart than this share of its age.
 AGE_SHARE = 0.1
 
-_UNITS_S = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY_S}
 _STEPS = re.compile(r"(\d+)\s*(?:steps?)?")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d)")
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ def parse_cadence(text: str | int) -> Cadence:
         return Cadence()
     if match := _STEPS.fullmatch(plain):
         return Cadence(steps=int(match[1]))
-    if match := _DURATION.fullmatch(plain):
-        return Cadence(seconds=float(match[1]) * _UNITS_S[match[2]])
+    if (seconds := seconds_in(plain)) is not None:
+        return Cadence(seconds=seconds)
     raise ValueError(f"{text!r} is not a cadence; write '200 steps', '10m' or 'auto'")
 
 
@@ -135,14 +133,14 @@ def best_interval_s(saving: Saving, mtbf_s: float, max_loss_s: float) -> float:
     unless stalls would then take more than a tenth of the time, or saves overtake each other."""
     best_s = optimal_interval_s(saving, mtbf_s)
     return max(
-        min(best_s, max_loss_s - saving.drain_s), STALLS_PER_INTERVAL_MIN * saving.stall_s, saving.drain_s
+        min(best_s, max_loss_s - saving.copy_s), STALLS_PER_INTERVAL_MIN * saving.stall_s, saving.copy_s
     )
 
 
 def why_interval(saving: Saving, mtbf_s: float, max_loss_s: float) -> str:
     """Which of the bounds of `best_interval_s` counts, in words."""
     chosen_s = best_interval_s(saving, mtbf_s, max_loss_s)
-    if chosen_s > max_loss_s - saving.drain_s:
+    if chosen_s > max_loss_s - saving.copy_s:
         return "as often as the cost of a save allows"
     if chosen_s < optimal_interval_s(saving, mtbf_s):
         return "so that no failure costs more than max_loss"

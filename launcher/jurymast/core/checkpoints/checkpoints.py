@@ -110,7 +110,7 @@ class Checkpoints:
                 return [self._restore.sources(node, message)]
             case msg.Unrestorable():
                 return [Record(ev.RestoreFailed(t=now, node=node, **asdict(message)))]
-            case msg.Drained():
+            case msg.Written():
                 return self._writes.hear(node, message, now)
             case _:
                 return never(message)
@@ -139,7 +139,7 @@ class Checkpoints:
             if message.why:
                 self._commit.corrupt(copy, f"{node}: {message.why}")
         self._gone(now)
-        why = f"a copy is no copy any more: {message.why}"
+        why = f"copy dropped: {message.why}"
         return [_noted(node, why, now)] if message.why else []
 
     def _gone(self, now: float) -> None:

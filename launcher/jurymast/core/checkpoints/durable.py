@@ -27,7 +27,7 @@ def durable_every_s(state: RunState, took_s: float, now: float) -> float | None:
         *state.restores(),
         copies_elsewhere=bool(settings.replicas or settings.parity) and len(state.nodes) > 1,
     )
-    cheap = Saving(known.stall_s, known.drain_s, known.slowdown)
+    cheap = Saving(known.stall_s, known.copy_s, known.slowdown)
     durable = Saving(0.0, took_s, known.slowdown)
     return durable_interval_s(cheap, durable, known.mtbf_s, share, settings.max_loss_s, now - state.began_at)
 

@@ -10,7 +10,7 @@ from jurymast.core.checkpoints import foresight
 from jurymast.core.checkpoints.foresight import Foreseen, Need, Room
 from jurymast.core.checkpoints.parity import Keeping
 from jurymast.core.effects import Effect, Record
-from jurymast.core.texts import size
+from jurymast.core.texts import memory_size
 
 
 class Shortages:
@@ -54,13 +54,14 @@ class Shortages:
 
 def _shortage(need: Need, room: Room) -> str:
     parts = {"two images of each rank": need.slots_bytes, "replicas of other nodes": need.replicas_bytes}
-    told = ", ".join(f"{what} {size(count)}" for what, count in parts.items() if count)
+    told = ", ".join(f"{what} {memory_size(count)}" for what, count in parts.items() if count)
     consequence = (
         "all ranks will save to shared storage"
         if need.slots_bytes > room.free
         else "replicas will be kept elsewhere, or as parity"
     )
     return (
-        f"checkpoints will take {size(need.total_bytes)} of memory here ({told}), but only "
-        f"{size(room.free)} can be had (limit: {room.limit}); ask Slurm for more --mem, or {consequence}"
+        f"checkpoints will take {memory_size(need.total_bytes)} of memory here ({told}), but only "
+        f"{memory_size(room.free)} available (limit: {room.limit}); "
+        f"ask Slurm for more --mem, or {consequence}"
     )

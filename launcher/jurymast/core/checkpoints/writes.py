@@ -1,6 +1,6 @@
 """Brings committed states to local, shared and object storage: when, by which nodes, and how that ended.
 
-A write is ordered by `messages.Drain`. There is one to a tier at a time, and it fails with the first node
+A write is ordered by `messages.Write`. There is one to a tier at a time, and it fails with the first node
 that fails or is lost; then another is tried later, with the state that is the newest by then. Where others
 have the same images whole, they write then what the one that failed has not written.
 """
@@ -38,7 +38,7 @@ class Write:
     tier: str
     key: Key
     started_at: float
-    waiting: dict[str, msg.Drain]
+    waiting: dict[str, msg.Write]
     late_at: float
     size_bytes: int = 0
 
@@ -103,7 +103,7 @@ class Writes:
         late_at = now + late_after_s(self._state, tier, size_bytes, len(writers))
         world = self._copies.world(key)
         orders = {
-            node: msg.Drain(
+            node: msg.Write(
                 id=name, tier=tier, step=key[0], attempt=key[1], ranks=tuple(ranks), world=world,
                 lead=0 in ranks or tier == cp.OBJECT,
             )
@@ -151,7 +151,7 @@ class Writes:
 
     # ---- ending
 
-    def hear(self, node: str, message: msg.Drained, now: float) -> list[Effect]:
+    def hear(self, node: str, message: msg.Written, now: float) -> list[Effect]:
         write = self._under_way.get(message.tier)
         if write is None or write.id != message.id:
             return []
@@ -208,7 +208,7 @@ class Writes:
     def _end(self, write: Write, why: str, now: float) -> list[Effect]:
         """All of it is there, or (`why`) it will not be: then nobody goes on."""
         del self._under_way[write.tier]
-        cancel = msg.CancelDrain(id=write.id)
+        cancel = msg.CancelWrite(id=write.id)
         effects: list[Effect] = [Send(node, cancel) for node in sorted(write.waiting)]
         took_s = now - write.started_at
         if why:

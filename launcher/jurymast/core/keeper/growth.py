@@ -10,7 +10,7 @@ from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.holding import Holding
 from jurymast.core.keeper.memory import Buffer, Do, Memory
 from jurymast.core.keeper.slots import RankSlots
-from jurymast.core.texts import size
+from jurymast.core.texts import memory_size
 
 
 class Growth:
@@ -28,14 +28,14 @@ class Growth:
         unserved = [one for one in active if one is not mine and not one.growing and one.lacking(1)]
         also = sum(len(one.lacking(1)) for one in unserved) * want
         each = f" for each of {len(active)} ranks" if len(active) > 1 else ""
-        asked = f"two slots of {size(want)}{each}{self._besides()}"
+        asked = f"two slots of {memory_size(want)}{each}{self._besides()}"
         mine.growing = True
         memory.claim(self, asked, len(mine.lacking(want)), want, also=also)
 
     def _besides(self) -> str:
         buffers = (self._holding.buffer_of(c) for c in self._holding.copies.values() if c.tier != LOCAL)
         held = sum(one.allocated for one in buffers if one is not None)
-        return f" (besides {size(held)} of checkpoints held here)" if held else ""
+        return f" (besides {memory_size(held)} of checkpoints held here)" if held else ""
 
     def granted(self, buffers: list[Buffer]) -> None:
         self.fresh = buffers

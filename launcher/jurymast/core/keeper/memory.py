@@ -9,7 +9,7 @@ from typing import Protocol
 
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper.effects import Effect, Make, Measure, Reserve, Unmake
-from jurymast.core.texts import size
+from jurymast.core.texts import memory_size
 
 ROUND_BYTES = 2 << 20
 Do = Callable[[Effect], None]
@@ -194,7 +194,7 @@ class Memory:
 def refusal(asked: str, room: Room) -> str:
     """One line that says why and what to do."""
     return (
-        f"no memory for {asked}: {size(room.free)} can be had (limit: {room.limit}); "
+        f"no memory for {asked}: {memory_size(room.free)} available (limit: {room.limit}); "
         "ask Slurm for more --mem, or set checkpoint.tiers.memory: off"
     )
 

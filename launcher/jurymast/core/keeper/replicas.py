@@ -11,7 +11,7 @@ from jurymast.core.keeper.copies import Copy, Image
 from jurymast.core.keeper.holding import Holding
 from jurymast.core.keeper.memory import Buffer, kernel_refusal
 from jurymast.core.keeper.work import Fetched, Found, Work, Works
-from jurymast.core.texts import size
+from jurymast.core.texts import memory_size
 
 AT_ONCE = 2
 Name = tuple[Image, str, tuple[int, ...]]
@@ -46,12 +46,12 @@ class Replica(Work):
             self._over()
         elif self.group:
             length = mixed_bytes(found.reports, self.order.part)
-            asked = f"the parity of {len(self.group)} ranks, {size(length)}"
+            asked = f"the parity of {len(self.group)} ranks, {memory_size(length)}"
             self._claim(asked, length, (0, length))
         else:
             # It may become a slot; but memory is taken only for this part.
             start, end = extent(found.reports[0], self.order.part)
-            asked = f"a replica of rank {self.image[2]}, {size(end - start)}"
+            asked = f"a replica of rank {self.image[2]}, {memory_size(end - start)}"
             self._claim(asked, found.slot_bytes, (start, end))
 
     def _claim(self, asked: str, capacity: int, extent: tuple[int, int]) -> None:

@@ -13,7 +13,7 @@ from jurymast.core.keeper.copies import Copy, Image
 from jurymast.core.keeper.memory import Buffer, kernel_refusal
 from jurymast.core.keeper.slots import RankSlots, Slot, State
 from jurymast.core.keeper.work import Fetched, Found, Work, Works
-from jurymast.core.texts import size
+from jurymast.core.texts import memory_size
 
 
 class Bringing(Work):
@@ -124,7 +124,7 @@ class Bringing(Work):
         """A buffer, or what the one that is here lacks."""
         asked = f"what rank {self.image[2]} restores"
         if self.buffer is None:
-            self.memory.claim(self, f"{asked}, {size(self._slot_bytes)}", 1, self._slot_bytes)
+            self.memory.claim(self, f"{asked}, {memory_size(self._slot_bytes)}", 1, self._slot_bytes)
         else:
             also = self.buffer.capacity - self.buffer.allocated
             self.memory.claim(self, asked, 0, 0, also=also)

@@ -22,12 +22,10 @@ from jurymast.core.messages.beats import Beat, CadenceReport, RankReport, Times,
 from jurymast.core.messages.checkpoints import (
     AboutCheckpoints,
     AskSources,
-    CancelDrain,
+    CancelWrite,
     CheckpointOrder,
     Committed,
     CopyReport,
-    Drain,
-    Drained,
     Dropped,
     Foreseen,
     Forget,
@@ -47,6 +45,8 @@ from jurymast.core.messages.checkpoints import (
     Unreplicated,
     Unrestorable,
     Void,
+    Write,
+    Written,
 )
 from jurymast.core.messages.nodes import (
     Health,
@@ -84,8 +84,8 @@ from jurymast.core.messages.run import (
 
 __all__ = [
     "AboutCheckpoints", "Accepted", "Answer", "Ask", "AskSources", "Beat", "Cadence", "CadenceReport",
-    "CancelDrain", "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss", "Drain",
-    "Drained", "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper",
+    "CancelWrite", "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss", "Write",
+    "Written", "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper",
     "GiveSlotsUp", "GoOn", "HangsUp", "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave",
     "LeaveVerdict", "Leaving", "Look", "Looked", "Member", "MemberReport", "Moved", "Order", "Prefetched",
     "RankEvent", "RankReport", "RanksState", "Ready", "Refused", "Replicate", "Restore", "Said", "Source",
@@ -96,7 +96,7 @@ __all__ = [
 ]  # fmt: skip
 
 # What an agent says again over its next connection, unless it knows that it was heard: no hello tells it.
-Kept = Failed | RankEvent | AskSources | Unrestorable | Drained
+Kept = Failed | RankEvent | AskSources | Unrestorable | Written
 
 _Said = (
     Hello | Ready | Started | Failed | Stopped | Finished | RankEvent | Terminated | HangsUp | Leaving

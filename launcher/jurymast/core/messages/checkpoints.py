@@ -157,8 +157,8 @@ class Unreplicated(ToSupervisor, frozen=True, kw_only=True):
     group: tuple[int, ...] = ()
 
 
-class Drained(ToSupervisor, frozen=True, kw_only=True):
-    """How a node's part of a drain ended; `why` not if it is `ok`."""
+class Written(ToSupervisor, frozen=True, kw_only=True):
+    """How a node's part of a write ended; `why` not if it is `ok`."""
 
     id: str
     tier: str
@@ -225,7 +225,7 @@ class GiveSlotsUp(ToAgent, frozen=True, kw_only=True):
     """The nodes are about to go, and ranks save no more: free slots' memory is for other nodes' images."""
 
 
-class Drain(ToAgent, frozen=True, kw_only=True):
+class Write(ToAgent, frozen=True, kw_only=True):
     """Copy the images of these `ranks`, of `world` in all, to a tier; `lead`: bring all nodes' parts
     together."""
 
@@ -238,13 +238,13 @@ class Drain(ToAgent, frozen=True, kw_only=True):
     lead: bool = False
 
 
-class CancelDrain(ToAgent, frozen=True, kw_only=True):
+class CancelWrite(ToAgent, frozen=True, kw_only=True):
     """Stop writing."""
 
     id: str
 
 
 FromKeeper = Held | Dropped | Refused | Prefetched | AskSources | Unrestorable | Unreplicated
-AboutCheckpoints = FromKeeper | Foreseen | Drained
+AboutCheckpoints = FromKeeper | Foreseen | Written
 KeeperOrder = Replicate | Sources | Committed | Void | Forget | ForgetNewer | GiveSlotsUp
-CheckpointOrder = KeeperOrder | Drain | CancelDrain
+CheckpointOrder = KeeperOrder | Write | CancelWrite

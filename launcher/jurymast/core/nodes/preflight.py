@@ -8,7 +8,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.nodes.tests import ROUNDS_MAX, Alone, Pairing, judge, next_round
-from jurymast.core.run.instructions import Test
+from jurymast.core.run.instructions import TestNodes
 from jurymast.core.run.state import Role, RunState
 
 # Shares of the time allowed: for tests alone, and for all of it, so that the verdicts come before its end.
@@ -23,7 +23,7 @@ class Tests:
     """One order that is being carried out. `waiting`: whose answers are, to the tests that are on until
     `until` at the latest: of a node alone, ("", node), or of a round, (name of the pair, node)."""
 
-    order: Test
+    order: TestNodes
     began: float
     until: float
     asked_at: float
@@ -46,13 +46,13 @@ class Tests:
 
 
 class Preflight:
-    """Carries out one `Test` at a time; another one ends it."""
+    """Carries out one `TestNodes` at a time; another one ends it."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._tests: Tests | None = None
 
-    def begin(self, order: Test, now: float) -> list[Effect]:
+    def begin(self, order: TestNodes, now: float) -> list[Effect]:
         before = self._tests
         until = now + ALONE_SHARE * order.limit_s
         self._tests = tests = Tests(order, now, until, asked_at=now)

@@ -235,7 +235,7 @@ def _blocking(question: Question, write_s: float, mtbf: float, interval_s: float
 def _asynchronous(question: Question, mtbf: float) -> Way:
     write_s = question.write_s
     saving = Saving(question.stall_used_s, write_s or 0.0, question.slowdown, question.restart_s)
-    interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), saving.drain_s)
+    interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), saving.copy_s)
     found = async_goodput(interval_s, saving, mtbf)
     return Way("asynchronous", interval_s, interval_s, saving.stall_s, write_s, found)
 
@@ -245,11 +245,11 @@ def _memory(question: Question, mtbf: float) -> Way:
     size, write_s = question.checkpoint_bytes, question.write_s
     copy_s = REPLICATE_GUESS_S if size is None else size / question.nodes / REPLICATE_BYTES_PER_S
     cheap = Saving(question.stall_used_s, copy_s, question.slowdown, question.restart_s)
-    drain_s = write_s or 0.0
-    durable = Saving(0.0, drain_s, question.slowdown, question.restart_s + drain_s)
+    copy_s = write_s or 0.0
+    durable = Saving(0.0, copy_s, question.slowdown, question.restart_s + copy_s)
     # The best cadence of the cheap level depends on the failures it can recover alone.
     best_s = optimal_interval_s(cheap, mtbf / max(1e-9, 1.0 - question.durable_share))
-    interval_s = _interval_s(question, best_s, cheap.drain_s)
+    interval_s = _interval_s(question, best_s, cheap.copy_s)
     found = two_levels(cheap, durable, mtbf, question.durable_share, interval_s)
     return Way("memory", interval_s, found.durable_interval_s, cheap.stall_s, write_s, found.goodput)
 
@@ -269,17 +269,17 @@ def _needed(question: Question, restart_s: float) -> Needed:
     interval_s = _interval_s(question, mtbf * (1.0 - left)) if left < 1.0 else 0.0
     blocking_s = _blocking_allowed_s(question.target, interval_s, mtbf, restart_s)
 
-    def reached(drain_s: float) -> bool:
-        saving = Saving(question.stall_used_s, drain_s, question.slowdown, restart_s)
-        interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), drain_s)
+    def reached(copy_s: float) -> bool:
+        saving = Saving(question.stall_used_s, copy_s, question.slowdown, restart_s)
+        interval_s = _interval_s(question, optimal_interval_s(saving, mtbf), copy_s)
         return async_goodput(interval_s, saving, mtbf) >= question.target
 
-    drain_s = _largest(reached, mtbf)
+    copy_s = _largest(reached, mtbf)
     return Needed(
         question.target,
         restart_s,
         size / blocking_s if blocking_s > 0.0 else None,
-        size / drain_s if drain_s else None,
+        size / copy_s if copy_s else None,
     )
 
 

@@ -80,23 +80,23 @@ def linear_ettr(interval_s: float, save_s: float, mtbf_s: float, restart_s: floa
 
 @dataclass(frozen=True)
 class Saving:
-    """What one kind of save costs. `stall_s`: training waits; `drain_s`: the copy goes on in the background,
+    """What one kind of save costs. `stall_s`: training waits; `copy_s`: the copy goes on in the background,
     slowing training by the share `slowdown`, and only then protects; `restart_s`: detection to training."""
 
     stall_s: float
-    drain_s: float = 0.0
+    copy_s: float = 0.0
     slowdown: float = 0.0
     restart_s: float = 0.0
 
     @property
     def cost_s(self) -> float:
         """Training time that one save takes, s + sigma d."""
-        return self.stall_s + self.slowdown * self.drain_s
+        return self.stall_s + self.slowdown * self.copy_s
 
 
 def async_waste(interval_s: float, saving: Saving, mtbf_s: float) -> float:
     """(s + sigma d)/Delta + (Delta/2 + d + R)/M, to first order; R includes detection."""
-    lost_s = interval_s / 2.0 + saving.drain_s + saving.restart_s
+    lost_s = interval_s / 2.0 + saving.copy_s + saving.restart_s
     return saving.cost_s / interval_s + lost_s / mtbf_s
 
 
@@ -104,14 +104,14 @@ def async_goodput(interval_s: float, saving: Saving, mtbf_s: float) -> float:
     """The exact form with Delta = `interval_s`: training's part of an interval is Delta - s - sigma d, and a
     failure costs d more than R, as it takes the save in the making. Its first order is `async_waste`."""
     tau_s = interval_s - saving.cost_s
-    return max(0.0, goodput(tau_s, saving.cost_s, mtbf_s, saving.restart_s + saving.drain_s))
+    return max(0.0, goodput(tau_s, saving.cost_s, mtbf_s, saving.restart_s + saving.copy_s))
 
 
 def optimal_interval_s(saving: Saving, mtbf_s: float, step_s: float = 0.0) -> float:
     """The Delta that loses least: max(d, one step, tau + s + sigma d with the exact tau). A save does not
-    begin before the one before it is drained."""
+    begin before the one before it is complete."""
     best_s = optimal_s(saving.cost_s, mtbf_s) + saving.cost_s
-    return max(saving.drain_s, step_s, best_s)
+    return max(saving.copy_s, step_s, best_s)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ def two_levels(
 
     `durable_share` of the failures destroy the cheap copies and go back to the newest durable save. Each
     level alone has Delta_l = sqrt(2 C_l / lambda_l) (here: its exact form); a durable save is due every
-    round(Delta_2 / Delta_1) cheap ones, and never before the one before it is drained. `interval_s` fixes
+    round(Delta_2 / Delta_1) cheap ones, and never before the one before it is complete. `interval_s` fixes
     the cheap interval. `durable.stall_s` is what a durable save costs beyond the cheap one it is made from.
-    Goodput: the exact form with the mean restart, drain and rework of both kinds of failure.
+    Goodput: the exact form with the mean restart, copy and rework of both kinds of failure.
     """
     share = min(1.0, max(0.0, durable_share))
     first_s = mtbf_s / (1.0 - share) if share < 1.0 else math.inf
@@ -145,10 +145,10 @@ def two_levels(
         interval_s = optimal_interval_s(cheap, first_s if share < 1.0 else mtbf_s)
     wanted_s = optimal_interval_s(durable, second_s) if share > 0.0 else math.inf
     # Without failures that need it a durable save has no optimum: one a day is kept for what nobody foresaw.
-    wanted_s = min(wanted_s, max(86_400.0, durable.drain_s))
-    every = max(1, round(wanted_s / interval_s), math.ceil(durable.drain_s / interval_s - 1e-9))
-    # Failures of the second kind lose half a durable interval instead of half a cheap one, and its drain.
-    further_s = share * ((every - 1) * interval_s / 2.0 + durable.drain_s - cheap.drain_s)
+    wanted_s = min(wanted_s, max(86_400.0, durable.copy_s))
+    every = max(1, round(wanted_s / interval_s), math.ceil(durable.copy_s / interval_s - 1e-9))
+    # Failures of the second kind lose half a durable interval instead of half a cheap one, and its copy.
+    further_s = share * ((every - 1) * interval_s / 2.0 + durable.copy_s - cheap.copy_s)
     restart_s = (1.0 - share) * cheap.restart_s + share * durable.restart_s
     mean = replace(
         cheap,

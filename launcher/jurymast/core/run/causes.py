@@ -94,7 +94,7 @@ _CLASSES = (
     CauseClass("gpu_exception", APPLICATION, SOFTWARE, "the training's GPU code used an illegal address",
                "run once with CUDA_LAUNCH_BLOCKING=1 to see where"),
     CauseClass("import_failed", APPLICATION, SOFTWARE, "a module or library could not be loaded",
-               "mend the environment that the script runs in"),
+               "repair the environment that the script runs in"),
     CauseClass("worker_exception", APPLICATION, SOFTWARE, "the training's code raised an exception",
                "read the traceback"),
     CauseClass("worker_exit", APPLICATION, SOFTWARE, "the training's code ended a rank with an exit code",

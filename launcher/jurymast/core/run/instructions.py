@@ -39,7 +39,7 @@ class Dismiss(Instruction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Test(Instruction):
+class TestNodes(Instruction):
     """Test these nodes, on which no ranks run, for at most `limit_s`; each answers with NodeTested.
 
     `partners` are idle nodes to pair them with; nothing becomes of those.

@@ -23,7 +23,7 @@ SAME_APPLICATION_ERROR = 3
 SAME_INFRASTRUCTURE_ERROR = 5
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
-# What people mend elsewhere, and no other node helps against: the run waits for them, an hour and a half.
+# What people repair elsewhere, and no other node helps against: the run waits for them, an hour and a half.
 PATIENT = frozenset({"storage_full", "storage_failed", "fabric_fault"})
 SAME_PATIENT_ERROR = 20
 PATIENT_FIRST_S = 15.0
@@ -50,7 +50,7 @@ def decide(state: RunState, cause: Cause) -> Decision:
     if stop is not None:
         return stop
     bad, why = _bad_nodes(state, cause)
-    wait_s = backoff_s(state.fruitless)
+    wait_s = backoff_s(state.without_progress)
     spares = [node.name for node in state.spare_nodes() if node.name not in bad]
     aside = _set_aside(state, cause, bad, spares)
     blames = _blames(state, cause, bad) + tuple(aside)
@@ -97,21 +97,21 @@ def decide(state: RunState, cause: Cause) -> Decision:
     )
 
 
-def backoff_s(fruitless: int) -> float:
+def backoff_s(in_a_row: int) -> float:
     """Wait before the next attempt: nothing after a first failure, then 0.5 s doubling up to 30 s."""
-    return 0.0 if fruitless <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** (fruitless - 2))
+    return 0.0 if in_a_row <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** (in_a_row - 2))
 
 
-def patient_s(fruitless: int) -> float:
+def patient_s(in_a_row: int) -> float:
     """Wait before the next attempt when only other people can help: as above, but 15 s up to 5 minutes."""
-    return 0.0 if fruitless <= 1 else min(PATIENT_MAX_S, PATIENT_FIRST_S * 2.0 ** (fruitless - 2))
+    return 0.0 if in_a_row <= 1 else min(PATIENT_MAX_S, PATIENT_FIRST_S * 2.0 ** (in_a_row - 2))
 
 
 def _patient_tries(state: RunState, cause: Cause) -> int:
     """How often the cause came within the hour: a script that saves for itself does some steps each time."""
     since = state.now - PATIENT_WINDOW_S
     recent = sum(1 for one in state.incidents if one.cause == cause.kind and one.detected_at > since)
-    return max(state.fruitless, recent)
+    return max(state.without_progress, recent)
 
 
 def job_exit_code(cause: Cause) -> int:
@@ -126,7 +126,7 @@ def _give_up(state: RunState, cause: Cause) -> Decision | None:
     if cause.charged == "nobody":
         return None
     exit_code = job_exit_code(cause)
-    repeated = repeats(state.incidents, cause, state.fruitless)
+    repeated = repeats(state.incidents, cause, state.without_progress)
     most = SAME_APPLICATION_ERROR if cause.charged == "application" else SAME_INFRASTRUCTURE_ERROR
     most = SAME_PATIENT_ERROR if cause.kind in PATIENT else most
     if repeated >= most and cause.kind not in ("node_lost", "node_crash"):
@@ -154,10 +154,10 @@ def _give_up(state: RunState, cause: Cause) -> Decision | None:
     return None
 
 
-def repeats(incidents: Sequence[Incident], cause: Cause, fruitless: int) -> int:
+def repeats(incidents: Sequence[Incident], cause: Cause, in_a_row: int) -> int:
     """How often in a row (newest included) this cause came without a new step between."""
     count = 0
-    for incident in reversed(incidents[-fruitless:] if fruitless else incidents[-1:]):
+    for incident in reversed(incidents[-in_a_row:] if in_a_row else incidents[-1:]):
         if incident.signature != cause.signature:
             break
         count += 1
@@ -232,7 +232,7 @@ def _found_bad(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
         if refused and not _again(state, cause, name):
             return tuple(bad), f"{name} stays, because {refused}"
         bad.append(name)
-    return tuple(bad), "out for what was found"
+    return tuple(bad), "removed on health findings"
 
 
 def _again(state: RunState, cause: Cause, name: str) -> bool:

@@ -16,7 +16,7 @@ from jurymast.core.nodes import slowness
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.heartbeat import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.run import blame, recovery, testing
+from jurymast.core.run import blame, node_tests, recovery
 from jurymast.core.run.attribution import RESTORE_FAILED
 from jurymast.core.run.instructions import Dismiss, Instruction, Requeue, StopWorkers
 from jurymast.core.run.state import ENDED, RESTORE_TRIES, Findings, Node, Phase, Role, RunState, TierState
@@ -41,7 +41,7 @@ def step(state: RunState, event: ev.Event) -> list[Instruction]:
     if not state.ended:
         instructions += recovery.advance(state, one_came=isinstance(event, ev.NodeJoined | ev.NodeReady))
     if state.phase is not before or isinstance(event, _LETS_TEST) or _of_suspect(state, event):
-        instructions += testing.suspects(state)
+        instructions += node_tests.suspects(state)
     return instructions
 
 
@@ -93,7 +93,7 @@ def resume(state: RunState) -> list[Instruction]:
         return [StopWorkers(attempt=state.attempt, nodes=recovery.not_stopped(state), reason=why)]
     if state.phase is Phase.REQUEUED:
         return [Requeue(exclude=tuple(state.excluded), reason=why)]
-    return testing.again(state, why)
+    return node_tests.again(state, why)
 
 
 def _run_started(state: RunState, event: ev.RunStarted) -> list[Instruction]:
@@ -355,7 +355,7 @@ def _progress(state: RunState, event: ev.Progress) -> list[Instruction]:
     ):
         recovery.close_incident(state, event.stepped_at)
     if event.step > state.best_step or not event.absolute:
-        state.fruitless = 0
+        state.without_progress = 0
     state.best_step = max(state.best_step, event.step)
     return []
 
@@ -468,7 +468,7 @@ def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
 
 
 def _node_tested(state: RunState, event: ev.NodeTested) -> list[Instruction]:
-    found = testing.result(state, event)
+    found = node_tests.result(state, event)
     return _health_found(state, found) if found is not None else []
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from jurymast.core.nodes.findings import STORAGE, Finding
 from jurymast.core.nodes.frailty import Frail
 from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
-from jurymast.core.run import blame, causes, testing
+from jurymast.core.run import blame, causes, node_tests
 from jurymast.core.run.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
@@ -51,13 +51,13 @@ def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incid
     if state.incident is not None:
         state.incident.ended_at = detected_at
     lost_from = max(
-        state.step, state.incidents[-1].step_lost_from if state.fruitless and state.incidents else 0
+        state.step, state.incidents[-1].step_lost_from if state.without_progress and state.incidents else 0
     )
     incident = Incident(
         len(state.incidents) + 1, min(fault_at, detected_at), detected_at, state.attempt, lost_from
     )
     state.incidents.append(incident)
-    state.fruitless += 1
+    state.without_progress += 1
     return incident
 
 
@@ -247,7 +247,7 @@ def _requeue(state: RunState, reason: str) -> Requeue:
 def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
     """First placement in an allocation, in its order: the batch host, the slowest, and who is likely to fail
     stay spares."""
-    if testing.going_on(state):
+    if node_tests.going_on(state):
         return []
     in_grace = state.enough_since is None or state.now < state.enough_since + SPARE_GRACE_S
     if one_came and state.awaited > 1 and in_grace:
@@ -260,7 +260,7 @@ def _start(state: RunState, *, one_came: bool) -> list[Instruction]:
         all_here = usable == len(state.nodes)
         if all_here or state.now >= state.enough_since + SPARE_GRACE_S or state.pretested:
             ready = state.spare_nodes()
-            if tests := testing.before_first_attempt(state):
+            if tests := node_tests.before_first_attempt(state):
                 return tests
             chosen = sorted(ready[: state.active], key=lambda node: node.order)
             reason = f"{state.active} of {len(ready)} ready nodes{_left_out(state, ready[state.active :])}"
@@ -329,7 +329,7 @@ def _replace(state: RunState) -> list[Instruction]:
     if len(spares) >= len(open_places):
         likely = [n for i, n in enumerate(spares) if i < len(open_places) or n.name in state.places]
         doubtful = [node for node in likely if node.role is Role.SUSPECT]
-        if (tests := testing.before_use(state, doubtful)) is not None:
+        if (tests := node_tests.before_use(state, doubtful)) is not None:
             return tests
         return _fill(state, open_places, [node.name for node in spares])
     incident = state.incidents[-1]

@@ -239,7 +239,7 @@ class RunState:
 
     findings: Findings = field(default_factory=Findings)
     incidents: list[Incident] = field(default_factory=list)
-    fruitless: int = 0  # incidents in a row without a new step between them
+    without_progress: int = 0  # incidents in a row without a new step between them
     hang_patience: float = 1.0
     exit_code: int = 0
     end_reason: str = ""

@@ -27,7 +27,15 @@ from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.sick import SickNodes
 from jurymast.core.nodes.stragglers import Stragglers
 from jurymast.core.nodes.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
-from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers, Test
+from jurymast.core.run.instructions import (
+    Dismiss,
+    Finish,
+    Instruction,
+    Launch,
+    Requeue,
+    StopWorkers,
+    TestNodes,
+)
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.state import Phase, RunState
 from jurymast.core.supervision.asks import Asks
@@ -168,7 +176,7 @@ class Supervision:
             case Dismiss():
                 out = self._do(self._sick.dismissed(instruction.node, now), now)
                 return [Send(instruction.node, msg.Dismiss()), *out]
-            case Test():
+            case TestNodes():
                 return self._do(self._preflight.begin(instruction, now), now)
             case Requeue() | Finish():
                 return self._do(self.departure.begin(now, hurry=self._terminating), now)

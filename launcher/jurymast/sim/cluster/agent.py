@@ -468,7 +468,7 @@ class SimAgent:
 
     # ---- writes to storage
 
-    def _write(self, order: msg.Drain) -> None:
+    def _write(self, order: msg.Write) -> None:
         key = (order.step, order.attempt)
         tokens = [i.token for r in order.ranks for i in self.keeper.of(key, r) if not i.corrupt]
         if len(tokens) < len(order.ranks):
@@ -478,9 +478,9 @@ class SimAgent:
             return
         self._writes[order.id] = SimWrite(self, order, tokens[0], lambda why: self._drained(order, why))
 
-    def _drained(self, order: msg.Drain, why: str) -> None:
+    def _drained(self, order: msg.Write, why: str) -> None:
         size = 0 if why else 100
-        self.say(msg.Drained(id=order.id, tier=order.tier, ok=not why, size_bytes=size, why=why))
+        self.say(msg.Written(id=order.id, tier=order.tier, ok=not why, size_bytes=size, why=why))
         self._write_ended(order.id)
 
     def _write_ended(self, id: str) -> None:

@@ -29,7 +29,7 @@ LOOK_S, COPY_S = 0.05, (0.05, 0.4)
 class SimWrite:
     """`over` hears why it failed, or ""; nobody does once it is `cancelled`."""
 
-    def __init__(self, agent: SimAgent, order: msg.Drain, token: Token, over: Callable[[str], None]) -> None:
+    def __init__(self, agent: SimAgent, order: msg.Write, token: Token, over: Callable[[str], None]) -> None:
         self._agent, self._order, self._token, self._over = agent, order, token, over
         self._key = order.step, order.attempt
         self._machine = Meeting(self._key, order.world, leads=order.lead)

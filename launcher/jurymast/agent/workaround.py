@@ -15,7 +15,7 @@ from jurymast.core.nodes.findings import NETWORK, Finding, Verdict
 WORKED_AROUND = "worked-around"
 
 
-class Around:
+class NetworkWorkaround:
     """`findings` gives what holds on this node now; `tell` says to the supervisor what was left out, as
     findings of the agent, which never act and are over with the first attempt that has the device back."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,10 +23,10 @@ from jurymast.core.checkpoints import meeting
 from jurymast.keeper.copies import local_copies
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage import shared
-from jurymast.storage.drainer import Drainer
 from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.local import LocalDirectory, remove
 from jurymast.storage.orders import Answer, Cancel, Done, Failed, Image, Warm, WriteShared
+from jurymast.storage.processes import StorageProcesses
 from support.checkpoints import flip
 from support.images import StorageProcess, make_image, put_image, simple_images, to_local, to_shared
 from support.ranks import run_ranks, stop_server
@@ -124,7 +125,7 @@ def test_stock_torch_reads_what_two_nodes_stored(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_checkpointer_restores_what_was_drained(
+def test_a_checkpointer_restores_what_storage_processes_wrote(
     tmp_path: Path, processes: list[StorageProcess], sharded: bool
 ) -> None:
     saved = run_ranks(
@@ -381,7 +382,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
     root = tmp_path / "checkpoints"
     images = simple_images(tmp_path / "i", world=2, size=2_000_000)
     orders = shared_orders(root, images, limit_s=4.0)
-    place = root / ".draining-00000010.a0001.00ab"
+    place = root / ".writing-00000010.a0001.00ab"
     seen = {
         "layout": {f"layout-r0000{victim}.json"},
         "writing": {f"__{victim}_0.distcp"},
@@ -398,7 +399,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
         both = [lead, follower]
         for process, order in zip(both, orders, strict=True):
             process.give(order)
-        wait_until(f"{point} of the drain", lambda: reached() or "step-00000010" in names(root))
+        wait_until(f"{point} of the write", lambda: reached() or "step-00000010" in names(root))
         both[victim].kill()
         survivor = both[1 - victim].answer()
     if CheckpointDirectory(root).complete():
@@ -413,11 +414,11 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
     assert names(root) == {"step-00000010"}
 
 
-def test_a_cancelled_drain_leaves_nothing(tmp_path: Path, processes: list[StorageProcess]) -> None:
+def test_a_cancelled_write_leaves_nothing(tmp_path: Path, processes: list[StorageProcess]) -> None:
     root = tmp_path / "checkpoints"
     order = shared_orders(root, simple_images(tmp_path / "i", world=2))[0]
     number = processes[0].give(order)
-    wait_until("directory", lambda: any(names(path) for path in root.glob(".draining-*")))
+    wait_until("directory", lambda: any(names(path) for path in root.glob(".writing-*")))
     processes[0].tell(Cancel(id=number))
     assert processes[0].answer() == Failed(id=number, why="it was cancelled")
     assert names(root) == set()
@@ -430,7 +431,7 @@ def test_who_only_sees_that_another_failed_lets_it_say_why_first(
     monkeypatch.setattr(meeting, "CAUSE_FIRST_S", 300.0)
     root = tmp_path / "checkpoints"
     order = shared_orders(root, simple_images(tmp_path / "i", world=2))[1]
-    place = root / ".draining-00000010.a0001.00ab"
+    place = root / ".writing-00000010.a0001.00ab"
     place.mkdir(parents=True)
     job = Job(order.limit_s)
     waits = threading.Event()
@@ -469,22 +470,22 @@ def test_the_agents_side(tmp_path: Path) -> None:
     os.mkfifo(hang)
 
     async def work() -> None:
-        drainer = Drainer(grace_s=0.5)
+        storage = StorageProcesses(grace_s=0.5)
         try:
-            done = await drainer.drain(to_local(tmp_path / "run", images))
+            done = await storage.carry_out(to_local(tmp_path / "run", images))
             assert isinstance(done, Done)
             assert done.bytes > 0
             # storage that hangs: reading this manifest never ends
             unread = msgspec.structs.replace(images[0], manifest=str(hang))
-            failed = await drainer.drain(to_local(tmp_path / "run", [unread], limit_s=0.5))
+            failed = await storage.carry_out(to_local(tmp_path / "run", [unread], limit_s=0.5))
             assert isinstance(failed, Failed)
             assert f"local storage hangs at {tmp_path / 'run'}" in failed.why
-            assert isinstance(await drainer.drain(to_local(tmp_path / "again", images)), Done)
+            assert isinstance(await storage.carry_out(to_local(tmp_path / "again", images)), Done)
             # cancelled, and the process is there for the next order
             half = simple_images(tmp_path / "two", world=2)[:1]
             waiting = to_shared(tmp_path / "c", half, world=2, lead=True)
-            task = asyncio.ensure_future(drainer.drain(waiting))
-            while not list((tmp_path / "c").glob(".draining-*")):
+            task = asyncio.ensure_future(storage.carry_out(waiting))
+            while not list((tmp_path / "c").glob(".writing-*")):
                 assert not task.done(), task.result()
                 await asyncio.wait([task], timeout=0.05)
             task.cancel()
@@ -492,17 +493,17 @@ def test_the_agents_side(tmp_path: Path) -> None:
                 await task
             assert names(tmp_path / "c") == set()
             # killed by somebody
-            task = asyncio.ensure_future(drainer.drain(waiting))
-            while not list((tmp_path / "c").glob(".draining-*")):
+            task = asyncio.ensure_future(storage.carry_out(waiting))
+            while not list((tmp_path / "c").glob(".writing-*")):
                 assert not task.done(), task.result()
                 await asyncio.wait([task], timeout=0.05)
-            process = drainer._tiers["shared"]._process
-            assert process is not None
-            process.kill()
+            child = storage._tiers["shared"]._child
+            assert child is not None
+            os.kill(child.pid, signal.SIGKILL)
             assert await task == Failed(why="the storage process was killed by SIGKILL")
-            done = await drainer.drain(to_shared(tmp_path / "c", images, world=1, lead=True))
+            done = await storage.carry_out(to_shared(tmp_path / "c", images, world=1, lead=True))
             assert isinstance(done, Done), done
         finally:
-            await drainer.close()
+            await storage.close()
 
     asyncio.run(work())

@@ -1,4 +1,4 @@
-"""The supervisor's door over real sockets: strangers keep nobody out, fill no log, and use up no files."""
+"""The supervisor's acceptor over real sockets: strangers keep nobody out, fill no log, use up no files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import pytest
 
 from jurymast.core.messages import Ask, Said, read_said
 from jurymast.errors import AuthenticationError
-from jurymast.supervisor import door
-from jurymast.supervisor.door import Door
+from jurymast.supervisor import acceptor
+from jurymast.supervisor.acceptor import Acceptor
 from jurymast.wire import channel
 from jurymast.wire.connection import ACCEPTED_AT_ONCE, Connection
 from jurymast.wire.handshake import MAGIC, NONCE_BYTES
 from support.wire import served
 
 SECRET = secrets.token_bytes(32)
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 NODES = 2
 CROWD = 400
 TURNS = 20  # of the event loop
@@ -42,7 +42,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 @asynccontextmanager
 async def listening() -> AsyncIterator[int]:
     """Port of a server that sends each message back."""
-    entrance = Door(SECRET, NODES)
+    entrance = Acceptor(SECRET, NODES)
 
     async def serve(come: Connection) -> None:
         if entered := await entrance.enter(come):
@@ -72,9 +72,9 @@ async def greet(port: int) -> Said:
 
 
 def test_strangers_who_say_nothing_are_few_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(acceptor, "STRANGERS_MAX", 3)
     monkeypatch.setattr(channel, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
-    most = NODES + door.STRANGERS_MAX
+    most = NODES + acceptor.STRANGERS_MAX
 
     async def work() -> None:
         async with listening() as port:
@@ -136,9 +136,9 @@ def test_a_crowd_at_the_door_delays_nobody_who_is_in() -> None:
 
 
 def test_a_crowd_from_one_machine_drives_only_itself_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(acceptor, "STRANGERS_MAX", 3)
     monkeypatch.setattr(channel, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
-    most = NODES + door.STRANGERS_MAX
+    most = NODES + acceptor.STRANGERS_MAX
     writers: list[asyncio.StreamWriter] = []
 
     async def connected(port: int, home: str) -> asyncio.StreamReader:
@@ -180,7 +180,7 @@ def test_refusals_are_told_now_and_then(
             await knock(port, 7)
             (line,) = caplog.messages
             assert line.startswith("refused a connection from 127.0.0.1: AuthenticationError: ")
-            monkeypatch.setattr(door, "TOLD_EVERY_S", 0.0)
+            monkeypatch.setattr(acceptor, "TOLD_EVERY_S", 0.0)
             await knock(port, 1)
             _, line = caplog.messages
             assert line.endswith("; 6 others since the last one told")
@@ -193,7 +193,7 @@ def test_files_for_all_nodes(hard: int, nodes: int, enough: bool) -> None:
     """In a process of its own: a hard limit never goes up again."""
     code = (
         "import json, resource, sys\n"
-        "from jurymast.supervisor.door import allow_files\n"
+        "from jurymast.supervisor.acceptor import allow_files\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))\n"
         f"told = allow_files({nodes})\n"
         "print(json.dumps([told, resource.getrlimit(resource.RLIMIT_NOFILE)]))\n"
@@ -201,7 +201,7 @@ def test_files_for_all_nodes(hard: int, nodes: int, enough: bool) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     told, limits = json.loads(done.stdout)
     assert limits == [hard, hard]
-    needed = 2 * nodes + door.STRANGERS_MAX + door.OWN_FILES
+    needed = 2 * nodes + acceptor.STRANGERS_MAX + acceptor.OWN_FILES
     assert (
         f"may open {hard} files here, and the supervisor of {nodes} nodes may need {needed}" in told
     ) != enough

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 
 import msgspec
 
+from jurymast.child import Child
 from jurymast.core.message import Strange
 from jurymast.storage.orders import Answer, AnyOrder, Cancel, Failed, Told, read_answer
 
 # Beyond its limit an order gets this long to give up by itself, and a killed process to be gone.
 GRACE_S = 10.0
 GONE_S = 2.0
-LINE_BYTES_MAX = 1 << 20
 
 
-class Drainer:
+class StorageProcesses:
     """Carries out orders, at most one a tier at a time. One process a tier, started with its first order:
     storage that hangs keeps nothing else waiting. All methods are called in the event loop.
     """
@@ -27,7 +26,7 @@ class Drainer:
         self._tiers: dict[str, _Tier] = {}
         self._next_id = 0
 
-    async def drain(self, order: AnyOrder) -> Answer:
+    async def carry_out(self, order: AnyOrder) -> Answer:
         """Have `order` carried out; its number is given here. Never raises for the storage's sake.
 
         Cancelling the task that awaits this cancels the order, and waits until nothing is written any more.
@@ -48,17 +47,17 @@ class _Tier:
     def __init__(self, name: str) -> None:
         self.lock = asyncio.Lock()
         self._name = name
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
 
     async def carry_out(self, order: AnyOrder, grace_s: float) -> Answer:
         """Under the lock. Leaves a process only if it is idle."""
         try:
-            process = await self._ready()
+            child = await self._ready()
         except OSError as error:
             return Failed(why=f"the storage process cannot be started: {error}")
-        if process is None:
+        if child is None:
             return Failed(why=f"{self._name} storage still hangs: a killed process waits for it")
-        work = asyncio.ensure_future(self._talk(process, order))
+        work = asyncio.ensure_future(self._talk(child, order))
         try:
             done, _ = await asyncio.wait([work], timeout=order.limit_s + grace_s)
             if not done:
@@ -70,7 +69,7 @@ class _Tier:
                 )
             return work.result() or Failed(why=await self._why_ended())
         except asyncio.CancelledError:
-            self._tell(process, Cancel(id=order.id))
+            self._tell(child, Cancel(id=order.id))
             done, _ = await asyncio.wait([work], timeout=grace_s)
             if not done:
                 await self.kill()
@@ -78,28 +77,19 @@ class _Tier:
         finally:
             work.cancel()
 
-    async def _ready(self) -> asyncio.subprocess.Process | None:
+    async def _ready(self) -> Child | None:
         """A process that takes orders; None while one that was killed has not ended."""
-        if self._process is not None and self._process.returncode is None:
-            return None if self._process.stdin is None or self._process.stdin.is_closing() else self._process
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "jurymast.storage", limit=LINE_BYTES_MAX,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        return self._process
+        if self._child is not None and self._child.code is None:
+            return None if self._child.killed else self._child
+        self._child = await Child.start("jurymast.storage")
+        return self._child
 
-    async def _talk(
-        self,
-        process: asyncio.subprocess.Process,
-        order: AnyOrder,
-    ) -> Answer | None:
+    async def _talk(self, child: Child, order: AnyOrder) -> Answer | None:
         """The order's answer; None when the process ended before."""
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            self._tell(process, order)
-            await process.stdin.drain()
-            while line := await process.stdout.readline():
+            self._tell(child, order)
+            await child.told()
+            while line := await child.hear():
                 answer = read_answer(line)
                 if not isinstance(answer, Strange) and answer.id == order.id:
                     return answer
@@ -108,36 +98,19 @@ class _Tier:
         return None
 
     @staticmethod
-    def _tell(process: asyncio.subprocess.Process, told: Told) -> None:
-        if process.stdin is not None and not process.stdin.is_closing():
-            process.stdin.write(msgspec.json.encode(told) + b"\n")
+    def _tell(child: Child, told: Told) -> None:
+        child.tell(msgspec.json.encode(told))
 
     async def _why_ended(self) -> str:
-        await self._gone()  # not killed at once: asyncio would lose how it ended
+        assert self._child is not None
+        await self._child.gone(GONE_S)
         await self.kill()
-        code = self._process.returncode if self._process else None
+        code = self._child.code
         if code is not None and code < 0:
             return f"the storage process was killed by {signal.Signals(-code).name}"
         return f"the storage process ended with {code}"
 
     async def kill(self) -> None:
         """SIGKILL, and wait a moment: a process that waits for hanging storage ends only when that does."""
-        process = self._process
-        if process is None:
-            return
-        if process.stdin is not None:
-            process.stdin.close()
-        if process.returncode is None:
-            try:
-                process.kill()
-            except ProcessLookupError:
-                pass
-        await self._gone()
-
-    async def _gone(self) -> None:
-        """Wait a moment for the process to be gone."""
-        if self._process is not None:
-            try:
-                await asyncio.wait_for(self._process.wait(), GONE_S)
-            except asyncio.TimeoutError:
-                pass
+        if self._child is not None:
+            await self._child.kill(GONE_S)

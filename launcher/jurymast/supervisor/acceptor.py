@@ -52,7 +52,7 @@ def _waiting_max(nodes: int) -> int:
     return nodes + STRANGERS_MAX
 
 
-class Door:
+class Acceptor:
     """Lets the agents of `nodes` nodes in, and operators."""
 
     def __init__(self, secret: bytes, nodes: int) -> None:

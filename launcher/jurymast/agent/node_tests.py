@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from jurymast.agent.driver import Driver
+from jurymast.child import Child
 from jurymast.core.agent import effects as do
 from jurymast.core.nodes.tests import Alone
 from jurymast.errors import never
@@ -19,7 +18,6 @@ from jurymast.wire.addresses import ADDRESS_VARIABLE
 
 # Slurm may grant devices that no driver stands behind.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
-LINE_BYTES_MAX = 1 << 20
 GONE_S = 5.0
 
 
@@ -27,14 +25,14 @@ def driver_here() -> bool:
     return any(Path(path).exists() for path in DRIVERS)
 
 
-class Testing:
+class NodeTests:
     """`environment` is what ranks get. No agent ends for a test's sake: the supervisor waits for none."""
 
     def __init__(self, driver: Driver, environment: Callable[[], dict[str, str]]) -> None:
         self._driver, self._machine = driver, driver.machine
         self._environment = environment
         self._address = ""
-        self._children: list[asyncio.subprocess.Process] = []
+        self._children: list[Child] = []
         self._work: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -73,12 +71,9 @@ class Testing:
         self._address = environment[ADDRESS_VARIABLE]
         try:
             for local_rank in range(effect.count):
-                child = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "jurymast.preflight", str(local_rank), limit=LINE_BYTES_MAX,
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                    env={**os.environ, **environment},
-                )  # fmt: skip
-                self._children.append(child)
+                self._children.append(
+                    await Child.start("jurymast.preflight", str(local_rank), environment=environment)
+                )
             ready = await asyncio.gather(*(_line(child) for child in self._children))
             port, why = int(ready[0].get("port") or 0), ""
         except OSError as error:
@@ -88,8 +83,7 @@ class Testing:
     async def _ask(self, number: int, order: dict[str, Any]) -> None:
         for local_rank, child in enumerate(self._children):
             own = {**order, "rank": int(order.get("rank") or 0) + local_rank}
-            if child.stdin is not None and not child.stdin.is_closing():
-                child.stdin.write(json.dumps(own).encode() + b"\n")
+            child.tell(json.dumps(own).encode())
         answers = await asyncio.gather(*(_answer(child) for child in self._children))
         self._driver.act(self._machine.tests_answered(number, answers, self._driver.now))
 
@@ -102,33 +96,28 @@ class Testing:
         ending.add_done_callback(self._ending.discard)
 
 
-async def _ended(children: list[asyncio.subprocess.Process]) -> None:
+async def _ended(children: list[Child]) -> None:
     """Kill them, and wait a while until they are gone."""
-    for child in children:
-        if child.returncode is None:
-            child.kill()
-    waits = [asyncio.ensure_future(child.wait()) for child in children]
-    if waits:
-        await asyncio.wait(waits, timeout=GONE_S)
+    await asyncio.gather(*(child.kill(GONE_S) for child in children))
 
 
-async def _answer(child: asyncio.subprocess.Process) -> Alone:
+async def _answer(child: Child) -> Alone:
     line = await _line(child)
     try:
         times = {str(measure): float(seconds) for measure, seconds in line["times"].items()}
         return Alone(times, str(line["wrong"]), str(line["error"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        return Alone(error=f"a test process said nonsense: {error!r}")
+        return Alone(error=f"invalid reply of a test process: {error!r}")
 
 
-async def _line(child: asyncio.subprocess.Process) -> dict[str, Any]:
+async def _line(child: Child) -> dict[str, Any]:
     """The next line of a test process, or what its end says."""
-    assert child.stdout is not None
     try:
-        line = await child.stdout.readline()
+        line = await child.hear()
         if line:
             said: dict[str, Any] = json.loads(line)
             return said
     except (OSError, ValueError) as error:
-        return {"times": {}, "wrong": "", "error": f"a test process said nonsense: {error}"}
-    return {"times": {}, "wrong": "", "error": f"a test process ended with {await child.wait()}"}
+        return {"times": {}, "wrong": "", "error": f"invalid reply of a test process: {error}"}
+    await child.gone(GONE_S)
+    return {"times": {}, "wrong": "", "error": f"a test process ended with {child.code}"}

@@ -12,7 +12,7 @@ from jurymast.core.events import HealthFound, NodeTested
 from jurymast.core.nodes.findings import HARDWARE, Verdict
 from jurymast.core.nodes.tests import limit_s
 from jurymast.core.run import blame
-from jurymast.core.run.instructions import Instruction, Test
+from jurymast.core.run.instructions import Instruction, TestNodes
 from jurymast.core.run.state import Node, Phase, Role, RunState
 
 # With two partners who are known to work, a test can tell whose fault a slow connection is.
@@ -67,7 +67,7 @@ def again(state: RunState, reason: str) -> list[Instruction]:
     if not going_on(state):
         return []
     limit = state.test_until - state.now
-    return [Test(nodes=tuple(sorted(state.testing)), limit_s=limit, reason=reason)]
+    return [TestNodes(nodes=tuple(sorted(state.testing)), limit_s=limit, reason=reason)]
 
 
 def result(state: RunState, event: NodeTested) -> HealthFound | None:
@@ -101,8 +101,8 @@ def _is_due(state: RunState, node: Node) -> bool:
     return not out and not node.tested and limit_s(state.settings, node.gpus) > 0
 
 
-def _order(state: RunState, due: Sequence[Node], reason: str, partners: tuple[str, ...] = ()) -> Test:
+def _order(state: RunState, due: Sequence[Node], reason: str, partners: tuple[str, ...] = ()) -> TestNodes:
     limit = max(limit_s(state.settings, node.gpus) for node in due)
     state.testing = {node.name for node in due}
     state.test_until = state.now + limit
-    return Test(nodes=tuple(node.name for node in due), partners=partners, limit_s=limit, reason=reason)
+    return TestNodes(nodes=tuple(node.name for node in due), partners=partners, limit_s=limit, reason=reason)
