@@ -16,6 +16,7 @@ TORCH_INDEX ?=
 PINNED ?=
 PYTEST_FLAGS ?=
 TEST_WORKERS ?= 3
+SHORT ?= --short
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 
@@ -34,13 +35,14 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 TORCHES ?= torch==2.6.0 torch==2.13.0
 
-.PHONY: help install demo test lint bench styles matrix docs man
+.PHONY: help install demo test test-all lint bench styles matrix docs man
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make install   create $(VENV) with everything the other targets need'
 	@echo 'make demo      a training run on this machine that loses a node and goes on'
-	@echo 'make test      all tests; as root on Debian or Ubuntu also those on a real Slurm cluster'
+	@echo 'make test      the tests; as root on Debian or Ubuntu also those on a real Slurm cluster'
+	@echo 'make test-all  and the long ones, which show nearly the same as others do'
 	@echo 'make lint      ruff, mypy, and the layers of the imports'
 	@echo 'make bench     all benchmarks'
 	@echo 'make styles    batch scripts in forty public styles, on a real Slurm cluster'
@@ -90,11 +92,14 @@ test: install
 	@# Both parts always run, unless interrupted (2). No test at all (5) is a failure of all together only.
 	@umask 022; worst=5; \
 	for part in 'beside --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder' alone; do \
-	  code=0; $(BIN)/python -m pytest --part=$$part $(PYTEST_FLAGS) || code=$$?; \
+	  code=0; $(BIN)/python -m pytest --part=$$part $(SHORT) $(PYTEST_FLAGS) || code=$$?; \
 	  if [[ $$code == 2 ]]; then exit 2; fi; \
 	  if [[ $$code != 5 && ( $$code != 0 || $$worst == 5 ) ]]; then worst=$$code; fi; \
 	done; \
 	exit $$worst
+
+test-all: SHORT :=
+test-all: test
 
 lint: install
 	$(BIN)/ruff check

@@ -29,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only tests that may run beside others, or only the rest",
     )
 
+    parser.addoption("--short", action="store_true", help="without tests marked long")
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Nearly all files need not be imported to find the few tests that run alone."""
@@ -39,11 +41,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _FOLDERS.index(item.path.relative_to(_HERE).parts[0]))
-    part = config.getoption("--part")
-    if part is None:
-        return
-    config.hook.pytest_deselected(items=[item for item in items if _part_of(item) != part])
-    items[:] = [item for item in items if _part_of(item) == part]
+    part, short = config.getoption("--part"), config.getoption("--short")
+    chosen = [
+        item
+        for item in items
+        if part in (None, _part_of(item)) and not (short and item.get_closest_marker("long"))
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 def _part_of(item: pytest.Item) -> str:

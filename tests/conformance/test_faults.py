@@ -19,6 +19,7 @@ pytestmark = pytest.mark.torch
 
 RESTARTED = "failures: {restarts: {application: 3 per 1h}}\n"
 GONE_S = 4.0
+OURS = ("--jurymast",)
 # What the adapters save: every second step, every third.
 RESTORED = {"trainer_hf.py": 4, "trainer_lightning.py": 3}
 
@@ -33,9 +34,15 @@ def _assert_one_rank_was_killed(run: RunUnderTest) -> None:
     assert run.state().attempt == 2
 
 
-@pytest.mark.parametrize("more", [(), ("--jurymast",)], ids=["own", "jurymast's"])
-@pytest.mark.parametrize(("script", "needs"), [("trainer_hf.py", "transformers"),
-                                               ("trainer_lightning.py", "lightning")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "needs", "more"),
+    [
+        pytest.param("trainer_hf.py", "transformers", (), id="hf-own"),
+        pytest.param("trainer_hf.py", "transformers", OURS, id="hf-jurymast's", marks=pytest.mark.long),
+        pytest.param("trainer_lightning.py", "lightning", (), id="lightning-own", marks=pytest.mark.long),
+        pytest.param("trainer_lightning.py", "lightning", OURS, id="lightning-jurymast's"),
+    ],
+)
 def test_a_trainer_goes_on_from_its_newest_checkpoint(
     script: str, needs: str, more: tuple[str, ...], tmp_path: Path, session_folder: Path
 ) -> None:

@@ -55,7 +55,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Of which another one shows the same, but for one thing.
+LONG = ("computed", "inductor", "test_sync", "code", "at once")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.long] * (case.name in LONG)) for case in CASES],
+)
 def test_a_script_does_the_same_under_both(case: Case, tmp_path: Path, session_folder: Path) -> None:
     if case.needs:
         pytest.importorskip(case.needs)

@@ -59,6 +59,7 @@ def findings(run: RunUnderTest) -> list[ev.HealthFound]:
     return [e for e in run.events() if isinstance(e, ev.HealthFound) and e.probe == "gauge"]
 
 
+@pytest.mark.long
 def test_a_suspect_node_is_swapped_out_and_no_bit_is_lost(
     tmp_path: Path, trained_plainly: Callable[..., str], nodes_found: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_suspect_node_is_swapped_out_and_no_bit_is_lost(
     assert "gpu-broken on gpu0: its smoke is out (hardware, gauge probe)" in told
 
 
+@pytest.mark.long
 def test_the_same_on_every_node_stops_nobody_for_long_and_alerts(tmp_path: Path, nodes_found: Path) -> None:
     enough = tmp_path / "enough"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "1", script="train_tiny.py",

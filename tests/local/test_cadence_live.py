@@ -101,6 +101,7 @@ def test_supervisors_that_die_leave_the_ranks_agreed(tmp_path: Path) -> None:
         assert set(rank) <= set(named(run, 1, done)), by_rank
 
 
+@pytest.mark.long
 def test_ranks_that_save_to_storage_themselves_follow_the_same_schedule(tmp_path: Path) -> None:
     """Their saves are collective: a rank that missed one would hang."""
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0",
@@ -113,6 +114,7 @@ def test_ranks_that_save_to_storage_themselves_follow_the_same_schedule(tmp_path
     all_alike(run, 1, "shared")
 
 
+@pytest.mark.long
 def test_a_script_with_steps_of_its_own_saves_besides_when_asked(tmp_path: Path) -> None:
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
                    arguments=(*TRAIN, "--save-every", "100 steps")) as run:  # fmt: skip
@@ -127,6 +129,7 @@ def test_a_script_with_steps_of_its_own_saves_besides_when_asked(tmp_path: Path)
     assert step in by_rank[0]
 
 
+@pytest.mark.long
 def test_without_a_checkpointer_there_is_nothing_to_save(tmp_path: Path) -> None:
     with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script="train_tiny.py",
                    arguments=(*TRAIN[:4], "--save-every", "never")) as run:  # fmt: skip

@@ -28,7 +28,12 @@ def test_every_example_is_tested() -> None:
     assert {*NEEDS, "fsdp2.py", "small.py"} == {path.name for path in EXAMPLES.glob("*.py")}
 
 
-@pytest.mark.parametrize("name", NEEDS)
+LONG = ("ddp.py", "fabric_loop.py", "hsdp.py")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in NEEDS]
+)
 def test_an_example_ends_with_the_same_bits_when_a_rank_was_killed(
     name: str, tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:

@@ -123,6 +123,7 @@ def test_another_attempts_checkpoint_is_replaced(tmp_path: Path, store: ObjectSt
     assert names == {"__0_0.distcp", "__1_0.distcp", ".metadata", "jurymast.json", "jurymast.seal"}
 
 
+@pytest.mark.long
 def test_a_store_that_is_down_and_back_again(
     tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

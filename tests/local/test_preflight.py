@@ -90,6 +90,7 @@ def test_tests_that_do_not_work_do_not_keep_the_run_from_starting(
     assert {event.verdict for event in results(run.events()).values()} == {"unknown"}, run.story()
 
 
+@pytest.mark.long
 def test_nodes_are_tested_before_ranks_start_and_a_suspect_once_more(tmp_path: Path) -> None:
     """All of them, also together, and no test process is left beside the ranks. A torchrun host that died
     speaks against its node until the node has passed its tests."""

@@ -51,6 +51,7 @@ def kill_host(run: RunUnderTest, node: str) -> None:
 FAULTS = [(kill_rank, "worker_killed", "restart"), (kill_host, "host_died", "swap")]
 
 
+@pytest.mark.long
 def test_fault_after_fault_costs_no_bit(tmp_path: Path, trained_plainly: Callable[..., str]) -> None:
     """First one of the script, then one of a rank, and one that costs a spare."""
     out = tmp_path / "out.json"
@@ -108,6 +109,7 @@ def test_what_is_sent_to_all_of_a_job_costs_no_warm_server(tmp_path: Path) -> No
         wait_gone(run.directory.root)
 
 
+@pytest.mark.long
 def test_no_spare_left_requeues_without_the_bad_node(tmp_path: Path, undisturbed: str) -> None:
     out = tmp_path / "out.json"
     with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",

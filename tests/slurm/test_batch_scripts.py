@@ -22,9 +22,8 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "batch-scripts.json"
 STYLES = sorted(path.stem for path in SCRIPTS.glob("*.sbatch"))
 # What always runs: each way in which a training is started, and each in which a script ends.
 SAMPLE = [
-    "accelerate-on-one-node", "container", "helper-and-signal", "launch-script-that-fails", "loop-over-seeds",
-    "run-module-in-a-shell", "shell-a-rank", "srun-a-node", "steps-and-exec", "task-a-rank",
-    "torchrun-with-setup",
+    "accelerate-on-one-node", "helper-and-signal", "launch-script-that-fails", "shell-a-rank", "srun-a-node",
+    "steps-and-exec", "torchrun-with-setup",
 ]  # fmt: skip
 # As many jobs as a test submits at once: Slurm runs two or three of them beside each other.
 TOGETHER = 11

@@ -183,7 +183,7 @@ def test_a_page_fault_of_the_program_s_restarts_in_place(
     assert "xid-31" in told
 
 
-@pytest.mark.parametrize("writes", ["rank 0", "run directory"])
+@pytest.mark.parametrize("writes", ["rank 0", pytest.param("run directory", marks=pytest.mark.long)])
 def test_a_script_that_finds_the_shared_storage_full_costs_no_spare(
     cluster: Cluster, tmp_path: Path, share: Path, out: Path, writes: str
 ) -> None:
@@ -221,7 +221,7 @@ def _alive(cluster: Cluster, node: str, pids: set[int]) -> bool:
     return any(process.node_pid in pids for process in cluster.machine(node).processes())
 
 
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("everything", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_training_goes_on_while_the_shared_tier_is_full(
     cluster: Cluster, tmp_path: Path, share: Path, out: Path, everything: bool
 ) -> None:

@@ -44,6 +44,7 @@ def shown_as_agreed(cluster: Cluster, run: SlurmRun) -> bool:
     return json.loads(told)["cadence"]["every_steps"] in [e.every_steps for e in agreed(run)[-2:]]
 
 
+@pytest.mark.long
 def test_failures_shorten_the_cadence_at_one_step_on_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
     policy = cluster.shared / f"{tmp_path.name}.yaml"
     policy.write_text(json.dumps(POLICY))

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 POLICY = {"nodes_policy": {"expire": "1s"}, "health": {"preflight": "off"}}
 
 
+@pytest.mark.long
 def test_a_node_that_failed_a_run_is_a_spare_in_the_next(cluster: Cluster, tmp_path: Path) -> None:
     policy = cluster.shared / f"{tmp_path.name}.yaml"
     policy.write_text(json.dumps(POLICY))

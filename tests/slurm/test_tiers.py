@@ -84,6 +84,7 @@ def test_two_nodes_lost_with_their_replicas_come_back_from_shared_storage(
 ) -> None:
     """Nobody has their own part any more: the newest step on shared storage it is."""
     enough = cluster.shared / f"{tmp_path.name}.end"
+    enough.unlink(missing_ok=True)  # an earlier session's
     run = submit(
         cluster, tmp_path, "--nodes", "3", "--spares", "2", *policy(cluster, tmp_path, {"peer": False}),
         arguments=(*TRAIN, "--steps", "100000", "--until", str(enough)),
@@ -145,6 +146,7 @@ def test_before_a_job_is_ended_its_newest_checkpoint_gets_to_shared_storage(
     cluster.wait_job(run.job, "CANCELLED", "FAILED")
 
 
+@pytest.mark.long
 def test_storage_that_turns_read_only_costs_no_training_and_is_caught_up_with(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -18,7 +18,10 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 @pytest.mark.parametrize(
     ("script", "needs", "saved"),
-    [("trainer_hf.py", "transformers", 4), ("trainer_lightning.py", "lightning", 3)],
+    [
+        ("trainer_hf.py", "transformers", 4),
+        pytest.param("trainer_lightning.py", "lightning", 3, marks=pytest.mark.long),
+    ],
 )
 def test_a_trainer_goes_on_after_a_power_loss(
     cluster: Cluster, tmp_path: Path, session_folder: Path, script: str, needs: str, saved: int

@@ -83,8 +83,9 @@ def run_all(what: str, processes: Sequence[BaseProcess]) -> None:
 
 def _stack(process: BaseProcess) -> str:
     """Where it stands."""
-    command = [Path(sys.executable).with_name("py-spy"), "dump", "--native", "--pid", str(process.pid)]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--native", "--pid", str(process.pid)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout
 
 
 def run_script(script: Path, size: int, *arguments: str, folder: Path, each: int | None = None) -> None:
