@@ -56,7 +56,7 @@ CASES = [
 
 
 # Of which another one shows the same, but for one thing.
-LONG = ("computed", "inductor", "test_sync", "code", "at once")
+LONG = ("computed", "inductor", "test_sync", "code", "at once", "message", "killed")
 
 
 @pytest.mark.parametrize(

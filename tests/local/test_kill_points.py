@@ -60,7 +60,7 @@ def placed(run: RunUnderTest, victim: Who) -> str:
 POINTS = [(COPYING, ranks), (HASHING, agents), (WRITING, storage_processes), (REPLICATING, spares_agents)]
 
 
-@pytest.mark.parametrize(("victim", "spares"), [(ranks, 1), (agents, 4)])
+@pytest.mark.parametrize(("victim", "spares"), [pytest.param(ranks, 1, marks=pytest.mark.long), (agents, 4)])
 def test_whoever_dies_at_any_point_of_a_save_costs_no_bit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -93,6 +93,7 @@ def recovered(number: int, state: RunState) -> bool:
     return len(state.incidents) == number and state.incident is None
 
 
+@pytest.mark.long
 def test_what_is_sent_to_all_of_a_job_costs_no_warm_server(tmp_path: Path) -> None:
     """Ranks come from the same one as before, not from another that outlives its host."""
     with local_run(tmp_path / "runs", "--nodes", "1", "--spares", "0", script="train_tiny.py",

@@ -107,6 +107,7 @@ def test_a_node_without_memory_is_named_before_the_first_step(tmp_path: Path, me
     assert foreseen.t < first_step
 
 
+@pytest.mark.long
 def test_a_full_dev_shm_concerns_nobody(tmp_path: Path) -> None:
     """Nothing of a checkpoint lies there."""
     mounting = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'

@@ -10,7 +10,13 @@ from support.planted import PLANTED, plan_for
 PLANS = 1000
 
 
-@pytest.mark.parametrize("name", PLANTED)
+# Takes hundreds of plans to be found.
+LONG = ("7: the supervisor's pauses count",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in PLANTED]
+)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for target, attribute, value in PLANTED[name][1]:
         monkeypatch.setattr(target, attribute, value)

@@ -68,6 +68,7 @@ def test_replay_beside_another(nodes: int, cadence: str, stall_s: float, other: 
     assert replayed(nodes, cadence, stall_s) == pytest.approx(other, abs=0.02)
 
 
+@pytest.mark.long
 def test_an_adaptive_cadence_is_as_good_as_the_best_fixed_one() -> None:
     """Three replays at each size: from the usual prior within 0.3 points of the best interval in hindsight
     and above the hand-picked 60 minutes; from a prior four times off within 0.5 points after two weeks."""

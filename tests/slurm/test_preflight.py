@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 DELAY_S = 0.2
 
 
+@pytest.mark.long
 def test_a_node_with_a_slow_link_becomes_the_spare(cluster: Cluster, tmp_path: Path) -> None:
     policy = cluster.shared / f"{tmp_path.name}.yaml"
     policy.write_text("health:\n  preflight: 60s\n")

@@ -83,7 +83,7 @@ def recovered(number: int, state: RunState) -> bool:
     return len(state.incidents) == number and state.incident is None
 
 
-@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("spares", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_batch_host_dies(cluster: Cluster, tmp_path: Path, undisturbed: str, spares: int) -> None:
     """Another node's agent takes the supervision over; the ranks go on, or are placed anew."""
     run = submit(cluster, tmp_path, "--nodes", "3", "--spares", str(spares))

@@ -171,9 +171,9 @@ def processes_of(directory: Path) -> list[psutil.Process]:
     return found
 
 
-def wait_gone(directory: Path, limit_s: float = LIMIT_S) -> None:
+def wait_gone(directory: Path, limit_s: float = 60.0) -> None:
     """No process of an ended run is left, once it has brought its last checkpoint to storage."""
-    wait_until("outcome", RunDirectory(directory).outcome_file.exists, limit_s)
+    wait_until("outcome", RunDirectory(directory).outcome_file.exists, LIMIT_S)
     end = time.monotonic() + limit_s
     while left := processes_of(directory):
         if time.monotonic() > end:

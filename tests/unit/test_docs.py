@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.core.run.causes import CAUSES
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "launcher" / "jurymast"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -38,6 +40,15 @@ def test_every_attack_that_is_listed_has_its_test() -> None:
         if not (ROOT / path).exists() or f"def {test}(" not in (ROOT / path).read_text()
     ]
     assert missing == []
+
+
+def test_who_is_on_call_finds_every_cause() -> None:
+    page = (ROOT / "docs" / "on-call.md").read_text()
+    rows = [
+        f"| `{one.name}` | {one.meaning} | {one.charged} | {one.todo or 'nothing'} |"
+        for one in CAUSES.values()
+    ]
+    assert [row for row in rows if row not in page] == []
 
 
 def test_the_documents_make_a_site(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ ELSEWHERE = {
     "jurymast submit --spares 2 job.sbatch": "tests/slurm/test_batch_scripts.py",
     "jurymast submit job.sbatch": "tests/slurm/test_batch_scripts.py",
     "jurymast status RUN": "tests/unit/test_cli_views.py",
+    "jurymast events RUN": "tests/unit/test_cli_views.py",
+    "jurymast report RUN": "tests/unit/test_cli_views.py",
     "./slurm/cluster ": "tests/slurm/conftest.py",
     "cp -r slurm/site": "tests/local/test_site_pieces.py",
     "python3 -m venv /opt": "only root may write there; tests/unit/test_pins.py",

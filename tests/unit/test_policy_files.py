@@ -94,6 +94,24 @@ def test_the_schema_checked_in_is_the_model_s(capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out) == schema()
 
 
+def test_the_page_of_keys_is_the_model_s(capsys: pytest.CaptureFixture[str]) -> None:
+    """If not: jurymast policy keys > docs/policy-keys.md"""
+    assert main(["policy", "keys"]) == 0
+    told = capsys.readouterr().out
+    assert (CONFIGS.parent / "docs" / "policy-keys.md").read_text() == told
+    listed = {line.split("`")[1] for line in told.splitlines() if line.startswith("| `")}
+    written = yaml.safe_load((CONFIGS / "default.yaml").read_text())
+    assert set(leaves(written)) - listed == set()
+
+
+def leaves(values: dict[str, Any], above: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}"
+
+
 def broken(value: Any, rule: dict[str, Any], where: str = "") -> Iterator[str]:
     """Places at which `value` breaks `rule`; knows the keywords that our schema uses, and no others."""
     if "$ref" in rule:

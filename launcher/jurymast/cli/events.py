@@ -113,7 +113,7 @@ def _brief(entries: Iterable[Entry]) -> Iterator[str]:
                     shown += 1
                     yield _as_text(one)
         if count > shown:
-            yield f"{_at(last_t)}  ... the last of {count - shown} more nodes that say the same (--all)"
+            yield f"{_at(last_t)}  ... the same of {count - shown} more nodes, up to here (--all)"
 
 
 def _at(t: float) -> str:

@@ -56,6 +56,14 @@ def schema() -> None:
 
 
 @command.command()
+def keys() -> None:
+    """Print all keys: what each takes, its default, its meaning."""
+    from jurymast.policy.keys import keys_text
+
+    click.echo(keys_text(), nl=False)
+
+
+@command.command()
 @click.argument("file", type=click.Path(path_type=Path))
 def init(file: Path) -> None:
     """Write a commented policy to FILE, to start from."""

@@ -19,6 +19,11 @@ def some(names: Sequence[str], most: int = 6, separator: str = ", ") -> str:
     return f"{separator.join(names[:most])} and {len(names) - most} more"
 
 
+def count(number: int, thing: str) -> str:
+    """1 node, 2 nodes."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def size(count: float) -> str:
     """Bytes with a decimal unit: 1.2 GB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -49,7 +49,10 @@ ThresholdName = Annotated[str, AfterValidator(values.threshold_name)]
 Restarts = Annotated[
     Budget,
     BeforeValidator(values.budget),
-    _either({"const": "unlimited"}, {"type": "string", "pattern": r"^\s*\d+\s+(per|in)\s+\S+\s*$"}),
+    _either(
+        {"const": "unlimited"},
+        {"type": "string", "pattern": r"^\s*\d+\s+(per|in)\s+\S+\s*$", "examples": ["3 per 1h"]},
+    ),
 ]
 
 
@@ -83,7 +86,7 @@ class Section(BaseModel):
 class Nodes(Section):
     min: Annotated[
         int | None, BeforeValidator(values.none_or_one_or_more), _either({"type": "null"}, _ONE_OR_MORE)
-    ] = _key(None, "the run may shrink to this many active nodes; default: it never shrinks")
+    ] = _key(None, "the run may shrink to this many active nodes; not supported yet, and refused")
 
 
 class Detect(Section):
@@ -117,7 +120,7 @@ class Shared(Section):
 
 class Object(Section):
     url: str = Field(
-        pattern=r"^[a-z][a-z0-9+.-]*://.+", description="an fsspec address, like s3://bucket/prefix"
+        pattern=r"^[a-z][a-z0-9+.-]*://.+", examples=["s3://bucket/prefix"], description="an fsspec address"
     )
     every: Duration = _key("6h", "time between copies")
 
@@ -140,7 +143,9 @@ class Checkpoint(Section):
     cadence: Annotated[
         Any,
         BeforeValidator(values.cadence),
-        _either(_AUTO, _TIME, {"type": "string", "pattern": r"^\s*\d+\s*steps?\s*$"}),
+        _either(
+            _AUTO, _TIME, {"type": "string", "pattern": r"^\s*\d+\s*steps?\s*$", "examples": ["200 steps"]}
+        ),
     ] = _key("auto", 'how often to save: auto, "200 steps", "10m"')
     max_loss: Duration = _key("15m", "most training time a failure may cost; bounds an auto cadence")
     tiers: Tiers = _key({}, "where checkpoints are kept")
@@ -197,7 +202,7 @@ class NodesPolicy(Section):
         BeforeValidator(values.fraction),
         _either(
             {"type": "number", "minimum": 0, "maximum": 1},
-            {"type": "string", "pattern": r"^\d+(?:\.\d+)?%$"},
+            {"type": "string", "pattern": r"^\d+(?:\.\d+)?%$", "examples": ["2%"]},
         ),
     ] = _key("2%", "largest share of the run's nodes that may be blamed at a time; one always may")
     expire: Duration = _key("24h", "when an exclusion is forgotten")
@@ -232,4 +237,4 @@ class Policy(Section):
     nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes")
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     network: Network = _key({}, "what nodes send each other")
-    notify: list[Notification] = _key([], "programs to call")
+    notify: list[Notification] = _key([], "programs to call; not supported yet, and refused")

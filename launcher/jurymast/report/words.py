@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime, timezone
 
+from jurymast.core.texts import count as count
 from jurymast.core.texts import size as size
 from jurymast.core.texts import some as some
 
@@ -53,11 +54,6 @@ def amounts(tiers: Mapping[str, int]) -> str:
 
 def percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100 * ratio:.1f} %"
-
-
-def count(number: int, thing: str) -> str:
-    """1 node, 2 nodes."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def node_time(node_seconds: float) -> str:

@@ -15,7 +15,7 @@ from jurymast.core.run.attribution import Cause
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.state import Blame, Role, RunState
 from jurymast.core.settings import Budget
-from jurymast.core.texts import NODES_TOLD, some
+from jurymast.core.texts import NODES_TOLD, count, some
 from jurymast.errors import RunFailedError
 
 # A cause that comes back without one new step between is not going away by itself.
@@ -85,7 +85,7 @@ def decide(state: RunState, cause: Cause) -> Decision:
     if state.may_requeue:
         return Decision(
             "requeue",
-            f"{cause.evidence}; {len(bad)} node(s) to replace, {len(spares)} spare(s) ready",
+            f"{cause.evidence}; {count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready",
             bad,
             blames=blames,
         )
