@@ -23,7 +23,6 @@ from jurymast.journal import initial_state, read, take
 from jurymast.rundir import RunDirectory, write_atomically
 
 VERSION = 1
-CLEARED = "cleared: "  # how the state machine begins the reason of a node that it no longer blames
 
 Stamp = list[list[int]]
 
@@ -163,7 +162,7 @@ class _Reader:
             before, now = self._roles.get(node.name, Role.JOINING), node.role
             self._roles[node.name] = now
             out = (Role.FAILED, Role.SUSPECT)
-            if node.reason.startswith(CLEARED) and self._left:
+            if node.cleared and before is Role.FAILED and now is not before:
                 self._clear(node.name)
             if now in out and before not in out:
                 self._left.append(

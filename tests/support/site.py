@@ -12,6 +12,7 @@ from jurymast.core.run.instructions import Launch
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
+from jurymast.core.within import Skip
 from support.reports import hello
 
 ACTIVE = ("n1", "n2", "n3")
@@ -74,7 +75,7 @@ class Site:
         self.do(self.checkpoints.replicate(self.time))
         self.checkpoints.replicated(took_s, self.time)
 
-    def skip(self, step_number: int, rank: int, why: str, attempt: int = 1) -> None:
+    def skip(self, step_number: int, rank: int, why: Skip = Skip.BUSY, attempt: int = 1) -> None:
         self.do(self.checkpoints.skipped(attempt, step_number, rank, why, self.time))
 
     def choose(self, launch: Launch) -> ev.RestorePlanned:

@@ -427,15 +427,15 @@ def test_nothing_is_waited_for_when_nothing_would_be_lost() -> None:
 
 def test_a_rank_that_skips_makes_the_step_void_and_is_told_once() -> None:
     site = Site()
-    site.skip(20, 1, "both memory slots are busy")
-    site.skip(20, 2, "both memory slots are busy")
+    site.skip(20, 1)
+    site.skip(20, 2)
     assert site.saved("memory") == [(20, False)]
     assert [node for node, _ in site.ordered(msg.Void)] == [*ACTIVE, "s1"]
 
 
 def test_a_state_that_outgrew_its_node_starts_the_ranks_again() -> None:
     site = Site()
-    site.skip(20, 1, within.REFUSED)
+    site.skip(20, 1, within.Skip.REFUSED)
     assert [e.what for e in site.events if isinstance(e, ev.Asked)] == ["restart"]
 
 
@@ -543,7 +543,7 @@ def test_an_agent_that_was_started_again_has_lost_its_images_and_writes_nothing(
 def test_a_rank_of_an_earlier_attempt_makes_no_step_of_this_one_void() -> None:
     site = Site()
     site.state.attempt = 2
-    site.skip(20, 1, within.REFUSED, attempt=1)
+    site.skip(20, 1, within.Skip.REFUSED, attempt=1)
     assert site.ordered(msg.Void) == []
     assert site.saved("memory") == []
 

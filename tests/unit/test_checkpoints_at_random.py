@@ -20,6 +20,7 @@ from jurymast.core.run.instructions import Launch
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
+from jurymast.core.within import Skip
 from support.holding import Agent, Nodes, report
 
 ACTIVE = 3
@@ -163,7 +164,7 @@ class Walk:
         for rank, name in enumerate(self.state.placement):
             agent = self.nodes.agents[name]
             if not agent.has_slot():
-                self.do(self.checkpoints.skipped(key[1], key[0], rank, "both slots are busy", self.time))
+                self.do(self.checkpoints.skipped(key[1], key[0], rank, Skip.BUSY, self.time))
                 return
             agent.hold(report(MEMORY, key, rank, ACTIVE))
 

@@ -66,7 +66,7 @@ SAID: list[msg.ToSupervisor] = [
     msg.RankEvent(attempt=1, event=within.Saved(step=5, tier="shared", ok=True, stall_s=0.5)),
     msg.RankEvent(attempt=1, event=within.Restored(step=5, tier="memory", seconds=1.0, skipped=("a",))),
     msg.RankEvent(attempt=1, event=within.ColdStart(local_rank=3, why="it sets them", seconds=2.0)),
-    msg.RankEvent(attempt=1, event=within.Skipped(step=5, why="busy")),
+    msg.RankEvent(attempt=1, event=within.Skipped(step=5, why=within.Skip.BUSY)),
     msg.Terminated(),
     msg.HangsUp(),
     msg.HangsUp(newer=PLACE),
@@ -284,7 +284,9 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
 
     async def work() -> None:
         with open(agent._memory.events_path, "wb", buffering=0) as pipe:
-            pipe.write(b'{"event": "Sung"}\n{"event": "Skipped", "step": 7}\n')
+            pipe.write(
+                b'{"event": "Sung"}\n{"event": "Skipped", "step": 7, "why": "both memory slots are busy"}\n'
+            )
         agent._ranks_said()
         async with served(supervise) as port:
             place = endpoint.Endpoint(1, ("127.0.0.1",), port, "n1", allocation.key, os.getpid())
@@ -294,7 +296,7 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
     run(work())
     greeting, unsaid = came
     assert isinstance(greeting, msg.Hello)
-    assert unsaid == msg.RankEvent(attempt=0, event=within.Skipped(step=7))
+    assert unsaid == msg.RankEvent(attempt=0, event=within.Skipped(step=7, why=within.Skip.BUSY))
     of_rank, first, count = caplog.messages
     assert of_rank.startswith("a rank: a message that is none here is left out: Sung: ")
     assert first.startswith("127.0.0.1: a message that is none here is left out: dance: ")

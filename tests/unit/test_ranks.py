@@ -46,12 +46,15 @@ def child(*words: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+COLD = "\ncold = lambda n, why='': within.ColdStart(seconds=n, why=why)\n"
+
+
 def rank(memory: RankMemory, local_rank: int, code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` as a rank would run it: `link` is its link to the agent."""
     imports = "from jurymast.core import within; from jurymast.worker import link as m"
     environment = {PAGE_VARIABLE: memory.page_path, EVENTS_VARIABLE: memory.events_path}
     return subprocess.run(
-        [sys.executable, "-c", f"{imports}; link = m.current()\n{code}"],
+        [sys.executable, "-c", f"{imports}; link = m.current(){COLD}{code}"],
         env={**os.environ, **environment, "LOCAL_RANK": str(local_rank)},
         capture_output=True, text=True, timeout=LIMIT_S, check=True,
     )  # fmt: skip
@@ -104,40 +107,40 @@ def test_events_of_all_ranks_arrive_whole() -> None:
     with memory_of(4) as memory:
         assert memory.read_events() == []
         for local_rank in range(4):
-            rank(memory, local_rank, "for n in range(3): link.emit(within.Skipped(step=n, why='x' * 3000))")
+            rank(memory, local_rank, "for n in range(3): link.emit(cold(n, 'x' * 3000))")
         events: list[within.FromRanks] = []
         while new := memory.read_events():
             events += new
     assert events == [
-        within.Skipped(local_rank=r, step=n, why="x" * 3000) for r in range(4) for n in range(3)
+        within.ColdStart(local_rank=r, seconds=n, why="x" * 3000) for r in range(4) for n in range(3)
     ]
 
 
 def test_what_is_no_event_is_seen_as_such_and_a_line_may_come_in_parts() -> None:
     with memory_of(1) as memory, open(memory.events_path, "wb", buffering=0) as pipe:
-        pipe.write(b'\xff\xfe\n[1]\n{"event": 7}\n{"event": "Sung"}\n{"event": "Skipped"}\n\n{"event": "Ski')
+        pipe.write(b'\xff\xfe\n[1]\n{"event": 7}\n{"event": "Sung"}\n{"event": "ColdStart"}\n\n{"event": ')
         strange = memory.read_events()
         assert [isinstance(one, Strange) and one.kind for one in strange] == [
             "",
             "",
             "",
             "Sung",
-            "Skipped",
+            "ColdStart",
             "",
         ]
-        pipe.write(b'pped", "step": 1}\n{"event"')
-        assert memory.read_events() == [within.Skipped(step=1)]
+        pipe.write(b'"ColdStart", "seconds": 1, "why": ""}\n{"event"')
+        assert memory.read_events() == [within.ColdStart(seconds=1, why="")]
 
 
 def test_a_full_pipe_or_a_long_event_never_blocks_the_rank() -> None:
     with memory_of(1) as memory:
-        rank(memory, 0, "for n in range(10_000): link.emit(within.Skipped(step=n))")
-        rank(memory, 0, "link.emit(within.Skipped(step=0, why='x' * 5000))")
+        rank(memory, 0, "for n in range(10_000): link.emit(cold(n))")
+        rank(memory, 0, "link.emit(cold(0, 'x' * 5000))")
         events: list[within.FromRanks] = []
         while new := memory.read_events():
             events += new
     assert 0 < len(events) < 10_000
-    assert events == [within.Skipped(step=n) for n in range(len(events))]
+    assert events == [within.ColdStart(seconds=n, why="") for n in range(len(events))]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, so it needs root")
@@ -170,7 +173,7 @@ def test_both_are_gone_with_the_agent_and_the_rank_goes_on() -> None:
     environment = {**os.environ, PAGE_VARIABLE: page, EVENTS_VARIABLE: events}
     told = (
         "from jurymast.core import within; from jurymast.worker import link; l = link.current(); l.beat(1);"
-        "l.emit(within.Skipped(step=1)); print(l.attached)"
+        "l.emit(within.Cadence(steps=1)); print(l.attached)"
     )
     done = subprocess.run(
         [sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True
@@ -183,7 +186,7 @@ def test_without_an_agent_every_call_does_nothing() -> None:
     link.beat(5)
     link.optimizer_stepped()
     link.enter(3)
-    link.emit(within.Skipped(step=5))
+    link.emit(within.Cadence(steps=5))
     assert not link.attached
 
 

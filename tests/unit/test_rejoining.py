@@ -25,7 +25,7 @@ def test_a_node_that_was_away_is_told_what_is_safe_and_what_is_void_and_has_room
     site.ordered(msg.Committed)
     site.joined("n2", copies=(image_of(1, 10),))
     assert [(node, order.step) for node, order in site.ordered(msg.Committed)] == [("n2", 10)]
-    site.skip(20, rank=0, why="both slots are busy")
+    site.skip(20, rank=0)
     site.ordered(msg.Void)
     site.hold(1, at=20)
     assert [(node, order.step) for node, order in site.ordered(msg.Void)] == [("n2", 20)]
@@ -57,13 +57,13 @@ def test_what_will_never_be_complete_makes_room_when_ranks_cannot_save() -> None
     site = Site()
     site.hold(1, at=10)
     site.hold(2, at=10)
-    site.skip(20, rank=1, why="both slots are busy")
+    site.skip(20, rank=1)
     assert {order.step for _, order in site.ordered(msg.Void)} == {20}, "it may be on its way"
     site.lost("n1")
-    site.skip(30, rank=1, why="both slots are busy")
+    site.skip(30, rank=1)
     assert {order.step for _, order in site.ordered(msg.Void)} == {30}, "n1 may bring it"
     site.joined("n1")
-    site.skip(40, rank=1, why="both slots are busy")
+    site.skip(40, rank=1)
     assert {order.step for _, order in site.ordered(msg.Void)} == {10, 40}
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jurymast.cluster.request import users_script
@@ -504,3 +506,14 @@ def test_an_end_that_the_script_has_not_heard_of_is_told_and_not_repeated(job: R
     cancel(run)
     same, code = Trainings(job, "7.1").claim(training("a"))
     assert (same.root, code) == (run.root, RunCancelledError.exit_code)
+
+
+def test_a_step_whose_script_is_gone_waits_for_nothing() -> None:
+    """Slurm has killed the shell of a job that is requeued, and not found what that had started."""
+    words = "import os; from jurymast.script import step; print(os.getpid(), flush=True); step._await_end()"
+    script = f"{sys.executable} -c {shlex.quote(words)} & wait"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout is not None
+        waiting = psutil.Process(int(shell.stdout.readline()))
+        shell.kill()
+        waiting.wait(60.0)

@@ -308,35 +308,35 @@ class MemoryTier:
         draft = self._drafter.draft(trees)
         manifest = self._manifest(step, draft)
         self._start_mapping()
-        number, why = self._begin(draft.size_bytes + len(manifest))
-        if number < 0:
+        begun = self._begin(draft.size_bytes + len(manifest))
+        if isinstance(begun, within.Skip):
             self._request(draft)
             self._record[Word.SKIPPED] += 1
             self._record[Word.SKIPPED_STEP] = step
-            self._link.emit(within.Skipped(step=step, why=why))
-            return Saved(ok=False, error=why)
-        self._write(number, step, draft, manifest, started)
+            self._link.emit(within.Skipped(step=step, why=begun))
+            return Saved(ok=False, error=begun.value)
+        self._write(begun, step, draft, manifest, started)
         return Saved(ok=True, size_bytes=draft.size_bytes)
 
     def _manifest(self, step: int, draft: image.Draft) -> bytes:
         return draft.manifest(step, self._attempt, self._group.rank, self._group.size)
 
-    def _begin(self, size: int) -> tuple[int, str]:
-        """Begin to write `size` bytes into a slot: its number, or -1 and why there is none."""
-        why = within.REFUSED if self.refused else "memory is not ready yet"
+    def _begin(self, size: int) -> int | within.Skip:
+        """Begin to write `size` bytes into a slot: its number, or why there is none."""
+        why = within.Skip.REFUSED if self.refused else within.Skip.NOT_READY
         for number, slot in enumerate(self._slots):
             if not self._is_mapped(number, size):
                 continue
-            why = "both memory slots are busy"
+            why = within.Skip.BUSY
             if slot.writable:
                 freed = slot[SlotWord.FREED]
                 slot[SlotWord.SEQ] = freed + 1 + freed % 2  # odd, whatever was before
                 # Looked at again, now that the agent can see that we write: it may have taken it away.
                 if self._is_mapped(number, size):
                     self._wrote = True
-                    return number, ""
+                    return number
                 slot[SlotWord.SEQ] = freed
-        return -1, why
+        return why
 
     def _write(self, number: int, step: int, draft: image.Draft, manifest: bytes, started: float) -> None:
         mapped, slot = self._mapped[number], self._slots[number]

@@ -7,13 +7,20 @@ Ranks say {"event": kind, "local_rank": ..., ...} through a pipe that all of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 
 import msgspec
 
 from jurymast.core.message import Strange, kind_of, reader
 
-# Why a rank skips its saves from then on, unless the attempt is started again and saves to storage instead.
-REFUSED = "this node refused the memory"
+
+class Skip(str, Enum):
+    """Why a rank could not save into its memory."""
+
+    NOT_READY = "memory is not ready yet"
+    BUSY = "both memory slots are busy"
+    # It can no more, unless the attempt is started again and saves to storage instead.
+    REFUSED = "this node refused the memory"
 
 
 class FromRank(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
@@ -56,7 +63,7 @@ class Skipped(FromRank, frozen=True, kw_only=True):
     """This rank could not save `step` into its memory."""
 
     step: int
-    why: str = ""
+    why: Skip
 
 
 class Cadence(FromRank, frozen=True, kw_only=True):

@@ -57,6 +57,7 @@ SHARES = (
 )  # fmt: skip
 # Slurm ends a job in seconds; whatever stands behind the step in the script must not begin.
 END_LIMIT_S = 120.0
+STARTED_BY = os.getppid()  # the shell that runs the script
 
 
 def true_variables_file(job: RunDirectory) -> Path:
@@ -283,7 +284,12 @@ def _code(path: Path) -> int | None:
 
 
 def _await_end() -> None:
-    """Slurm ends this life of the job."""
-    time.sleep(END_LIMIT_S)
+    """Slurm ends this life of the job. A script that is gone goes on with nothing, and where Slurm finds a
+    job's processes by their parents it does not find this one any more."""
+    until = time.monotonic() + END_LIMIT_S
+    while time.monotonic() < until:
+        if os.getppid() != STARTED_BY:
+            sys.exit(0)
+        time.sleep(POLL_S)
     say(f"Slurm has not ended the job within {END_LIMIT_S:g} s")
     sys.exit(ClusterUnavailableError.exit_code)

@@ -28,7 +28,7 @@ from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import Phase, Role, RunState
-from jurymast.core.within import REFUSED
+from jurymast.core.within import Skip
 from jurymast.errors import never
 
 # Steps that some rank could not save. What other ranks saved of them may be told of later.
@@ -173,14 +173,15 @@ class Checkpoints:
 
     # ---- ranks
 
-    def skipped(self, attempt: int, step: int, rank: int, why: str, now: float) -> list[Effect]:
+    def skipped(self, attempt: int, step: int, rank: int, why: Skip, now: float) -> list[Effect]:
         """A rank could not save: then the step will never be complete."""
         key = step, attempt
         if key in self._void or attempt != self._state.attempt:
             return []
-        effects = self._make_void(key, f"rank {rank}: {why}", now) + self._give_incomplete_up(attempt, now)
-        if why == REFUSED:  # its state outgrew the node: started again, all ranks save to storage
-            by = f"jurymast, because rank {rank}: {why}"
+        void = self._make_void(key, f"rank {rank}: {why.value}", now)
+        effects = void + self._give_incomplete_up(attempt, now)
+        if why is Skip.REFUSED:  # its state outgrew the node: started again, all ranks save to storage
+            by = f"jurymast, because rank {rank}: {why.value}"
             effects.append(Record(ev.Asked(t=now, what="restart", by=by)))
         return effects
 

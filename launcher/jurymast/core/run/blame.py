@@ -337,7 +337,7 @@ def _take_back(state: RunState, group: str, why: str) -> None:
         state.excluded.pop(blame.node, None)
         node = state.nodes.get(blame.node)
         if node is not None and node.bad:
-            node.bad = False
+            node.bad, node.cleared = False, True
             node.become(Role.SUSPECT, f"cleared: {why}", state.now)
 
 

@@ -74,6 +74,7 @@ class Node:
     drained: bool = False  # by hand: it stays out
     bad: bool = False  # a finding took it out: it stays out while the finding holds
     faultless: bool = False  # lost, but with so many others that it is not excluded
+    cleared: bool = False  # blamed for what many others then showed as well
     findings: dict[str, Finding] = field(default_factory=dict)  # that hold, or events of this allocation
     gpus: int = 0
     tested: str = ""  # verdict of its last tests; "" again once it becomes a suspect
@@ -83,6 +84,7 @@ class Node:
         if role is not self.role:
             self.since = t
             self.tested = "" if role is Role.SUSPECT else self.tested
+            self.cleared = self.cleared and role is not Role.FAILED
         self.role, self.reason = role, reason
 
     @property

@@ -246,7 +246,7 @@ class Group:
                 self.cluster.oracle.saved(member.agent.site.name)
             else:
                 self.cluster.oracle.skipped(self, member.agent.site.name)
-                member.agent.rank_said(within.Skipped(local_rank=local, step=self.step, why="slots are busy"))
+                member.agent.rank_said(within.Skipped(local_rank=local, step=self.step, why=within.Skip.BUSY))
         member.follower.passed(self.step)
 
     # ---- what is seen of them
