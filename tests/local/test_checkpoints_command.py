@@ -131,7 +131,6 @@ def test_export(run: RunDirectory, shell: Shell, tmp_path: Path) -> None:
     assert "step 3 is damaged" in shell("export", "3", str(target), code=78)
 
 
-@pytest.mark.long
 def test_export_of_tensors_alone(shell: Shell, tmp_path: Path) -> None:
     if importlib.util.find_spec("safetensors") is None:
         text = shell("export", "2", str(tmp_path), "--format", "safetensors", code=78)

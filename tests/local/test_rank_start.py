@@ -32,7 +32,6 @@ def test_what_a_script_sets_before_torch_counts_and_is_told_once(tmp_path: Path)
     assert "from now on ranks load everything by themselves, which takes" in told
 
 
-@pytest.mark.long
 def test_a_policy_that_wants_cold_starts_gets_them(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("start: cold\n")

@@ -1,6 +1,6 @@
 """Saves every few steps, and faults at random moments: nothing torn, mixed or stale is ever restored.
 
-The state is large enough that copying, hashing, replicating and draining are under way most of the time. A
+The state is large enough that copying, hashing, replicating and writing are under way most of the time. A
 failure prints its seed: `JURYMAST_TEST_SEED=<seed>` runs that one again.
 """
 

@@ -168,7 +168,7 @@ def test_a_script_that_fails_again_and_again_ends_the_run() -> None:
 
 
 def test_a_save_protects_only_when_it_is_complete() -> None:
-    """The fault comes while the second save drains: back to the first."""
+    """The fault comes while the second save is being copied: back to the first."""
     setup = Setup(nodes=4, spares=1, seconds=5000, durations=Durations(step_s=1, stall_s=1, copy_s=60))
     outcome = ran(setup, [Fault(35.0 + 1 + 600 + 1 + 600 + 1 + 30, (0,))])
     assert outcome.incidents[0].step_restored == 601

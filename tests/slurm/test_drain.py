@@ -217,7 +217,6 @@ def test_lies_are_refused_and_the_node_stays_as_it_was(
     assert "drained" not in told
 
 
-@pytest.mark.long
 def test_a_made_up_finding_and_a_replay_are_refused(
     cluster: Cluster, gpus: dict[str, FakeGpus], busy: Spool
 ) -> None:
@@ -239,7 +238,6 @@ def test_a_made_up_finding_and_a_replay_are_refused(
     assert node(cluster, name)[1] == "none"
 
 
-@pytest.mark.long
 def test_the_reason_of_somebody_else_stays(cluster: Cluster, gpus: dict[str, FakeGpus], busy: Spool) -> None:
     name = str(busy.honest["node"])
     cluster.slurm(["scontrol", "update", f"NodeName={name}", "State=DRAIN", "Reason=new disk, ask Ada"])
@@ -263,7 +261,6 @@ def one_an_hour(cluster: Cluster) -> Iterator[None]:
     settings.write_text(before)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("one_an_hour")
 def test_beyond_the_site_s_limit_a_bad_node_stays_and_somebody_is_told(
     cluster: Cluster, gpus: dict[str, FakeGpus], busy: Spool

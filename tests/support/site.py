@@ -29,7 +29,7 @@ class Site:
         self.orders: list[tuple[str, msg.ToAgent]] = []
         self.events: list[ev.Event] = []
         self.state = RunState(Settings(cadence_steps=10, **settings), active=3, spares=1)
-        self.state.nodes = {name: Node(name, i) for i, name in enumerate([*ACTIVE, "s1"])}
+        self.state.nodes = {name: Node(name, i, incarnation=name) for i, name in enumerate([*ACTIVE, "s1"])}
         self.state.placement, self.state.phase, self.state.attempt = ACTIVE, Phase.RUNNING, 1
         for name, node in self.state.nodes.items():
             node.role = Role.ACTIVE if name in ACTIVE else Role.SPARE

@@ -42,7 +42,7 @@ class Walk:
         }  # fmt: skip
         self.state = RunState(Settings(**settings), active=ACTIVE)
         names = [f"n{number}" for number in range(ACTIVE + chance.randint(0, 2))]
-        self.state.nodes = {name: Node(name, i) for i, name in enumerate(names)}
+        self.state.nodes = {name: Node(name, i, incarnation=name) for i, name in enumerate(names)}
         self.checkpoints = Checkpoints(self.state)
         self.nodes = Nodes(chance, ACTIVE)
         self.away: list[Agent] = []  # cut off, with all they hold
@@ -109,6 +109,8 @@ class Walk:
 
     def settle(self) -> None:
         """Nothing fails any more: in the end every state that is committed outlives any node."""
+        for agent in self.away:
+            self.give_role(agent.name)
         self.nodes.refuses = self.nodes.fails = 0.0
         while self.state.phase is not Phase.RUNNING:
             self.come_back()
@@ -191,7 +193,8 @@ class Walk:
         if self.chance.random() < 0.3 and len(self.nodes.agents) > 1:
             agent = self.nodes.agents.pop(self.chance.choice(list(self.nodes.agents)))
             self.away.append(agent)
-            self.give_role(agent.name)
+            if self.chance.random() < 0.7:  # else a supervisor is new, and has not heard of it yet
+                self.give_role(agent.name)
             self.do(self.checkpoints.lost(agent.name, self.time))
             self.interrupt(agent.name)
             if agent.words:  # said before

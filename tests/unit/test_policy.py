@@ -224,7 +224,15 @@ def test_a_named_site_file_must_exist(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("0.5s", 0.5), ("10m", 600), ("24h", 86400), ("1h30m", 5400), ("2d", 172800), ("5ms", 0.005)],
+    [
+        ("0.5s", 0.5),
+        ("10m", 600),
+        ("24h", 86400),
+        ("1h30m", 5400),
+        ("2d", 172800),
+        ("5ms", 0.005),
+        ("1h 30 min", 5400),
+    ],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert values.duration(text) == pytest.approx(seconds)

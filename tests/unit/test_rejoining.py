@@ -6,7 +6,7 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.run.state import Phase, Role
+from jurymast.core.run.state import Node, Phase, Role
 from support.site import Site
 from support.stories import Story
 
@@ -93,3 +93,12 @@ def test_a_damaged_image_is_given_up_only_once_all_nodes_that_may_have_another_w
         site.state.nodes["s1"].role = Role.FAILED
     site.look()
     assert {order.step for _, order in site.ordered(msg.Void)} == (set() if back else {10})
+
+
+def test_a_spare_that_never_came_keeps_no_damaged_state_in_the_way() -> None:
+    site = Site()
+    site.state.nodes["s2"] = Node("s2", 4)
+    site.save()
+    site.hear("n2", msg.Dropped(copy=image_of(1, 10), why="its hash does not match"))
+    site.look()
+    assert {order.step for _, order in site.ordered(msg.Void)} == {10}

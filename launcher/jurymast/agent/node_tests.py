@@ -120,4 +120,5 @@ async def _line(child: Child) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         return {"times": {}, "wrong": "", "error": f"invalid reply of a test process: {error}"}
     await child.gone(GONE_S)
-    return {"times": {}, "wrong": "", "error": f"a test process ended with {child.code}"}
+    how = "closed its output" if child.code is None else f"ended with {child.code}"
+    return {"times": {}, "wrong": "", "error": f"a test process {how}"}

@@ -43,7 +43,7 @@ READ_BYTES = 4 << 20
 
 _FINAL = re.compile(r"step-(\d{8,})")
 _SAVING = re.compile(r"\.saving-(\d+)\.a(\d+)\.[0-9a-f]+")
-_WRITING = re.compile(r"\.writing-(\d+)\.a(\d+)\.[0-9a-f]+")
+_WRITING = re.compile(r"\.(?:writing|draining)-(\d+)\.a(\d+)\.[0-9a-f]+")  # draining: until version 0.1
 _DELETING = re.compile(r"\.deleting-\d+\.[0-9a-f]+")
 _ROLLED_BACK = re.compile(r"step-(\d{8,})\.rolled-back-[0-9a-f]+")
 PINNED = "pinned"

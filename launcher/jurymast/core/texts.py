@@ -9,7 +9,8 @@ from collections.abc import Sequence
 NODES_TOLD = 20
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-DURATION_PART = r"(\d+(?:\.\d+)?)\s*(ms|sec|s|min|m|h|d)"
+_PART = r"(\d+(?:\.\d+)?)\s*(ms|sec|s|min|m|h|d)"
+DURATION = f"^\\s*(?:{_PART}\\s*)+$"
 
 
 def some(names: Sequence[str], most: int = 6, separator: str = ", ") -> str:
@@ -41,6 +42,6 @@ def memory_size(count: int) -> str:
 def seconds_in(text: str) -> float | None:
     """Of a duration as people write it: 0.5s, 10m, 1h30m, 90 min, 2d; None for anything else."""
     plain = text.strip().lower()
-    if not re.fullmatch(f"(?:{DURATION_PART}\\s*)+", plain):
+    if not re.match(DURATION, plain):
         return None
-    return sum(float(number) * _UNITS_S[unit] for number, unit in re.findall(DURATION_PART, plain))
+    return sum(float(number) * _UNITS_S[unit] for number, unit in re.findall(_PART, plain))

@@ -7,10 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jurymast.core.texts import DURATION_PART
+from jurymast.core.texts import DURATION
 from jurymast.policy.schema import schema
-
-DURATION = f"^(?:{DURATION_PART})+$"
 
 
 class Key(NamedTuple):
@@ -53,8 +51,9 @@ def _keys(above: str, level: dict[str, Any], defined: dict[str, Any]) -> Iterato
         if below is None:
             yield Key(path, takes, default, meaning)
         else:
-            if takes or default == "off":  # can be switched off as a whole
-                yield Key(path, f"{takes}, or the keys below", default if default == "off" else "on", meaning)
+            if takes:  # can be switched as a whole
+                more = ", or the keys below" if below["properties"] else ""
+                yield Key(path, f"{takes}{more}", default if default == "off" else "on", meaning)
             yield from _keys(f"{path}.", below, defined)
 
 

@@ -20,14 +20,15 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from jurymast.core.settings import Budget
-from jurymast.core.texts import DURATION_PART
+from jurymast.core.texts import DURATION
 from jurymast.policy import values
 
 # How each kind of value is written, for the JSON Schema: what its reader in `values` accepts.
-_TIME: dict[str, Any] = {"type": "string", "pattern": f"^(?:{DURATION_PART})+$"}
+_TIME: dict[str, Any] = {"type": "string", "pattern": DURATION}
 _AUTO: dict[str, Any] = {"const": "auto"}
 # YAML 1.1 reads off as false, an editor that knows YAML 1.2 as a word.
 _OFF: dict[str, Any] = {"enum": [False, "off"]}
+_ON: dict[str, Any] = {"enum": [True, "on"]}
 _COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 _ONE_OR_MORE: dict[str, Any] = {"type": "integer", "minimum": 1}
 
@@ -43,7 +44,7 @@ AutoOffDuration = Annotated[
 ]
 Count = Annotated[int, BeforeValidator(values.whole_number), WithJsonSchema(_COUNT)]
 OneOrMore = Annotated[int, BeforeValidator(values.one_or_more), WithJsonSchema(_ONE_OR_MORE)]
-OnOff = Annotated[bool, BeforeValidator(values.on_or_off), _either({"enum": [True, "on"]}, _OFF)]
+OnOff = Annotated[bool, BeforeValidator(values.on_or_off), _either(_ON, _OFF)]
 XidCode = Annotated[str, AfterValidator(values.xid_code)]
 ThresholdName = Annotated[str, AfterValidator(values.threshold_name)]
 Restarts = Annotated[
@@ -51,25 +52,28 @@ Restarts = Annotated[
     BeforeValidator(values.budget),
     _either(
         {"const": "unlimited"},
-        {"type": "string", "pattern": r"^\s*\d+\s+(per|in)\s+\S+\s*$", "examples": ["3 per 1h"]},
+        {"type": "string", "pattern": r"^\s*\d+\s+(per|in)\s+\S.*$", "examples": ["3 per 1h"]},
     ),
 ]
 
 
 def _switch(value: object) -> object:
-    """A tier is switched off with `off`; `memory:` with nothing after it means all its defaults."""
-    if value is False:
+    """A tier is switched off with `off`; `on`, and `memory:` with nothing after it, mean all its defaults."""
+    if value in (False, "off"):
         return None
-    return {} if value is None else value
+    return {} if value in (None, True, "on") else value
 
 
 class _Switch:
-    """Adds to a tier's schema that it may be switched off."""
+    """Adds to a tier's schema that it may be switched off, and on where nothing must be said of it."""
+
+    def __init__(self, *, on: bool = False) -> None:
+        self._written = [_ON, _OFF] if on else [_OFF]
 
     def __get_pydantic_json_schema__(
         self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return {"anyOf": [handler(core_schema), _OFF]}
+        return {"anyOf": [handler(core_schema), *self._written]}
 
 
 def _key(default: Any, description: str) -> Any:
@@ -126,10 +130,10 @@ class Object(Section):
 
 
 class Tiers(Section):
-    memory: Annotated[Memory | None, BeforeValidator(_switch), _Switch()] = _key(
+    memory: Annotated[Memory | None, BeforeValidator(_switch), _Switch(on=True)] = _key(
         {}, "this node's memory; or off"
     )
-    peer: Annotated[Peer | None, BeforeValidator(_switch), _Switch()] = _key(
+    peer: Annotated[Peer | None, BeforeValidator(_switch), _Switch(on=True)] = _key(
         {}, "another node's memory; or off"
     )
     local: Annotated[Local | None, BeforeValidator(_switch), _Switch()] = _key(False, "the node's own disk")

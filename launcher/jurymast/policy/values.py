@@ -70,7 +70,7 @@ def budget(value: object) -> Budget:
     """A restart budget: "unlimited", or "3 per 1h"."""
     if value == "unlimited":
         return Budget()
-    match = re.fullmatch(r"\s*(\d+)\s+(?:per|in)\s+(\S+)\s*", value) if isinstance(value, str) else None
+    match = re.fullmatch(r"\s*(\d+)\s+(?:per|in)\s+(\S.*)", value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(
             f"{written(value)} is no restart budget; write unlimited, or a number per time, like 3 per 1h"

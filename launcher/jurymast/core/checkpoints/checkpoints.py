@@ -201,9 +201,13 @@ class Checkpoints:
         return [effect for key in lost for effect in self._make_void(key, why, now)]
 
     def _all_here(self) -> bool:
-        """Whoever is away, when a supervisor is new, may bring what seems to be nowhere."""
-        nodes = self._state.nodes.values()
-        return all(node.name in self._holders for node in nodes if node.role is not Role.FAILED)
+        """Of those that an earlier supervisor knew, who has not been heard yet may bring what seems to be
+        nowhere; who has never joined has nothing."""
+        return not any(
+            node.incarnation and not node.heard and node.role is not Role.FAILED
+            for node in self._state.nodes.values()
+            if node.name not in self._holders
+        )
 
     def _make_void(self, key: Key, why: str, now: float) -> list[Effect]:
         """Agents give up what they have of a state that is of no use."""

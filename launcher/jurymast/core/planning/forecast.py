@@ -245,8 +245,8 @@ def _memory(question: Question, mtbf: float) -> Way:
     size, write_s = question.checkpoint_bytes, question.write_s
     copy_s = REPLICATE_GUESS_S if size is None else size / question.nodes / REPLICATE_BYTES_PER_S
     cheap = Saving(question.stall_used_s, copy_s, question.slowdown, question.restart_s)
-    copy_s = write_s or 0.0
-    durable = Saving(0.0, copy_s, question.slowdown, question.restart_s + copy_s)
+    durable_s = write_s or 0.0
+    durable = Saving(0.0, durable_s, question.slowdown, question.restart_s + durable_s)
     # The best cadence of the cheap level depends on the failures it can recover alone.
     best_s = optimal_interval_s(cheap, mtbf / max(1e-9, 1.0 - question.durable_share))
     interval_s = _interval_s(question, best_s, cheap.copy_s)

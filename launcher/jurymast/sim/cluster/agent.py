@@ -474,11 +474,11 @@ class SimAgent:
         if len(tokens) < len(order.ranks):
             for image in [i for r in order.ranks for i in self.keeper.of(key, r) if i.corrupt]:
                 self.keeper.doubt(image)  # who writes it reads it
-            self._drained(order, "an image is not here any more")
+            self._written(order, "an image is not here any more")
             return
-        self._writes[order.id] = SimWrite(self, order, tokens[0], lambda why: self._drained(order, why))
+        self._writes[order.id] = SimWrite(self, order, tokens[0], lambda why: self._written(order, why))
 
-    def _drained(self, order: msg.Write, why: str) -> None:
+    def _written(self, order: msg.Write, why: str) -> None:
         size = 0 if why else 100
         self.say(msg.Written(id=order.id, tier=order.tier, ok=not why, size_bytes=size, why=why))
         self._write_ended(order.id)
