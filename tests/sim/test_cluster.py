@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -12,7 +13,12 @@ from jurymast.core.effects import Effect
 from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import run
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
-from support.planted import exactly
+from support.planted import (
+    damaged_where_it_is_restored,
+    exactly,
+    last_spare_while_clocks_differ,
+    rolled_back_at_a_takeover,
+)
 
 SEEDS = range(200)
 
@@ -34,18 +40,6 @@ def test_a_seed_and_its_json_give_the_same_again() -> None:
     assert (first.events, first.steps, first.restores) == (again.events, again.steps, again.restores)
 
 
-def _damaged_where_it_is_restored(chance: Random) -> tuple[Fault, ...]:
-    """An image on n2, just before the ranks are started again; in some plans the supervisor dies while n2
-    asks who else has it, or the link to n1 is down, where its replica is."""
-    at = chance.uniform(5.0, 12.0)
-    faults = [Fault(at, "corrupt", node=1), Fault(at + 0.02, "rank", node=2)]
-    if chance.random() < 0.4:
-        faults.append(Fault(at + chance.uniform(0.0, 1.5), "supervisor"))
-    if chance.random() < 0.3:
-        faults.append(Fault(at, "cut", node=0, other=1, seconds=chance.uniform(1.0, 20.0)))
-    return tuple(faults)
-
-
 def test_an_image_that_is_damaged_in_its_own_memory_is_had_from_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -57,7 +51,16 @@ def test_an_image_that_is_damaged_in_its_own_memory_is_had_from_others(
         return answer(self, node, ask)
 
     monkeypatch.setattr(Restore, "sources", counted)
-    plans = exactly(_damaged_where_it_is_restored)
+    plans = exactly(damaged_where_it_is_restored)
     broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
     assert broken == []
     assert len(asked) > 10
+
+
+@pytest.mark.parametrize("faults", [rolled_back_at_a_takeover, last_spare_while_clocks_differ])
+def test_a_takeover_knows_what_happened_without_a_supervisor(
+    faults: Callable[[Random], tuple[Fault, ...]],
+) -> None:
+    plans = exactly(faults)
+    broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
+    assert broken == []

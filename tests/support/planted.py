@@ -140,6 +140,37 @@ def _alone_while_nodes_come(chance: Random) -> tuple[Fault, ...]:
     return Fault(at, "supervisor"), Fault(at + 0.1, "storage hangs", seconds=chance.uniform(30.0, 40.0))
 
 
+def damaged_where_it_is_restored(chance: Random) -> tuple[Fault, ...]:
+    """An image on n2, just before the ranks are started again; in some plans the supervisor dies while n2
+    asks who else has it, or the link to n1 is down, where its replica is."""
+    at = chance.uniform(5.0, 12.0)
+    faults = [Fault(at, "corrupt", node=1), Fault(at + 0.02, "rank", node=2)]
+    if chance.random() < 0.4:
+        faults.append(Fault(at + chance.uniform(0.0, 1.5), "supervisor"))
+    if chance.random() < 0.3:
+        faults.append(Fault(at, "cut", node=0, other=1, seconds=chance.uniform(1.0, 20.0)))
+    return tuple(faults)
+
+
+def rolled_back_at_a_takeover(chance: Random) -> tuple[Fault, ...]:
+    """Written to storage while the one supervisor stands still, or dies, and the next looks there. Watched
+    for so long that a run that has not gone back is seen to go on."""
+    at = chance.uniform(7.0, 12.0)
+    kind = chance.choice(("stall", "supervisor"))
+    back = Fault(at + chance.uniform(0.0, 2.5 if kind == "stall" else 0.02), "rollback")
+    ends = Fault(at, kind, seconds=chance.uniform(2.5, 5.0))
+    return (*sorted((ends, back), key=lambda fault: fault.at), Fault(20.0, "snap", node=1))
+
+
+def last_spare_while_clocks_differ(chance: Random) -> tuple[Fault, ...]:
+    """The supervisor that takes over is minutes ahead, or behind, and the only node that may yet fill a
+    place is warming up."""
+    at = chance.uniform(9.0, 14.0)
+    lost = Fault(4.0, "power", node=2), Fault(4.0, "power", node=3)
+    clocks = Fault(at - 1.0, "clock", node=0), Fault(at - 1.0, "clock", node=1)
+    return *lost, *clocks, Fault(at, "host", node=1), Fault(at + chance.uniform(0.1, 1.5), "supervisor")
+
+
 # name: (plans that may show it, and what is replaced)
 PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "B1: an older checkpoint on storage is preferred": (of(), [(cp, "plan_restore", _shared_first)]),
@@ -194,7 +225,15 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         exactly(_alone_while_nodes_come),
         [(recovery, "deadline", lambda *_: 0.0)],
     ),
+    "1: who is not back yet has nothing": (
+        exactly(damaged_where_it_is_restored),
+        [(Checkpoints, "_all_heard", lambda *_: True)],
+    ),
     "9: what was given up stays in mind": (of(), [(Replicas, "give_up_older", _no_books)]),
+    "10: a rollback that no supervisor was asked for is only noted": (
+        exactly(rolled_back_at_a_takeover),
+        [(restoring.Restore, "missed_rollback", lambda *_: None)],
+    ),
     "10: a rollback is forgotten": (
         of("rollback", "rank", "supervisor"),
         [(Checkpoints, "go_back", _nothing), (restoring.Restore, "is_void", lambda *_: False)],

@@ -93,11 +93,13 @@ class Site:
         return self.checkpoints.secured
 
     def hold(self, rank: int, node: str = "", at: int = 10, tier: str = "memory", part: str = "all") -> None:
-        copy = msg.CopyReport(
+        self.hear(node or ACTIVE[rank], msg.Held(copies=(self.report(rank, at, tier, part),)))
+
+    def report(self, rank: int, at: int = 10, tier: str = "memory", part: str = "all") -> msg.CopyReport:
+        return msg.CopyReport(
             step=at, attempt=self.state.attempt, rank=rank, world=3, tier=tier, part=part, size_bytes=100,
             common_bytes=60, common_id=f"same at {at}", stall_s=0.01 * rank,
         )  # fmt: skip
-        self.hear(node or ACTIVE[rank], msg.Held(copies=(copy,)))
 
     def save(self, at: int = 10) -> None:
         for rank in range(3):

@@ -312,6 +312,17 @@ def test_a_storage_that_goes_on_failing_is_tried_less_often_and_told_of_when_tha
     assert site.saved("shared")[3:] == [(10, True), (20, False)]
 
 
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_write_is_there_once_who_leads_has_said_so_whoever_is_lost_then(leads: bool) -> None:
+    """Who leads brings all parts together, so all had written theirs."""
+    site = Site()
+    site.save()
+    writes = site.ordered(msg.Write)
+    site.answer(writes[:2] if leads else writes[1:2])
+    site.lost("n3")
+    assert site.saved("shared") == [(10, leads)]
+
+
 def test_a_lost_writer_and_an_endless_silence_end_a_write() -> None:
     site = Site()
     site.save()
@@ -347,7 +358,7 @@ def test_one_node_copies_what_is_on_shared_storage_to_the_object_store() -> None
     site = Site(object_url="s3://bucket", object_every_s=60.0)
     site.save()
     assert {order.tier for _, order in site.ordered(msg.Write)} == {"shared"}
-    site.checkpoints.found_on_storage({(5, 1): 900}, [])
+    site.checkpoints.found_on_storage({(5, 1): 900}, [], site.time)
     site.look()
     ((node, order),) = site.ordered(msg.Write)
     assert (node, order.tier, order.step, order.ranks) == ("n1", "object", 5, ())
@@ -583,7 +594,7 @@ def test_a_node_s_failure_domain_is_what_slurm_tells_of_its_switches(
 def test_a_supervisor_hears_from_the_ranks_what_storage_did_not_have() -> None:
     story = Story(active=2, spares=1).running()
     supervision = Supervision(story.state, "/runs/a", story.t)
-    supervision.found_on_storage({(10, 1): 9, (20, 1): 9}, [])
+    supervision.found_on_storage({(10, 1): 9, (20, 1): 9}, [], story.t)
     said = within.Restored(step=10, tier="shared", seconds=1.0, skipped=("step 20",))
     supervision.heard("n1", 1, msg.RankEvent(attempt=2, event=said), story.t)
     assert set(supervision.checkpoints._writes.shared) == {(10, 1)}

@@ -11,6 +11,7 @@ from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send, WhyEndin
 from jurymast.core.endpoint import Endpoint
 from jurymast.core.nodes.heartbeat import LIMIT_MAX_S
 from jurymast.core.run.state import Phase
+from jurymast.core.supervision.departure import TELL_EVERY_S
 from support.site import Site
 from support.stories import Story
 from support.successor import Successor
@@ -104,6 +105,25 @@ def test_a_checkpoint_that_does_not_get_to_storage_is_told_of() -> None:
     assert "the storage is slow, or it hangs" in story.state.saved["shared"].error
 
 
+def test_people_are_told_now_and_then_why_the_nodes_are_still_kept() -> None:
+    story, one, other = requeued()
+    after = Successor(story)
+    for rank, node in enumerate((one, other)):
+        after.joins(node, copies=(image(rank),))
+    after.waits(2.5 * TELL_EVERY_S)
+    told = [text for _, text in story.state.notes if "the nodes are kept" in text]
+    assert [text.partition(" more: ")[2][:45] for text in told] == [
+        "the checkpoint of step 8 is not on shared sto" for _ in range(2)
+    ]
+
+
+def test_of_a_run_that_has_ended_nobody_is_waited_for_when_slurm_starts_its_job_again() -> None:
+    story = Story(active=2, spares=1).running().finished()
+    assert story.state.ended
+    story.allocated("n7", "n8", "n9", restarts=1)
+    assert AskSuperseded() in Successor(story).waits(0.1)
+
+
 def test_a_supervisor_that_hears_of_a_newer_one_sends_the_other_agents_there_and_goes() -> None:
     """Its storage hangs, so that neither it nor they see that; half of the nodes each have no checkpoint."""
     story = Story(active=2, spares=1).running()
@@ -147,6 +167,46 @@ def test_before_the_nodes_go_those_that_had_no_memory_for_more_are_asked_once_mo
         site.secured()
     assert site.secured(), "asked again for ever"
     assert site.ordered(msg.GiveSlotsUp) == []
+
+
+def test_older_states_give_way_to_the_newest_when_no_node_has_memory_to_put_any_together() -> None:
+    """One node of three is left, which has parts of two states and room for neither."""
+    site = Site(shared_every_s=3600.0)
+    for at in (10, 20):
+        for rank in range(3):
+            site.hold(rank, at=at)
+            site.hold(rank, "n3", at=at, tier="peer", part="own")
+    for node in ("n1", "n2", "s1"):
+        site.lost(node)
+    site.time += RETRY_S + 0.1
+    site.orders.clear()
+    for _ in range(2):  # the second time once 10 is found to have no room either
+        while not (orders := site.ordered(msg.Replicate)):
+            site.time += RETRY_S
+            assert not site.secured()
+        assert {(node, order.step) for node, order in orders} == {("n3", 20)}
+        assert len(site.ordered(msg.GiveSlotsUp)) == 1
+        for node, order in orders:
+            no = msg.Unreplicated(step=20, attempt=1, rank=order.rank, part=order.part, why="no memory")
+            site.hear(node, msg.Refused(why="no memory"))
+            site.hear(node, no)
+    assert site.ordered(msg.Committed) == [("n3", msg.Committed(step=20, attempt=1))]
+    site.secured()
+    assert site.secured(), "asked again for ever"
+
+
+def test_an_image_that_one_node_cannot_put_together_is_put_together_by_another() -> None:
+    """It does not reach who has the parts, say."""
+    site = with_an_unsaved_state()
+    site.lost("n2")
+    tried = []
+    for _ in range(3):
+        site.secured()
+        ((holder, order),) = site.ordered(msg.Replicate)
+        tried.append(holder)
+        site.hear(holder, msg.Unreplicated(step=20, attempt=1, rank=1, part=order.part, why="timed out"))
+        site.time += RETRY_S
+    assert sorted(tried) == ["n1", "n3", "s1"]
 
 
 def test_what_one_node_cannot_write_others_do_before_the_nodes_go() -> None:

@@ -11,19 +11,12 @@ from support.site import Site
 from support.stories import Story
 
 
-def image_of(rank: int, at: int, tier: str = "memory", part: str = "all") -> msg.CopyReport:
-    return msg.CopyReport(
-        step=at, attempt=1, rank=rank, world=3, tier=tier, part=part, size_bytes=100, common_bytes=60,
-        common_id=f"same at {at}", stall_s=0.01 * rank,
-    )  # fmt: skip
-
-
 def test_a_node_that_was_away_is_told_what_is_safe_and_what_is_void_and_has_room_again() -> None:
     site = Site()
     site.save()
     site.replicas_made()
     site.ordered(msg.Committed)
-    site.joined("n2", copies=(image_of(1, 10),))
+    site.joined("n2", copies=(site.report(1, 10),))
     assert [(node, order.step) for node, order in site.ordered(msg.Committed)] == [("n2", 10)]
     site.skip(20, rank=0)
     site.ordered(msg.Void)
@@ -31,10 +24,19 @@ def test_a_node_that_was_away_is_told_what_is_safe_and_what_is_void_and_has_room
     assert [(node, order.step) for node, order in site.ordered(msg.Void)] == [("n2", 20)]
 
 
-@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.STOPPING])
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.STOPPING, Phase.WAITING])
 def test_nobody_is_out_of_time_because_no_supervisor_was_there(phase: Phase) -> None:
     story = Story(active=2, spares=1)
-    if phase is Phase.STOPPING:
+    if phase is Phase.WAITING:  # for a node whose torchrun host warms up again
+        story.running().lost(story.state.spare_nodes()[0].name)
+        first, second = story.state.placement
+        died = ev.WorkerFailed(
+            t=story.t, node=first, attempt=1, rank=-1, exit_code=-9, error="TorchrunHostDied"
+        )
+        story.feed(died)
+        for name, port in ((first, 0), (second, 29001)):
+            story.feed(ev.WorkersStopped(t=story.t, node=name, attempt=1, store_port=port))
+    elif phase is Phase.STOPPING:
         story.running()
         failed = ev.WorkerFailed(t=story.t, node=story.state.placement[0], attempt=1, rank=0, exit_code=1)
         story.feed(failed)
@@ -49,7 +51,20 @@ def test_nobody_is_out_of_time_because_no_supervisor_was_there(phase: Phase) -> 
     story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node="n2"))
     story.feed(ev.Tick(t=story.t + 1.0))
     assert story.state.phase is phase
-    assert not [node for node in story.state.nodes.values() if node.role.value == "failed"]
+    assert not [name for name in story.state.places if story.state.nodes[name].role is Role.FAILED]
+
+
+def test_only_who_is_back_after_a_takeover_can_be_late_to_stop() -> None:
+    story = Story(active=2, spares=1).running()
+    story.failed(0)
+    back, away = story.state.placement
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node="n3"))
+    story.wait(100.0)
+    assert story.state.phase is Phase.STOPPING
+    incarnation = story.state.nodes[back].incarnation
+    story.feed(ev.NodeJoined(t=story.t, node=back, address="10.0.0.1", incarnation=incarnation))
+    story.wait(100.0)
+    assert [story.state.nodes[name].role for name in (back, away)] == [Role.FAILED, Role.ACTIVE]
 
 
 def test_what_will_never_be_complete_makes_room_when_ranks_cannot_save() -> None:
@@ -64,7 +79,10 @@ def test_what_will_never_be_complete_makes_room_when_ranks_cannot_save() -> None
     assert {order.step for _, order in site.ordered(msg.Void)} == {30}, "n1 may bring it"
     site.joined("n1")
     site.skip(40, rank=1)
-    assert {order.step for _, order in site.ordered(msg.Void)} == {10, 40}
+    assert {order.step for _, order in site.ordered(msg.Void)} == {40}, "what n1 says is late"
+    site.skip(40, rank=0)
+    site.skip(50, rank=1)
+    assert {order.step for _, order in site.ordered(msg.Void)} == {10, 50}
 
 
 def test_an_image_that_a_node_no_longer_has_when_it_is_back_is_not_waited_for() -> None:
@@ -84,11 +102,11 @@ def test_a_damaged_image_is_given_up_only_once_all_nodes_that_may_have_another_w
     site = Site()
     site.lost("s1")
     site.save()
-    site.hear("n2", msg.Dropped(copy=image_of(1, 10), why="its hash does not match"))
+    site.hear("n2", msg.Dropped(copy=site.report(1, 10), why="its hash does not match"))
     site.look()
     assert site.ordered(msg.Void) == []
     if back:
-        site.joined("s1", copies=tuple(image_of(rank, 10, "peer", "own") for rank in range(3)))
+        site.joined("s1", copies=tuple(site.report(rank, 10, "peer", "own") for rank in range(3)))
     else:
         site.state.nodes["s1"].role = Role.FAILED
     site.look()
@@ -99,6 +117,6 @@ def test_a_spare_that_never_came_keeps_no_damaged_state_in_the_way() -> None:
     site = Site()
     site.state.nodes["s2"] = Node("s2", 4)
     site.save()
-    site.hear("n2", msg.Dropped(copy=image_of(1, 10), why="its hash does not match"))
+    site.hear("n2", msg.Dropped(copy=site.report(1, 10), why="its hash does not match"))
     site.look()
     assert {order.step for _, order in site.ordered(msg.Void)} == {10}

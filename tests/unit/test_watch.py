@@ -467,6 +467,18 @@ def test_who_cannot_find_the_supervisor_as_storage_hangs_is_waited_for() -> None
     assert ears.lost() == ["n3"]
 
 
+def test_so_is_the_node_of_the_last_supervisor() -> None:
+    """While not nearly all others are back either."""
+    ears = Ears((*NAMES, "n4", "n5"))
+    taken_over(ears)
+    ears.joins("n1", 1)
+    ears.joins("n2", 1)
+    for waited in range(2, 12):
+        ears.does(ears.watch.storage_waits(float(waited), ears.now))
+        ears.passes(1.0, beating=("n1", "n2"))
+    assert not ears.lost()
+
+
 def test_nodes_that_failed_or_never_came_are_not_waited_for() -> None:
     ears = Ears()
     ears.state.nodes["n2"].role, ears.state.nodes["n3"].incarnation = Role.FAILED, ""

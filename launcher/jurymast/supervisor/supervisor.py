@@ -212,7 +212,7 @@ class Supervisor:
         except (OSError, BadCheckpoint) as error:
             self._note("", f"checkpoints on shared storage: {error}")
             return
-        self._machine.found_on_storage(sizes, rollbacks)
+        self._do(self._machine.found_on_storage(sizes, rollbacks, self.now()))
 
     async def _tick(self) -> None:
         while not self._over.is_set():

@@ -33,7 +33,8 @@ from jurymast.errors import never
 
 # Steps that some rank could not save. What other ranks saved of them may be told of later.
 VOIDS_KEPT = 16
-# An image that is not told of by the time that ranks could not save so often since is not on its way.
+# An image that its rank has not told of, though of a later save, by the time that ranks could not save so
+# often since is not on its way: images are told of once they are copied.
 VOIDS_AFTER = 2
 
 
@@ -54,6 +55,7 @@ class Checkpoints:
         self._restore = Restore(state, self.copies, self._holders)
         self._shortages = Shortages()
         self._void: deque[Key] = deque(maxlen=VOIDS_KEPT)
+        self._told: dict[int, int] = {}  # by rank, the newest step of this attempt that it saved or skipped
         self._securing = Securing(self.copies, self._holders, self._commit, self._replicas, self._writes)
 
     # ---- agents
@@ -119,9 +121,10 @@ class Checkpoints:
         effects: list[Effect] = []
         for report in reports:
             key = report.step, report.attempt
-            if self._restore.is_void(key):
-                continue
-            if key in self._void:  # it was away when it was told so, and has no room until it is
+            if report.tier == cp.MEMORY:
+                self._tells(report.rank, key)
+            # It was away when it was told so, and has no room until it is.
+            if key in self._void or self._restore.is_void(key):
                 effects.append(Send(node, msg.Void(step=key[0], attempt=key[1])))
                 continue
             copies = report.on(node)
@@ -176,6 +179,7 @@ class Checkpoints:
     def skipped(self, attempt: int, step: int, rank: int, why: Skip, now: float) -> list[Effect]:
         """A rank could not save: then the step will never be complete."""
         key = step, attempt
+        self._tells(rank, key)
         if key in self._void or attempt != self._state.attempt:
             return []
         void = self._make_void(key, f"rank {rank}: {why.value}", now)
@@ -188,7 +192,7 @@ class Checkpoints:
     def _give_incomplete_up(self, attempt: int, now: float) -> list[Effect]:
         """States that will never be complete, as some image was dropped when nobody listened, say: what there
         is of them takes the ranks' room."""
-        if not self._all_here() or self._state.phase is not Phase.RUNNING:
+        if not self._all_heard() or self._state.phase is not Phase.RUNNING:
             return []
         voids = [step for step, of in self._void if of == attempt]
         late = [
@@ -197,10 +201,18 @@ class Checkpoints:
             if key[1] == attempt and sum(step > key[0] for step in voids) >= VOIDS_AFTER
         ]
         why = "some of its images are on no node"
-        lost = [key for key in late if not self.copies.restorable(key)]
+        lost = [key for key in late if not self.copies.restorable(key) and self._all_told(key)]
         return [effect for key in lost for effect in self._make_void(key, why, now)]
 
-    def _all_here(self) -> bool:
+    def _tells(self, rank: int, key: Key) -> None:
+        if key[1] == self._state.attempt:
+            self._told[rank] = max(key[0], self._told.get(rank, 0))
+
+    def _all_told(self, key: Key) -> bool:
+        """Whoever's image seems to be nowhere has told of a later one: nothing is late on its way."""
+        return all(self._told.get(rank, 0) > key[0] for rank in self.copies.not_in_memory(key))
+
+    def _all_heard(self) -> bool:
         """Of those that an earlier supervisor knew, who has not been heard yet may bring what seems to be
         nowhere; who has never joined has nothing."""
         return not any(
@@ -236,7 +248,7 @@ class Checkpoints:
     def _give_useless_up(self, now: float) -> list[Effect]:
         """A committed state of which some image is nowhere any more: an older one counts again."""
         key, why = self._commit.key, self._commit.damaged
-        if key is None or not self._commit.useless() or not self._all_here():
+        if key is None or not self._commit.useless() or not self._all_heard():
             return []
         older = [one for one in self.copies.newest_first() if cp.age(one) < cp.age(key)]
         self._commit.go_on_from(next((one for one in older if self.copies.in_memory(one)), None))
@@ -276,6 +288,7 @@ class Checkpoints:
 
     def choose(self, launch: Launch, now: float) -> list[Effect]:
         """Decide what this attempt restores; `restore_message` tells the nodes."""
+        self._told.clear()
         effects = self._restore.choose(launch, self._writes.shared, now)
         chosen = self._restore.chosen
         assert chosen is not None
@@ -291,13 +304,26 @@ class Checkpoints:
         """What was chosen, for the ranks of one node; None: they look in the shared tier themselves."""
         return self._restore.message(node, ranks)
 
-    def found_on_storage(self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback]) -> None:
+    def found_on_storage(
+        self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback], now: float
+    ) -> list[Effect]:
         """What earlier supervisors, attempts and runs left there: states, and their sizes in bytes."""
         self._writes.shared = {**shared, **self._writes.shared}
         self._restore.found_rollbacks(rollbacks)
-        for copy in list(self.copies.every()):
-            if self._restore.is_void(copy.key):
-                self.copies.drop(copy)
+        void = [copy for copy in self.copies.every() if self._restore.is_void(copy.key)]
+        for copy in void:
+            self.copies.drop(copy)
+        if self._commit.key is not None and self._restore.is_void(self._commit.key):
+            self._commit.go_on_from(None)
+        if void:
+            self._gone(now)
+        told = dict.fromkeys((copy.node, *copy.key) for copy in void)
+        return [Send(node, msg.Void(step=step, attempt=attempt)) for node, step, attempt in told]
+
+    @property
+    def missed_rollback(self) -> int | None:
+        """The step that the newest attempt should have gone back to, and did not."""
+        return self._restore.missed_rollback()
 
     # ---- before the nodes go
 

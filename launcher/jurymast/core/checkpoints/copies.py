@@ -292,6 +292,11 @@ class Copies:
         world = self.world(key)
         return world > 0 and len(self._of(key).whole) == world
 
+    def not_in_memory(self, key: Key) -> list[int]:
+        """Ranks whose whole image is not held by the agent of their own node."""
+        whole = self._of(key).whole
+        return [rank for rank in range(self.world(key)) if rank not in whole]
+
     def size_bytes(self, key: Key) -> int:
         return sum(next(iter(held.values())).size_bytes for held in self._of(key).held.values() if held)
 

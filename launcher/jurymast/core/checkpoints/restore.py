@@ -33,6 +33,15 @@ class Restore:
         """On storage."""
         self.rollbacks += [back for back in rollbacks if back not in self.rollbacks]
 
+    def missed_rollback(self) -> int | None:
+        """The step that the newest attempt should have gone back to: somebody wrote that to storage when no
+        supervisor could be asked, or this one did not know it yet when it chose."""
+        begun, chosen = self._state.attempt, self.chosen
+        missed = [back.step for back in self.rollbacks if begun <= back.attempt]
+        if chosen is not None:
+            missed += [back.step for back in self.rollbacks if back.voids(chosen.step, chosen.attempt)]
+        return min(missed, default=None)
+
     def choose(self, launch: Launch, shared: Mapping[Key, int], now: float) -> list[Effect]:
         """To be called once for each attempt: its nodes are to go on from one state."""
         on_shared = {one: shared[one, attempt] for one, attempt in sorted(shared, key=cp.age)}

@@ -29,17 +29,19 @@ class Securing:
     ) -> None:  # fmt: skip
         self._copies, self._holders = copies, holders
         self._commit, self._replicas, self._writes = commit, replicas, writes
-        self._gather_at = -math.inf
-        self._hopeless: set[Key] = set()  # of what is in no shared tier: it cannot be got there
+        self._gather_at, self._not_gathered = -math.inf, 0
+        self._hopeless: set[Key] = set()  # no node has memory to put these together
+        self._kept_older = False  # older states stayed when room was made, in case the newest has none
         self.secured = False
 
     def not_gathered(self, now: float) -> None:
-        """An image could not be put together: what failed just now fails again."""
+        """An image could not be put together: what failed just now fails again, maybe not on another node."""
         self._gather_at = now + RETRY_S
+        self._not_gathered += 1
 
     def secure(self, now: float) -> list[Effect]:
         """To be called again and again until `secured`."""
-        keys = [key for key in self._writes.unsaved() if key not in self._hopeless]
+        keys = [key for key in self._writes.unsaved() if key not in self._hopeless] or self._press()
         self.secured = not keys
         if not keys or not self._writes.free(cp.SHARED, now, hurry=True):
             return []
@@ -58,6 +60,18 @@ class Securing:
             return effects + self._gather(key, ranks, takers)
         return effects + self._writes.write(cp.SHARED, key, now)  # nothing, unless it is whole
 
+    def _press(self) -> list[Key]:
+        """The newest of what had no room, once more: what is older is in the shared tier by now, or had no
+        room either, and goes."""
+        if not self._kept_older:
+            return []
+        self._kept_older = False
+        newest = self._writes.unsaved()[:1]
+        self._hopeless.difference_update(newest)
+        for node in self._holders.values():
+            node.slotless = False
+        return newest
+
     def _with_room(self, without: Collection[str]) -> list[str]:
         return [name for name, node in self._holders.items() if not node.full and name not in without]
 
@@ -66,7 +80,7 @@ class Securing:
         that could not write just now."""
         effects: list[Effect] = []
         for number, rank in enumerate(ranks):
-            holder = takers[number % len(takers)]
+            holder = takers[(number + self._not_gathered) % len(takers)]
             sources = self._copies.sources(key, rank, holder)
             effects += self._replicas.order(key, cp.Replication(holder, rank, cp.ALL, sources))
         return effects
@@ -77,6 +91,7 @@ class Securing:
         fresh = {name: node for name, node in self._holders.items() if not node.slotless}
         for node in fresh.values():
             node.full, node.slotless = False, True
+            self._kept_older = len(keys) > 1
         older: list[Effect] = []
         if fresh and len(keys) == 1:
             self._commit.go_on_from(keys[0])

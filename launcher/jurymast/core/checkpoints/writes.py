@@ -32,7 +32,8 @@ WRITE_LIMIT_S = 3600.0
 @dataclass
 class Write:
     """One state on its way to a tier. `waiting`: nodes that have not said how it ended, and what they were
-    told; from `late_at` on it takes longer than it should."""
+    told; from `late_at` on it takes longer than it should. `published`: who leads has brought all parts
+    together."""
 
     id: str
     tier: str
@@ -41,6 +42,7 @@ class Write:
     waiting: dict[str, msg.Write]
     late_at: float
     size_bytes: int = 0
+    published: bool = False
 
 
 class Writes:
@@ -159,6 +161,9 @@ class Writes:
         pair = node, message.tier
         if message.ok:
             self._reach.worked(pair)
+            order = write.waiting.get(node)
+            leads = order is not None and order.lead and write.tier != cp.LOCAL
+            write.published = write.published or leads
         else:
             self._reach.failed(pair, now)
         return self._done(write, node, "" if message.ok else f"{node}: {message.why}", now)
@@ -203,6 +208,8 @@ class Writes:
     def _done(self, write: Write, node: str, why: str, now: float) -> list[Effect]:
         """A node is done with its part, or will never be."""
         write.waiting.pop(node, None)
+        if write.published:  # all had done their parts by then, also who was lost before it said so
+            why = ""
         return self._end(write, why, now) if why or not write.waiting else []
 
     def _end(self, write: Write, why: str, now: float) -> list[Effect]:

@@ -251,7 +251,8 @@ class Watch:
     def _wait_for_storage(self, counted_s: float) -> None:
         for watch in self.nodes.values():
             if watch.away is not None and watch.away.how == "silent":
-                watch.away.limit_s += counted_s
+                watch.away.since += counted_s
+                watch.away.before_s += counted_s
 
     def tick(self, now: float) -> list[Effect]:
         """Who is lost by now."""

@@ -104,6 +104,9 @@ def _run_started(state: RunState, event: ev.RunStarted) -> list[Instruction]:
 
 
 def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[Instruction]:
+    if state.ended:  # requeued all the same: none of the nodes that there were is to come back
+        state.allocation, state.nodes = f"{event.slurm_job}.{event.restarts}", {}
+        return []
     if state.phase not in (Phase.QUEUED, Phase.REQUEUED):
         recovery.open_incident(state, event.t, state.stepped_at or event.t)
         recovery.settle(
@@ -149,6 +152,8 @@ def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> list[In
         state.rejoin_until = event.t + rejoin_limit_s(len(state.nodes))
     if state.deadline is not None:  # while no supervisor was there nobody could do what it is for
         state.deadline = max(state.deadline, recovery.deadline(state, event.t))
+    if state.phase is Phase.WAITING:  # the spares have all their time again: clocks of nodes may differ
+        state.not_before = max(state.not_before, event.t)
     return []
 
 
@@ -522,8 +527,11 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
     if state.deadline is None or event.t < state.deadline:
         return []
     if state.phase is Phase.STOPPING:
-        state.deadline = None
-        for name in recovery.not_stopped(state):
+        unstopped = recovery.not_stopped(state)
+        told = [name for name in unstopped if state.nodes[name].heard]
+        # Who is not back after a take-over was not told to stop, and is lost by its silence if at all.
+        state.deadline = recovery.stop_deadline(state, event.t) if len(told) < len(unstopped) else None
+        for name in told:
             lost = ev.NodeLost(
                 t=event.t, node=name, how="left", silent_s=0.0, evidence="its ranks could not be stopped"
             )
@@ -542,7 +550,7 @@ def _tick(state: RunState, event: ev.Tick) -> list[Instruction]:
 
 
 # The newest checkpoint gets to storage, and whoever sees to that may be lost as well.
-_AFTER_THE_END = (ev.AllocationEnded, ev.Saved, ev.Noted, ev.SupervisorStarted)
+_AFTER_THE_END = (ev.AllocationStarted, ev.AllocationEnded, ev.Saved, ev.Noted, ev.SupervisorStarted)
 # What may make a suspect fit for its tests; at any event would be much at 10,000 nodes.
 _LETS_TEST = (ev.Tick, ev.NodeTested)
 _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = {

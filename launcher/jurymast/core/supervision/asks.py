@@ -15,6 +15,7 @@ KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
 # A drain by hand can wait so long for a save; with steps of minutes it loses some of them instead.
 SAVE_LIMIT_S = 60.0
 WARNING = "Slurm's warning"
+ON_STORAGE = "somebody who could reach no supervisor"
 
 
 class Asks:
@@ -60,6 +61,14 @@ class Asks:
         if asked.what == "rollback" and asked.step is not None:
             back = self._checkpoints.go_back(asked.step, now)
         return [*back, Record(event)]
+
+    def found_on_storage(self, now: float) -> list[Effect]:
+        """A rollback that nobody could be asked for: all that the ranks save in this attempt is void, so to
+        let them go on would be worse than to go back."""
+        step = self._checkpoints.missed_rollback
+        if step is None or self._state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
+            return []
+        return self._begin(Ask(what="rollback", by=ON_STORAGE, step=step), now)
 
     def saved(self, why: str, in_time: bool, now: float) -> list[Effect]:
         """What was asked for is saved, or could not be."""

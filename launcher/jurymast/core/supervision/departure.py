@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.effects import AskSuperseded, Effect, End, GiveWay, Record, Send
 from jurymast.core.nodes.watch import Watch
@@ -16,6 +17,8 @@ LEAVE_LIMIT_S = 4.0
 # kills 30 s (KillWait) after a SIGTERM unless the partition's GraceTime says otherwise.
 SECURE_LIMIT_S = {"succeeded": 1800.0, "failed": 600.0, "requeued": 300.0}
 SECURE_HURRY_S = 20.0
+# People are told so often that the nodes are still kept for that.
+TELL_EVERY_S = 30.0
 
 
 class Departure:
@@ -25,6 +28,7 @@ class Departure:
     def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints, asks: Asks) -> None:
         self._state, self._watch, self._checkpoints, self._asks = state, watch, checkpoints, asks
         self._secure_until: float | None = None
+        self._tell_at = 0.0
         self._leave_until: float | None = None
         self._asked = False
 
@@ -43,6 +47,7 @@ class Departure:
             return []
         limit_s = SECURE_LIMIT_S.get(self._state.public_state, SECURE_HURRY_S)
         self._secure_until = now + (SECURE_HURRY_S if hurry else limit_s)
+        self._tell_at = now + TELL_EVERY_S
         return self.tick(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -61,7 +66,7 @@ class Departure:
         if not self._checkpoints.secured or self._someone_may_know_more():
             given_up = f": {self._asks.given_up_by} gave it up" if self._asks.given_up_by else ""
             if not given_up and now <= until:
-                return effects
+                return [*effects, *self._tell(until, now)]
             if lost := self._checkpoints.unsaved():
                 text = f"{lost} was lost with the nodes{given_up}"
                 effects.append(Record(ev.Noted(t=now, message=text)))
@@ -69,6 +74,16 @@ class Departure:
         over = self._state.ended
         leave = msg.Leave(over=over, exit_code=self._state.exit_code if over else 0)
         return [*effects, *(Send(node, leave) for node in sorted(self._watch.here))]
+
+    def _tell(self, until: float, now: float) -> list[Effect]:
+        if now < self._tell_at:
+            return []
+        self._tell_at = now + TELL_EVERY_S
+        shared = self._state.saved.get(cp.SHARED)
+        what = self._checkpoints.unsaved() or "what nodes that are to come back have in memory"
+        why = f" ({shared.error})" if shared is not None and shared.error else ""
+        text = f"the nodes are kept for up to {until - now:.0f} s more: {what} is not on shared storage{why}"
+        return [Record(ev.Noted(t=now, message=text))]
 
     def _someone_may_know_more(self) -> bool:
         """After a take-over, the newest checkpoint may be with those that are to come back."""

@@ -371,9 +371,12 @@ class Supervision:
     def superseded(self, by_another: bool, now: float) -> list[Effect]:
         return self._do(self.departure.superseded(by_another, now), now)
 
-    def found_on_storage(self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback]) -> None:
+    def found_on_storage(
+        self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback], now: float
+    ) -> list[Effect]:
         """What earlier supervisors, attempts and runs left there: states, and their sizes in bytes."""
-        self.checkpoints.found_on_storage(shared, rollbacks)
+        effects = self.checkpoints.found_on_storage(shared, rollbacks, now)
+        return self._do([*effects, *self.asks.found_on_storage(now)], now)
 
     def note(self, node: str, text: str, now: float) -> list[Effect]:
         return self.record(ev.Noted(t=now, node=node, message=text))

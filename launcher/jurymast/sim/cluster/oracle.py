@@ -31,7 +31,7 @@ NO_SILENCE = "6: no run stands still without a word"
 NO_BLAME = "7: nobody healthy is blamed"
 AGREES = "8: journal and reality agree"
 NO_GROWTH = "9: state does not grow with time"
-NOT_BACK = "10: what was rolled back is never restored"
+NOT_BACK = "10: what was rolled back is neither restored nor gone on with"
 RULES = (
     NOTHING_LOST, ONE_STATE, ONE_WORLD, NOT_FROM_0, SLOTS_FREE, NO_SILENCE, NO_BLAME, AGREES, NO_GROWTH,
     NOT_BACK,
@@ -45,6 +45,7 @@ TOLD_S = 2.0
 STILL_LIMIT_S = 40.0
 SLOTS_LIMIT_S = 25.0
 AGREE_LIMIT_S = 12.0
+BACK_LIMIT_S = 15.0
 KEYS_MAX, IMAGES_PER_RANK_MAX, LINES_A_SECOND = 8, 4, 8.0
 
 
@@ -68,6 +69,7 @@ class Oracle:
         self._newest: Group | None = None
         self._rollbacks: list[Rollback] = []
         self._word_at = self._step_at = self._supervised_at = self._supervises_since = 0.0
+        self._unfindable_at = 0.0
         self._saved_at: dict[str, float] = {}
         self._differ_since: dict[str, float] = {}
         self.steps = 0
@@ -123,6 +125,7 @@ class Oracle:
         ]
         world = self.cluster.plan.active * self.cluster.ranks_per_node
         known = {k for k, t in self._complete.items() if t < self.cluster.world.now - TOLD_S}
+        known = {key for key in known if not self.cluster.disk.is_void(key)}
         return max((key for key in known - set(failed) if whole(images, key, world)), default=None)
 
     # ---- what a supervisor does
@@ -215,8 +218,6 @@ class Oracle:
 
     def rolled_back(self, back: Rollback) -> None:
         """On storage; the supervisor is about to be asked."""
-        for keeper, images in self._shadow.items():
-            self._shadow[keeper] = [image for image in images if not back.voids(*image.key)]
         self._planned = {attempt: min(step, back.step) for attempt, step in self._planned.items()}
 
     def ordered_back(self, back: Rollback) -> None:
@@ -242,7 +243,8 @@ class Oracle:
         self.restores_from.append(f"{group.attempt}:{key}")
         if step < planned:
             self.fail(NOTHING_LOST, f"attempt {group.attempt} restores {step}, {planned} was chosen")
-        if key is not None and any(back.voids(*key) for back in self._rollbacks):
+        back_since = [back for back in self._rollbacks if back.attempt < group.attempt]
+        if key is not None and any(back.voids(*key) for back in back_since):
             self.fail(NOT_BACK, f"attempt {group.attempt} restores {key}: {self._rollbacks}")
         if key is None and self.cluster.disk.shared:
             self.fail(
@@ -256,6 +258,7 @@ class Oracle:
     def stepped(self, group: Group) -> None:
         self.steps += 1
         self._step_at = self.cluster.world.now
+        self._goes_back(group)
         newest = self._newest
         if newest is None or newest is group or newest.over:
             return
@@ -266,15 +269,32 @@ class Oracle:
         if not (cut_off and fenced):
             self.fail(ONE_WORLD, f"attempt {group.attempt} steps, and attempt {newest.attempt} has started")
 
+    def _goes_back(self, group: Group) -> None:
+        """Whatever ranks do that were to go back is lost at their next fault."""
+        supervisor, before = self.supervisor, self.cluster.world.now - BACK_LIMIT_S
+        if supervisor is None or not supervisor.listens or self._supervises_since > before:
+            return
+        nodes = [member.agent.site.name for member in group.members.values()]
+        told = all(self.untouched(name, BACK_LIMIT_S, seen_from=supervisor.site.name) for name in nodes)
+        backs = [back for back in self.cluster.disk.rollbacks if back.at < before]
+        if told and self.storage_fine(BACK_LIMIT_S) and any(group.attempt <= b.attempt for b in backs):
+            self.fail(NOT_BACK, f"attempt {group.attempt} goes on: {backs}")
+
     def saved(self, node: str) -> None:
         self._saved_at[node] = self.cluster.world.now
 
     def skipped(self, group: Group, node: str) -> None:
         if self.cluster.ending:
             return  # what is in memory is being got to storage, and nothing newer is waited for
-        since = max(self._saved_at.get(node, 0.0), group.stepping_since, self._supervises_since)
         now, supervisor = self.cluster.world.now, self.supervisor
-        if now > since + SLOTS_LIMIT_S and supervisor is not None and supervisor.listens:
+        if supervisor is None or not supervisor.listens:
+            return
+        nodes = [member.agent.site.name for member in group.members.values()]
+        if not self.storage_fine(STEADY_S) and not all(supervisor.connected(name) for name in nodes):
+            self._unfindable_at = now  # only there they can find it, and tell it what they have
+        known_since = max(self._supervises_since, self._unfindable_at)
+        since = max(self._saved_at.get(node, 0.0), group.stepping_since, known_since)
+        if now > since + SLOTS_LIMIT_S:
             self.fail(SLOTS_FREE, f"{node} could not save since {since:.1f} s")
 
     # ---- now and then

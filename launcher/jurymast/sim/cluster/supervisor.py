@@ -196,7 +196,8 @@ class SimSupervisor:
             if isinstance(result, OSError):
                 self._do(self.machine.note("", str(result), self.now))
             else:
-                self.machine.found_on_storage(*result)
+                shared, rollbacks = result
+                self._do(self.machine.found_on_storage(shared, rollbacks, self.now))
 
         self.cluster.storage.do(self.site.name, self.process, look, found)
 
