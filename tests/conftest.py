@@ -32,6 +32,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--short", action="store_true", help="without tests marked long")
 
 
+class _Failures:
+    """Tells of each at once: the suite goes on for minutes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._plugins = config.pluginmanager
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._plugins.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\n{report.nodeid} ({report.when}): {report.longreprtext[-500:]}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_Failures(config))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Nearly all files need not be imported to find the few tests that run alone."""
     if config.getoption("--part") == "alone" and collection_path.suffix == ".py":

@@ -144,7 +144,12 @@ class Node:
         began = time.monotonic()
         loans = await self._lend(order)
         images = tuple(
-            Image(rank=loan.manifest.rank, path=loan.path, manifest=loan.manifest.to_bytes().decode())
+            Image(
+                rank=loan.manifest.rank,
+                path=loan.path,
+                common_path=loan.common_path,
+                manifest=loan.manifest.to_bytes().decode(),
+            )  # fmt: skip
             for loan in loans
         )
         write = WriteLocal(root=order["root"], step=order["step"], attempt=order["attempt"], images=images)

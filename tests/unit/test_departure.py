@@ -170,13 +170,13 @@ def test_before_the_nodes_go_those_that_had_no_memory_for_more_are_asked_once_mo
 
 
 def test_older_states_give_way_to_the_newest_when_no_node_has_memory_to_put_any_together() -> None:
-    """One node of three is left, which has parts of two states and room for neither."""
+    """Of two states a spare has all ranks' own parts, and the node that is left the common part."""
     site = Site(shared_every_s=3600.0)
     for at in (10, 20):
         for rank in range(3):
             site.hold(rank, at=at)
-            site.hold(rank, "n3", at=at, tier="peer", part="own")
-    for node in ("n1", "n2", "s1"):
+            site.hold(rank, "s1", at=at, tier="peer", part="own")
+    for node in ("n1", "n2"):
         site.lost(node)
     site.time += RETRY_S + 0.1
     site.orders.clear()
@@ -184,15 +184,32 @@ def test_older_states_give_way_to_the_newest_when_no_node_has_memory_to_put_any_
         while not (orders := site.ordered(msg.Replicate)):
             site.time += RETRY_S
             assert not site.secured()
-        assert {(node, order.step) for node, order in orders} == {("n3", 20)}
-        assert len(site.ordered(msg.GiveSlotsUp)) == 1
+        assert {order.step for _, order in orders} == {20}
+        assert {node for node, _ in site.ordered(msg.GiveSlotsUp)} == {"n3", "s1"}
         for node, order in orders:
             no = msg.Unreplicated(step=20, attempt=1, rank=order.rank, part=order.part, why="no memory")
             site.hear(node, msg.Refused(why="no memory"))
             site.hear(node, no)
-    assert site.ordered(msg.Committed) == [("n3", msg.Committed(step=20, attempt=1))]
+    given_up = {node: order.step for node, order in site.ordered(msg.Committed)}
+    assert given_up == {"n3": 20, "s1": 20}
     site.secured()
     assert site.secured(), "asked again for ever"
+
+
+def test_who_has_both_parts_of_an_image_writes_it_and_needs_no_memory() -> None:
+    """A partner has replicas of the own parts, and the common part with its own images."""
+    site = Site(shared_every_s=3600.0)
+    site.save()
+    for rank in range(3):
+        site.hold(rank, "n3", tier="peer", part="own")
+    for node in ("n1", "n2", "s1"):
+        site.lost(node)
+    site.time += RETRY_S + 0.1
+    site.orders.clear()
+    assert not site.secured()
+    ((node, order),) = site.orders
+    assert isinstance(order, msg.Write)
+    assert (node, order.ranks, order.lead) == ("n3", (0, 1, 2), True)
 
 
 def test_an_image_that_one_node_cannot_put_together_is_put_together_by_another() -> None:

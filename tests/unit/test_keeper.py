@@ -22,6 +22,7 @@ from support.keepers import (
     SIZE,
     FakeRank,
     flip,
+    holding,
     image_bytes,
     keeper,
     plan,
@@ -153,6 +154,28 @@ def test_a_storage_process_reads_a_copy_where_memory_allows_and_keeps_no_slot_bu
     run(work())
 
 
+def test_an_image_in_two_parts_is_lent_as_it_lies() -> None:
+    """A replica of another rank's own part, and the common part, which this node's rank has as well, as a
+    spare has not."""
+
+    async def work() -> None:
+        async with holding("a", 0, 2) as (a, _), holding("b", 1, 2) as (b, told), keeper("c") as (c, too):
+            order = msg.Replicate(step=10, attempt=1, rank=0, part="own", sources=(source(a, 0),))
+            b.obey(order)
+            c.obey(order)
+            replica = (10, 1, 0, "peer", "own")
+            await until("the replicas", lambda: replica in told.held() and replica in too.held())
+            loan = await b.lend(10, 1, 0)
+            assert loan is not None
+            assert Path(loan.common_path).read_bytes()[:COMMON_BYTES] == image_bytes(10, 0)[:COMMON_BYTES]
+            assert Path(loan.path).read_bytes()[COMMON_BYTES:SIZE] == image_bytes(10, 0)[COMMON_BYTES:]
+            assert loan.manifest.image == (10, 1, 0)
+            loan.give_back()
+            assert await c.lend(10, 1, 0) is None
+
+    run(work())
+
+
 @pytest.mark.parametrize("during", ["the question for memory", "the copy"])
 def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
     monkeypatch: pytest.MonkeyPatch, during: str
@@ -278,6 +301,29 @@ def test_an_older_safe_image_stays_until_the_newer_one_that_was_restored_is_safe
             assert [copy.step for copy in one.inventory()] == [20]
             assert not told.of(msg.Dropped)
             assert rank.writable() == [older]
+
+    run(work())
+
+
+def test_an_older_image_that_is_not_safe_stays_until_all_have_restored() -> None:
+    """Another node may find that its image of the newer one is damaged."""
+
+    async def work() -> None:
+        async with keeper() as (one, _):
+            one.launch(1, [0], 1, None)
+            rank = await ready_rank(one)
+            older = await saved(one, rank, 10)
+            await saved(one, rank, 20)
+            one.launch(2, [0], 1, plan(20, 1, {0: [source(one, 0, tier="memory")]}))
+            await until("restore", lambda: rank.answer is Restore.READY)
+            assert [copy.step for copy in one.inventory()] == [10, 20]
+            one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
+            await until("restore", lambda: rank.answer is Restore.READY)
+            assert rank.restored()[0] == image_bytes(10, 0)
+            rank.want(SIZE + 4096)
+            one.look()
+            assert [copy.step for copy in one.inventory()] == [10]
+            await until("the other slot", lambda: rank.writable() == [1 - older])
 
     run(work())
 

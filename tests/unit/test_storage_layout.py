@@ -171,6 +171,26 @@ def test_only_the_blocks_that_are_needed_are_read_and_checked(tmp_path: Path) ->
         Source(str(tmp_path / "image"), manifest)
 
 
+def test_an_image_whose_parts_lie_in_two_files_is_read_from_both(tmp_path: Path) -> None:
+    common, size = 1000, 3000
+    data, own, other = os.urandom(size), tmp_path / "own", tmp_path / "other"
+    manifest = keeper.Manifest(1, 1, 0, 1, "2.13.0", size, common).with_blocks(memoryview(data))
+    own.write_bytes(bytes(common) + data[common:])
+    other.write_bytes(data[:common])
+    with Source(str(own), manifest, str(other)) as source:
+        assert b"".join(source.read([(0, size)])) == data
+        assert b"".join(source.read([(900, 1100)])) == data[900:1100]
+    other.write_bytes(bytes(common))
+    with (
+        Source(str(own), manifest, str(other)) as source,
+        pytest.raises(StorageFailure, match="in .*/other is corrupt: block 0 of its common part"),
+    ):
+        list(source.read([(0, size)]))
+    other.write_bytes(data[: common - 1])
+    with pytest.raises(StorageFailure, match="the image of rank 0 has more"):
+        Source(str(own), manifest, str(other))
+
+
 @pytest.mark.parametrize(
     ("number", "why"),
     [

@@ -138,7 +138,12 @@ class Keeping:
                 root=str(self._shared), step=step, url=url, run=run, run_directory=str(self._run_directory)
             )
         images = tuple(
-            Image(rank=loan.manifest.rank, path=loan.path, manifest=loan.manifest.to_bytes().decode())
+            Image(
+                rank=loan.manifest.rank,
+                path=loan.path,
+                common_path=loan.common_path,
+                manifest=loan.manifest.to_bytes().decode(),
+            )  # fmt: skip
             for loan in loans
         )
         if write.tier == cp.LOCAL:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.copies import ALL, LOCAL
+from jurymast.core.checkpoints.copies import ALL, LOCAL, OWN
 from jurymast.core.keeper import copies as core
 from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.gathering import parts_of
@@ -181,6 +181,22 @@ class Copies:
             if copy.has(at, copy.manifest.size_bytes - at if length is None else length) and self.read(copy):
                 return copy
         return None
+
+    def acquire_image(self, key: Key) -> list[Copy]:
+        """Copies that have all of the image together: one, or its own part's after the common part's, which
+        may be another rank's. They stay as they are until each is released. Empty when there are none."""
+        if whole := self.acquire(key):
+            return [whole]
+        for own in self.find(key):
+            same = own.image[:2], own.report.common_id
+            for common in self:
+                fits = (common.image[:2], common.report.common_id) == same and not common.group
+                if own.part != OWN or not fits or common.part == OWN or not self.read(common):
+                    continue
+                if self.read(own):
+                    return [common, own]
+                self.release(common)
+        return []
 
     def read(self, copy: Copy) -> bool:
         """Become a reader of this very copy; False when it was dropped. Ends with `release`."""

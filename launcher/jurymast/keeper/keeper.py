@@ -168,7 +168,7 @@ class Keeper:
     # ---- the storage processes
 
     async def lend(self, step: int, attempt: int, rank: int) -> Loan | None:
-        """The whole image for a storage process; None when it is not here."""
+        """All of an image for a storage process; None when it is not here."""
         return await lend(self, (step, attempt, rank))
 
     def is_slot(self, copy: Copy) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.texts import memory_size
 from jurymast.keeper.buffers import Buffer
+from jurymast.keeper.copies import Copy
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.threads import in_thread
 
@@ -21,28 +22,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loan:
-    """A file that begins with the whole image, which stays so until `give_back`."""
+    """Files that stay as they are until `give_back`: one begins with the image, or has its own part in the
+    same place; then `common_path` begins with the common part."""
 
     path: str
     manifest: Manifest
     give_back: Callable[[], None]
+    common_path: str = ""
+
+
+@dataclass(frozen=True)
+class _File:
+    path: str
+    give_back: Callable[[], None]
 
 
 async def lend(keeper: Keeper, key: Key) -> Loan | None:
-    """None when this node has not the whole image."""
-    copy = keeper.copies.acquire(key)
-    if copy is None:
+    """None when this node has not all of the image."""
+    copies = keeper.copies.acquire_image(key)
+    if not copies:
         return None
+    manifest, files = copies[-1].manifest, list[_File]()
+
+    def give_back() -> None:
+        for file in files:
+            file.give_back()
+
+    try:
+        while copies:
+            files.append(await _lend(keeper, copies.pop(0)))
+    except BaseException:
+        give_back()
+        for copy in copies:
+            keeper.copies.release(copy)
+        raise
+    *common, own = files
+    return Loan(own.path, manifest, give_back, common[0].path if common else "")
+
+
+async def _lend(keeper: Keeper, copy: Copy) -> _File:
+    """This one, which is read by us, until it is given back."""
     place, size = copy.place, copy.manifest.size_bytes
 
     def release() -> None:
         keeper.copies.release(copy)
 
     if not keeper.is_slot(copy) or not isinstance(place, Buffer):
-        return Loan(copy.path, copy.manifest, release)
-    making = asyncio.ensure_future(
-        _copied(keeper, place, size, f"a copy for storage of rank {key[2]}, {memory_size(size)}")
-    )
+        return _File(copy.path, release)
+    asked = f"a copy for storage of rank {copy.image[2]}, {memory_size(size)}"
+    making = asyncio.ensure_future(_copied(keeper, place, size, asked))
 
     def give_up(_: object) -> None:
         if not making.cancelled() and making.exception() is None and (made := making.result()) is not None:
@@ -55,9 +83,9 @@ async def lend(keeper: Keeper, key: Key) -> Loan | None:
         making.add_done_callback(give_up)
         raise
     if buffer is None:
-        return Loan(copy.path, copy.manifest, release)
+        return _File(copy.path, release)
     release()
-    return Loan(buffer.path, copy.manifest, lambda: keeper.give_back(buffer))
+    return _File(buffer.path, lambda: keeper.give_back(buffer))
 
 
 async def _copied(keeper: Keeper, source: Buffer, size: int, asked: str) -> Buffer | None:

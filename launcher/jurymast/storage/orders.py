@@ -14,12 +14,13 @@ LIMIT_S = 1800.0
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's image, in the agent's memory (`/proc/PID/fd/N`) or in a file. `manifest`: a path, or its
-    content."""
+    """A rank's image, in the agent's memory (`/proc/PID/fd/N`) or in a file; `common_path` begins with its
+    common part, unless `path` does. `manifest`: a path, or its content."""
 
     rank: int
     path: str
     manifest: str
+    common_path: str = ""
 
 
 class _Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of, omit_defaults=True):

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import xxhash
 
+from jurymast.core.checkpoints.copies import COMMON, OWN
 from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
 from jurymast.storage.job import StorageFailure, explain
 from jurymast.storage.orders import Image
@@ -36,27 +37,16 @@ class Source:
     after that: what was written is what was hashed, even if the memory was given to something else meanwhile.
     """
 
-    def __init__(self, path: str, manifest: Manifest) -> None:
-        """Raises StorageFailure when it is not there in full length, or was never hashed."""
-        self.path = path
+    def __init__(self, path: str, manifest: Manifest, common_path: str = "") -> None:
+        """`common_path` has the common part, unless `path` does. Raises StorageFailure when either is too
+        short or not there, or was never hashed."""
         self.manifest = manifest
         if not manifest.hashed:
             raise StorageFailure(f"the image of rank {manifest.rank} has no hashes: it must not be stored")
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StorageFailure(
-                f"the image of rank {manifest.rank} is gone: {explain(error, path)}"
-            ) from error
-        try:
-            size = os.fstat(descriptor).st_size
-            if size < manifest.size_bytes:
-                raise StorageFailure(f"{path} has {size} bytes, the image of rank {manifest.rank} has more")
-            self._image = memoryview(b"")
-            if manifest.size_bytes:
-                self._image = memoryview(mmap.mmap(descriptor, manifest.size_bytes, prot=mmap.PROT_READ))
-        finally:
-            os.close(descriptor)
+        self._paths = {OWN: path, COMMON: common_path or path}
+        own = _mapped(path, manifest.size_bytes, manifest.rank)
+        common = _mapped(common_path, manifest.common_bytes, manifest.rank) if common_path else own
+        self._images = {OWN: own, COMMON: common}
 
     @classmethod
     def of_order(cls, image: Image, step: int, attempt: int) -> Source:
@@ -75,7 +65,7 @@ class Source:
                 f"{image.path} is of step {found[0]}, attempt {found[1]}, rank {found[2]}, "
                 f"not of step {step}, attempt {attempt}, rank {image.rank}"
             )
-        return cls(image.path, manifest)
+        return cls(image.path, manifest, image.common_path)
 
     def __enter__(self) -> Source:
         return self
@@ -83,7 +73,7 @@ class Source:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._image = memoryview(b"")  # and the mapping goes with its last view
+        self._images.clear()  # and a mapping goes with its last view
 
     def read(self, wanted: list[Range]) -> Iterator[memoryview]:
         """The bytes of `wanted` (start, end), ascending and not overlapping, in pieces of at most a block.
@@ -99,7 +89,7 @@ class Source:
                 before.pop().result()
                 before = [pool.submit(self._check, following) for following, _ in work[place + 1 : place + 2]]
                 for start, end in pieces:
-                    yield self._image[start:end]
+                    yield self._images[work[place][0].part][start:end]
                 if after is not None:
                     after.result()
                 after = pool.submit(self._check, block)
@@ -120,9 +110,10 @@ class Source:
                 yield block, pieces
 
     def _check(self, block: _Block) -> None:
-        if hash_block(self._image[block.start : block.end]) != self.manifest.blocks[block.part][block.number]:
+        image, path = self._images[block.part], self._paths[block.part]
+        if hash_block(image[block.start : block.end]) != self.manifest.blocks[block.part][block.number]:
             raise StorageFailure(
-                f"the image of rank {self.manifest.rank} in {self.path} is corrupt: block {block.number} of "
+                f"the image of rank {self.manifest.rank} in {path} is corrupt: block {block.number} of "
                 f"its {block.part} part is not what was hashed. It was not stored; look at that node's memory"
             )
 
@@ -131,6 +122,21 @@ class Source:
             start, end = self.manifest.extent(part)
             for number, at in enumerate(range(start, end, BLOCK_BYTES)):
                 yield _Block(part, number, at, min(at + BLOCK_BYTES, end))
+
+
+def _mapped(path: str, size_bytes: int, rank: int) -> memoryview:
+    """The file's beginning."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageFailure(f"the image of rank {rank} is gone: {explain(error, path)}") from error
+    try:
+        found = os.fstat(descriptor).st_size
+        if found < size_bytes:
+            raise StorageFailure(f"{path} has {found} bytes, the image of rank {rank} has more")
+        return memoryview(mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ) if size_bytes else b"")
+    finally:
+        os.close(descriptor)
 
 
 def merged(ranges: list[Range]) -> list[Range]:

@@ -376,6 +376,11 @@ class Copies:
         """The rank's whole image in this node's memory, if it is there."""
         return self._of(key).held.get(rank, {}).get((node, MEMORY, ALL, ()))
 
+    def nodes_with_both(self, key: Key, rank: int) -> list[str]:
+        """Nodes that have both parts of the rank's image, if not in one piece."""
+        common = self.nodes_with(key, rank, COMMON)
+        return sorted(node for node in self.nodes_with(key, rank, OWN) if node in common)
+
     def _plain_sources(self, key: Key, rank: int, node: str, part: str = ALL) -> list[Source]:
         known = self._of(key)
         held = known.held.get(rank)

@@ -138,14 +138,16 @@ class Writes:
         return frozenset() if failing >= self._holders.keys() else failing
 
     def writer(self, key: Key, rank: int, unfit: Set[str]) -> str:
-        """The node that has the rank's image whole, if possible one that is not `unfit`; "" for none."""
+        """The node that has the rank's image, if possible one that is not `unfit` and has it in one piece; ""
+        for none."""
         own = self._state.node_of(rank)
         if own in self._holders and own not in unfit and self._copies.has_whole(key, rank, own):
             return own
         copies = [copy for copy in self._copies.of(key, rank) if copy.node in self._holders]
         whole = [copy for copy in copies if copy.part == cp.ALL and not copy.group]
-        whole.sort(key=lambda copy: (copy.node in unfit, copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
-        return whole[0].node if whole else ""
+        whole.sort(key=lambda copy: (copy.tier != cp.MEMORY, copy.tier == cp.LOCAL))
+        both = [node for node in self._copies.nodes_with_both(key, rank) if node in self._holders]
+        return min([*(copy.node for copy in whole), *both], key=lambda node: node in unfit, default="")
 
     def failed_at(self, tier: str) -> float:
         """When the last write there failed, if none has succeeded since."""

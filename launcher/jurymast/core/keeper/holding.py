@@ -216,8 +216,9 @@ class Holding:
 
     def launch(self, attempt: int, restore: msg.Restore | None) -> None:
         """Only what is restored, and the newest that is safe, are still of use, and until the ranks go on
-        from there what is newer: nodes that were away may have the rest of it. Without `restore` nothing in
-        memory is: the ranks will save other states under the same steps."""
+        from there what slots hold: nodes that were away may have the rest of a newer state, and an older one
+        serves if what is restored turns out to be damaged. Without `restore` nothing in memory is: the ranks
+        will save other states under the same steps."""
         self.attempt, self._slots_go = attempt, False
         self._void.clear()
         restored = (restore.attempt, restore.step) if restore is not None else NOTHING
@@ -225,8 +226,8 @@ class Holding:
         # What is restored may be on no other node yet: the one before it stays until that is said.
         self.committed = min(self.committed, restored)
         for copy in list(self.copies.values()):
-            older = copy.age not in self._wanted and (copy.age < restored or self.slot_of(copy) is None)
-            if copy.tier != LOCAL and (restore is None or (copy.tier == MEMORY and older)):
+            useless = copy.age not in self._wanted and self.slot_of(copy) is None
+            if copy.tier != LOCAL and (restore is None or (copy.tier == MEMORY and useless)):
                 self.drop(copy, say=restore is not None)
 
     def begin(self, mine: RankSlots, rank: int) -> None:

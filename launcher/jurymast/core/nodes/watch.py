@@ -63,8 +63,9 @@ LATE_SHARE, LENIENT_S = 1 / 3, 2.0
 # greeting may be lost), and so long at most.
 AFTER_OTHERS_S, ABANDONED_LIMIT_S = 0.8, 3.0
 NEARLY_ALL = 0.98
-# A run directory that has not answered for so long hangs: agents that look for this supervisor look there.
-STORAGE_HANGS_S = 1.5
+# Agents that look for this supervisor look in the run directory: while that has not answered for so long, no
+# time counts for them, and for so long, it hangs.
+STORAGE_LATE_S, STORAGE_HANGS_S = 0.5, 1.5
 # An answered heartbeat may come so much of the interval early: no other will come just in time.
 EARLY = 0.8
 
@@ -114,6 +115,7 @@ class Watch:
         self._doubted: set[str] = set()
         self._isolated_since: float | None = None
         self._unfindable = False  # who is to come back cannot find this supervisor
+        self._told_of_storage = False
         self.patient_until = -math.inf  # so long nobody is to be blamed for not having come back
 
     # Connections.
@@ -232,15 +234,16 @@ class Watch:
 
     def storage_waits(self, seconds: float, now: float) -> list[Effect]:
         """The run directory was asked for something so long ago and has not answered; 0.0: it has."""
-        before, self._unfindable = self._unfindable, False
+        self._unfindable = seconds > STORAGE_LATE_S
+        told, self._told_of_storage = self._told_of_storage, False
         if seconds <= STORAGE_HANGS_S:
             return []
         looking = [name for name, watch in self.nodes.items() if watch.away and watch.away.how == "silent"]
         if not looking:
             return []
-        self._unfindable = True
+        self._told_of_storage = True
         self.patient_until = now + rejoin_limit_s(len(self._state.nodes))
-        if before:
+        if told:
             return []
         text = (
             f"the run directory does not answer: {some(looking, NODES_TOLD)} can find the supervisor only "

@@ -470,13 +470,13 @@ class SimAgent:
 
     def _write(self, order: msg.Write) -> None:
         key = (order.step, order.attempt)
-        tokens = [i.token for r in order.ranks for i in self.keeper.of(key, r) if not i.corrupt]
-        if len(tokens) < len(order.ranks):
-            for image in [i for r in order.ranks for i in self.keeper.of(key, r) if i.corrupt]:
+        lent = [image for rank in order.ranks if (image := self.keeper.lend(key, rank)) is not None]
+        if len(lent) < len(order.ranks):
+            for image in [image for image in self.keeper.held if image.key == key and image.corrupt]:
                 self.keeper.doubt(image)  # who writes it reads it
             self._written(order, "an image is not here any more")
             return
-        self._writes[order.id] = SimWrite(self, order, tokens[0], lambda why: self._written(order, why))
+        self._writes[order.id] = SimWrite(self, order, lent[0].token, lambda why: self._written(order, why))
 
     def _written(self, order: msg.Write, why: str) -> None:
         size = 0 if why else 100

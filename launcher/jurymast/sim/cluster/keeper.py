@@ -135,6 +135,16 @@ class SimKeeper:
         """What serves as a copy of this image, or of a part of it."""
         return [image for image in self.held if image.image == (*key, rank) and not image.group]
 
+    def lend(self, key: Key, rank: int) -> Image | None:
+        """What storage gets: the image, or its own part if its common part is here as well."""
+        mine = [one for one in self.of(key, rank) if not one.corrupt]
+        for one in sorted(mine, key=lambda one: one.part != ALL):
+            alike = [other for other in self.held if other.key == key and other.has(COMMON)]
+            alike = [other for other in alike if other.report.common_id == one.report.common_id]
+            if one.part == ALL or (one.part == OWN and any(not other.corrupt for other in alike)):
+                return one
+        return None
+
     # ---- events
 
     def launch(self, order: msg.Launch, ranks_per_node: int) -> None:

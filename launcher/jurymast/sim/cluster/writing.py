@@ -132,6 +132,7 @@ class SimWrite:
                 assert len(self._place.done) == len(self._place.layouts), "a part is missing"
                 return self._machine.sealed(rolled_back=disk.is_void(self._key))
             case Do.PUBLISH:
+                assert self._place.shared_out, "published before it was written"
                 del self._places[order.id]
                 disk.publish(self._key, self._token)
             case Tell(why):
