@@ -171,6 +171,15 @@ def last_spare_while_clocks_differ(chance: Random) -> tuple[Fault, ...]:
     return *lost, *clocks, Fault(at, "host", node=1), Fault(at + chance.uniform(0.1, 1.5), "supervisor")
 
 
+def away_while_the_others_cannot_start(chance: Random) -> tuple[Fault, ...]:
+    """n3 is lost before anybody has what it saved first, and is back while n2 and n4 still try to reach each
+    other."""
+    at = chance.uniform(2.0, 6.0)
+    return Fault(at, "freeze", node=2, seconds=chance.uniform(3.5, 8.0)), Fault(
+        at, "cut", node=1, other=3, seconds=45.0
+    )
+
+
 # name: (plans that may show it, and what is replaced)
 PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "B1: an older checkpoint on storage is preferred": (of(), [(cp, "plan_restore", _shared_first)]),

@@ -346,7 +346,9 @@ def test_the_same_step_of_two_attempts_is_not_mixed() -> None:
     run(work())
 
 
-def test_without_a_plan_nothing_in_memory_is_kept() -> None:
+def test_ranks_that_restore_nothing_from_memory_leave_their_images_there_until_they_have_started() -> None:
+    """A node that is away may come back with the rest of the state before that."""
+
     async def work() -> None:
         async with keeper() as (one, _):
             one.launch(1, [0], 1, None)
@@ -354,6 +356,9 @@ def test_without_a_plan_nothing_in_memory_is_kept() -> None:
             await saved(one, rank, 10)
             one.obey(msg.Committed(step=10, attempt=1))
             one.launch(2, [0], 1, None)
+            assert [copy.step for copy in one.inventory()] == [10]
+            rank.want(SIZE)
+            one.look()
             assert one.inventory() == ()
             assert len(rank.writable()) == SLOTS
 

@@ -294,8 +294,8 @@ class Checkpoints:
         assert chosen is not None
         if chosen.tier == cp.MEMORY:
             self._commit.go_on_from((chosen.step, chosen.attempt))
-        else:  # agents free what they hold in memory: the ranks will save other states under these steps
-            self.copies.drop_where(tiers=(cp.MEMORY, cp.PEER))
+        else:  # agents drop their replicas without a word
+            self.copies.drop_where(tiers=(cp.PEER,))
             self._commit.go_on_from(None)
         self._gone(now)
         return effects
