@@ -12,8 +12,7 @@ import xxhash
 from jurymast.checkpoint.directory import MANIFEST, BadCheckpoint, CheckpointDirectory, FileRecord, Manifest
 from jurymast.storage import object_store
 from jurymast.storage.job import Job, StorageFailure
-from jurymast.storage.object_store import ObjectStore
-from jurymast.storage.vouching import SEAL, Key
+from jurymast.storage.object_store import SEAL, Key, ObjectStore
 
 STEP = 100
 LOOT = b"ssh-ed25519 AAAA mallory"

@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 from jurymast.cluster.earlier import with_earlier
 from jurymast.core import events as ev
-from jurymast.core.nodes.frailty import Frail, frail_nodes, more_exposure
-from jurymast.core.nodes.history import Departure, PastRun, Span, comebacks, first_days, history
+from jurymast.core.nodes.history import (
+    Departure,
+    Frail,
+    PastRun,
+    Span,
+    comebacks,
+    first_days,
+    frail_nodes,
+    history,
+    more_exposure,
+)
 from jurymast.core.planning.failure_rate import AFTER_REPAIR, DAY_S, FailureRate, counted, prior
 from jurymast.core.run.instructions import Launch
 from jurymast.core.settings import RunPlan, Settings

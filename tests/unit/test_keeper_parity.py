@@ -12,8 +12,8 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import parity
-from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.memory import Buffer
 from jurymast.keeper.page import Restore
 from support.keepers import (
     BLOCK,

@@ -26,7 +26,7 @@ from jurymast.cli.options import (
     the_run,
     user,
 )
-from jurymast.core.nearest import did_you_mean
+from jurymast.core.texts import did_you_mean
 from jurymast.errors import CheckpointError, UsageError
 from jurymast.rundir import RunDirectory
 

@@ -14,8 +14,7 @@ from typing import Any
 from jurymast.child import Child
 from jurymast.core.nodes.findings import Finding
 from jurymast.core.nodes.looks import End, Looked, Looks
-from jurymast.health.discover import installed
-from jurymast.health.probe import Context
+from jurymast.health.probe import Context, installed
 from jurymast.health.readings import stands_in, waits_for_storage
 
 # How long a child may take to start, or beyond what it said, before it says something.

@@ -12,11 +12,11 @@ from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.gathering import Finding
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import parity
-from jurymast.keeper.access import Access
 from jurymast.keeper.copies import Copies, Copy, Group
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.threads import in_thread
+from jurymast.wire.shield import Access
 
 
 def peer_of(source: msg.Source) -> Peer:

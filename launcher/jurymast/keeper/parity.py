@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from jurymast.core.checkpoints.copies import ALL, PEER
 from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.gathering import Ingredient, ingredients
-from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Block, blocks_of
 from jurymast.keeper.fetch import Filling
 from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.memory import Buffer
 from jurymast.keeper.threads import in_thread
 
 if TYPE_CHECKING:
