@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jurymast.core.nodes.findings import HOST, STORAGE, Finding, Verdict
-from jurymast.core.nodes.looks import PAUSES_S, SAME_EVENT_S, STARVED_MAX, After, End, Looks
+from jurymast.core.nodes.own_health import PAUSES_S, SAME_EVENT_S, STARVED_MAX, After, End, Looks
 
 HUNG = End("hung", "acme", "no answer for 3 s, in state S")
 

@@ -25,8 +25,7 @@ from jurymast.core.checkpoints.cadence import Schedule
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.nodes.flight import Entered
-from jurymast.core.nodes.stacks import Stand
+from jurymast.core.nodes.stacks import Entered, Stand
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.run.state import Alert
 from jurymast.core.settings import RunPlan

@@ -1,5 +1,5 @@
 """Keeps the probe child looking, and outlives whatever happens to it: a driver may hang, crash, or hold a
-process so that not even SIGKILL ends it. What follows from that is decided in `core.nodes.looks`."""
+process so that not even SIGKILL ends it. What follows from that is decided in `core.nodes.own_health`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from jurymast.child import Child
 from jurymast.core.nodes.findings import Finding
-from jurymast.core.nodes.looks import End, Looked, Looks
+from jurymast.core.nodes.own_health import End, Looked, Looks
 from jurymast.health.probe import Context, installed
 from jurymast.health.readings import stands_in, waits_for_storage
 

@@ -13,10 +13,9 @@ from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.gathering import members
 from jurymast.core.keeper.work import Fetched, Found
-from jurymast.keeper import parity
 from jurymast.keeper.copies import Copies, Copy, blocks_of, is_intact, report_of
 from jurymast.keeper.fetch import Filling
-from jurymast.keeper.gathering import Gathering
+from jurymast.keeper.gathering import Gathering, build, empty
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.memory import Buffer
 from jurymast.keeper.threads import in_thread
@@ -135,10 +134,10 @@ class Works:
             await in_thread(buffer.reserve, 0, effect.size)
         except OSError as error:
             return Fetched(None, refused=str(error), allocated=buffer.allocated)
-        manifest = parity.empty(going.manifests, effect.part)
+        manifest = empty(going.manifests, effect.part)
         first = going.manifests[0]
         taken = zip(members(first.step, first.attempt, effect.members), going.manifests, strict=True)
-        made = await parity.build(self._gathering, manifest, buffer, effect.part, taken, going.stop, why)
+        made = await build(self._gathering, manifest, buffer, effect.part, taken, going.stop, why)
         copy = None
         if made is not None:
             copy = Copy(made, PEER, effect.part, buffer, members=going.manifests)

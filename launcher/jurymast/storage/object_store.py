@@ -1,7 +1,7 @@
 """Complete checkpoints in an object store, through fsspec: S3 and what speaks it, or any store fsspec knows.
 
 URL/RUN/step-00000100/...             the files of the shared directory
-URL/RUN/step-00000100/jurymast.seal   what the run's key vouches for of them, see `storage.vouching`
+URL/RUN/step-00000100/jurymast.seal   what the run's key vouches for of them: keyed hashes, see `Key`
 URL/RUN/step-00000100/jurymast.json   uploaded last, removed first: without it a checkpoint does not count
 """
 
@@ -44,7 +44,7 @@ HASH_BYTES = 32
 
 
 class Key:
-    """Of one run, for what it has in buckets."""
+    """Of one run: what it vouches for in a bucket, to which others may write, by keyed hashes of its files."""
 
     def __init__(self, secret: bytes, run: str) -> None:
         self._key = hmac.digest(secret, f"bucket|{run}".encode(), "sha256")

@@ -17,7 +17,6 @@ from jurymast.core.message import (
     out_of_place,
     reader,
 )
-from jurymast.core.messages.beats import Beat, CadenceReport, RankReport, Times, beat_of
 from jurymast.core.messages.checkpoints import (
     AboutCheckpoints,
     AskSources,
@@ -48,17 +47,22 @@ from jurymast.core.messages.checkpoints import (
     Written,
 )
 from jurymast.core.messages.nodes import (
+    Beat,
+    CadenceReport,
     Health,
     LeaveVerdict,
     Look,
     Looked,
+    RankReport,
     Stacks,
     TestAlone,
     TestedAlone,
     TestedPair,
     TestOver,
     TestPair,
+    Times,
     VerdictLeft,
+    beat_of,
 )
 from jurymast.core.messages.run import (
     Accepted,

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jurymast.core.messages.beats import RankReport
+from jurymast.core.messages.nodes import RankReport
 
 BEATS = 3.0
 UNKNOWN_BEATS = 6.0
