@@ -15,7 +15,7 @@ from jurymast.core.checkpoints import restore as restoring
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.holders import spelled
 from jurymast.core.checkpoints.replicas import Replicas
-from jurymast.core.checkpoints.retries import Reach
+from jurymast.core.checkpoints.retries import Reachability
 from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Send
@@ -180,7 +180,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "B3: a pair that cannot copy is asked for ever": (
         exactly(_no_link_to_the_holder),
-        [(Reach, "given_up", lambda *_: frozenset())],
+        [(Reachability, "given_up", lambda *_: frozenset())],
     ),
     "B4: holders that are to come back are not awaited": (
         exactly(_taken_over_while_a_launch_is_due),

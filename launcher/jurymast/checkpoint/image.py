@@ -15,7 +15,7 @@ import io
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -175,7 +175,7 @@ def _signature(flat: dict[str, Any], common: set[str]) -> list[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ImageLayout:
     """Where everything goes. Tensors with a payload have their extents; `rest` comes behind `fixed_bytes`."""
 
     signature: list[Any]
@@ -196,7 +196,9 @@ class Layout:
         return ",".join(line or next(following) for line in self.lines)
 
 
-def _layout(flat: dict[str, Any], paths: dict[str, Path], common: set[str], signature: list[Any]) -> Layout:
+def _layout(
+    flat: dict[str, Any], paths: dict[str, Path], common: set[str], signature: list[Any]
+) -> ImageLayout:
     pieces = _pieces(flat, paths)
     lines = [""] * len(pieces)
     with_payload, rest = [], []
@@ -218,7 +220,7 @@ def _layout(flat: dict[str, Any], paths: dict[str, Path], common: set[str], sign
         position = aligned(end)
         if not is_own:
             common_bytes = position
-    return Layout(signature, tuple(placed), tuple(rest), common_bytes, position, tuple(lines))
+    return ImageLayout(signature, tuple(placed), tuple(rest), common_bytes, position, tuple(lines))
 
 
 def _line(item: Item) -> str:
@@ -232,7 +234,7 @@ def _line(item: Item) -> str:
 class Draft:
     """A state about to be copied: `tensors` are the live ones, in the layout's order; `values` are bytes."""
 
-    layout: Layout
+    layout: ImageLayout
     tensors: list[torch.Tensor]
     values: list[bytes]
     json: str  # the manifest's lines on all items
@@ -256,7 +258,7 @@ class Drafter:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._layout: Layout | None = None
+        self._layout: ImageLayout | None = None
         self._constants: dict[Any, bytes] = {}
         self._lengths: list[int] | None = None
         self._json = ""
@@ -300,7 +302,7 @@ class Window:
     def __init__(self, buffer: Any) -> None:
         self.data = memoryview(buffer)
         self.bytes = torch.frombuffer(buffer, dtype=torch.uint8)
-        self._layout: Layout | None = None
+        self._layout: ImageLayout | None = None
         self._views: list[torch.Tensor] = []
 
     def frame(self, draft: Draft) -> list[torch.Tensor]:
@@ -323,7 +325,7 @@ class Window:
                 # Not UntypedStorage.copy_, which would keep all other threads waiting.
                 place.copy_(tensor)
 
-    def _prepare(self, layout: Layout) -> list[torch.Tensor]:
+    def _prepare(self, layout: ImageLayout) -> list[torch.Tensor]:
         views = []
         for piece in layout.tensors:
             item = piece.item
@@ -437,9 +439,6 @@ def _metadata(manifest: Manifest) -> Metadata:
         properties = TensorProperties(dtype=getattr(torch, item.dtype))
         stored[item.name] = TensorStorageMetadata(properties, torch.Size(item.shape), [chunk])
     return Metadata(stored, planner_data={item.name: item.path for item in manifest.items})
-
-
-__all__: Sequence[str] = ("ALIGNMENT", "Draft", "Drafter", "Layout", "Shell", "Window", "load", "shell")
 
 
 # Tensors of a parameter's own size and type that these keep for each.

@@ -112,7 +112,7 @@ TOLD = frozenset({"Noted", "WorkerFailed", "RanksHung", "Asked", "Signalled", "R
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """What was done to which node, `at` seconds since the epoch, and how far the training was then."""
 
     node: str
@@ -136,7 +136,7 @@ class Show:
         self._recovered = 0  # incidents whose end was told
         self._stepped = False
         self.curve = LossCurve(local.directory)
-        self.fault: Fault | None = None
+        self.fault: InjectedFault | None = None
 
     @property
     def watcher(self) -> Watcher:
@@ -279,7 +279,7 @@ class Show:
             processes = self._local.break_node(state.nodes[node].pid)
         except ProcessLookupError as error:
             raise RunFailedError(f"{node} cannot be broken: {error}") from error
-        self.fault = Fault(node, at, processes, last.step, last.text, state.saved_step)
+        self.fault = InjectedFault(node, at, processes, last.step, last.text, state.saved_step)
         self._screen.say(
             f"FAULT: {node} dies, as in a power cut: kill -9 to all {processes} of its processes, at step "
             f"{last.step}, loss {last.text}; the newest checkpoint is of step {state.saved_step}",

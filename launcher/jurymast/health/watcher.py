@@ -13,7 +13,7 @@ from typing import Any
 
 from jurymast.child import Child
 from jurymast.core.nodes.findings import Finding
-from jurymast.core.nodes.own_health import End, Looked, Looks
+from jurymast.core.nodes.own_health import End, ProbeLooked, ProbeLooks
 from jurymast.health.probe import Context, installed
 from jurymast.health.readings import stands_in, waits_for_storage
 
@@ -41,14 +41,14 @@ class Watcher:
         once: bool = False,
     ) -> None:
         self._context = context
-        self._looks = Looks(names, once=once)
+        self._looks = ProbeLooks(names, once=once)
         self._found = found
         self._once = once
         self._child: Child | None = None
         self._closing = asyncio.Event()
 
     @property
-    def probes(self) -> dict[str, Looked]:
+    def probes(self) -> dict[str, ProbeLooked]:
         return self._looks.probes
 
     def findings(self) -> list[Finding]:

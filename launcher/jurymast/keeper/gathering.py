@@ -19,7 +19,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.core.keeper import gathering as core
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.keeper.gathering import Finding, Ingredient, ingredients
+from jurymast.core.keeper.gathering import Ingredient, ManifestSearch, ingredients
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.copies import Block, Copies, Copy, Group, blocks_of
 from jurymast.keeper.fetch import Filling, Peer
@@ -209,7 +209,7 @@ class Gathering:
         here = self.copies.manifest(key, group)
         if here is not None:
             return here
-        finding = Finding(self.node, key[2], sources)
+        finding = ManifestSearch(self.node, key[2], sources)
         while (source := finding.next()) is not None:
             try:
                 return await in_thread(peer_of(source).manifest, self.access, key, group)

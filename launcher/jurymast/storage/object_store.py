@@ -43,8 +43,8 @@ SEAL = "jurymast.seal"
 HASH_BYTES = 32
 
 
-class Key:
-    """Of one run: what it vouches for in a bucket, to which others may write, by keyed hashes of its files."""
+class BucketKey:
+    """Vouches, by keyed hashes of the files, for what one run has in a bucket that others may write to."""
 
     def __init__(self, secret: bytes, run: str) -> None:
         self._key = hmac.digest(secret, f"bucket|{run}".encode(), "sha256")
@@ -96,7 +96,7 @@ class ObjectStore:
     with the url."""
 
     def __init__(self, url: str, run: str, secret: bytes, options: dict[str, Any] | None = None) -> None:
-        self._key = Key(secret, run)
+        self._key = BucketKey(secret, run)
         self.url = f"{url.rstrip('/')}/{run}"
         try:
             core = importlib.import_module("fsspec.core")

@@ -69,7 +69,7 @@ class _Unreachable:
 
 
 @dataclass
-class Reach:
+class Reachability:
     """`tries`: so many failures in a row. Times are the caller's clock, in seconds."""
 
     tries: int = TRIES

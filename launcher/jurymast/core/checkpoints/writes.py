@@ -18,7 +18,7 @@ from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
 from jurymast.core.checkpoints.copies import RATES, Copies, Key
 from jurymast.core.checkpoints.holders import Holder
-from jurymast.core.checkpoints.retries import Reach, Retries
+from jurymast.core.checkpoints.retries import Reachability, Retries
 from jurymast.core.effects import Effect, Send
 from jurymast.core.planning.optimum import Saving
 from jurymast.core.run.state import RunState
@@ -90,7 +90,7 @@ class Writes:
         self._next_at: dict[str, float] = {}
         self._tried: dict[str, Key] = {}
         self._retries = Retries()
-        self._reach = Reach(tries=1)
+        self._reach = Reachability(tries=1)
         self._numbers = itertools.count(1)
         self._newest_object: Key = (-1, -1)
         self._wrote_before = False

@@ -26,7 +26,7 @@ BURST_NODES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Departure:
+class NodeDeparture:
     """A node left a run at `at`. `failed`: it was lost or found bad; else it was only suspected. `by_hand`:
     somebody asked for it."""
 
@@ -59,7 +59,7 @@ class PastRun:
     active: int
     spans: tuple[Span, ...] = ()
     failures: tuple[float, ...] = ()
-    departures: tuple[Departure, ...] = ()
+    departures: tuple[NodeDeparture, ...] = ()
     xids: tuple[tuple[float, str, str], ...] = ()
     excluded: tuple[str, ...] = ()
     jobs: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class PastRun:
                 for span in values["spans"]
             ),
             failures=tuple(values["failures"]),
-            departures=tuple(Departure(**departure) for departure in values["departures"]),
+            departures=tuple(NodeDeparture(**departure) for departure in values["departures"]),
             xids=tuple((at, node, code) for at, node, code in values["xids"]),
             excluded=tuple(values["excluded"]),
             jobs=tuple(values["jobs"]),
@@ -117,7 +117,7 @@ class NodeRecord:
     node_days: float = 0.0
     fresh_days: float = 0.0
     fresh_until: float | None = 0.0
-    departures: list[Departure] = field(default_factory=list)
+    departures: list[NodeDeparture] = field(default_factory=list)
     strikes: int = 0  # within the window that ends now
     signals: list[Signal] = field(default_factory=list)
     excluded_until: float | None = None
@@ -185,7 +185,7 @@ def history(
     back = comebacks(runs, forgiven or {})
     records: dict[str, NodeRecord] = {}
     counts: dict[str, _Counts] = {}
-    strikes: dict[str, list[Departure]] = {}
+    strikes: dict[str, list[NodeDeparture]] = {}
     for run in runs:
         recent = run.until > now - WINDOW_S
         for span in run.spans:
@@ -249,7 +249,7 @@ def first_days(span: Span, back: Sequence[float]) -> list[tuple[float, float]]:
     return found
 
 
-def judged(departures: Sequence[Departure]) -> list[tuple[Departure, bool, bool]]:
+def judged(departures: Sequence[NodeDeparture]) -> list[tuple[NodeDeparture, bool, bool]]:
     """(departure, whether it is a strike against the node, whether the node left alone) for one run."""
     result = []
     failed = [d for d in departures if d.failed and not d.by_hand]
@@ -261,7 +261,7 @@ def judged(departures: Sequence[Departure]) -> list[tuple[Departure, bool, bool]
 
 
 def _exclude(
-    record: NodeRecord, strikes: list[Departure], now: float, exclusion_s: float, forgiven: float
+    record: NodeRecord, strikes: list[NodeDeparture], now: float, exclusion_s: float, forgiven: float
 ) -> None:
     """Set what the node's strikes come to."""
     strikes.sort(key=lambda departure: departure.at)

@@ -55,14 +55,14 @@ class After:
 
 
 @dataclass
-class Looked:
+class ProbeLooked:
     """What became of one probe: `state` is looked, nothing, failed or left out."""
 
     state: str
     findings: dict[Key, Finding] = field(default_factory=dict)
 
 
-class Looks:
+class ProbeLooks:
     """`probes` tells of every probe that was asked. With `once`, one look through each is enough. `now`: Unix
     time in seconds."""
 
@@ -72,7 +72,7 @@ class Looks:
         self._events: deque[Finding] = deque(maxlen=EVENTS_KEPT)
         self._answered = False  # the child that is at work
         self._failures = 0  # children in a row that never did
-        self.probes: dict[str, Looked] = {}
+        self.probes: dict[str, ProbeLooked] = {}
 
     def findings(self) -> list[Finding]:
         """All that hold now, and the newest events."""
@@ -99,7 +99,7 @@ class Looks:
             if known is None or (known.verdict, known.kind) != (finding.verdict, finding.kind):
                 news.append(held[key])
         over = [before[key] for key in before.keys() - held.keys()]
-        self.probes[probe] = Looked(state, held)
+        self.probes[probe] = ProbeLooked(state, held)
         return news + [replace(one, verdict=Verdict.OK, message="is over", at=now) for one in over]
 
     def _is_new(self, event: Finding) -> bool:
@@ -134,7 +134,7 @@ class Looks:
 
     def _leave_out(self, probe: str, finding: Finding) -> Finding:
         """From now on; this is why."""
-        known = self.probes.setdefault(probe, Looked(""))
+        known = self.probes.setdefault(probe, ProbeLooked(""))
         known.state = "left out"
         known.findings[finding.probe, finding.code, finding.device] = finding
         return finding
