@@ -11,8 +11,8 @@ import xxhash
 
 from jurymast.checkpoint.directory import MANIFEST, BadCheckpoint, CheckpointDirectory, FileRecord, Manifest
 from jurymast.storage import object_store
-from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.object_store import SEAL, BucketKey, ObjectStore
+from jurymast.storage.orders import Job, StorageFailure
 
 STEP = 100
 LOOT = b"ssh-ed25519 AAAA mallory"

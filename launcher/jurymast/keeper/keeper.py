@@ -23,7 +23,7 @@ from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.slots import State
 from jurymast.core.keeper.work import Fetched, Found
 from jurymast.errors import never
-from jurymast.keeper import memory, works
+from jurymast.keeper import memory
 from jurymast.keeper.copies import Copies, Copy, local_copies
 from jurymast.keeper.gathering import Gathering
 from jurymast.keeper.loans import Loan, lend
@@ -31,8 +31,8 @@ from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.memory import Buffer
 from jurymast.keeper.page import RankRecord, Restore, SlotRecord, SlotWord, Word, create_page
 from jurymast.keeper.serve import Server
+from jurymast.keeper.tasks import Works, read_again, scrub
 from jurymast.keeper.threads import in_thread
-from jurymast.keeper.works import Works
 from jurymast.wire.shield import Access
 
 SCAN_LIMIT_S = 5.0
@@ -76,7 +76,7 @@ class Keeper:
     async def start(self) -> None:
         """Look at the local disk, and re-read what is held from now on."""
         self._loop = asyncio.get_running_loop()
-        self.spawn(works.forever(self.copies, self.distrust))
+        self.spawn(scrub(self.copies, self.distrust))
         if self._local_root is not None:
             try:
                 await asyncio.wait_for(self._scan(self._local_root), SCAN_LIMIT_S)
@@ -152,7 +152,7 @@ class Keeper:
 
     def doubt(self, copy: Copy) -> None:
         """Another agent got bytes from it that were wrong, or became so on the way: read it again."""
-        self.spawn(works.read_again(self.copies, copy, self.distrust))
+        self.spawn(read_again(self.copies, copy, self.distrust))
 
     def scan_local(self, root: Path) -> None:
         """See what has come to the local disk, or gone from it, and tell."""
@@ -215,7 +215,7 @@ class Keeper:
                 self._for_memory(effect)
             case do.Serve():
                 assert isinstance(effect.copy, Copy)
-                effect.copy.verified_at = works.now()
+                effect.copy.verified_at = time.monotonic()
                 self.copies.add(effect.copy)
             case do.Unserve():
                 assert isinstance(effect.copy, Copy)

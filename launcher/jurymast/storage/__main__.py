@@ -19,13 +19,14 @@ from jurymast.core.message import Strange
 from jurymast.errors import never
 from jurymast.processes import become_helper
 from jurymast.storage import layout, local, object_store, shared
-from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.orders import (
     Answer,
     AnyOrder,
     Cancel,
     Done,
     Failed,
+    Job,
+    StorageFailure,
     Told,
     Upload,
     Warm,

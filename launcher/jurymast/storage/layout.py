@@ -17,7 +17,7 @@ from typing import Any
 
 from jurymast.checkpoint.directory import FileRecord, hash_file
 from jurymast.keeper.manifest import Item, Manifest
-from jurymast.storage.job import StorageFailure
+from jurymast.storage.orders import StorageFailure
 from jurymast.storage.source import Range, merged
 
 Holder = tuple[int, int]  # a rank, and the number of the item among its manifest's

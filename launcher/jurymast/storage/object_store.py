@@ -35,8 +35,7 @@ from jurymast.checkpoint.directory import (
 )
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
-from jurymast.storage.job import Job, StorageFailure, explain
-from jurymast.storage.orders import Done, Upload
+from jurymast.storage.orders import Done, Job, StorageFailure, Upload, explain
 from jurymast.storage.source import NewFile
 
 SEAL = "jurymast.seal"

@@ -50,9 +50,8 @@ from jurymast.core.checkpoints.meeting import (
 from jurymast.errors import CheckpointError
 from jurymast.keeper import manifest as keeper
 from jurymast.rundir import write_atomically
-from jurymast.storage.job import Job, StorageFailure, explain
 from jurymast.storage.layout import Layout, decide, file_name, ranges, write_metadata
-from jurymast.storage.orders import Done, WriteShared
+from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared, explain
 from jurymast.storage.source import NewFile, Source
 
 STREAMS = 4

@@ -1,4 +1,5 @@
-"""What takes time for an image: finding what it is like, reading it again, and bringing it into a buffer."""
+"""What takes time for an image: finding what it is like, reading it again (a bit that has flipped in memory
+is found before somebody needs the copy), and bringing it into a buffer."""
 
 from __future__ import annotations
 
@@ -20,23 +21,26 @@ from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.memory import Buffer
 from jurymast.keeper.threads import in_thread
 
-EVERY_S = 600.0
-LOOK_S = 1.0
+SCRUB_EVERY_S = 600.0
+SCRUB_LOOK_S = 1.0
 # Of one core.
-SHARE = 0.1
+SCRUB_SHARE = 0.1
 
 Distrust = Callable[[Copy, str], None]
-now = time.monotonic
 
 
-async def forever(copies: Copies, distrust: Distrust, every_s: float = EVERY_S) -> None:
+async def scrub(copies: Copies, distrust: Distrust, every_s: float = SCRUB_EVERY_S) -> None:
     """Each copy in memory once in `every_s`, one after another."""
     while True:
-        due = [one for one in copies if isinstance(one.place, Buffer) and one.verified_at + every_s < now()]
+        due = [
+            one
+            for one in copies
+            if isinstance(one.place, Buffer) and one.verified_at + every_s < time.monotonic()
+        ]
         if due:
-            await read_again(copies, min(due, key=lambda one: one.verified_at), distrust, SHARE)
+            await read_again(copies, min(due, key=lambda one: one.verified_at), distrust, SCRUB_SHARE)
         else:
-            await asyncio.sleep(min(LOOK_S, every_s))
+            await asyncio.sleep(min(SCRUB_LOOK_S, every_s))
 
 
 async def read_again(copies: Copies, copy: Copy, distrust: Distrust, share: float = 1.0) -> None:
@@ -48,7 +52,7 @@ async def read_again(copies: Copies, copy: Copy, distrust: Distrust, share: floa
     if not isinstance(buffer, Buffer):
         return
     for block in blocks_of(copy.manifest, copy.part):
-        started = now()
+        started = time.monotonic()
         if not copies.read(copy):
             return
         try:
@@ -58,8 +62,8 @@ async def read_again(copies: Copies, copy: Copy, distrust: Distrust, share: floa
         if not good:
             distrust(copy, f"the block at {block.at} of the {block.part} part is corrupt in memory")
             return
-        await asyncio.sleep((now() - started) * (1 / share - 1))
-    copy.verified_at = now()
+        await asyncio.sleep((time.monotonic() - started) * (1 / share - 1))
+    copy.verified_at = time.monotonic()
 
 
 @dataclass
