@@ -73,9 +73,6 @@ class Storage:
     hung_on: dict[str, float] = field(default_factory=dict)
     unmounted: dict[str, float] = field(default_factory=dict)
 
-    def healthy(self) -> bool:
-        return max(self.hung_until, self.full_until, self.slow_until) < self.world.now
-
     def hangs_until(self, node: str) -> float:
         return max(self.hung_until, self.hung_on.get(node, 0.0))
 
