@@ -14,7 +14,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, Key
-from jurymast.core.checkpoints.reach import PAUSE_MAX_S
+from jurymast.core.checkpoints.retries import PAUSE_MAX_S
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.machine import step

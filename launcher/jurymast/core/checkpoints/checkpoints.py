@@ -21,7 +21,7 @@ from jurymast.core.checkpoints.copies import Copies, Key
 from jurymast.core.checkpoints.holders import Holder
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.restore import Restore
-from jurymast.core.checkpoints.rollback import Rollback
+from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.shortages import Shortages
 from jurymast.core.checkpoints.writes import Writes
