@@ -17,16 +17,15 @@ from jurymast.core.messages import Condition
 from jurymast.core.run.state import Alert
 from jurymast.core.settings import Settings
 from jurymast.journal import VERSION, FileTail
-from jurymast.report import follow, gantt
+from jurymast.report import follow
 from jurymast.report.follow import Follower, Progress, end_lines, wait
-from jurymast.report.html import page
+from jurymast.report.goodput import account_of, compare, compare_blocks, report_blocks, report_view
 from jurymast.report.layout import Block, Line, Table, clean, render
 from jurymast.report.liveness import Liveness, judge
-from jurymast.report.report import account_of, compare, report_view
-from jurymast.report.report_text import compare_blocks, report_blocks
+from jurymast.report.pages import charts
+from jurymast.report.pages.report import page
 from jurymast.report.sentences import sentence
-from jurymast.report.text import status_blocks
-from jurymast.report.view import Watcher, read_status, status_view
+from jurymast.report.status import Watcher, read_status, status_blocks, status_view
 from jurymast.report.words import duration, node_time, size, some, squeue_time
 from support.stories import START, Story
 
@@ -382,7 +381,7 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     watching = watcher(story, tmp_path)
     report = report_view(watching, ALIVE, story.t)
     account = account_of(watching, ALIVE, story.t)
-    rows, left_out = gantt.rows_of(account)
+    rows, left_out = charts.rows_of(account)
     assert left_out == 0
     assert len(rows) < 40
     assert any(row.label.endswith("x like n11") or " x like " in row.label for row in rows)
@@ -396,7 +395,7 @@ def test_coarse_intervals_keep_order_and_gaps() -> None:
 
     marks = [(0, 10, "step"), (10, 11, "rework"), (11, 30, "step"), (60, 99, "hang")]
     fine = [Interval(*mark) for mark in marks]
-    merged = gantt.coarse(fine, 0, 100, 10)
+    merged = charts.coarse(fine, 0, 100, 10)
     assert [(i.start, i.end, i.category) for i in merged] == [(0, 30, "step"), (60, 100, "hang")]
 
 

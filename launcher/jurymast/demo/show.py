@@ -16,7 +16,7 @@ from jurymast.errors import RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.liveness import look
 from jurymast.report.sentences import sentence
-from jurymast.report.view import Watcher, incident_json
+from jurymast.report.status import Watcher, incident_json
 from jurymast.report.words import count, duration, some
 
 POLL_S = 0.1
