@@ -188,7 +188,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.loads += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href")]
-        self._inside = tag == "script"
+        self._inside = tag == "script" and ("id", "plan") in attributes
 
     def handle_data(self, data: str) -> None:
         if self._inside:
