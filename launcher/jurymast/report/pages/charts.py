@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -276,10 +277,15 @@ class Plot:
     chosen: Tick | None = None
 
 
-def share_ticks(frame: Frame, low: float, high: float, lines: int = 5) -> tuple[Tick, ...]:
-    """Labels of a y axis from `low` to `high`, both 0..1."""
-    values = [low + (high - low) * i / (lines - 1) for i in range(lines)]
-    return tuple(Tick(frame.y(i / (lines - 1)), f"{100 * value:.3g} %") for i, value in enumerate(values))
+def share_ticks(frame: Frame, low: float, high: float) -> tuple[Tick, ...]:
+    """Round values of a y axis from `low` to `high`, both 0..1: three to seven of them."""
+    steps = (number / 10**digits for digits in range(6, 0, -1) for number in (1, 2, 5))
+    step = next(step for step in steps if (high - low) / step <= 6)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return tuple(
+        Tick(frame.y((i * step - low) / (high - low)), f"{round(100 * i * step, 4):g} %")
+        for i in range(first, last + 1)
+    )
 
 
 def day_ticks(frame: Frame, days: float) -> tuple[Tick, ...]:

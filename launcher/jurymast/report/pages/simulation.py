@@ -136,7 +136,7 @@ def _lost(found: Mapping[str, Any]) -> str:
     ends = f" {count(gave_up, 'run')} of {found['seeds']} gave up." if gave_up else ""
     if not found["incidents"]:
         return f"Nothing failed.{ends}"
-    return f"{found['incidents']:.0f} incidents a run, {found['requeues']:.1f} of them requeued.{ends}"
+    return f"{found['incidents']:.0f} incidents and {found['requeues']:.1f} requeues a run.{ends}"
 
 
 def _cards(found: Mapping[str, Any]) -> tuple[Card, ...]:
