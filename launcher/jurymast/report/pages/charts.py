@@ -35,7 +35,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Bar:
-    """`kind` is its class, as of everything below."""
+    """`kind` is its class in page.css, as of all shapes below; `tip` is told when it is pointed at."""
 
     kind: str
     x: float
@@ -110,7 +110,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`kinds` are the categories in it; `left_out` nodes have no lane."""
+    """`top` is where the first lane begins; `left_out` nodes have no lane."""
 
     width: int
     height: int

@@ -10,7 +10,7 @@ from typing import Any
 from jurymast.core.goodput.accounting import Account
 from jurymast.core.run.causes import CAUSES
 from jurymast.core.run.state import RunState
-from jurymast.report.goodput import PARTS, cadence_text, mtbf_text, reach, source_text
+from jurymast.report.goodput import PARTS, cadence_text, mtbf_text, reach
 from jurymast.report.pages import render
 from jurymast.report.pages.charts import Bar, Slice, Timeline, kind, slices, timeline
 from jurymast.report.sentences import own_words
@@ -103,7 +103,6 @@ class ReportPage:
     tiers: tuple[Tier, ...]
     cadence: str
     mtbf: str
-    source: str
     provenance: tuple[tuple[str, str], ...]
 
 
@@ -140,7 +139,6 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         ),
         cadence=cadence_text(report),
         mtbf=mtbf_text(report),
-        source=source_text(report),
         provenance=tuple(
             (name.replace("_", " "), _shown(value)) for name, value in report["provenance"].items()
         ),
