@@ -75,7 +75,7 @@ def plan_page(plan: Mapping[str, Any], found: Forecast) -> PlanPage:
         title=f"plan for {nodes}",
         heading=f"A run on {nodes}, {count(plan['gpus'], 'GPU')}",
         rate=f"{rate['per_1000_node_days']:.3g} failures per 1,000 node-days",
-        rate_range=f"with 90 % between {rate['low']:.3g} and {rate['high']:.3g}; {rate['evidence']}",
+        rate_range=f"90 % interval {rate['low']:.3g} to {rate['high']:.3g}; {rate['evidence']}",
         cards=_cards(plan),
         facts=facts(plan),
         curve=_curve(found),

@@ -114,8 +114,8 @@ def simulation_page(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Si
         heading=f"{runs} for {found['days']:g} days, simulated",
         about=f"{found['rate']:.3g} failures per 1,000 node-days, {found['faults']}; "
         f"{count(found['spares'], 'spare')}; cadence {found['cadence']}",
-        summary=f"Runtime goodput {percent(goodput['mean'])} (5 % to 95 % of the runs: "
-        f"{percent(goodput['p5'])} to {percent(goodput['p95'])}). {_lost(found)}",
+        summary=f"Runtime goodput {percent(goodput['mean'])} (90 % of the runs between "
+        f"{percent(goodput['p5'])} and {percent(goodput['p95'])}). {_lost(found)}",
         cards=_cards(found),
         spread=_spread(outcomes),
         over_time=_over_time(found, outcomes),
