@@ -20,7 +20,7 @@ from jurymast.core.planning.forecast import Question, forecast, goodput_at
 from jurymast.report.layout import render
 from jurymast.report.pages.plan import page
 from jurymast.report.plan import minutes, plan_blocks, plan_view
-from jurymast.sim.measured import TRAINING_START_S, read_measured
+from jurymast.sim.durations import TRAINING_START_S, read_measured
 
 
 @pytest.fixture(autouse=True)

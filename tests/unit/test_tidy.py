@@ -220,7 +220,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/report/doctor.py",
             "launcher/jurymast/rundir.py",  # a directory, to have renames in it on disk
             "launcher/jurymast/sim/faults.py",
-            "launcher/jurymast/sim/measured.py",
+            "launcher/jurymast/sim/durations.py",
             "launcher/jurymast/worker/server.py",
         },
     ),

@@ -66,7 +66,7 @@ def command(
     """Tell how often a run will fail, how often to save, how many spares it needs, and what remains."""
     from jurymast.core.planning.forecast import forecast
     from jurymast.report.plan import plan_view, restart_lines
-    from jurymast.sim.measured import read_measured
+    from jurymast.sim.durations import read_measured
 
     resolved = resolved_policy(policy)
     measured = read_measured(figures)

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
     from jurymast.core.settings import Settings
     from jurymast.policy.resolve import Resolved
-    from jurymast.sim.durations import Durations
+    from jurymast.sim.durations import Durations, Measured
     from jurymast.sim.faults import Fault
-    from jurymast.sim.measured import Measured
 
     Draw = Callable[[int, Random], list[Fault]]
 
@@ -126,7 +125,7 @@ def command(
     from jurymast.core.planning.spares import auto_spares
     from jurymast.report.simulation import simulate_blocks, simulated_lines
     from jurymast.sim.cadences import asked_cadence
-    from jurymast.sim.measured import read_measured
+    from jurymast.sim.durations import read_measured
     from jurymast.sim.results import simulate, summary
     from jurymast.sim.simulation import Setup
 

@@ -20,8 +20,7 @@ from jurymast.core.planning.optimum import RATE_FACTOR
 from jurymast.core.planning.reliability import LEVEL
 from jurymast.report.layout import Block, Line, Table
 from jurymast.report.words import count, duration, percent, percent_fine, size
-from jurymast.sim.durations import Durations
-from jurymast.sim.measured import NODE_BYTES, TRAINING_START_S, Measured
+from jurymast.sim.durations import NODE_BYTES, TRAINING_START_S, Durations, Measured
 
 GB = 1e9
 DEFINITIONS = {

@@ -9,8 +9,7 @@ from jurymast.core.goodput.accounting import MEANINGS, RATIOS
 from jurymast.report.layout import Block, Line, Table
 from jurymast.report.plan import restart_lines
 from jurymast.report.words import count, duration, node_time, percent, size
-from jurymast.sim.durations import Durations
-from jurymast.sim.measured import Measured
+from jurymast.sim.durations import Durations, Measured
 
 
 def simulate_blocks(found: Mapping[str, Any]) -> list[Block]:
