@@ -200,10 +200,26 @@ health: {data: [/bin/page, "on", "a: b", "1"]}
         ("checkpoint: {tiers: {shared: off}}\n", "checkpoint.tiers.shared: "),
         ("nodes:\n  min: 12\n", "p.yaml:2: nodes.min: is not supported yet; leave it out"),
         ("notify: [{when: stop, command: [a]}]\n", "p.yaml:1: notify: is not supported yet"),
+        ("checkpoint: &all\n  tiers: *all\n", "p.yaml: it is nested too deeply"),
+        ("checkpoint:\n  ? {max_loss: 1}\n  : 3\n", "p.yaml:2: checkpoint: a key must be a word"),
+        ("[1, 2]: 3\n", "p.yaml:1: the policy: a key must be a word"),
+        ("checkpoint: {tiers: {local: {path: ''}}}\n", "checkpoint.tiers.local.path: must not be empty"),
+        ("checkpoint: {max_loss: 1:30:00}\n", "1:30:00 is no duration"),
+        ("checkpoint: {max_loss: ''}\n", '"" is no duration'),
+        ("checkpoint: {max_loss: 99999999h}\n", "99999999h is longer than a hundred years"),
+        ("spares: 1:30\n", "1:30 is no whole number"),
+        ("spares: 010\n", "010 is no whole number"),
+        ("spares: '2'\n", '"2" is no whole number'),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, says: str) -> None:
     assert says in "\n".join(complaints(write(tmp_path, "p.yaml", text)))
+
+
+def test_links_that_lead_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").symlink_to("p.yaml")
+    (line,) = complaints(tmp_path / "p.yaml")
+    assert line.startswith("p.yaml: cannot be read: ")
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Mappings are merged key by key; anything else replaces what is below it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from jurymast.errors import PolicyError
 
 SITE_FILE = Path("/etc/jurymast/site.yaml")
 Key = tuple[str | int, ...]
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_UNEXPECTED = re.compile(r"[-+]?(0_*[0-9]|[0-9_]+:)")
 
 
 @dataclass
@@ -45,10 +48,15 @@ def spelled(key: Key) -> str:
 def file_layer(path: Path, shown: str) -> Layer:
     """Read one file. Raises PolicyError: unreadable, no YAML, a key twice, no mapping."""
     try:
+        return _read(path, shown)
+    except RecursionError as error:  # also of a mapping that has itself inside, through an alias
+        raise PolicyError(f"{shown}: it is nested too deeply") from error
+
+
+def _read(path: Path, shown: str) -> Layer:
+    try:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except RecursionError as error:
-        raise PolicyError(f"{shown}: it is nested too deeply") from error
     except OSError as error:
         raise PolicyError(f"{shown}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -82,7 +90,11 @@ def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
         return _scalar(node, key, layer, problems)
     result: dict[str, Any] = {}
     for name_node, value_node in node.value:
-        name = str(getattr(name_node, "value", "?"))
+        if not isinstance(name_node, yaml.ScalarNode):
+            line = name_node.start_mark.line + 1
+            problems.append(f"{layer.name}:{line}: {spelled(key) or 'the policy'}: a key must be a word")
+            continue
+        name = str(name_node.value)
         place = (*key, name)
         if name in result:
             line = name_node.start_mark.line + 1
@@ -94,7 +106,12 @@ def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
 
 
 def _scalar(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
-    """YAML's own scalars (text, numbers, true and false, nothing); tags of other languages are refused."""
+    """YAML's own scalars (text, numbers, true and false, nothing); tags of other languages are refused.
+
+    What would be a number to base 60 or 8 stays text: whoever writes 1:30:00 or 010 means neither.
+    """
+    if node.tag in _NUMBERS and _UNEXPECTED.match(node.value):
+        return node.value
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node)
@@ -108,7 +125,10 @@ def _scalar(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any
 
 def file_layers(path: Path, shown: str, seen: tuple[Path, ...] = ()) -> list[Layer]:
     """The file's layer over those it extends, lowest first. Raises PolicyError, also for a circle."""
-    real = path.resolve()
+    try:
+        real = path.resolve()
+    except RuntimeError as error:  # Python before 3.13 says so of links that lead in a circle
+        raise PolicyError(f"{shown}: cannot be read: its links lead in a circle") from error
     if real in seen:
         raise PolicyError(f"{shown}: extends itself through {' -> '.join(str(p) for p in (*seen, real))}")
     layer = file_layer(path, shown)

@@ -119,6 +119,8 @@ def _problems(layer: Layer) -> Iterator[str]:
                 what = f"unknown key{did_you_mean(str(key[-1]), _keys(key[:-1]))}"
             elif one["type"] == "value_error":
                 what = str(one["ctx"]["error"])
+            elif one["type"] == "string_too_short":
+                what = "must not be empty"
             elif one["type"] in ("model_type", "dict_type", "model_attributes_type"):
                 what = f"needs keys below it: {', '.join(_keys(key))}"
             else:

@@ -10,10 +10,16 @@ from jurymast.core.settings import Budget
 from jurymast.core.texts import did_you_mean, seconds_in
 from jurymast.reference import thresholds, xids
 
+# Far below what the clocks of Python and of the system can count up to.
+LONGEST_S = 100 * 365 * 86400.0
+_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+")
+
 
 def duration(value: object) -> float:
     """Seconds in "0.5s", "10m", "1h30m", "24h"."""
     seconds = seconds_in(value) if isinstance(value, str) else None
+    if seconds is not None and seconds > LONGEST_S:
+        raise ValueError(f"{written(value)} is longer than a hundred years")
     if seconds is None:
         raise ValueError(
             f"{written(value)} is no duration; write a number with a unit, like 0.5s, 10m, 1h30m or 2d"
@@ -153,7 +159,9 @@ def threshold_name(value: str) -> str:
 
 
 def written(value: object) -> str:
-    """`value` as a YAML file would say it, cut short."""
+    """`value` as a YAML file would say it, cut short; text that looks like something else has quotes."""
     if value is None:
         return "nothing"
+    if isinstance(value, str) and (not value.strip() or _NUMBER.fullmatch(value)):
+        return f'"{value[:60]}"'
     return (str(value).lower() if isinstance(value, bool) else str(value))[:60]
