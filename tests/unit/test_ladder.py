@@ -36,6 +36,19 @@ def test_the_same_exception_three_times_is_a_crash_loop() -> None:
     assert "ValueError" in story.incident.traceback
 
 
+def test_ranks_that_lose_each_other_again_and_again_end_the_run_but_late() -> None:
+    story = Story(settings=Settings(application=Budget(count=0, window_s=3600.0))).running()
+    for port in range(19):
+        story.failed(0, error="DistNetworkError", message=f"cannot listen. port: {40000 + port}")
+        story.stopped()
+        assert phase(story) is not Phase.FAILED, port
+        story.backed_off().ranks_up().restored(0)
+    story.failed(0, error="DistNetworkError", message="cannot listen. port: 1")
+    story.stopped()
+    assert phase(story) is Phase.FAILED
+    assert "the same failure 20 times without a new step" in story.last(Finish).reason
+
+
 def test_an_exception_after_new_steps_is_no_crash_loop_but_spends_the_budget() -> None:
     story = Story(settings=Settings(application=Budget(count=3, window_s=3600.0))).running()
     for number in range(3):

@@ -23,6 +23,7 @@ What ranks say when they end is read with the tables in `core.run.clues`; classe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,8 @@ _OF_MANY = {
     findings.SYMPATHETIC: "fabric_fault",
     findings.STORAGE: "storage_failed",
 }
+# Ports, addresses, process ids, names of temporary files: the same error says others each time.
+_VARYING = re.compile(r"\w*\d\w*")
 _KILLED = ("out_of_memory", "worker_killed", "bus_error", "shm_full")
 _CASCADES = ("communication", "collective_timeout", "worker_terminated")
 
@@ -268,7 +271,7 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     )
     return Cause(
         kind, charged, nodes[0] if named else "", nodes, first.rank, first.exit_code, evidence,
-        f"{kind} {first.exit_code} {first.error} {first.message}"[:400],
+        f"{kind} {first.exit_code} {first.error} {_VARYING.sub('#', first.message)}"[:400],
     )  # fmt: skip
 
 

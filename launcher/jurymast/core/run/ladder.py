@@ -26,6 +26,8 @@ BACKOFF_MAX_S = 30.0
 # What people repair elsewhere, and no other node helps against: the run waits for them, an hour and a half.
 PATIENT = frozenset({"storage_full", "storage_failed", "fabric_fault"})
 SAME_PATIENT_ERROR = 20
+# A network may be back as late, and at any moment: tried as often, but without the longer waits.
+LASTING = PATIENT | {"communication"}
 PATIENT_FIRST_S = 15.0
 PATIENT_MAX_S = 300.0
 PATIENT_WINDOW_S = 3600.0
@@ -128,7 +130,7 @@ def _give_up(state: RunState, cause: Cause) -> Decision | None:
     exit_code = job_exit_code(cause)
     repeated = repeats(state.incidents, cause, state.without_progress)
     most = SAME_APPLICATION_ERROR if cause.charged == "application" else SAME_INFRASTRUCTURE_ERROR
-    most = SAME_PATIENT_ERROR if cause.kind in PATIENT else most
+    most = SAME_PATIENT_ERROR if cause.kind in LASTING else most
     if repeated >= most and cause.kind not in ("node_lost", "node_crash"):
         return Decision(
             "stop",
