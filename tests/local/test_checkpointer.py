@@ -26,7 +26,14 @@ import jurymast
 from jurymast.checkpoint import RandomState
 from jurymast.checkpoint.directory import CheckpointDirectory, final_name
 from jurymast.errors import CheckpointError
-from support.checkpoints import Holder, flip, same, truncate
+from support.checkpoints import (
+    Holder,
+    assert_special_tensors_are_back,
+    flip,
+    same,
+    special_tensors,
+    truncate,
+)
 from support.ranks import run_ranks, stop_server
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_run")]
@@ -119,6 +126,23 @@ def test_plain_values_are_restored_in_place(tmp_path: Path) -> None:
     assert (state["epoch"], state["none"], state["numbers"]) == (7, None, [1, 2, 3])
     assert state["numbers"] is numbers
     assert same(torch.rand(3, generator=state["generator"]), drawn_first)
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|quantize|TypedStorage)")
+def test_tensors_that_are_more_than_their_bytes(tmp_path: Path) -> None:
+    """DCP saves some of them and cannot load them."""
+    assert_special_tensors_are_back(saved_and_restored(tmp_path / "holder", special_tensors()))
+    values = special_tensors()
+    jurymast.Checkpointer({"values": values}, directory=tmp_path / "values").save(1)
+    assert jurymast.Checkpointer({"values": values}, directory=tmp_path / "values").restore() == 1
+    assert_special_tensors_are_back(values)
+
+
+def test_a_value_that_was_expanded_is_restored(tmp_path: Path) -> None:
+    state = {"mask": torch.ones(1).expand(4)}
+    jurymast.Checkpointer(state, directory=tmp_path).save(1)
+    assert jurymast.Checkpointer(state, directory=tmp_path).restore() == 1
+    assert same(state["mask"], torch.ones(4))
 
 
 def test_random_state(tmp_path: Path) -> None:

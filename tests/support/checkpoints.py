@@ -42,6 +42,31 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and repr(a) == repr(b)
 
 
+class OwnTensor(torch.Tensor):  # type: ignore[misc]  # torch's types are not followed
+    """As frameworks have them: a tensor with a class of its own."""
+
+
+def special_tensors() -> dict[str, torch.Tensor]:
+    """Tensors that are more than a type, a shape and bytes."""
+    return {
+        "sparse": torch.sparse_coo_tensor([[0, 2], [1, 0]], [3.0, 4.0], (3, 3), check_invariants=True),
+        "rows": torch.eye(3).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.tensor([1.0, 2.5]), 0.5, 0, torch.qint8),
+        "own class": torch.full((3,), 5.0).as_subclass(OwnTensor),
+        "meta": torch.empty(2, 3, device="meta"),
+    }
+
+
+def assert_special_tensors_are_back(found: dict[str, torch.Tensor]) -> None:
+    expected = special_tensors()
+    assert {name: (type(t), t.layout, t.dtype, t.shape, t.device) for name, t in found.items()} == {
+        name: (type(t), t.layout, t.dtype, t.shape, t.device) for name, t in expected.items()
+    }
+    for name in ("sparse", "rows", "own class"):
+        assert found[name].to_dense().tolist() == expected[name].to_dense().tolist()
+    assert found["quantized"].dequantize().tolist() == [1.0, 2.5]
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

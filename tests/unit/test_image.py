@@ -26,7 +26,7 @@ from jurymast.checkpoint.image import Draft, Drafter, Window
 from jurymast.checkpoint.state import State
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest
-from support.checkpoints import Holder, same
+from support.checkpoints import Holder, assert_special_tensors_are_back, same, special_tensors
 
 pytestmark = pytest.mark.torch
 
@@ -102,6 +102,14 @@ def test_stock_torch_reads_every_item() -> None:
             assert values == bytes(flat.tolist())
     fresh = load(got, {"it": Holder()})["it"].value
     assert same(fresh, {**VALUES, "conjugate": VALUES["conjugate"].resolve_conj()})
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|quantize|TypedStorage)")
+def test_tensors_that_are_more_than_their_bytes() -> None:
+    got = taken({"it": Holder(special_tensors()), "values": special_tensors()})
+    back = load(got, {"it": Holder(), "values": {}})
+    assert_special_tensors_are_back(back["it"].value)
+    assert_special_tensors_are_back(back["values"])
 
 
 def test_items_are_apart_aligned_and_whole() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from jurymast.checkpoint import optimizers
-from jurymast.checkpoint.tree import Path, StoredTree, at, decode, digest, encode, has_sharded
+from jurymast.checkpoint.tree import Path, StoredTree, at, decode, digest, encode, has_sharded, is_plain
 from jurymast.errors import CheckpointError
 
 
@@ -285,12 +285,12 @@ def _is_plain(value: Any) -> bool:
 def replaced(old: Any, new: Any) -> Any:
     """`new`, put into `old` where `old` is a container or a tensor that others may hold on to."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-        if old.shape == new.shape and old.dtype == new.dtype:
+        if _fits_in_place(old, new):
             if old is not new:
                 with torch.no_grad():
                     old.copy_(new)
             return old
-        return new.to(old.device)
+        return new if old.device.type == "meta" else new.to(old.device)
     if isinstance(old, MutableMapping) and isinstance(new, Mapping):
         for key, item in new.items():
             old[key] = replaced(old[key], item) if key in old else item
@@ -299,6 +299,14 @@ def replaced(old: Any, new: Any) -> Any:
         old[:] = [replaced(a, b) for a, b in zip(old, new, strict=False)] + new[len(old) :]
         return old
     return new
+
+
+def _fits_in_place(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Not into an expanded tensor, whose elements share their memory, nor into one with more than its bytes."""
+    if not (is_plain(old) and is_plain(new)):
+        return isinstance(old, DTensor) and old.shape == new.shape and old.dtype == new.dtype
+    expanded = any(size > 1 and not step for size, step in zip(old.shape, old.stride(), strict=True))
+    return old.shape == new.shape and old.dtype == new.dtype and not expanded
 
 
 def _parameter_names(key: str, module: torch.nn.Module, state: Any) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 import xxhash
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -103,8 +104,21 @@ def is_opaque(value: Any) -> TypeGuard[tuple[str, Any]]:
     return isinstance(value, tuple) and len(value) == 2 and value[0] == OPAQUE and type(value[0]) is str
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True when type, shape and the bytes, row-major, are all there is to it."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
 def encode(value: Any) -> Any:
-    """`value` with everything DCP would not give back unchanged wrapped; new containers, same tensors."""
+    """`value` with everything DCP would not give back unchanged wrapped; new containers, same tensors.
+
+    That includes tensors that are neither plain nor sharded (sparse, quantized, of a class of their own):
+    DCP saves some of them and cannot load them.
+    """
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor | ShardedTensor):
+        return value if is_plain(value) else opaque(value)
     if isinstance(value, Mapping):
         plain = type(value) in (dict, OrderedDict) and value and all(type(key) is str for key in value)
         return {key: encode(item) for key, item in value.items()} if plain else opaque(value)
@@ -143,7 +157,7 @@ def digest(tree: Any) -> str:
 def _parts(tree: Any) -> Iterator[bytes]:
     if isinstance(tree, DTensor):
         yield b"sharded"
-    elif isinstance(tree, torch.Tensor):
+    elif isinstance(tree, torch.Tensor) and is_plain(tree):
         yield f"{tree.dtype} {tuple(tree.shape)}".encode()
         flat = tree.detach().reshape(-1)
         every = max(1, -(-flat.numel() * flat.element_size() // DIGEST_BYTES))
