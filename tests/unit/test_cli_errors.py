@@ -216,6 +216,12 @@ def test_a_size_may_have_a_unit(text: str, number: float) -> None:
     assert size(text) == number
 
 
+@pytest.mark.parametrize("text", ["1e400", "0", "-1", "5 apples", "1e9 PB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        size(text)
+
+
 @pytest.mark.parametrize("words", [(), ("policy",)])
 def test_a_bare_command_shows_its_help(place: Path, words: tuple[str, ...]) -> None:
     done = jurymast(place, *words)
@@ -232,6 +238,19 @@ def test_output_that_finds_no_room_is_one_line(place: Path) -> None:
         )  # fmt: skip
     said = "jurymast: error: cannot write the output: No space left on device\n"
     assert (done.returncode, done.stderr) == (73, said)
+
+
+def test_closed_streams_are_no_mistake(place: Path) -> None:
+    """A cron job may have none."""
+    closed = 'exec "$0" -m jurymast submit --dry-run -- train.py <&- >&- 2>&-'
+    environment = {**os.environ, "PYTHONPATH": str(LAUNCHER), "JURYMAST_SITE": ""}
+    done = subprocess.run(["sh", "-c", closed, sys.executable], cwd=place, env=environment, check=False)
+    assert done.returncode == 0
+    shown = 'exec "$0" -m jurymast plan --nodes 2 >&-'
+    done = subprocess.run(
+        ["sh", "-c", shown, sys.executable], cwd=place, env=environment, stderr=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_working_directory_that_is_gone_is_one_line(place: Path) -> None:

@@ -81,6 +81,7 @@ def cli() -> None:
 
 def main(words: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. The only place where errors are printed."""
+    _open_what_is_closed()
     over = patience.begin()
     try:
         words = sys.argv[1:] if words is None else words
@@ -104,6 +105,13 @@ def main(words: list[str] | None = None) -> int:
         return _complain(_trouble(error), "", RunDirectoryError.exit_code)
     finally:
         over.set()
+
+
+def _open_what_is_closed() -> None:
+    """Of what is closed (`>&-`) Python has no stream, and the next file that is opened would take its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
 
 
 def _drop_output() -> None:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from jurymast.report.layout import Block
 
 
+# Of the sizes and numbers of nodes that commands calculate with: far above any there is.
+LARGEST_BYTES = 1e18
+MOST_NODES = 1_000_000
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -52,10 +56,12 @@ def examples(*lines: str) -> str:
 def size(text: str) -> float:
     """Bytes in 5e12, 5TB or "4.5 TiB". Raises ValueError."""
     match = re.fullmatch(r"([\d.]+(?:e\+?\d+)?) ?([kMGTP]?)(i?)B?", text.strip())
-    number = float(match[1]) if match else 0.0
-    if match is None or number <= 0:
+    found = 0.0
+    if match is not None:
+        found = float(match[1]) * (1024.0 if match[3] else 1000.0) ** " kMGTP".find(match[2] or " ")
+    if not 0 < found < LARGEST_BYTES:
         raise ValueError(f"{text} is no size; write bytes, or a number with a unit, like 5e12 or 5TB")
-    return number * (1024.0 if match[3] else 1000.0) ** " kMGTP".find(match[2] or " ")
+    return found
 
 
 def _bytes(context: click.Context, option: click.Parameter, value: str | None) -> float | None:

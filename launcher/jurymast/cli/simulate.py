@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jurymast.cli.options import (
+    MOST_NODES,
     checkpoint_bytes_option,
     examples,
     json_option,
@@ -60,7 +61,7 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
         "jurymast simulate --nodes 400 --days 30 --trace infinitehbd --html page.html",
     )
 )
-@click.option("--nodes", type=click.IntRange(1), required=True, metavar="N", help="Active nodes.")
+@click.option("--nodes", type=click.IntRange(1, MOST_NODES), required=True, metavar="N", help="Active nodes.")
 @click.option(
     "--days",
     type=click.FloatRange(0.0, min_open=True),
