@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     __version__: str
 
     from jurymast.checkpoint.checkpointer import Checkpointer
+    from jurymast.checkpoint.state import RandomState
 
-__all__ = ["Checkpointer", "__version__"]
+__all__ = ["Checkpointer", "RandomState", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from jurymast.checkpoint.checkpointer import Checkpointer
 
         return Checkpointer
+    if name == "RandomState":
+        from jurymast.checkpoint.state import RandomState
+
+        return RandomState
     if name == "__version__":
         return _version()
     raise AttributeError(f"module 'jurymast' has no attribute {name!r}")

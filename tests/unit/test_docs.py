@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import jurymast
 from jurymast.core.run.causes import CAUSES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,13 @@ def test_files_that_decide_something_are_where_the_map_says(document: Path) -> N
     named = re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", BLOCK.sub("", document.read_text()))
     assert len(named) > 10
     assert [path for path in named if not (PACKAGE / path).exists() and not (ROOT / path).exists()] == []
+
+
+@pytest.mark.torch
+def test_what_scripts_are_told_to_use_is_there() -> None:
+    named = {name for page in DOCUMENTS for name in re.findall(r"\bjurymast\.([A-Z]\w*)", page.read_text())}
+    assert {"Checkpointer", "RandomState"} <= named
+    assert [name for name in named if not hasattr(jurymast, name)] == []
 
 
 def test_every_attack_that_is_listed_has_its_test() -> None:
