@@ -91,7 +91,10 @@ def test_the_same_cause_has_the_same_signature_and_another_one_has_not() -> None
 
 
 def test_ports_and_addresses_make_no_other_signature() -> None:
-    texts = ["[gloo] Connection closed by peer [10.0.0.7]:4711", "[gloo] Connection closed by peer [10.0.0.9]:47"]
+    texts = [
+        "[gloo] Connection closed by peer [10.0.0.7]:4711",
+        "[gloo] Connection closed by peer [10.0.0.9]:47",
+    ]
     first, again = (attribute([], None, [failed(0, 1, "RuntimeError", text)], None) for text in texts)
     assert first.signature == again.signature
 

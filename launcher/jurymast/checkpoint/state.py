@@ -302,7 +302,7 @@ def replaced(old: Any, new: Any) -> Any:
 
 
 def _fits_in_place(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Not into an expanded tensor, whose elements share their memory, nor into one with more than its bytes."""
+    """Not into an expanded tensor, whose elements share memory, nor into one that is more than its bytes."""
     if not (is_plain(old) and is_plain(new)):
         return isinstance(old, DTensor) and old.shape == new.shape and old.dtype == new.dtype
     expanded = any(size > 1 and not step for size, step in zip(old.shape, old.stride(), strict=True))

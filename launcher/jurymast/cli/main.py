@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
@@ -108,10 +109,10 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _open_what_is_closed() -> None:
-    """Of what is closed (`>&-`) Python has no stream, and the next file that is opened would take its place."""
+    """Of what is closed (`>&-`) Python has no stream, and the next file opened would take its place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
 
 
 def _drop_output() -> None:

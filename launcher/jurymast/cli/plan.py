@@ -32,7 +32,9 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
         "jurymast plan --nodes 128 --rate 4 --html plan.html",
     )
 )
-@click.option("-N", "--nodes", type=click.IntRange(1, MOST_NODES), required=True, metavar="N", help="Active nodes.")
+@click.option(
+    "-N", "--nodes", type=click.IntRange(1, MOST_NODES), required=True, metavar="N", help="Active nodes."
+)
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, metavar="G", help="GPUs a node.  [8]")
 @checkpoint_bytes_option
 @click.option(
