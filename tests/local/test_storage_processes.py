@@ -62,6 +62,20 @@ def processes() -> Iterator[list[StorageProcess]]:
         yield both
 
 
+def niceness(process: StorageProcess) -> set[int]:
+    pid = process.process.pid
+    return {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
+
+
+def test_torch_is_loaded_as_fast_as_ranks_run_and_only_writes_stand_back(tmp_path: Path) -> None:
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    with StorageProcess() as process:
+        process.done(Warm())
+        assert niceness(process) == {here}
+        process.done(to_local(tmp_path / "run", simple_images(tmp_path / "images")))
+        assert niceness(process) == {here, min(here + 10, 19)}
+
+
 def shared_orders(root: Path, images: Sequence[Image], **more: Any) -> list[WriteShared]:
     """One order for each of two nodes, with half of the images each."""
     half = (len(images) + 1) // 2
