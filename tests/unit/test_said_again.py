@@ -124,3 +124,16 @@ def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
         one.event.tier for one in ended if isinstance(one, Record) and isinstance(one.event, ev.Saved)
     ] == [cp.SHARED]
     assert not checkpoints.writing
+
+
+def test_while_a_node_may_be_back_any_moment_it_is_looked_for_more_often() -> None:
+    story, supervision = running()
+    story.stepped(1, 1.0)
+    supervision.tick(story.t)
+    assert supervision.steady
+    steady_s = supervision.interval_s
+    node = story.state.placement[0]
+    supervision.closed(node, 1, story.t, reset=True)
+    assert supervision.steady and supervision.interval_s < steady_s
+    joins(story, supervision, node, 3)
+    assert supervision.interval_s == steady_s

@@ -43,7 +43,8 @@ from jurymast.core.texts import NODES_TOLD, some
 
 # Between two ticks.
 WATCH_INTERVAL_S = 0.05
-# While a run just runs: nobody waits for a closer look, and the ranks want the processors.
+# While a run just runs and everybody is there: nobody waits for a closer look, and the ranks want the
+# processors.
 STEADY_INTERVAL_S = 0.1
 # A tick that comes later after the last one may come ahead of what should have been heard by now.
 ON_TIME_S = 1.2 * STEADY_INTERVAL_S
@@ -185,6 +186,11 @@ class Watch:
         if not self._is_newest(node, connection):
             return []
         return self._lose(node, ev.NodeLost(t=now, node=node, how="left", silent_s=0.0, evidence=why))
+
+    @property
+    def broken(self) -> bool:
+        """A connection closed a moment ago, and its node is lost soon if it does not come back."""
+        return bool(self._broken)
 
     def away(self) -> list[str]:
         """Known nodes that are to connect, and have time left for it."""
