@@ -41,8 +41,8 @@ from jurymast.core.nodes.reports import Reports
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.texts import NODES_TOLD, some
 
-# Between two ticks.
-WATCH_INTERVAL_S = 0.05
+# Between two ticks, at most and at least.
+WATCH_INTERVAL_S, SOON_S = 0.05, 0.01
 # While a run just runs and everybody is there: nobody waits for a closer look, and the ranks want the
 # processors.
 STEADY_INTERVAL_S = 0.1
@@ -188,9 +188,13 @@ class Watch:
         return self._lose(node, ev.NodeLost(t=now, node=node, how="left", silent_s=0.0, evidence=why))
 
     @property
-    def broken(self) -> bool:
-        """A connection closed a moment ago, and its node is lost soon if it does not come back."""
-        return bool(self._broken)
+    def interval_s(self) -> float:
+        """Until the next tick, in seconds: whose connection closed a moment ago is lost when its time is up,
+        and not a tick later."""
+        if not self._broken:
+            return STEADY_INTERVAL_S
+        limits = (away.since + away.limit_s for name in self._broken if (away := self.nodes[name].away))
+        return min(WATCH_INTERVAL_S, max(SOON_S, min(limits) - self.clock.now))
 
     def away(self) -> list[str]:
         """Known nodes that are to connect, and have time left for it."""

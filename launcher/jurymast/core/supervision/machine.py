@@ -24,7 +24,7 @@ from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.health import Health, SickNodes
 from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.stragglers import Stragglers
-from jurymast.core.nodes.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
+from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
 from jurymast.core.run.instructions import (
     Dismiss,
     Finish,
@@ -54,9 +54,7 @@ AboutNodes = (
     msg.Health | msg.Looked | msg.VerdictLeft | msg.Terminated | msg.HangsUp | msg.Leaving
     | msg.TestedAlone | msg.TestedPair
 )  # fmt: skip
-AboutRanks = (
-    msg.Ready | msg.Started | msg.Failed | msg.Stacks | msg.Stopped | msg.Finished | msg.RankEvent
-)
+AboutRanks = msg.Ready | msg.Started | msg.Failed | msg.Stacks | msg.Stopped | msg.Finished | msg.RankEvent
 Heard = msg.Beat | AboutRanks | AboutNodes | msg.AboutCheckpoints
 
 
@@ -200,7 +198,7 @@ class Supervision:
     @property
     def interval_s(self) -> float:
         """Until the next tick."""
-        return STEADY_INTERVAL_S if self.steady and not self.watch.broken else WATCH_INTERVAL_S
+        return self.watch.interval_s if self.steady else min(WATCH_INTERVAL_S, self.watch.interval_s)
 
     def tick(self, now: float, *, storage_waits_s: float = 0.0) -> list[Effect]:
         """`storage_waits_s`: so long ago the run directory was asked for something and has not answered."""
