@@ -481,21 +481,27 @@ class Supervised:
         self.supervisor.wait()
 
 
-@contextmanager
-def supervised(folder: Path, nodes: int, spares: int) -> Iterator[Supervised]:
-    names = [f"n{number:05d}" for number in range(nodes + spares)]
+def run_directory(folder: Path, names: list[str], nodes: int) -> tuple[RunDirectory, Allocation]:
+    """Of a run with `nodes` active nodes in an allocation of these, whose last one is the batch host."""
     folder.mkdir(parents=True)
     directory = RunDirectory(folder / "run")
     directory.create()
     directory.save_plan(
         RunPlan(
             run="fleet", name="fleet", directory=str(directory.root), cluster="local", active=nodes,
-            spares=spares, ranks_per_node=RANKS, script="train.py", submitted_at=time.time(),
+            spares=len(names) - nodes, ranks_per_node=RANKS, script="train.py", submitted_at=time.time(),
             settings=Settings(heartbeat_s=HEARTBEAT_S, preflight_s=0.0),
         )
     )  # fmt: skip
     allocation = Allocation("local-1", 0, tuple(names), names[-1], time.time())
     allocation.save(directory)
+    return directory, allocation
+
+
+@contextmanager
+def supervised(folder: Path, nodes: int, spares: int) -> Iterator[Supervised]:
+    names = [f"n{number:05d}" for number in range(nodes + spares)]
+    directory, allocation = run_directory(folder, names, nodes)
     fleet = Fleet(directory.root, directory.secret(), allocation.key, names, HEARTBEAT_S)
     run = Supervised(directory, nodes, fleet, folder / "supervisor.log")
     run.start()
