@@ -150,7 +150,7 @@ class Watch:
         live, need not know."""
         if not self._is_newest(node, connection):
             return []
-        at, effects = self.clock.now, list[Effect]()
+        at, effects = self.clock.at(now), list[Effect]()
         grace_s = RECONNECT_GRACE_S + (self._heartbeat_s if reset else 0.0)
         self._put(node, NodeWatch(self.nodes[node].arrivals, away=Away(at, grace_s, "closed")))
         self._broken[node] = None
