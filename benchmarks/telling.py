@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -33,9 +35,8 @@ from jurymast.core.run.state import Phase
 from jurymast.journal import JournalWriter, first_events, replay
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
-from jurymast.wire.channel import Channel
-from jurymast.wire.connection import Connection, listen
-from jurymast.wire.seal import Seal
+from jurymast.wire.channel import Channel, Connection, listen
+from jurymast.wire.handshake import Seal
 from support.fleet import RANKS, run_directory
 
 NODES = (100, 500, 2000, 5000, 12500)
@@ -112,7 +113,7 @@ class Crowd:
             await asyncio.sleep(self._machine.interval_s)
             self.supervisor._do(self._machine.tick(self.supervisor.now()))
 
-    def say(self, nodes: Sequence[str], message: msg.ToSupervisor) -> float:
+    def say(self, nodes: Sequence[str], message: msgspec.Struct) -> float:
         """All say the same; processor seconds that it takes to hear them, from their bytes on."""
         payload, frames = encode(message), []
         for name in nodes:
@@ -133,7 +134,9 @@ class Crowd:
         rank = RankReport(9, 9, True, "training", 0.31, 0.31, 1.0, 0, 0.0, 0.0)
         beat = beat_of(state.attempt, [rank] * RANKS, CadenceReport(0, 0))
         self.say(placed, beat)
-        self.times["hear a heartbeat, from its bytes on"] = self.say(placed, beat) / len(placed)
+        self.times["hear a heartbeat, from its bytes on, and answer it if it is due"] = self.say(
+            placed, beat
+        ) / len(placed)
         victim, others = placed[0], list(placed[1:])
         began = time.process_time()
         lost = ev.NodeLost(t=supervisor.now(), node=victim, how="silent", silent_s=1.5)

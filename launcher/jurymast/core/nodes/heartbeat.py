@@ -118,6 +118,7 @@ class WatcherClock:
         """What a tick now would make of it."""
         return self.now + min(max(0.0, real_now - self._real), 2 * self._interval_s)
 
+
 # A loop that stood still for so long is told of.
 TOLD_S = 2.0
 # How late it was counts half after a minute or two.
