@@ -27,7 +27,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
 from jurymast.journal import read
-from support.fleet import HEARTBEAT_S, Fleet, Supervised, supervised
+from support.fleet import HEARTBEAT_S, Fleet, Heard, Supervised, supervised
 
 SIZES = (100, 500, 2000, 5000, 12500)
 QUICK_SIZES = (100, 500)
@@ -68,6 +68,12 @@ class Lab:
         for name, share in (("p50", 0.5), ("p99", 0.99), ("last", 1.0)):
             value = ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
             self.row(case, f"{metric}, {name}", "s", value)
+
+    def arrivals(self, case: str, metric: str, told: list[Heard], since: float) -> None:
+        """When it was in the agents' kernels, and when the one process of all agents had read it, too."""
+        self.times(case, metric, [one.arrived_at - since for one in told])
+        last = max((one.at - since for one in told), default=None)
+        self.row(case, f"{metric}, read by the last", "s", last)
 
 
 def waited(one: Lab, what: str, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> float | None:
@@ -112,8 +118,8 @@ def up(one: Lab) -> bool:
     if waited(one, "the first launch", lambda: fleet.runs(one.nodes, 1)) is None:
         one.row("first launch", "last agent launched, from the first connection", "s", None)
         return False
-    launched = [agent.launched_at - began for agent in fleet.agents.values() if agent.launched_at]
-    one.times("first launch", "launched, from the first connection", launched)
+    told = [agent.launch for agent in fleet.agents.values() if agent.launch.at]
+    one.arrivals("first launch", "launch at an agent, from the first connection", told, began)
     return True
 
 
@@ -153,14 +159,15 @@ def fault(one: Lab, case: str, victims: list[str], hurt: Callable[[str], None]) 
         hurt(name)
     one.lost.update(victims)
     done = waited(one, case, lambda: fleet.runs(one.nodes, attempt + 1))
-    verdict = verdict_at(one, victims) - began
-    stops = [a.stopped_at - began for a in one.fleet.healthy if a.stopped_at > began]
-    launches = [a.launched_at - began for a in one.fleet.healthy if a.launched_at > began]
-    one.times(case, "stop at an agent", stops)
-    one.times(case, "stop at an agent, from the verdict", [stop - verdict for stop in stops])
-    one.times(case, "new launch at an agent", launches if done is not None else [])
-    if stops and launches and done is not None:
-        one.row(case, "from the last stop to the last launch", "s", max(launches) - max(stops))
+    verdict = verdict_at(one, victims)
+    stops = [a.stop for a in fleet.healthy if a.stop.at > began]
+    launches = [a.launch for a in fleet.healthy if a.launch.at > began] if done is not None else []
+    one.row(case, "verdict", "s", verdict - began)
+    one.arrivals(case, "stop at an agent", stops, began)
+    one.arrivals(case, "stop at an agent, from the verdict", stops, verdict)
+    answered = max((a.answered_at for a in fleet.healthy), default=began)
+    one.row(case, "last answer", "s", answered - began)
+    one.arrivals(case, "launch at an agent, from the last answer", launches, answered)
     one.row(case, WRONGLY, "", wrongly_lost(one))
     return done is not None
 

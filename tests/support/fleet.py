@@ -48,6 +48,18 @@ RECONNECT_S = 0.1
 PENDING_MAX = 4000  # connections under way at the same time: what a listener holds
 LOOK_S = 0.02
 _PATIENCE = re.compile(rb'"patience_s":([0-9.]+)')
+# With what arrives comes when it did, by the kernel: this process may read it later. As in Linux' socket.h.
+SO_TIMESTAMPNS = 35
+_STAMP = struct.Struct("@ll")  # seconds since the epoch, nanoseconds
+_STAMP_ROOM = socket.CMSG_SPACE(_STAMP.size)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """An order: when it had arrived, by the kernel, and when this process read it."""
+
+    arrived_at: float = 0.0
+    at: float = 0.0
 
 
 @dataclass
@@ -68,8 +80,10 @@ class Agent:
     heard_at: float = 0.0
     silent_s: float = 0.0  # of its supervisor, before it looks for another
     silent: bool = False  # its power is gone
-    launched_at: float = 0.0
-    stopped_at: float = 0.0
+    arrived_at: float = 0.0  # the newest bytes, in its kernel
+    launch: Heard = Heard()
+    stop: Heard = Heard()
+    answered_at: float = 0.0  # that its ranks have stopped
     connections: int = 0
     rank: int = 0  # its group rank
     world: int = 0  # ranks of all nodes, as of its launch
@@ -110,6 +124,7 @@ class Fleet:
         self.saves = True
         self.bytes_out = self.bytes_in = self.frames_in = self.frames_out = 0
         self.begun = 0.0
+        self._wall_s = time.time() - time.monotonic()
         self._beats: dict[tuple[int, bool, tuple[int, int]], bytes] = {}
         self._beats_step = -1
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -196,6 +211,7 @@ class Fleet:
             connection = socket.socket()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
             connection.connect_ex(place)
             agent.connection, agent.greeted = connection, 0
             agent.inbox.clear()
@@ -237,16 +253,19 @@ class Fleet:
         if not what & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
             return
         try:
-            data = agent.connection.recv(65536)
+            data, stamps, _, _ = agent.connection.recvmsg(65536, _STAMP_ROOM)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data, stamps = b"", []
         if not data:
             self._drop(agent, again=not agent.silent)
             return
         if agent.silent:
             return
+        for _, _, stamp in stamps:
+            seconds, nanoseconds = _STAMP.unpack(stamp)
+            agent.arrived_at = seconds + 1e-9 * nanoseconds - self._wall_s
         agent.inbox += data
         self.bytes_in += len(data)
         if agent.greeted < 2:
@@ -392,13 +411,14 @@ class Fleet:
         now = time.monotonic()
         match order:
             case msg.Launch() if order.attempt > agent.attempt:
-                agent.attempt, agent.ranks, agent.launched_at = order.attempt, "starting", now
+                agent.attempt, agent.ranks = order.attempt, "starting"
+                agent.launch = Heard(agent.arrived_at, now)
                 agent.schedule = 0, 0
                 agent.rank, agent.world = order.rank, RANKS * order.world
                 self._world = agent.world
                 self._after(STARTS_S, lambda: self._started(agent, order.attempt))
             case msg.Stop() if agent.attempt <= order.attempt:
-                agent.attempt, agent.stopped_at = order.attempt, now
+                agent.attempt, agent.stop = order.attempt, Heard(agent.arrived_at, now)
                 self._after(STOPS_S, lambda: self._stopped(agent, order.attempt))
             case msg.Replicate():
                 image = order.step, order.attempt, order.rank
@@ -433,7 +453,7 @@ class Fleet:
     def _stopped(self, agent: Agent, attempt: int) -> None:
         if agent.silent or agent.connection is None:
             return
-        agent.ranks = "waiting"
+        agent.ranks, agent.answered_at = "waiting", time.monotonic()
         self._say(agent, msg.Stopped(attempt=attempt, store_port=29500))
 
 
@@ -461,21 +481,27 @@ class Supervised:
         self.supervisor.wait()
 
 
-@contextmanager
-def supervised(folder: Path, nodes: int, spares: int) -> Iterator[Supervised]:
-    names = [f"n{number:05d}" for number in range(nodes + spares)]
+def run_directory(folder: Path, names: list[str], nodes: int) -> tuple[RunDirectory, Allocation]:
+    """Of a run with `nodes` active nodes in an allocation of these, whose last one is the batch host."""
     folder.mkdir(parents=True)
     directory = RunDirectory(folder / "run")
     directory.create()
     directory.save_plan(
         RunPlan(
             run="fleet", name="fleet", directory=str(directory.root), cluster="local", active=nodes,
-            spares=spares, ranks_per_node=RANKS, script="train.py", submitted_at=time.time(),
+            spares=len(names) - nodes, ranks_per_node=RANKS, script="train.py", submitted_at=time.time(),
             settings=Settings(heartbeat_s=HEARTBEAT_S, preflight_s=0.0),
         )
     )  # fmt: skip
     allocation = Allocation("local-1", 0, tuple(names), names[-1], time.time())
     allocation.save(directory)
+    return directory, allocation
+
+
+@contextmanager
+def supervised(folder: Path, nodes: int, spares: int) -> Iterator[Supervised]:
+    names = [f"n{number:05d}" for number in range(nodes + spares)]
+    directory, allocation = run_directory(folder, names, nodes)
     fleet = Fleet(directory.root, directory.secret(), allocation.key, names, HEARTBEAT_S)
     run = Supervised(directory, nodes, fleet, folder / "supervisor.log")
     run.start()

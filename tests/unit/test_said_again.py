@@ -9,6 +9,7 @@ from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.effects import Answer, Effect, Record, Send
+from jurymast.core.nodes.watch import RECONNECT_GRACE_S, SOON_S
 from jurymast.core.run.state import Phase
 from jurymast.core.supervision.machine import Supervision
 from support.reports import hello
@@ -124,3 +125,22 @@ def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
         one.event.tier for one in ended if isinstance(one, Record) and isinstance(one.event, ev.Saved)
     ] == [cp.SHARED]
     assert not checkpoints.writing
+
+
+def test_who_does_not_come_back_is_lost_when_its_time_is_up_and_not_a_tick_later() -> None:
+    story, supervision = running()
+    story.stepped(1, 1.0)
+    supervision.tick(story.t)
+    node, closed_at = story.state.placement[0], story.t
+    steady_s = supervision.interval_s
+    supervision.closed(node, 1, closed_at, reset=True)
+    joins(story, supervision, node, 3)
+    assert supervision.interval_s == steady_s, "it is back"
+    supervision.closed(node, 3, closed_at, reset=True)
+    assert supervision.steady
+    while not story.state.findings.lost:
+        assert 0.0 < supervision.interval_s < steady_s
+        story.t += supervision.interval_s
+        supervision.tick(story.t)
+    limit_s = RECONNECT_GRACE_S + story.state.settings.heartbeat_s
+    assert limit_s < story.t - closed_at <= limit_s + SOON_S + 1e-6

@@ -7,7 +7,6 @@ lineage: all its steps count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jurymast.core import events as ev
@@ -75,6 +74,7 @@ class Ledger:
         self.timeline: list[Interval] = []
         self.waits: list[Interval] = []
         self.stays: dict[str, list[Stay]] = {}
+        self._doing: dict[str, str] = {}  # by node, of its stay that goes on
         self.saves = Saves()
         self.first_launch: int | None = None
         self._frontier = to_us(state.submitted_at)  # all before is booked
@@ -169,6 +169,7 @@ class Ledger:
             if stays[-1].end is None:
                 stays[-1].end = at
                 self._held.append(name)
+        self._doing.clear()
         self._open = False
 
     # The placed nodes.
@@ -298,20 +299,23 @@ class Ledger:
 
     def _sweep(self, name: str, *, everything: bool) -> None:
         """Note what nodes do now; only `name` can have changed unless `everything` may have."""
-        state, now = self.state, self._now()
-        names: Iterable[str] = state.nodes if everything else ((name,) if name in state.nodes else ())
-        for node_name in names:
+        state, nodes, places = self.state, self.state.nodes, self.state.places
+        starting, before = state.phase is Phase.STARTING, self._doing
+        for node_name in nodes if everything else ((name,) if name in nodes else ()):
             what = "spare_idle"
-            if state.nodes[node_name].role is Role.FAILED:
+            if nodes[node_name].role is Role.FAILED:
                 what = "failed_node"
-            elif state.phase is Phase.STARTING or node_name in state.places:
+            elif starting or node_name in places:
                 what = PLACED
-            stays = self.stays.setdefault(node_name, [])
-            if stays and stays[-1].end is None:
-                if stays[-1].what == what:
-                    continue
-                stays[-1].end = now
-            stays.append(Stay(now, None, what))
+            if before.get(node_name) != what:  # of thousands of nodes next to none
+                self._begin_stay(node_name, what)
+
+    def _begin_stay(self, name: str, what: str) -> None:
+        now, stays = self._now(), self.stays.setdefault(name, [])
+        if stays and stays[-1].end is None:
+            stays[-1].end = now
+        stays.append(Stay(now, None, what))
+        self._doing[name] = what
 
     # Results.
 

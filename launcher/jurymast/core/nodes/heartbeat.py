@@ -111,9 +111,12 @@ class WatcherClock:
     def tick(self, real_now: float) -> float:
         """Advance to the real time `real_now`; returns how long the watcher overslept, in seconds."""
         passed = max(0.0, real_now - self._real)
-        self._real = real_now
-        self.now += min(passed, 2 * self._interval_s)
+        self.now, self._real = self.at(real_now), real_now
         return max(0.0, passed - 2 * self._interval_s)
+
+    def at(self, real_now: float) -> float:
+        """What a tick now would make of it."""
+        return self.now + min(max(0.0, real_now - self._real), 2 * self._interval_s)
 
 
 # A loop that stood still for so long is told of.

@@ -41,9 +41,10 @@ from jurymast.core.nodes.reports import Reports
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.texts import NODES_TOLD, some
 
-# Between two ticks.
-WATCH_INTERVAL_S = 0.05
-# While a run just runs: nobody waits for a closer look, and the ranks want the processors.
+# Between two ticks, at most and at least.
+WATCH_INTERVAL_S, SOON_S = 0.05, 0.01
+# While a run just runs and everybody is there: nobody waits for a closer look, and the ranks want the
+# processors.
 STEADY_INTERVAL_S = 0.1
 # A tick that comes later after the last one may come ahead of what should have been heard by now.
 ON_TIME_S = 1.2 * STEADY_INTERVAL_S
@@ -149,7 +150,7 @@ class Watch:
         live, need not know."""
         if not self._is_newest(node, connection):
             return []
-        at, effects = self.clock.now, list[Effect]()
+        at, effects = self.clock.at(now), list[Effect]()
         grace_s = RECONNECT_GRACE_S + (self._heartbeat_s if reset else 0.0)
         self._put(node, NodeWatch(self.nodes[node].arrivals, away=Away(at, grace_s, "closed")))
         self._broken[node] = None
@@ -185,6 +186,15 @@ class Watch:
         if not self._is_newest(node, connection):
             return []
         return self._lose(node, ev.NodeLost(t=now, node=node, how="left", silent_s=0.0, evidence=why))
+
+    @property
+    def interval_s(self) -> float:
+        """Until the next tick, in seconds: whose connection closed a moment ago is lost when its time is up,
+        and not a tick later."""
+        if not self._broken:
+            return STEADY_INTERVAL_S
+        limits = (away.since + away.limit_s for name in self._broken if (away := self.nodes[name].away))
+        return min(WATCH_INTERVAL_S, max(SOON_S, min(limits) - self.clock.now))
 
     def away(self) -> list[str]:
         """Known nodes that are to connect, and have time left for it."""

@@ -24,7 +24,7 @@ from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.health import Health, SickNodes
 from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.stragglers import Stragglers
-from jurymast.core.nodes.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
+from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
 from jurymast.core.run.instructions import (
     Dismiss,
     Finish,
@@ -54,10 +54,8 @@ AboutNodes = (
     msg.Health | msg.Looked | msg.VerdictLeft | msg.Terminated | msg.HangsUp | msg.Leaving
     | msg.TestedAlone | msg.TestedPair
 )  # fmt: skip
-AboutRanks = (
-    msg.Beat | msg.Ready | msg.Started | msg.Failed | msg.Stacks | msg.Stopped | msg.Finished | msg.RankEvent
-)
-Heard = AboutRanks | AboutNodes | msg.AboutCheckpoints
+AboutRanks = msg.Ready | msg.Started | msg.Failed | msg.Stacks | msg.Stopped | msg.Finished | msg.RankEvent
+Heard = msg.Beat | AboutRanks | AboutNodes | msg.AboutCheckpoints
 
 
 class Supervision:
@@ -200,7 +198,7 @@ class Supervision:
     @property
     def interval_s(self) -> float:
         """Until the next tick."""
-        return STEADY_INTERVAL_S if self.steady else WATCH_INTERVAL_S
+        return self.watch.interval_s if self.steady else min(WATCH_INTERVAL_S, self.watch.interval_s)
 
     def tick(self, now: float, *, storage_waits_s: float = 0.0) -> list[Effect]:
         """`storage_waits_s`: so long ago the run directory was asked for something and has not answered."""
@@ -296,6 +294,8 @@ class Supervision:
         return self._do(self.watch.closed(node, connection, now, reset=reset), now)
 
     def heard(self, node: str, connection: int, message: Heard, now: float) -> list[Effect]:
+        if isinstance(message, msg.Beat):  # nearly all that thousands of nodes say: first, and by itself
+            return self._beat(node, message, now)
         if isinstance(message, msg.Kept):
             self.watch.heard(node, connection)
         if isinstance(message, AboutRanks):
@@ -304,12 +304,14 @@ class Supervision:
             return self._of_node(node, connection, message, now)
         return self._do(self.checkpoints.hear(node, message, now), now)
 
+    def _beat(self, node: str, beat: msg.Beat, now: float) -> list[Effect]:
+        effects = self.watch.beat(node, beat, now)
+        effects += self.agreement.beat(node, beat, now)
+        effects += self._stragglers.beat(node, beat, now)
+        return self._do(effects, now) if effects else effects
+
     def _of_ranks(self, node: str, message: AboutRanks, now: float) -> list[Effect]:
         match message:
-            case msg.Beat():
-                effects = self.watch.beat(node, message, now)
-                effects += self.agreement.beat(node, message, now)
-                return self._do([*effects, *self._stragglers.beat(node, message, now)], now)
             case msg.Ready():
                 return self.record(ev.NodeReady(t=now, node=node, store_port=message.store_port))
             case msg.Started():
