@@ -270,7 +270,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         [(Writes, "unfit", lambda *_: frozenset())],
     ),
     "2: nodes are told different states": (of(), [(restoring.Restore, "message", _mixed)]),
-    "3: ranks go on beside those of the next attempt": (of(), [(SimHost, "_leave", _leave_nobody)]),
+    "3: ranks go on beside those of the next attempt": (
+        of("restart", "isolate", "freeze"),
+        [(SimHost, "_leave", _leave_nobody)],
+    ),
     "4: nobody is told what is on storage": (
         exactly(_only_storage_is_left),
         [(cp, "plan_restore", _memory_only), (RunState, "saved_on", _zero)],

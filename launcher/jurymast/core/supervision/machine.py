@@ -313,9 +313,8 @@ class Supervision:
     def _of_ranks(self, node: str, message: AboutRanks, now: float) -> list[Effect]:
         match message:
             case msg.Beat():
-                effects = self.watch.beat(node, message, now)
-                effects += self.agreement.beat(node, message, now)
-                return self._do([*effects, *self._stragglers.beat(node, message, now)], now)
+                effects = [*self.watch.beat(node, message, now), *self._stragglers.beat(node, message, now)]
+                return self._do([*effects, *self.agreement.beat(node, message, now)], now)
             case msg.Ready():
                 return self.record(ev.NodeReady(t=now, node=node, store_port=message.store_port))
             case msg.Started():
