@@ -38,7 +38,7 @@ from testcluster.faults import Fault
 
 DIRECTORY = Path("/var/lib/jurymast-bench-takeover")
 NODES = ACTIVE + 1
-SUPERVISOR = r"-m jurymast\.supervisor "
+SUPERVISOR, AGENT = r"-m jurymast\.supervisor ", r"-m jurymast\.agent "
 START_LIMIT_S, LIMIT_S = 120.0, 120.0
 SETTLE_S = 8.0  # the heir has its process ready by then
 # Where nothing is to be noticed, steps are watched for so long around the fault.
@@ -112,15 +112,15 @@ def trial(cluster: Cluster, case: Case, repeat: int) -> Sample:
 def _measured(cluster: Cluster, case: Case, place: Place) -> Sample:
     files = StepFiles(place.record, ACTIVE)
     # The batch host is the last to be placed: it trains only if another node comes late.
+    run = Run(submit_jurymast(cluster, place))
     with _late(cluster, cluster.nodes[1] if case.trains else ""):
-        run = Run(submit_jurymast(cluster, place))
         _wait("the first step", lambda: done_by_all(files.poll(), ACTIVE) is not None, START_LIMIT_S)
     run.wait("the spare", lambda state: len(state.spare_nodes()) == NODES - ACTIVE)
     _go_on(files, SETTLE_S)
     before = deepcopy(run.state())
     assert (before.host in before.places) == case.trains, f"{before.host} in {before.placement}"
     fault = case.hurt(cluster, before.host)
-    told: Sample = {"victim": before.host, "fault_at": fault.time}
+    told: Sample = {"victim": before.host, "fault_at": fault.time, "took_s": round(fault.took_s, 4)}
     if case.trains:
         return {**told, **_recovery(files, run, fault)}
     return {**told, **_unnoticed(files, run, fault, before)}
@@ -128,14 +128,22 @@ def _measured(cluster: Cluster, case: Case, place: Place) -> Sample:
 
 @contextmanager
 def _late(cluster: Cluster, node: str) -> Iterator[None]:
-    """The node stands still, and so comes to the run when this is over."""
+    """The node's agent stands still as soon as it is there, and so comes to the run when this is over."""
+
+    def stopped() -> bool:
+        try:
+            cluster.fault("kill", node, match=AGENT, signal="STOP")
+        except ClusterError:
+            return False  # it is not there yet
+        return True
+
     if node:
-        cluster.fault("freeze", node)
+        _wait(f"the agent of {node}", stopped, START_LIMIT_S)
     try:
         yield
     finally:
         if node:
-            cluster.fault("thaw", node)
+            cluster.fault("kill", node, match=AGENT, signal="CONT")
 
 
 def _recovery(files: StepFiles, run: Run, fault: Fault) -> Sample:
@@ -155,10 +163,18 @@ def _recovery(files: StepFiles, run: Run, fault: Fault) -> Sample:
     measured_s = recovery.new_at - fault.time
     return {
         "seconds": round(measured_s, 4), "new_at": recovery.new_at, "new_step": recovery.new_step,
-        "resumed_at_step": recovery.resumed_at_step, "reported": {k: round(v, 4) for k, v in parts.items()},
+        "resumed_at_step": recovery.resumed_at_step,
+        "stepped_after_s": round(last_step_at(files.stamps, fault.time) - fault.time, 4),
+        "reported": {k: round(v, 4) for k, v in parts.items()},
         "differs_s": round(abs(sum(parts.values()) - measured_s), 4),
         "fault_differs_s": round(incident.fault_at - fault.time, 4), "action": incident.action,
     }  # fmt: skip
+
+
+def last_step_at(stamps: Sequence[Stamp], fault_at: float) -> float:
+    """When the processes that were there at a fault did their last step: as a rule just after it."""
+    before = {stamp.process for stamp in stamps if stamp.time <= fault_at}
+    return max(stamp.time for stamp in stamps if stamp.process in before)
 
 
 def _unnoticed(files: StepFiles, run: Run, fault: Fault, before: RunState) -> Sample:
