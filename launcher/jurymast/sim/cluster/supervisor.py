@@ -112,7 +112,7 @@ class SimSupervisor:
         self._blocked = self._working = False
         self.machine: Supervision
         self.state: RunState
-        self._silent_s = silent_s
+        self._silent_since = self.world.now - silent_s
 
     @property
     def site(self) -> SimSite:
@@ -163,8 +163,8 @@ class SimSupervisor:
             )  # fmt: skip
         self.feed(
             ev.SupervisorStarted(
-                t=self.now, epoch=self.epoch, node=self.site.name, silent_s=self._silent_s,
-                read=dict(state.lines_read),
+                t=self.now, epoch=self.epoch, node=self.site.name,
+                silent_s=self.world.now - self._silent_since, read=dict(state.lines_read),
             )
         )  # fmt: skip
         if state.allocation != cluster.allocation:
