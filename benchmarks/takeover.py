@@ -44,6 +44,7 @@ SETTLE_S = 8.0  # the heir has its process ready by then
 # Where nothing is to be noticed, steps are watched for so long around the fault.
 WATCHED_S = 8.0
 POLL_S = 0.05
+TRIES = 4
 NEW_STEP_S, AGREE_S = 3.0, 0.3
 
 Sample = dict[str, Any]
@@ -71,6 +72,10 @@ CASES = [
     Case("supervisor_spare", False, cut_power),
     Case("supervisor_killed", False, kill_process),
 ]
+
+
+class Misplaced(Exception):
+    """The supervisor's node trains, or does not, and was to: another start may do better."""
 
 
 class Run:
@@ -101,10 +106,11 @@ def trial(cluster: Cluster, case: Case, repeat: int) -> Sample:
     place = Place(folder, NODES - ACTIVE)
     cluster.login(["rm", "-rf", str(folder)])
     cluster.login(["mkdir", "-p", str(place.record)])
+    sample: Sample = {"repeat": repeat, "seconds": None}
     try:
-        return {"repeat": repeat, "seconds": None, **_measured(cluster, case, place)}
-    except (ClusterError, TimeoutError) as error:
-        return {"repeat": repeat, "seconds": None, "note": f"the trial broke: {error}"}
+        return {**sample, **_measured(cluster, case, place)}
+    except (ClusterError, TimeoutError, Misplaced) as error:
+        return {**sample, "note": f"the trial broke: {error!r}", "misplaced": isinstance(error, Misplaced)}
     finally:
         clear(cluster, place)
 
@@ -118,7 +124,8 @@ def _measured(cluster: Cluster, case: Case, place: Place) -> Sample:
     run.wait("the spare", lambda state: len(state.spare_nodes()) == NODES - ACTIVE)
     _go_on(files, SETTLE_S)
     before = deepcopy(run.state())
-    assert (before.host in before.places) == case.trains, f"{before.host} in {before.placement}"
+    if (before.host in before.places) is not case.trains:
+        raise Misplaced
     fault = case.hurt(cluster, before.host)
     told: Sample = {"victim": before.host, "fault_at": fault.time, "took_s": round(fault.took_s, 4)}
     if case.trains:
@@ -272,7 +279,10 @@ def main() -> int:
             for repeat in range(1, 1 + (1 if arguments.quick else arguments.repeats)):
                 for case in CASES:
                     if case.name in arguments.cases:
-                        sample = trial(cluster, case, repeat)
+                        tries = (trial(cluster, case, repeat) for _ in range(TRIES))
+                        done = (one for one in tries if not one.pop("misplaced", False))
+                        never = {"repeat": repeat, "seconds": None, "note": "nodes came in the wrong order"}
+                        sample = next(done, never)
                         samples.setdefault(case.name, []).append(sample)
                         common.progress(f"{case.name}, {repeat}: {json.dumps(sample)}")
     except ClusterError as error:

@@ -7,8 +7,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from jurymast.core.endpoint import Endpoint
-
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.agent import link
@@ -21,6 +19,7 @@ from jurymast.core.checkpoints.retries import Reachability
 from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Send
+from jurymast.core.messages.run import Endpoint
 from jurymast.core.nodes import heartbeat
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.watch import Watch
