@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -273,6 +274,7 @@ def main() -> int:
     if os.geteuid() != 0:
         print("takeover.py: a Slurm cluster on one machine needs root", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the cluster is taken down
     samples: dict[str, list[Sample]] = {}
     try:
         with Cluster.up(NODES, directory=arguments.dir) as cluster:
