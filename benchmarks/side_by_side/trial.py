@@ -94,7 +94,7 @@ def run_trial(cluster: Cluster, plan: Plan) -> dict[str, Any]:
     except ClusterError as error:
         return {**sample, "note": f"the trial broke: {error}"}
     finally:
-        _clear(cluster, place)
+        clear(cluster, place)
 
 
 def _measured(cluster: Cluster, plan: Plan, place: Place) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _story(started: Started) -> dict[str, Any] | None:
         time.sleep(POLL_S)
 
 
-def _clear(cluster: Cluster, place: Place) -> None:
+def clear(cluster: Cluster, place: Place) -> None:
     """End the job and everything it left, mend the nodes, remove the files."""
     cluster.repair_all()
     left = cluster.leftovers()

@@ -206,13 +206,25 @@ class Cluster:
         return sizes[path] * MIB
 
     @contextlib.contextmanager
-    def small_share(self, path: Path, size_mib: int) -> Iterator[Path]:
+    def small_share(self, path: Path, size_mib: int, *, image: Path | None = None) -> Iterator[Path]:
         """Make an empty directory on shared storage a small file system of its own, the same on the login
-        host and all nodes. Gives the path at which the host reaches it. A machine repaired meanwhile does
-        not have it."""
+        host and all nodes: in memory, or ext4 in a file `image` that is made for it, which `fsfreeze` can
+        have hang. Gives the path at which the host reaches it. A machine repaired meanwhile does not have
+        it."""
+        if image is not None:
+            with image.open("wb") as file:
+                file.truncate(size_mib << 20)
+            subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
         names = [LOGIN, *self.nodes]
         inits = [str(self.machine(name).init) for name in names]
-        script = [sys.executable, "-I", "-S", str(_HERE / "small_share.py"), str(path), str(size_mib)]
+        script = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(_HERE / "small_share.py"),
+            str(path),
+            str(image or size_mib),
+        ]
         done = subprocess.run([*script, *inits], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise ClusterError(f"{path}: {done.stderr.strip().splitlines()[-1]}")

@@ -16,9 +16,12 @@ from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 from support.planted import (
     away_while_the_others_cannot_start,
     damaged_where_it_is_restored,
+    ends_while_another_rules,
     exactly,
     last_spare_while_clocks_differ,
     rolled_back_at_a_takeover,
+    stalled_while_views_are_old,
+    taken_over_when_the_journal_is_long,
 )
 
 SEEDS = range(200)
@@ -60,8 +63,11 @@ def test_an_image_that_is_damaged_in_its_own_memory_is_had_from_others(
 
 @pytest.mark.parametrize(
     "faults",
-    [rolled_back_at_a_takeover, last_spare_while_clocks_differ, away_while_the_others_cannot_start],
-)
+    [
+        rolled_back_at_a_takeover, last_spare_while_clocks_differ, taken_over_when_the_journal_is_long,
+        ends_while_another_rules, stalled_while_views_are_old, away_while_the_others_cannot_start,
+    ],
+)  # fmt: skip
 def test_no_rule_is_broken_by(
     faults: Callable[[Random], tuple[Fault, ...]],
 ) -> None:

@@ -206,3 +206,20 @@ def test_a_prior_four_times_off_costs_little() -> None:
     best = mean("optimum")
     for prior_rate in (None, 1.25, 20.0):
         assert mean("adaptive", prior_rate) > best - 0.005
+
+
+def test_the_state_grows_with_incidents_and_nodes_and_not_with_time() -> None:
+    def sizes(days: float) -> dict[str, int]:
+        durations = Durations(copy_s=3.0, write_s=60.0, read_s=60.0, repair_s=3600.0)
+        setup = Setup(nodes=60, spares=2, seconds=days * DAY_S, durations=durations)
+        model = FaultModel(rate=20.0, hang_rate=1.0, application_rate=1.0)
+        simulation = Simulation(
+            setup, model.draw(62, setup.seconds, random.Random(1)), Cadence(seconds=1800.0)
+        )
+        assert simulation.run().state == "running"
+        parts = vars(simulation.state).items()
+        return {name: len(part) for name, part in parts if hasattr(part, "__len__")}
+
+    month, year = sizes(30.0), sizes(365.0)
+    assert year["incidents"] > 10 * month["incidents"]
+    assert {name for name, size in year.items() if size > month[name] + 62} == {"incidents"}

@@ -19,13 +19,17 @@ from jurymast.core.checkpoints.retries import Reachability
 from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Send
+from jurymast.core.messages.run import Endpoint
 from jurymast.core.nodes import heartbeat
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run import machine, recovery
 from jurymast.core.run.state import RunState
+from jurymast.core.supervision.machine import Supervision
 from jurymast.sim.cluster.agent import SimHost
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
+from jurymast.sim.cluster.storage import RunDisk
+from jurymast.sim.cluster.supervisor import SimSupervisor
 
 # (object, attribute, value)
 Patch = tuple[Any, str, Any]
@@ -86,6 +90,33 @@ _plan_restore, _launch, _message, _leave = (
 _handlers = machine._HANDLERS
 
 
+def _silent_reader(self: SimSupervisor, epoch: int) -> None:
+    def read() -> None:
+        self._hold(0)
+        self._read()
+
+    self.epoch = epoch
+    self.world.after(self.cluster.disk.reading_s, self.process, read)
+
+
+def _open_fence(self: SimSupervisor) -> None:
+    def asked(newest: int | OSError) -> None:
+        superseded = not isinstance(newest, OSError) and newest > self.epoch
+        self._do(self.machine.superseded(superseded, self.now))
+
+    disk, name = self.cluster.disk, self.site.name
+    self.cluster.storage.do(name, self.process, lambda: disk.newest_epoch(name), asked)
+
+
+def _listed_only(self: RunDisk, node: str) -> int:
+    seen_at = self.storage.view_at(node)
+    return max((e for e, (t, by) in self.claims.items() if t <= seen_at or by == node), default=0)
+
+
+def _place_listed_only(self: RunDisk, node: str) -> Endpoint | None:
+    return {e: place for e, (_, place) in self.endpoints.items()}.get(_listed_only(self, node))
+
+
 def _nothing(*_: Any, **__: Any) -> list[Any]:
     return []
 
@@ -138,6 +169,33 @@ def _away_for_a_moment(chance: Random) -> tuple[Fault, ...]:
 def _alone_while_nodes_come(chance: Random) -> tuple[Fault, ...]:
     at = chance.uniform(0.75, 1.2)
     return Fault(at, "supervisor"), Fault(at + 0.1, "storage hangs", seconds=chance.uniform(30.0, 40.0))
+
+
+def taken_over_when_the_journal_is_long(chance: Random) -> tuple[Fault, ...]:
+    """The batch host is lost, and to read the journal takes longer than anybody waits for a pulse."""
+    at = chance.uniform(6.0, 12.0)
+    long = Fault(1.0, "long journal", seconds=6.0)
+    return long, Fault(at, "power", node=0), Fault(at + 1.0, "snap", node=1, seconds=60.0)
+
+
+def ends_while_another_rules(chance: Random) -> tuple[Fault, ...]:
+    """The supervisor's node is cut off, another takes over, and then Slurm ends the job."""
+    at, ends_at = chance.uniform(6.0, 12.0), chance.uniform(15.0, 30.0)
+    return (
+        Fault(at, "isolate", node=0, seconds=40.0),
+        Fault(at, "stale handles", node=0, seconds=60.0),
+        Fault(ends_at, "preempted"),
+    )
+
+
+def stalled_while_views_are_old(chance: Random) -> tuple[Fault, ...]:
+    """The supervisor stands still, another takes over, and two nodes do not see it, one of them its own."""
+    at = chance.uniform(6.0, 12.0)
+    return (
+        Fault(at, "old view", node=0, seconds=40.0),
+        Fault(at, "old view", node=2, seconds=40.0),
+        Fault(at, "stall", seconds=chance.uniform(3.0, 8.0)),
+    )
 
 
 def damaged_where_it_is_restored(chance: Random) -> tuple[Fault, ...]:
@@ -212,7 +270,10 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         [(Writes, "unfit", lambda *_: frozenset())],
     ),
     "2: nodes are told different states": (of(), [(restoring.Restore, "message", _mixed)]),
-    "3: ranks go on beside those of the next attempt": (of(), [(SimHost, "_leave", _leave_nobody)]),
+    "3: ranks go on beside those of the next attempt": (
+        of("restart", "isolate", "freeze"),
+        [(SimHost, "_leave", _leave_nobody)],
+    ),
     "4: nobody is told what is on storage": (
         exactly(_only_storage_is_left),
         [(cp, "plan_restore", _memory_only), (RunState, "saved_on", _zero)],
@@ -237,6 +298,22 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "1: who is not back yet has nothing": (
         exactly(damaged_where_it_is_restored),
         [(Checkpoints, "_all_heard", lambda *_: True)],
+    ),
+    "8: what agents say when they are back is not compared": (
+        of("supervisor", "rank", "storage hangs", "stall"),
+        [(Supervision, "_missed", lambda *_, **__: None)],
+    ),
+    "B8: a supervisor that reads a long journal does not show that it lives": (
+        exactly(taken_over_when_the_journal_is_long),
+        [(SimSupervisor, "_claimed", _silent_reader)],
+    ),
+    "B9: a supervisor that cannot see the epochs takes itself for the newest": (
+        exactly(ends_while_another_rules),
+        [(SimSupervisor, "_ask_superseded", _open_fence)],
+    ),
+    "S1: epochs are only found in the directory's list": (
+        exactly(stalled_while_views_are_old),
+        [(RunDisk, "newest_epoch", _listed_only), (RunDisk, "find", _place_listed_only)],
     ),
     "9: what was given up stays in mind": (of(), [(Replicas, "give_up_older", _no_books)]),
     "10: a rollback that no supervisor was asked for is only noted": (

@@ -315,3 +315,16 @@ def test_a_full_shared_disk_raises_an_alert_on_a_single_node_too() -> None:
     assert alert.reason.startswith("storage-full on /runs: ")
     assert role(story, "n1") is Role.ACTIVE
     assert story.state.incidents == []
+
+
+def test_a_process_that_stands_still_while_its_node_s_storage_hangs_speaks_against_no_node() -> None:
+    """The node's own look says so first; the others' may be late."""
+    story = Story(active=4, spares=1).running(50)
+    node = story.state.placement[1]
+    found(story, node, "storage-hangs", "/runs")
+    assert found(story, node, "clock-offset", "pid 9", code="process-stuck") == []
+    assert role(story, node) is Role.ACTIVE
+    found(story, node, "storage-hangs", "/runs", verdict="ok")
+    story.failed(2, exit_code=-9)
+    story.stopped()
+    assert role(story, node) is Role.SUSPECT, "now it has no other reason"

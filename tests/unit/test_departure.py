@@ -11,7 +11,7 @@ from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send, WhyEndin
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.heartbeat import LIMIT_MAX_S
 from jurymast.core.run.state import Phase
-from jurymast.core.supervision.departure import TELL_EVERY_S
+from jurymast.core.supervision.departure import SECURE_HURRY_S, TELL_EVERY_S
 from support.site import Site
 from support.stories import Story
 from support.successor import Successor
@@ -266,3 +266,29 @@ def test_who_could_not_write_is_asked_again_when_nobody_can_take_its_images() ->
     site.time += GATHER_LIMIT_S
     site.secured()
     assert {node for node, _ in site.ordered(msg.Write)} == {"n1", "n2", "n3"}
+
+
+def test_slurm_is_asked_again_why_the_job_ends_and_the_run_ends_as_it_says() -> None:
+    story = Story(active=2, spares=0).running()
+    after = Successor(story)
+    for node in story.state.placement:
+        after.joins(node)
+    (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
+    effects = after.machine.why_ending(asks, "unknown", "", story.t)
+    assert not sent_home(effects)
+    effects = after.waits(3.0)
+    assert not sent_home(effects)
+    assert effects.count(WhyEnding()) == 1
+    effects = after.machine.why_ending(asks, "timeout", "", story.t)
+    assert story.state.phase is Phase.FAILED
+    assert sent_home([*effects, *after.waits(0.1)])
+
+
+def test_slurm_is_not_asked_for_longer_than_it_leaves_the_nodes() -> None:
+    story = Story(active=2, spares=0).running()
+    after = Successor(story)
+    for node in story.state.placement:
+        after.joins(node)
+    (asks,) = [one for one in after.machine.terminated(story.t) if isinstance(one, WhyEnding)]
+    after.machine.why_ending(asks, "unknown", "", story.t)
+    assert sent_home(after.waits(SECURE_HURRY_S + 1.0))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from contextlib import suppress
 
 from jurymast.agent.driver import Driver
@@ -75,7 +76,7 @@ class Succeeding:
     async def _supervise(self, start: do.StartSupervisor) -> None:
         self._supervisor = await self._call(start) or await asyncio.create_subprocess_exec(
             sys.executable, "-m", "jurymast.supervisor", str(self._directory.root), "--takeover", self._node,
-            "--after", str(start.after), "--silent-s", f"{start.silent_s:.3f}",
+            "--after", str(start.after), "--silent-since", f"{time.monotonic() - start.silent_s:.3f}",
             stdin=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         await self._supervisor.wait()
@@ -89,7 +90,7 @@ class Succeeding:
         try:
             process = await starting
             assert process.stdin is not None
-            process.stdin.write(f"{start.after} {start.silent_s:.3f}\n".encode())
+            process.stdin.write(f"{start.after} {time.monotonic() - start.silent_s:.3f}\n".encode())
             await process.stdin.drain()
         except OSError:
             return None

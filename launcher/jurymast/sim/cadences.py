@@ -1,4 +1,4 @@
-"""When a simulated run saves: the ranks' side of `core.checkpoints.agreement`, which decides.
+"""When a simulated run saves: `core.checkpoints.agreement` decides, ranks follow as in `worker.schedule`.
 
 All ranks go in step, and all agents hear at once what they are told, so that one page stands for all. Ranks
 are looked at about once a save, so that the time a step takes has its share of a save's in it; a run looks
@@ -10,12 +10,13 @@ from __future__ import annotations
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.agreement import SAMPLE_S, Agreement
-from jurymast.core.checkpoints.cadence import NEVER, Cadence, Schedule, next_save_step, parse_cadence
+from jurymast.core.checkpoints.cadence import NEVER, Cadence, next_save_step, parse_cadence
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.planning.failure_rate import mtbf_s
 from jurymast.core.planning.optimum import Saving, optimal_s, young_s
 from jurymast.core.run.state import RunState
 from jurymast.sim.durations import Durations
+from jurymast.worker.schedule import SCHEDULE_BYTES, Follower, ScheduleRecord
 
 
 class SimRanks:
@@ -27,26 +28,30 @@ class SimRanks:
         self._begin()
 
     def _begin(self) -> None:
-        """A new attempt: its pages are blank."""
+        """A new attempt: its page is blank."""
         self._attempt = self._state.attempt
-        self._proposed = Schedule(0, 0, 0, 0)
-        self._decided = self._settled = 0
-        self._following: Schedule | None = None
+        self._record = ScheduleRecord(memoryview(bytearray(SCHEDULE_BYTES)))
+        self._settled = 0
+        self._follower = Follower(self._record, self._settle)
+
+    def _settle(self, number: int) -> None:
+        self._settled = number
 
     def look(self, step: int, now: float) -> tuple[list[ev.Event], float | None]:
         """The ranks have done `step`: all heartbeats say so, and what is due is decided. Returns what is to
         be recorded, and after how many seconds another look is needed (None: not before the next save)."""
         if self._attempt != self._state.attempt:
             self._begin()
-        self._settle(step)
+        if self._is_decided:
+            self._follower.due(step)
         beat = self._beat(step)
         events: list[ev.Event] = []
         for node in self._state.placement:
             events += self._do(self._agreement.beat(node, beat, now))
         events += self._do(self._agreement.look(now))
-        if self._proposed.number != abs(self._decided):
+        if not self._is_decided:
             return events, self._state.settings.heartbeat_s
-        nothing = not self._proposed.number and self._asked.steps is None
+        nothing = not self._record.number and self._asked.steps is None
         return events, SAMPLE_S if nothing else None
 
     def heard(self, save: ev.Saved) -> None:
@@ -56,34 +61,25 @@ class SimRanks:
         """The first step after `step` that is to be saved; NEVER if there is none."""
         if self._asked.steps is not None:
             return min(NEVER, next_save_step(step, self._asked.steps))
-        due = NEVER if self._following is None else self._following.due_after(step)
-        if self._is_confirmed and due >= self._proposed.at:
-            return self._proposed.due_after(step)
-        return due
+        return self._follower.next_due(step)
 
     @property
     def steady(self) -> bool:
         """Whether saves go on as they are."""
-        return self._settled == self._proposed.number
+        return self._settled == self._record.number
 
     @property
-    def _is_confirmed(self) -> bool:
-        return 0 < self._proposed.number == self._decided
-
-    def _settle(self, step: int) -> None:
-        """At the proposed step ranks follow the schedule, or not, as `worker.schedule` has it."""
-        if self._is_confirmed and step >= self._proposed.at:
-            self._following = self._proposed
-        elif self._proposed.number != -self._decided:
-            return
-        self._settled = self._proposed.number
+    def _is_decided(self) -> bool:
+        """Else ranks would have to wait, if they were that far."""
+        return self._record.number == abs(self._record.decided)
 
     def _beat(self, step: int) -> msg.Beat:
         rank = msg.RankReport(
             step=step, beats=1, explicit=True, phase="stepping", quiet_s=0.0, beat_s=0.0, longest_s=0.0,
             settled=self._settled, idle_s=0.0, stopped_s=0.0,
         )  # fmt: skip
-        page = msg.CadenceReport(self._proposed.number, self._decided, self._asked.steps, self._asked.seconds)
+        record, asked = self._record, self._asked
+        page = msg.CadenceReport(record.number, record.decided, asked.steps, asked.seconds)
         return msg.Beat(self._attempt, [rank], page)
 
     def _do(self, effects: list[Effect]) -> list[ev.Event]:
@@ -92,8 +88,8 @@ class SimRanks:
             if isinstance(effect, Record):
                 events.append(effect.event)
             elif isinstance(effect, Send) and isinstance(effect.message, msg.Cadence):
-                self._proposed = effect.message.schedule
-                self._decided = effect.message.decided or self._decided
+                self._record.propose(effect.message.schedule)
+                self._record.decide(effect.message.decided or self._record.decided)
         return events
 
 

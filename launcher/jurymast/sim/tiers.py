@@ -2,18 +2,18 @@
 
 What follows from that is decided as in a run: when storage gets a save by `core.checkpoints.commit` and
 `writes`, of one image that stands for all ranks', as all are saved and written alike, and before the nodes go
-by `core.checkpoints.securing`; who holds whose replicas by `core.checkpoints.parity`, of all nodes; what an
-attempt restores by `core.checkpoints.restore`, with the ranks of only those nodes in its books that matter:
-the lost ones, the others of their XOR groups, and one that stands for the rest.
+by `core.checkpoints.securing`; who copies whose images by the orders of `core.checkpoints.replicas` to all
+nodes; what an attempt restores by `core.checkpoints.restore`, with the ranks of only those nodes in its books
+that matter: the lost ones, the others of their XOR groups, and one that stands for the rest.
 
-The copy in a node's own memory is there when its stall is over and outlives dead ranks, replicas follow
-`Durations.copy_s` later.
+Only durations are this module's. The copy in a node's own memory is there when its stall is over and outlives
+dead ranks, what is ordered of others is done `Durations.copy_s` later, as is what a lost node held.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -23,14 +23,14 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.commit import Commit
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Key
 from jurymast.core.checkpoints.holders import Holder
-from jurymast.core.checkpoints.parity import Keeping, keeping
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.restore import Restore
 from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.instructions import Launch
-from jurymast.core.run.state import RunState
+from jurymast.core.run.state import Node, Phase, Role, RunState
+from jurymast.core.settings import Settings
 from jurymast.core.supervision.departure import SECURE_LIMIT_S
 from jurymast.sim.durations import Durations
 
@@ -53,9 +53,8 @@ class SimTiers:
 
     def __init__(self, state: RunState, durations: Durations, nodes: int, spares: int) -> None:
         self._state, self._d, self._nodes = state, durations, nodes
-        settings = state.settings
-        spares = spares if settings.prefer_spares else 0
-        self._replication = (nodes, spares, settings.replicas, settings.parity)
+        wanted = state.settings
+        self._copied = _copied(nodes, spares, wanted.replicas, wanted.parity, wanted.prefer_spares)
         self._storage = None if durations.write_s is None else _Storage(state, durations.write_s)
         self._direct: dict[Key, int] = {}  # in storage, where ranks save to that
         # The two newest, as the newest may not be complete: which, and when that is or was.
@@ -131,7 +130,7 @@ class SimTiers:
     def _world(self) -> _World:
         # Before this the others have made the copies anew that were lost.
         lost = {place for at, place in self._losses if at >= self._halted_at - self._d.copy_s}
-        world = _World(self._replication, lost)
+        world = _World(self._copied, self._nodes, lost)
         if self._storage is not None:
             for key, complete_at in self._recent:
                 world.hold(key, replicated=complete_at <= self._halted_at)
@@ -243,15 +242,22 @@ class _Storage:
                 self._order, self._ends_at = effect.message, self._now + self._write_s
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """Who was ordered to hold what, and of which part: by rank, which is the place of its node, or group."""
+
+    whole: Mapping[int, Sequence[tuple[str, str]]]
+    groups: Mapping[tuple[int, ...], tuple[str, str]]
+
+
 class _World:
     """The books of the nodes at the places `lost`, the others of their XOR groups, and one that stands for
-    the rest."""
+    the rest of all `nodes`."""
 
-    def __init__(self, replication: tuple[int, int, int, int], lost: set[int]) -> None:
-        nodes = replication[0]
-        self._kept = _keeping(*replication)
+    def __init__(self, copied: _Copied, nodes: int, lost: set[int]) -> None:
+        self._copied = copied
         self._lost = {f"n{place}" for place in lost}
-        self._groups = [group for group in self._kept.parity if any(place in group for place in lost)]
+        self._groups = [group for group in copied.groups if any(place in group for place in lost)]
         concerned = {place for place in lost if place < nodes}.union(*self._groups)
         if len(concerned) < nodes:
             concerned.add(next(place for place in range(nodes) if place not in concerned))
@@ -260,19 +266,19 @@ class _World:
         self.copies = Copies()
 
     def hold(self, key: Key, *, replicated: bool) -> None:
-        """All have this save in their own memory, and if `replicated`, copies of each other's."""
+        """All have this save in their own memory, and if `replicated`, what they were to copy of others'."""
         for place, rank in self._ranks.items():
             image = Copy(f"n{place}", MEMORY, *key, rank, len(self._ranks), ALL, size_bytes=1)
             self._hold(image)
             if not replicated:
                 continue
-            for holder in self._kept.whole[image.node]:
-                self._hold(msgspec.structs.replace(image, node=holder, tier=PEER))
+            for holder, part in self._copied.whole.get(place, ()):
+                self._hold(msgspec.structs.replace(image, node=holder, tier=PEER, part=part))
             for group in self._groups:
                 if place in group:
                     ranks = tuple(self._ranks[one] for one in group)
-                    holder = self._kept.parity[group]
-                    self._hold(msgspec.structs.replace(image, node=holder, tier=PEER, group=ranks))
+                    holder, part = self._copied.groups[group]
+                    self._hold(msgspec.structs.replace(image, node=holder, tier=PEER, part=part, group=ranks))
 
     def _hold(self, copy: Copy) -> None:
         if copy.node not in self._lost:
@@ -280,7 +286,37 @@ class _World:
 
 
 @lru_cache(maxsize=4)
-def _keeping(nodes: int, spares: int, copies: int, parity: int) -> Keeping:
-    """Who keeps whose replicas, by places."""
+def _copied(nodes: int, spares: int, replicas: int, parity: int, prefer_spares: bool) -> _Copied:
+    """What is ordered once all nodes have saved, a rank each."""
     names = [f"n{place}" for place in range(nodes + spares)]
-    return keeping(names[:nodes], 1, names[nodes:], {}, copies=copies, parity=parity)
+    state = RunState(
+        Settings(replicas=replicas, parity=parity, prefer_spares=prefer_spares), active=nodes, spares=spares,
+        phase=Phase.RUNNING, attempt=1, placement=tuple(names[:nodes]),
+        nodes={name: Node(name, nodes, Role.SPARE) for name in names[nodes:]},
+    )  # fmt: skip
+    whole: dict[int, list[tuple[str, str]]] = {}
+    groups: dict[tuple[int, ...], tuple[str, str]] = {}
+    for holder, order in _orders(state, names):
+        if order.group:
+            groups[order.group] = holder, order.part
+        else:
+            whole.setdefault(order.rank, []).append((holder, order.part))
+    return _Copied(whole, groups)
+
+
+def _orders(state: RunState, names: Sequence[str]) -> Iterator[tuple[str, msg.Replicate]]:
+    """Of a first save of all placed nodes, while those of all `names` are here."""
+    copies = Copies()
+    commit = Commit(state, copies)
+    replicas = Replicas(state, copies, {name: Holder(name, 1, "") for name in names}, commit)
+    for place, name in enumerate(state.placement):
+        image = Copy(name, MEMORY, 1, 1, place, state.active, ALL, size_bytes=1)
+        copies.hold(image)
+        replicas.held(image)
+    commit.look(0.0)
+    assert commit.key is not None
+    replicas.look(commit.key, 0.0)
+    while replicas.under_way:
+        for effect in replicas.slice(0.0):
+            if isinstance(effect, Send) and isinstance(effect.message, msg.Replicate):
+                yield effect.node, effect.message

@@ -32,7 +32,11 @@ def main() -> int:
     )
     parser.add_argument("--after", type=int, default=0, help="the epoch whose supervisor is gone")
     parser.add_argument(
-        "--silent-s", type=float, default=0.0, help="nobody has heard the last one for so long"
+        "--silent-since",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="nobody has heard the last one since then, by this node's monotonic clock",
     )
     parser.add_argument(
         "--listen-fd", type=int, action="append", default=[], help="a listening socket to inherit"
@@ -43,7 +47,7 @@ def main() -> int:
         listeners = [socket.socket(fileno=file) for file in arguments.listen_fd]
         takeover = None
         if arguments.takeover:
-            takeover = Takeover(arguments.takeover, arguments.after, arguments.silent_s)
+            takeover = Takeover(arguments.takeover, arguments.after, arguments.silent_since)
         return serve(directory, partial(replay, directory), takeover=takeover, listeners=listeners)
     except JurymastError as error:
         logging.getLogger("jurymast.supervisor").error("%s", error)

@@ -33,11 +33,11 @@ BATCH_LIMIT_S = 3.0
 @dataclass(frozen=True)
 class Takeover:
     """The batch host is gone, and this acts for it on `node`. It replaces the supervisor of the epoch `after`
-    (unless another does), which nobody has heard for `silent_s`."""
+    (unless another does), which nobody has heard since `silent_since` (monotonic, in seconds)."""
 
     node: str
     after: int
-    silent_s: float
+    silent_since: float
 
 
 async def supervise(
@@ -72,7 +72,7 @@ async def supervise(
             t=supervisor.now(),
             epoch=epoch,
             node=node,
-            silent_s=takeover.silent_s if takeover else 0.0,
+            silent_s=time.monotonic() - takeover.silent_since if takeover else 0.0,
             read=dict(state.lines_read),
         )
     )

@@ -1,9 +1,9 @@
 """`python -m jurymast.supervisor.standby RUN_DIRECTORY NODE`: waits to become the next supervisor, here.
 
 Everything is imported and the journal is read, so that it needs milliseconds then. One line on its input
-calls it: the epoch whose supervisor is gone, and how many seconds that has been silent. The end of its input,
-so also of its agent, is its own. What costs processor time is done by a thread that lets everything else on
-the node go first.
+calls it: the epoch whose supervisor is gone, and since when nobody has heard that, by this node's monotonic
+clock. The end of its input, so also of its agent, is its own. What costs processor time is done by a thread
+that others on the node go before, but not for ever: once it is called, it has to wait for that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jurymast.journal import Follower
 
 FOLLOW_EVERY_S = 2.0
-NICE = 19
+NICE = 5
 
 
 class Standby:
@@ -61,8 +61,8 @@ class Standby:
         try:
             directory = RunDirectory(self._run_directory)
             replayed = self._follower.catch_up if self._follower is not None else partial(replay, directory)
-            after, silent_s = call.split()
-            return serve(directory, replayed, takeover=Takeover(node, int(after), float(silent_s)))
+            after, since = call.split()
+            return serve(directory, replayed, takeover=Takeover(node, int(after), float(since)))
         except JurymastError as error:
             logging.getLogger("jurymast.supervisor").error("%s", error)
             return error.exit_code

@@ -128,6 +128,17 @@ class Follower:
             following = self._following.due_after(step)
             self._due = following if self._repeat or following == self._following.first else NEVER
 
+    def next_due(self, step: int) -> int:
+        """The first step after `step` that is to be saved, as far as that is decided; for who does not make
+        every step."""
+        if self._record.number != self._seen:
+            self._look()
+        due = NEVER if self._following is None else self._following.due_after(step)
+        pending = self._pending
+        if pending is not None and self._record.decided == pending.number and due >= pending.at:
+            return pending.due_after(step)
+        return due
+
     def _look(self) -> None:
         found = self._record.read()
         if found is not None:

@@ -46,6 +46,7 @@ PAGE_FAULT, GRAPHICS_EXCEPTION = "xid-31", "xid-13"
 OOM_KILL, SHM_FULL = "oom-kill", "shm-full"
 # Where there is only one node, nobody else will say so.
 STORAGE_FULL = "storage-full"
+PROCESS_STUCK = "process-stuck"
 _UNIT = re.compile(r"GPC\W*(\d+)\D+TPC\W*(\d+)", re.IGNORECASE)
 
 
@@ -102,7 +103,7 @@ def rule(state: RunState, node: Node, raw: Finding) -> Ruling:
     if finding.code == STORAGE_FULL and finding.verdict in ACTING_VERDICTS:
         message = f"{describe(finding)}; what the run writes there waits for room, and no node is blamed"
         return Ruling(finding, alert=("storage full", message))
-    if not acts(finding) or node.role is Role.FAILED:
+    if not acts(finding) or node.role is Role.FAILED or _waits_for_storage(node, finding):
         return Ruling(finding)
     if finding.verdict is Verdict.SUSPECT and node.role is Role.SUSPECT:
         return Ruling(finding)
@@ -126,6 +127,15 @@ def rule(state: RunState, node: Node, raw: Finding) -> Ruling:
 def acts(finding: Finding) -> bool:
     """Whether a finding of this verdict and kind can make a node leave."""
     return finding.kind in ACTING_KINDS and finding.verdict in ACTING_VERDICTS and finding.code != OOM_KILL
+
+
+def _waits_for_storage(node: Node, finding: Finding) -> bool:
+    """A process that stands still in the kernel while the node's storage does not answer stands still for
+    that, whatever the kernel calls the place."""
+    known = node.findings.values()
+    return finding.code == PROCESS_STUCK and any(
+        one.kind == findings.STORAGE and one.verdict in ACTING_VERDICTS for one in known
+    )
 
 
 def is_bad(finding: Finding) -> bool:
@@ -153,7 +163,7 @@ def describe(finding: Finding) -> str:
 def standing(state: RunState, node: Node) -> Finding | None:
     """The worst finding that still speaks against `node`; None when nothing does."""
     found = [escalated(state, node.name, finding) for finding in node.findings.values()]
-    against = [f for f in found if acts(f) and not on_many(state, f)]
+    against = [f for f in found if acts(f) and not on_many(state, f) and not _waits_for_storage(node, f)]
     return min(against, key=lambda f: (f.verdict is not Verdict.BAD, f.at), default=None)
 
 

@@ -31,6 +31,7 @@ class Departure:
         self._tell_at = 0.0
         self._leave_until: float | None = None
         self._asked = False
+        self.unexplained = False  # nobody knows why the job ends: it may be that it does not
 
     @property
     def begun(self) -> bool:
@@ -63,7 +64,7 @@ class Departure:
 
     def _secure(self, until: float, now: float) -> list[Effect]:
         effects = self._checkpoints.secure(now)
-        if not self._checkpoints.secured or self._someone_may_know_more():
+        if not self._checkpoints.secured or self.unexplained or self._someone_may_know_more():
             given_up = f": {self._asks.given_up_by} gave it up" if self._asks.given_up_by else ""
             if not given_up and now <= until:
                 return [*effects, *self._tell(until, now)]

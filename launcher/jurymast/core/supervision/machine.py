@@ -8,6 +8,7 @@ Inside, the machines of the rooms say what they want with `Record`: the event is
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import asdict
@@ -45,8 +46,9 @@ from jurymast.errors import never
 
 # While a run just runs, only silence is looked for at every tick; the rest at every so many.
 STEADY_LOOKS = 3
-# Slurm's answer when a job does not end at all.
-STILL_RUNNING = "running"
+# Slurm's answer when a job does not end at all, and how that begins when it gives none or no useful one.
+STILL_RUNNING, UNKNOWN = "running", "unknown"
+ASK_AGAIN_S = 2.0
 # Who asks for a restart, and why, after a take-over.
 HALF_TOLD = "the supervisor that took over: not all nodes were told of the launch before"
 
@@ -82,6 +84,7 @@ class Supervision:
         self._sick = SickNodes(state)
         self._ticks = itertools.count()
         self._terminating = False
+        self._ask_at = math.inf  # Slurm once more, why the job ends
         self._told_by_another = 0  # the attempt whose nodes an earlier supervisor told to launch
 
     def check(self) -> None:
@@ -207,6 +210,9 @@ class Supervision:
         if self.departure.begun:  # others may have what they do not write any more
             out += self._do(self.checkpoints.without(self.watch.silent(now), now), now)
         out += self._do(self.departure.tick(now), now)
+        if now >= self._ask_at:
+            self._ask_at = math.inf
+            out.append(WhyEnding())
         if self.state.ended or self._terminating or self.state.phase is Phase.REQUEUED or self.watch.cut_off:
             return out
         out += self._do([*self._preflight.tick(now), *self.launching.tick(now)], now)
@@ -306,8 +312,8 @@ class Supervision:
 
     def _beat(self, node: str, beat: msg.Beat, now: float) -> list[Effect]:
         effects = self.watch.beat(node, beat, now)
-        effects += self.agreement.beat(node, beat, now)
         effects += self._stragglers.beat(node, beat, now)
+        effects += self.agreement.beat(node, beat, now)
         return self._do(effects, now) if effects else effects
 
     def _of_ranks(self, node: str, message: AboutRanks, now: float) -> list[Effect]:
@@ -401,12 +407,18 @@ class Supervision:
         return [*out, *self.record(ev.Signalled(t=now, signal="SIGTERM")), WhyEnding()]
 
     def why_ending(self, asked: WhyEnding, why: str, by: str, now: float) -> list[Effect]:
-        """Slurm's answer. `by`: who cancelled the job, if somebody has."""
+        """Slurm's answer. `by`: who cancelled the job, if somebody has. What the run has come to follows from
+        it, so that it is asked again if it does not know."""
         if asked.node:
             if why != STILL_RUNNING:
                 return self.terminated(now)
             left = "its agent got a SIGTERM"
             return self._do(self.watch.left(asked.node, asked.connection, left, now), now)
+        before, self.departure.unexplained = self.departure.unexplained, why.startswith(UNKNOWN)
+        if self.departure.unexplained:
+            self._ask_at = now + ASK_AGAIN_S
+            if before:
+                return []
         if why == STILL_RUNNING:  # a stray signal, not the end of the job
             self._terminating, self.watch.ending = False, self.departure.leaving
             return []

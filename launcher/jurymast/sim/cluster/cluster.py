@@ -10,6 +10,7 @@ from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.core.supervision import batch
 from jurymast.core.supervision.batch import SUPERSEDED
+from jurymast.core.supervision.machine import STILL_RUNNING
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.network import Network
@@ -23,6 +24,7 @@ from jurymast.sim.cluster.world import World
 BATCH_LOOK_S = 0.5
 LOOK_S = 1.0
 JUMP_S = 400.0
+FLAP_S = 0.2, 3.0
 # After a SIGTERM, and from a requeue to the job's next life.
 KILL_WAIT_S, QUEUE_S = 30.0, (1.0, 3.0)
 WATCHED_LIVES = 3
@@ -74,8 +76,10 @@ class Cluster:
         self.groups: dict[tuple[int, str, int], Group] = {}
         self.sites = dict(self._new_site() for _ in range(wanted.nodes))
         self._start_job()
+        self._waiting: list[Fault] = []  # for a phase
+        self._slurm_silent_until = 0.0
         for fault in wanted.faults:
-            self.world.at(fault.at, None, self._strike, fault)
+            self.world.at(fault.at, None, self._waiting.append if fault.when else self._strike, fault)
         self.world.after(LOOK_S, None, self._look)
 
     @property
@@ -180,6 +184,18 @@ class Cluster:
 
     # ---- faults
 
+    def in_phase(self, phase: str) -> None:
+        """The run is, by its supervisor."""
+        for fault in [fault for fault in self._waiting if fault.when == phase]:
+            self._waiting.remove(fault)
+            after_s = self.world.between(0.0, 0.5)
+            self._until = max(self._until, self.world.now + after_s + fault.seconds + AFTER_S)
+            self.world.after(after_s, None, self._strike, fault)
+
+    def why_ending(self) -> str:
+        """As Slurm says, if it does."""
+        return "unknown" if self.world.now < self._slurm_silent_until else self.ending or STILL_RUNNING
+
     def _strike(self, fault: Fault) -> None:
         site, other = [*self.sites.values()][fault.node], [*self.sites.values()][fault.other]
         now, until = self.world.now, self.world.now + fault.seconds
@@ -198,11 +214,17 @@ class Cluster:
                 touch(site.name, until)
                 site.freeze(fault.seconds)
             case "isolate":
+                self._isolate(site, until)
+            case "flaps":
+                self._flap(site, until)
+            case "agent stops":
                 touch(site.name, until)
-                for name in self.sites:
-                    if name != site.name:
-                        self.oracle.touch(self.oracle.pair(name, site.name), until)
-                        self.network.cut(name, site.name, until)
+                if site.agent is not None:
+                    site.agent.process.stop_until(until)
+            case "long journal":
+                self.disk.reading_s = max(fault.seconds, self.disk.reading_s)
+            case "slurm silent":
+                self._slurm_silent_until = max(until, self._slurm_silent_until)
             case "cut":
                 touch(self.oracle.pair(site.name, other.name), until)
                 self.network.cut(site.name, other.name, until)
@@ -212,7 +234,14 @@ class Cluster:
                     site.agent.connection.snap(half=fault.kind == "half")
             case "clock":
                 site.clock_s += self.world.chance.uniform(-JUMP_S, JUMP_S)
-            case "supervisor" | "stall" | "restart" | "warning" | "signal" | "rollback":
+            case "drained":
+                touch(site.name, 1e9)
+                self._ask(msg.Ask(what="drain", by="you", node=site.name))
+            case "restart" | "save":
+                self._ask(msg.Ask(what=fault.kind, by="you"))
+            case "given up":
+                self._ask(msg.Ask(what="cancel", by="you"))
+            case "supervisor" | "stall" | "warning" | "signal" | "rollback":
                 self._strike_supervisor(fault)
             case "preempted" | "cancelled" | "timeout":
                 self._terminate(fault.kind)
@@ -220,6 +249,28 @@ class Cluster:
                 self._strike_ranks(fault, site)
             case _:
                 self._strike_storage(fault, site)
+
+    def _isolate(self, site: SimSite, until: float) -> None:
+        self.oracle.touch(site.name, until)
+        for name in self.sites:
+            if name != site.name:
+                self.oracle.touch(self.oracle.pair(name, site.name), until)
+                self.network.cut(name, site.name, until)
+
+    def _flap(self, site: SimSite, until: float) -> None:
+        if self.world.now < until:
+            down_until = min(until, self.world.now + self.world.between(*FLAP_S))
+            self._isolate(site, down_until)
+            self.world.at(down_until + self.world.between(*FLAP_S), None, self._flap, site, until)
+
+    def _ask(self, ask: msg.Ask) -> None:
+        supervisor = self.oracle.supervisor
+        if supervisor is not None and supervisor.process.alive:
+            self.world.after(0.0, supervisor.process, self._asked, supervisor, ask)
+
+    def _asked(self, supervisor: SimSupervisor, ask: msg.Ask) -> None:
+        self.oracle.given_up |= ask.what == "cancel"
+        supervisor.ask(ask)
 
     def _power(self, site: SimSite, seconds: float) -> None:
         if not site.up:
@@ -237,8 +288,7 @@ class Cluster:
         if not self.allocated or self.ending:
             return
         self.ending = why
-        supervisor = self.oracle.supervisor
-        if supervisor is not None and supervisor.process.alive:
+        for supervisor in self.ports.values():
             self.world.after(0.0, supervisor.process, supervisor.signalled, True)
         for site in self.sites.values():
             if site.agent is not None:
@@ -276,8 +326,6 @@ class Cluster:
                 supervisor.thread.stop_until(self.world.now + fault.seconds)
             case "rollback":
                 self._roll_back(supervisor)
-            case "restart":
-                self.world.after(0.0, supervisor.process, supervisor.ask, msg.Ask(what="restart", by="you"))
             case signal:
                 self.world.after(0.0, supervisor.process, supervisor.signalled, signal == "signal")
 
@@ -312,6 +360,8 @@ class Cluster:
                 self.storage.full_until = max(self.storage.full_until, until)
             case "storage slow":
                 self.storage.slow_until = max(self.storage.slow_until, until)
+            case "stale handles":
+                self.storage.stale[site.name] = until
             case "storage hangs here":
                 self.storage.hung_on[site.name] = until
             case "old view":

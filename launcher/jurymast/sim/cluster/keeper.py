@@ -380,7 +380,9 @@ class SimKeeper:
             else:
                 told(None, "the connection broke")
 
-        joined = cluster.network.joins(here, host.name) and host.up and host.stopped_until <= world.now
+        stopped = other is not None and other.agent.process.until > world.now
+        joined = cluster.network.joins(here, host.name) and host.up and not stopped
+        joined = joined and host.stopped_until <= world.now
         if not joined:
             world.after(UNREACHABLE_S, self.agent.process, told, None, "timed out")
         elif other is None or not other.agent.process.alive:

@@ -61,6 +61,7 @@ class Oracle:
     supervisor: SimSupervisor | None = None  # the newest that listens
     lines: int = 0
     restores_from: list[str] = field(default_factory=list)
+    given_up: bool = False  # somebody had the run cancelled
 
     def __post_init__(self) -> None:
         self._shadow: dict[SimKeeper, list[Image]] = {}  # that no order could take away rightly
@@ -76,6 +77,10 @@ class Oracle:
 
     def fail(self, rule: str, how: str) -> None:
         raise Violation(f"{rule}: {how} (at {self.cluster.world.now:.3f} s)")
+
+    @property
+    def _ending(self) -> bool:
+        return bool(self.cluster.ending) or self.given_up
 
     # ---- faults
 
@@ -141,6 +146,7 @@ class Oracle:
             self._word_at = self.cluster.world.now
         if self.supervisor is not None and supervisor.epoch < self.supervisor.epoch:
             return
+        self.cluster.in_phase(supervisor.state.phase.value)
         for decided in entry.decided:
             if isinstance(decided, Requeue | Finish):
                 self._gives_up(supervisor, decided)
@@ -180,7 +186,7 @@ class Oracle:
             for site in self.cluster.sites.values()
             if self._is_known(site) and self.untouched(site.name, STILL_LIMIT_S, seen_from=node)
         ]
-        if "there is no checkpoint in sight" in decided.reason or self.cluster.ending:
+        if "there is no checkpoint in sight" in decided.reason or self._ending:
             return  # as good as if it had told people to mount it; and who ends the job is no node
         if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
             self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
@@ -202,6 +208,8 @@ class Oracle:
     def ends(self, supervisor: SimSupervisor) -> None:
         """The supervisor says so: what Slurm does then is for it to know."""
         phase, why = supervisor.state.phase, self.cluster.ending
+        if supervisor is not self.supervisor and self.cluster.storage.sees_all(supervisor.site.name):
+            self.fail(AGREES, f"epoch {supervisor.epoch} ends the job, and a newer one rules")
         if why in ("cancelled", "timeout") and not supervisor.state.ended and phase is not Phase.REQUEUED:
             self.fail(AGREES, f"the job was ended: {why}; the run is {phase.value}")
 
@@ -284,7 +292,7 @@ class Oracle:
         self._saved_at[node] = self.cluster.world.now
 
     def skipped(self, group: Group, node: str) -> None:
-        if self.cluster.ending:
+        if self._ending:
             return  # what is in memory is being got to storage, and nothing newer is waited for
         now, supervisor = self.cluster.world.now, self.supervisor
         if supervisor is None or not supervisor.listens:
@@ -310,7 +318,7 @@ class Oracle:
             self.fail(NO_SILENCE, f"no step since {self._step_at:.1f} s, no word since {self._word_at:.1f} s")
         if now > self._supervised_at + STILL_LIMIT_S:
             self.fail(NO_SILENCE, f"no supervisor since {self._supervised_at:.1f} s")
-        if supervisor is not None and supervisor.listens and not self.cluster.ending:
+        if supervisor is not None and supervisor.listens and not self._ending:
             self._compare(supervisor)
 
     def _compare(self, supervisor: SimSupervisor) -> None:

@@ -40,7 +40,17 @@ KINDS: dict[str, tuple[float, float]] = {
     "cancelled": (0.3, 0.0),  # and it is not
     "timeout": (0.3, 0.0),
     "rollback": (0.7, 0.0),  # somebody goes back to an older checkpoint
+    "drained": (0.5, 0.0),  # somebody takes the node out
+    "save": (0.3, 0.0),  # somebody asks for a save
+    "given up": (0.2, 0.0),  # somebody has the run cancelled
+    "flaps": (1, 25.0),  # the node's link, up and down again and again
+    "agent stops": (1, 20.0),  # its process stands still while the ranks go on
+    "stale handles": (1, 30.0),  # the node's to the run directory: all it asks there fails at once
+    "long journal": (0.5, 6.0),  # from now on, to read it takes so long
+    "slurm silent": (0.5, 20.0),  # it cannot be asked
 }
+# Some faults wait for one of these phases of the run.
+WHEN = ("stopping", "waiting", "launching")
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class Fault:
     node: int = 0
     other: int = 0
     seconds: float = 0.0
+    when: str = ""  # the phase that it waits for, from `at` on; in some runs it never comes
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,8 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
         node = chance.randrange(nodes)
         other = (node + chance.randrange(1, nodes)) % nodes
         at = round(chance.uniform(FIRST_AT_S, LAST_AT_S), 2)
-        faults.append(Fault(at, kind, node, other, seconds))
+        when = chance.choice(WHEN) if chance.random() < 0.2 else ""
+        faults.append(Fault(at, kind, node, other, seconds, when))
         if chance.random() < 0.35:  # the next one soon after
             kind = chance.choice(only or ("power", "supervisor", "rank", "freeze", "snap", "storage hangs"))
             seconds = 0.0 if kind == "power" or not KINDS[kind][1] else 4.0

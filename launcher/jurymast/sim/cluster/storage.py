@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 Item = Event | tuple[float, Instruction]
 LATENCY_S = (0.001, 0.008)
 SLOW_TIMES = 60.0
-PULSES_KEPT = 80
 
 
 @dataclass
@@ -72,6 +71,7 @@ class Storage:
     old: dict[str, tuple[float, float]] = field(default_factory=dict)  # node: until when, how old a view
     hung_on: dict[str, float] = field(default_factory=dict)
     unmounted: dict[str, float] = field(default_factory=dict)
+    stale: dict[str, float] = field(default_factory=dict)  # node: until when its handles are
 
     def hangs_until(self, node: str) -> float:
         return max(self.hung_until, self.hung_on.get(node, 0.0))
@@ -83,6 +83,10 @@ class Storage:
     def view_at(self, node: str) -> float:
         until, age_s = self.old.get(node, (0.0, 0.0))
         return self.world.now - (age_s if until > self.world.now else 0.0)
+
+    def sees_all(self, node: str) -> bool:
+        """Whatever is there by now."""
+        return self.view_at(node) >= self.world.now
 
     def sees_checkpoints(self, node: str) -> bool:
         return self.unmounted.get(node, 0.0) <= self.world.now
@@ -101,6 +105,9 @@ class Storage:
         if self.hangs_until(node) > self.world.now:
             self.do(node, process, work, then, writes=writes)
             return
+        if self.stale.get(node, 0.0) > self.world.now:
+            then(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+            return
         if writes and self.full_until > self.world.now:
             then(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
             return
@@ -113,14 +120,17 @@ class Storage:
 
 @dataclass
 class RunDisk:
-    """The run directory. Times are when something came there."""
+    """The run directory. Times are when something came there: an old view is one of a directory's list, and
+    not of what a file of a known name says."""
 
     storage: Storage
     plan: RunPlan
     claims: dict[int, tuple[float, str]] = field(default_factory=dict)  # epoch: when, by which node
     endpoints: dict[int, tuple[float, Endpoint]] = field(default_factory=dict)
-    pulses: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    beat: tuple[int, int] = (0, 0)  # what the pulse's file says: an epoch, and its count
+    newest: Endpoint | None = None  # what the newest place's file says
     attempt: int = 0
+    reading_s: float = 0.0  # the journal
     shared: dict[Key, tuple[float, Token]] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)  # where nodes write a checkpoint together
     journal: dict[int, list[Item]] = field(default_factory=dict)
@@ -143,7 +153,8 @@ class RunDisk:
 
     def newest_epoch(self, node: str) -> int:
         seen_at = self.storage.view_at(node)
-        return max((e for e, (t, by) in self.claims.items() if t <= seen_at or by == node), default=0)
+        listed = (e for e, (t, by) in self.claims.items() if t <= seen_at or by == node)
+        return max([*listed, self.beat[0]])
 
     def claim(self, node: str) -> int:
         epoch = self.newest_epoch(node) + 1
@@ -155,21 +166,19 @@ class RunDisk:
 
     def announce(self, place: Endpoint) -> None:
         self.endpoints[place.epoch] = self.storage.world.now, place
+        self.newest = place
 
     def find(self, node: str) -> Endpoint | None:
         seen_at = self.storage.view_at(node)
-        known = [(e, p) for e, (t, p) in self.endpoints.items() if t <= seen_at or p.node == node]
-        return max(known, key=lambda pair: pair[0])[1] if known else None
+        known = [place for t, place in self.endpoints.values() if t <= seen_at or place.node == node]
+        known += [self.newest] if self.newest is not None else []
+        return max(known, key=lambda place: place.epoch, default=None)
 
     def pulse(self, epoch: int, count: int) -> None:
-        beats = self.pulses.setdefault(epoch, [])
-        beats.append((self.storage.world.now, count))
-        del beats[:-PULSES_KEPT]
+        self.beat = epoch, count
 
     def read_pulse(self, node: str) -> str:
-        epoch, seen_at = self.newest_epoch(node), self.storage.view_at(node)
-        beats = [count for t, count in self.pulses.get(epoch, []) if t <= seen_at]
-        return f"{epoch}:{beats[-1] if beats else ''}"
+        return f"{self.newest_epoch(node)}:{self.beat}"
 
     def replay(self) -> RunState:
         """As `journal.replay` reads it, of what was really written."""

@@ -13,7 +13,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.messages import Endpoint
 from jurymast.core.run.state import RunState
-from jurymast.core.supervision.machine import STILL_RUNNING, Supervision
+from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import FLUSH_LIMIT_S
 from jurymast.sim.cluster.network import Connection
 from jurymast.sim.cluster.storage import Item
@@ -112,7 +112,7 @@ class SimSupervisor:
         self._blocked = self._working = False
         self.machine: Supervision
         self.state: RunState
-        self._silent_s = silent_s
+        self._silent_since = self.world.now - silent_s
 
     @property
     def site(self) -> SimSite:
@@ -143,6 +143,9 @@ class SimSupervisor:
     def _claimed(self, epoch: int) -> None:
         self.epoch = epoch
         self._hold(0)
+        self.world.after(self.cluster.disk.reading_s, self.process, self._read)
+
+    def _read(self) -> None:
         self._on_disk(self.cluster.disk.replay, self._replayed)
 
     def _replayed(self, state: RunState) -> None:
@@ -160,8 +163,8 @@ class SimSupervisor:
             )  # fmt: skip
         self.feed(
             ev.SupervisorStarted(
-                t=self.now, epoch=self.epoch, node=self.site.name, silent_s=self._silent_s,
-                read=dict(state.lines_read),
+                t=self.now, epoch=self.epoch, node=self.site.name,
+                silent_s=self.world.now - self._silent_since, read=dict(state.lines_read),
             )
         )  # fmt: skip
         if state.allocation != cluster.allocation:
@@ -207,9 +210,10 @@ class SimSupervisor:
         disk, name = self.cluster.disk, self.site.name
 
         def beat() -> int:
-            if not self._silent:
+            newest = disk.newest_epoch(name)
+            if newest <= self.epoch and not self._silent:
                 disk.pulse(self.epoch, count)
-            return disk.newest_epoch(name)
+            return newest
 
         def held(newest: int | OSError) -> None:
             self._asked_at = None
@@ -321,7 +325,7 @@ class SimSupervisor:
         self._do(self.machine.given_back(node, True, "", self.now))
 
     def _why_ending(self, effect: do.WhyEnding) -> None:
-        why = self.cluster.ending or STILL_RUNNING
+        why = self.cluster.why_ending()
         self._do(self.machine.why_ending(effect, why, "scancel" if why == "cancelled" else "", self.now))
 
     def _ask_superseded(self) -> None:
