@@ -67,7 +67,7 @@ class _HashingStream:
 
 
 class _HashingFiles(FileSystem):
-    """DCP's file system, remembering size and hash of each file this rank wrote."""
+    """DCP's file system, remembering size and hash of each file this rank wrote. Reads this user's only."""
 
     def __init__(self) -> None:
         self.written: dict[str, tuple[int, str]] = {}
@@ -75,8 +75,8 @@ class _HashingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         if mode != "wb":
-            with super().create_stream(path, mode) as plain:
-                yield plain
+            with foreign.reading_own(path) as file:
+                yield file
             return
         stream = _HashingStream(Path(path))
         try:
@@ -318,7 +318,7 @@ class SharedTier:
                 nonlocal place
                 # What DCP unpickles runs as this user.
                 place = held.enter_context(foreign.own_directory(place))
-                metadata = FileSystemReader(place).read_metadata()
+                metadata = _reader(place).read_metadata()
                 template.update(state.template(metadata, candidate.entries, group.rank, candidate.world_size))
 
             if why := self._on_all(prepare):
@@ -326,7 +326,7 @@ class SharedTier:
             try:
                 with _alone_is_fine():
                     dcp.load(
-                        template, storage_reader=FileSystemReader(place), planner=DefaultLoadPlanner(),
+                        template, storage_reader=_reader(place), planner=DefaultLoadPlanner(),
                         process_group=group.process_group,
                     )  # fmt: skip
             except CheckpointException as error:
@@ -361,6 +361,12 @@ class SharedTier:
         if caught and failed[0] == self._group.rank:
             log.warning("a checkpoint cannot be loaded", exc_info=caught)
         return f"rank {failed[0]}: {whys[failed[0]]}" if failed else ""
+
+
+def _reader(place: Path) -> FileSystemReader:
+    reader = FileSystemReader(place)
+    reader.fs = _HashingFiles()
+    return reader
 
 
 def _is_storage_failure(error: BaseException) -> bool:
