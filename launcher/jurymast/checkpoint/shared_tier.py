@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,6 +26,7 @@ from jurymast import foreign
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord, Manifest, one_line
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
+from jurymast.checkpoint.reading import reader
 from jurymast.checkpoint.state import Captured, State
 from jurymast.checkpoint.tier import Candidate, Saved
 from jurymast.errors import CheckpointError
@@ -67,7 +68,7 @@ class _HashingStream:
 
 
 class _HashingFiles(FileSystem):
-    """DCP's file system, remembering size and hash of each file this rank wrote. Reads this user's only."""
+    """DCP's file system, remembering size and hash of each file this rank wrote."""
 
     def __init__(self) -> None:
         self.written: dict[str, tuple[int, str]] = {}
@@ -75,8 +76,8 @@ class _HashingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         if mode != "wb":
-            with foreign.reading_own(path) as file:
-                yield file
+            with super().create_stream(path, mode) as plain:
+                yield plain
             return
         stream = _HashingStream(Path(path))
         try:
@@ -318,7 +319,7 @@ class SharedTier:
                 nonlocal place
                 # What DCP unpickles runs as this user.
                 place = held.enter_context(foreign.own_directory(place))
-                metadata = _reader(place).read_metadata()
+                metadata = reader(place).read_metadata()
                 template.update(state.template(metadata, candidate.entries, group.rank, candidate.world_size))
 
             if why := self._on_all(prepare):
@@ -326,7 +327,7 @@ class SharedTier:
             try:
                 with _alone_is_fine():
                     dcp.load(
-                        template, storage_reader=_reader(place), planner=DefaultLoadPlanner(),
+                        template, storage_reader=reader(place), planner=DefaultLoadPlanner(),
                         process_group=group.process_group,
                     )  # fmt: skip
             except CheckpointException as error:
@@ -361,12 +362,6 @@ class SharedTier:
         if caught and failed[0] == self._group.rank:
             log.warning("a checkpoint cannot be loaded", exc_info=caught)
         return f"rank {failed[0]}: {whys[failed[0]]}" if failed else ""
-
-
-def _reader(place: Path) -> FileSystemReader:
-    reader = FileSystemReader(place)
-    reader.fs = _HashingFiles()
-    return reader
 
 
 def _is_storage_failure(error: BaseException) -> bool:
