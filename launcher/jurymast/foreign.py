@@ -30,6 +30,8 @@ OTHERS_ANYTHING = stat.S_IRWXG | stat.S_IRWXO
 BYTES_MAX = 256 << 20
 # Read in any case: some files grow while they are looked at.
 BYTES_MIN = 64 << 10
+# What `own_directory` gives names in.
+HELD = "/proc/self/fd/"
 # Of a file; an answer of storage that is merely slow does not take long then.
 ASKED_AT_ONCE = 64 << 20
 
@@ -63,6 +65,8 @@ class NotOurs(OSError):
     """Another user owns it, or can write it; one line that names the path and what to do."""
 
     def __init__(self, path: os.PathLike[str] | str, status: os.stat_result) -> None:
+        if str(path).startswith(HELD):
+            path = os.path.realpath(path)
         todo = "remove it, or choose another path"
         if status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode):
             todo = f"if nobody else has put anything there: chmod go-w {path}"
@@ -120,7 +124,7 @@ def own_directory(place: Path) -> Iterator[Path]:
     try:
         if not is_ours(found := os.fstat(descriptor)):
             raise NotOurs(place, found)
-        yield Path(f"/proc/self/fd/{descriptor}")
+        yield Path(f"{HELD}{descriptor}")
     finally:
         os.close(descriptor)
 
