@@ -23,7 +23,7 @@ from jurymast.journal import replay
 from jurymast.report.closing import record_cancel
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.wire import channel, endpoint
-from jurymast.wire.connection import Connection
+from jurymast.wire.channel import Connection
 from jurymast.wire.endpoint import PULSE
 from support.commands import RUN, Place, crash_loop, swapped
 from support.stories import Story

@@ -21,10 +21,11 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jurymast.storage.job import StorageFailure
 
 from jurymast import journal
 from jurymast.agent import flight_record
-from jurymast.checkpoint import values as ranks
+from jurymast.checkpoint import group as ranks
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord
 from jurymast.checkpoint.directory import Manifest as StoredManifest
 from jurymast.checkpoint.owner import OWNER, owner
@@ -48,12 +49,10 @@ from jurymast.past_runs import past_runs, summary_file
 from jurymast.policy.load import file_layers
 from jurymast.policy.resolve import resolve
 from jurymast.rundir import RunDirectory
-from jurymast.storage.job import StorageFailure
-from jurymast.storage.vouching import Key
+from jurymast.storage.object_store import Key
 from jurymast.wire import endpoint
-from jurymast.wire.channel import Channel
-from jurymast.wire.connection import Connection
-from jurymast.wire.seal import Seal
+from jurymast.wire.channel import Channel, Connection
+from jurymast.wire.handshake import Seal
 from jurymast.worker import error_file
 from jurymast_host.kernel_log import KernelLog
 from jurymast_site import healthcheck, verdicts

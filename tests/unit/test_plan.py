@@ -21,7 +21,7 @@ from jurymast.report.layout import render
 from jurymast.report.plan import plan_view
 from jurymast.report.plan_html import page
 from jurymast.report.plan_text import minutes, plan_blocks
-from jurymast.sim.measured import TRAINING_START_S, read_measured
+from jurymast.sim.durations import TRAINING_START_S, read_measured
 
 
 @pytest.fixture(autouse=True)

@@ -274,7 +274,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "slurm/site/jurymast_site/config.py",
             "launcher/jurymast/rundir.py",  # a directory, to have renames in it on disk
             "launcher/jurymast/sim/faults.py",
-            "launcher/jurymast/sim/measured.py",
+            "launcher/jurymast/sim/durations.py",
             "launcher/jurymast/worker/server.py",
         },
     ),

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jurymast.cli.asking import ask_supervisor
-from jurymast.cli.options import examples, run_argument, runs_option, the_run
-from jurymast.core.nearest import did_you_mean
+from jurymast.cli.options import ask_supervisor, examples, run_argument, runs_option, the_run
+from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:

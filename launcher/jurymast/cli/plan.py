@@ -67,7 +67,7 @@ def command(
     from jurymast.core.planning.forecast import forecast
     from jurymast.report.assumed import restart_lines
     from jurymast.report.plan import plan_view
-    from jurymast.sim.measured import read_measured
+    from jurymast.sim.durations import read_measured
 
     resolved = resolved_policy(policy)
     measured = read_measured(figures)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jurymast.cli.asking import ask_supervisor
-from jurymast.cli.options import json_option, run_argument, runs_option, show_json, the_run
+from jurymast.cli.options import ask_supervisor, json_option, run_argument, runs_option, show_json, the_run
 from jurymast.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
     from jurymast.core.settings import Settings
     from jurymast.policy.resolve import Resolved
-    from jurymast.sim.durations import Durations
+    from jurymast.sim.durations import Durations, Measured
     from jurymast.sim.faults import Fault
-    from jurymast.sim.measured import Measured
 
     Draw = Callable[[int, Random], list[Fault]]
 
@@ -127,7 +126,7 @@ def command(
     from jurymast.report.assumed import simulated_lines
     from jurymast.report.simulate_text import simulate_blocks
     from jurymast.sim.cadences import asked_cadence
-    from jurymast.sim.measured import read_measured
+    from jurymast.sim.durations import read_measured
     from jurymast.sim.results import simulate, summary
     from jurymast.sim.simulation import Setup
 

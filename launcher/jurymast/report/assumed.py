@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jurymast.report.words import count, duration, size
-from jurymast.sim.durations import Durations
-from jurymast.sim.measured import NODE_BYTES, TRAINING_START_S, Measured
+from jurymast.sim.durations import NODE_BYTES, TRAINING_START_S, Durations, Measured
 
 
 def restart_lines(

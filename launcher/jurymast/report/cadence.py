@@ -7,7 +7,7 @@ from typing import Any
 
 from jurymast.core.checkpoints.cadence import NEVER, Schedule, cost_if, next_save_step
 from jurymast.core.checkpoints.copies import SHARED
-from jurymast.core.checkpoints.durable import IDLE_SHARE, durable_every_s
+from jurymast.core.checkpoints.writes import IDLE_SHARE, durable_every_s
 from jurymast.core.planning.failure_rate import failure_times
 from jurymast.core.planning.optimum import Saving
 from jurymast.core.run.recovery import failure_rate

@@ -1,10 +1,12 @@
-"""What takes time for an image: finding what it is like, reading it again, and bringing it into a buffer."""
+"""What takes time for an image: finding what it is like, reading it again (a bit that has flipped in memory
+is found before somebody needs the copy), and bringing it into a buffer."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,13 +14,56 @@ from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.gathering import members
 from jurymast.core.keeper.work import Fetched, Found
-from jurymast.keeper import parity
-from jurymast.keeper.buffers import Buffer
-from jurymast.keeper.copies import Copies, Copy, report_of
+from jurymast.keeper.copies import Copies, Copy, blocks_of, is_intact, report_of
 from jurymast.keeper.fetch import Filling
-from jurymast.keeper.gathering import Gathering
+from jurymast.keeper.gathering import Gathering, build, empty
 from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.memory import Buffer
 from jurymast.keeper.threads import in_thread
+
+SCRUB_EVERY_S = 600.0
+SCRUB_LOOK_S = 1.0
+# Of one core.
+SCRUB_SHARE = 0.1
+
+Distrust = Callable[[Copy, str], None]
+
+
+async def scrub(copies: Copies, distrust: Distrust, every_s: float = SCRUB_EVERY_S) -> None:
+    """Each copy in memory once in `every_s`, one after another."""
+    while True:
+        due = [
+            one
+            for one in copies
+            if isinstance(one.place, Buffer) and one.verified_at + every_s < time.monotonic()
+        ]
+        if due:
+            await read_again(copies, min(due, key=lambda one: one.verified_at), distrust, SCRUB_SHARE)
+        else:
+            await asyncio.sleep(min(SCRUB_LOOK_S, every_s))
+
+
+async def read_again(copies: Copies, copy: Copy, distrust: Distrust, share: float = 1.0) -> None:
+    """Hash a copy again, using `share` of a core; `distrust` it at the first block that is wrong.
+
+    It is a reader for a block at a time only: a slot that becomes free does not wait for this.
+    """
+    buffer = copy.place
+    if not isinstance(buffer, Buffer):
+        return
+    for block in blocks_of(copy.manifest, copy.part):
+        started = time.monotonic()
+        if not copies.read(copy):
+            return
+        try:
+            good = await in_thread(is_intact, buffer.view(0, copy.manifest.size_bytes), block)
+        finally:
+            copies.release(copy)
+        if not good:
+            distrust(copy, f"the block at {block.at} of the {block.part} part is corrupt in memory")
+            return
+        await asyncio.sleep((time.monotonic() - started) * (1 / share - 1))
+    copy.verified_at = time.monotonic()
 
 
 @dataclass
@@ -93,10 +138,10 @@ class Works:
             await in_thread(buffer.reserve, 0, effect.size)
         except OSError as error:
             return Fetched(None, refused=str(error), allocated=buffer.allocated)
-        manifest = parity.empty(going.manifests, effect.part)
+        manifest = empty(going.manifests, effect.part)
         first = going.manifests[0]
         taken = zip(members(first.step, first.attempt, effect.members), going.manifests, strict=True)
-        made = await parity.build(self._gathering, manifest, buffer, effect.part, taken, going.stop, why)
+        made = await build(self._gathering, manifest, buffer, effect.part, taken, going.stop, why)
         copy = None
         if made is not None:
             copy = Copy(made, PEER, effect.part, buffer, members=going.manifests)
