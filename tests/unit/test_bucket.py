@@ -122,10 +122,9 @@ def test_what_the_run_has_not_put_there_is_not_taken(
     assert back.steps() == [STEP]
 
 
-def test_a_file_of_the_same_hash_is_not_taken_for_the_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if somebody had found one: with 128 bytes of their choice that is possible."""
+@pytest.fixture
+def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if somebody had found files of the same hash: with 128 bytes of their choice that is possible."""
 
     class Colliding:
         def update(self, _data: object) -> None:
@@ -136,8 +135,30 @@ def test_a_file_of_the_same_hash_is_not_taken_for_the_runs(
 
     monkeypatch.setattr(xxhash, "xxh3_64", Colliding)
     monkeypatch.setattr(xxhash, "xxh3_64_hexdigest", lambda data: "0" * 16)
+
+
+@pytest.mark.usefixtures("colliding")
+def test_a_file_of_the_same_hash_is_not_taken_for_the_runs(tmp_path: Path) -> None:
     store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
     store.upload(saved(tmp_path / "run", b"right"), STEP, Job(10.0))
     (tmp_path / f"bucket/run-1/step-{STEP:08d}/.metadata").write_bytes(b"wrong")
     with pytest.raises(StorageFailure, match="is not what this run has uploaded"):
+        store.fetch(STEP, CheckpointDirectory(tmp_path / "back"), Job(10.0))
+
+
+@pytest.mark.usefixtures("colliding")
+def test_a_file_of_another_step_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    """With the word of the run's key for it."""
+    store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
+    run = saved(tmp_path / "run", b"right")
+    store.upload(run, STEP, Job(10.0))
+    here, other = (tmp_path / f"bucket/run-1/step-{step:08d}" for step in (STEP, STEP + 1))
+    (run.path(STEP) / ".metadata").write_bytes(b"older")
+    here.rename(other)
+    store.upload(run, STEP, Job(10.0))
+    theirs = json.loads((other / SEAL).read_bytes())
+    seal = json.loads((here / SEAL).read_bytes()) | {"files": theirs["files"]}
+    (here / SEAL).write_bytes(json.dumps(seal).encode())
+    (here / ".metadata").write_bytes((other / ".metadata").read_bytes())
+    with pytest.raises(StorageFailure, match="this run's key does not vouch for step 100"):
         store.fetch(STEP, CheckpointDirectory(tmp_path / "back"), Job(10.0))

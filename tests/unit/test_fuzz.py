@@ -21,7 +21,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jurymast.storage.job import StorageFailure
 
 from jurymast import journal
 from jurymast.agent import flight_record
@@ -49,7 +48,8 @@ from jurymast.past_runs import past_runs, summary_file
 from jurymast.policy.load import file_layers
 from jurymast.policy.resolve import resolve
 from jurymast.rundir import RunDirectory
-from jurymast.storage.object_store import Key
+from jurymast.storage.object_store import BucketKey
+from jurymast.storage.orders import StorageFailure
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel, Connection
 from jurymast.wire.handshake import Seal
@@ -118,7 +118,7 @@ def of_ranks(data: bytes, _folder: Path) -> None:
 
 def of_bucket(data: bytes, _folder: Path) -> None:
     with refusing(StorageFailure):
-        Key(b"k" * 32, "run-1").vouched(STEP, b"{}", data)
+        BucketKey(b"k" * 32, "run-1").vouched(STEP, b"{}", data)
         raise AssertionError("what this run has not sealed is vouched for")
 
 
@@ -253,7 +253,7 @@ PARSERS = {
     "what ranks say": Parser(messages(within.read_rank), right({"event": "Image", "local_rank": 0})),
     "what hosts say": Parser(messages(within.read_host), right(within.Waiting(store_port=1))),
     "what ranks tell each other": Parser(of_ranks, right(["tuple", ["dict", ["a", ["list", 1]]], True])),
-    "seals of buckets": Parser(of_bucket, (Key(b"m" * 32, "run-1").seal(STEP, b"{}", {"a": "00"}),)),
+    "seals of buckets": Parser(of_bucket, (BucketKey(b"m" * 32, "run-1").seal(STEP, b"{}", {"a": "00"}),)),
     "errors of ranks": Parser(of_errors, right({"message": {"message": "E: x", "extraInfo": {}}})),
     "owners": Parser(of_owner, right({"run": "run-1", "directory": "/runs/run-1"})),
     "journal": Parser(of_journal, right(json.dumps(NOTED).encode() + b"\n")),
