@@ -36,11 +36,13 @@ OUTSIDE = "OUTSIDE"
 def test_no_file_outside_of_the_checkpoint_is_written(tmp_path: Path, name: str) -> None:
     """All hashes fit: whoever can write to the bucket makes them."""
     outside = tmp_path / "home/.bashrc"
-    (tmp_path / "bucket").mkdir()
-    (tmp_path / "bucket/.bashrc").write_bytes(LOOT)
     name = str(outside) if name == OUTSIDE else name
     record = FileRecord(name, len(LOOT), xxhash.xxh3_64_hexdigest(LOOT))
-    store = bucket(tmp_path, Manifest(STEP, 1, 1, "2.13.0", (record,)).to_bytes())
+    store = bucket(tmp_path / "deep", Manifest(STEP, 1, 1, "2.13.0", (record,)).to_bytes())
+    inside = tmp_path / f"deep/bucket/run-1/step-{STEP:08d}{outside}"
+    for source in (tmp_path / ".bashrc", inside):  # where these names lead to in the bucket
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_bytes(LOOT)
     checkpoints = CheckpointDirectory(tmp_path / "home/runs/run-1/checkpoints")
     with pytest.raises(StorageFailure, match="names a file that is none of a checkpoint's"):
         store.fetch(STEP, checkpoints, Job(10.0))
