@@ -3,18 +3,23 @@
 TCP and seals; the agents are simulated, 8 ranks each, heartbeats every 0.5 s (see `tests/support/fleet.py`).
 
 Phases, one after the other: all nodes join within a second; the first launch; half a minute of training; a
-connection that is reset; a node that falls silent; twenty nodes at once; the supervisor's process is stopped
-for five seconds; another supervisor takes over.
+crowd of strangers at the supervisor's port, and nobody, in turns; a connection that is reset; a node that
+falls silent; twenty nodes at once; the supervisor's process is stopped for five seconds; another supervisor
+takes over.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +43,9 @@ WRONGLY = "healthy nodes declared lost"
 JOIN_S = 1.0
 STEADY_S, QUICK_STEADY_S = 30.0, 5.0
 LIMIT_S = 120.0
+STRANGERS, TURNS = 3000, 5
+CROWD = f"{STRANGERS} strangers"
+TURN_S, QUICK_TURN_S, SETTLE_S = 10.0, 4.0, 1.0
 
 
 @dataclass
@@ -87,11 +95,15 @@ def waited(one: Lab, what: str, condition: Callable[[], bool], limit_s: float = 
     return None
 
 
-def phases(one: Lab, steady_s: float) -> bool:
+def phases(one: Lab, *, quick: bool, only_crowd: bool) -> bool:
     """False when the run did not get through."""
     if not up(one):
         return False
-    steady(one, steady_s)
+    if not only_crowd:
+        steady(one, QUICK_STEADY_S if quick else STEADY_S)
+    crowd(one, QUICK_TURN_S if quick else TURN_S)
+    if only_crowd:
+        return True
     chosen = [agent.name for agent in one.fleet.healthy if agent.ranks == "running"]
     faults: list[tuple[str, list[str], Callable[[str], None]]] = [
         ("one connection reset", chosen[:1], one.fleet.crash),
@@ -141,6 +153,45 @@ def steady(one: Lab, seconds: float) -> None:
     one.row("steady", "journal", "bytes/s", (journal_bytes(one) - journal) / took_s)
     one.row("steady", "resident memory", "MB", process.memory_info().rss / 1e6)
     one.row("steady", "agents that hung up", "", fleet.hung_up)
+
+
+def crowd(one: Lab, turn_s: float) -> None:
+    """Heartbeats while strangers connect, say nothing, and come again when they are hung up on."""
+    counts, hung_up = {"nobody else": 0, CROWD: STRANGERS}, one.fleet.hung_up
+    found: dict[tuple[str, str], list[float | None]] = defaultdict(list)
+    for _ in range(TURNS):
+        for case, count in counts.items():
+            with strangers(one, count):
+                one.fleet.run_for(SETTLE_S)
+                one.fleet.round_trips, one.fleet.silences = [], []
+                one.fleet.run_for(turn_s)
+            trips = sorted(one.fleet.round_trips)
+            for name, share in (("p50", 0.5), ("p99", 0.99)):
+                trip_s = trips[int(share * len(trips))] if trips else None
+                found[case, f"a heartbeat's round trip, {name}"].append(trip_s)
+            found[case, "longest from one answer to the next"].append(max(one.fleet.silences, default=None))
+    for (case, metric), turns in found.items():
+        of, name = common.spread(turns), f"{one.nodes} nodes: {case}"
+        one.rows.append(Row(name, JURYMAST, metric, "s", of.median, of.low, of.high, of.n, samples=turns))
+    one.row(CROWD, "agents that hung up", "", one.fleet.hung_up - hung_up)
+    one.row(CROWD, WRONGLY, "", wrongly_lost(one))
+
+
+@contextmanager
+def strangers(one: Lab, count: int) -> Iterator[None]:
+    """While they are here."""
+    place = one.fleet.place()
+    assert place is not None
+    command = [sys.executable, "-m", "support.strangers", place[0], str(place[1]), str(count)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            one.fleet.run_until(lambda: process.stdout is not None and bool(process.stdout.read()), LIMIT_S)
+            yield
+        finally:
+            process.kill()
 
 
 def _share(before: Any, after: Any, seconds: float) -> float:
@@ -237,6 +288,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SIZES} nodes, for the shape")
     parser.add_argument("--nodes", type=int, nargs="*", help=f"sizes; {SIZES} unless said otherwise")
+    parser.add_argument("--crowd", action="store_true", help="only the heartbeats under a crowd of strangers")
     parser.add_argument("--no-saves", action="store_true", help="agents tell of no checkpoints")
     parser.add_argument("--keep", type=Path, help="leave the supervisors' logs and run directories here")
     arguments = parser.parse_args()
@@ -250,7 +302,7 @@ def main() -> None:
             with supervised(folder, nodes, max(32, nodes // SPARE_SHARE)) as run:
                 run.fleet.saves = not arguments.no_saves
                 one = Lab(run)
-                through = phases(one, QUICK_STEADY_S if arguments.quick else STEADY_S)
+                through = phases(one, quick=arguments.quick, only_crowd=arguments.crowd)
             rows += one.rows
             targets.append(Target(f"{nodes} nodes: got through", float(through), 1.0, "higher"))
             lost = [row.median or 0.0 for row in one.rows if row.metric == WRONGLY]

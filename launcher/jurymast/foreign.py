@@ -30,6 +30,10 @@ OTHERS_ANYTHING = stat.S_IRWXG | stat.S_IRWXO
 BYTES_MAX = 256 << 20
 # Read in any case: some files grow while they are looked at.
 BYTES_MIN = 64 << 10
+# What `own_directory` gives names in.
+HELD = "/proc/self/fd/"
+# Of a file; an answer of storage that is merely slow does not take long then.
+ASKED_AT_ONCE = 64 << 20
 
 
 # What each thread asks the storage for right now: (path, since when in seconds of the monotonic clock).
@@ -37,7 +41,7 @@ _asked: dict[int, tuple[str, float]] = {}
 
 
 @contextmanager
-def asking(path: Path | str) -> Iterator[None]:
+def asking(path: os.PathLike[str] | str) -> Iterator[None]:
     """While this lasts, this thread waits for the storage of `path`, and does nothing else."""
     thread = threading.get_ident()
     around = _asked.get(thread)
@@ -60,7 +64,9 @@ def unanswered() -> tuple[str, float]:
 class NotOurs(OSError):
     """Another user owns it, or can write it; one line that names the path and what to do."""
 
-    def __init__(self, path: Path | str, status: os.stat_result) -> None:
+    def __init__(self, path: os.PathLike[str] | str, status: os.stat_result) -> None:
+        if str(path).startswith(HELD):
+            path = os.path.realpath(path)
         todo = "remove it, or choose another path"
         if status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode):
             todo = f"if nobody else has put anything there: chmod go-w {path}"
@@ -118,18 +124,23 @@ def own_directory(place: Path) -> Iterator[Path]:
     try:
         if not is_ours(found := os.fstat(descriptor)):
             raise NotOurs(place, found)
-        yield Path(f"/proc/self/fd/{descriptor}")
+        yield Path(f"{HELD}{descriptor}")
     finally:
         os.close(descriptor)
 
 
-def open_own(path: Path | str, closed: int = OTHERS_WRITE) -> int:
+def open_own(path: os.PathLike[str] | str, closed: int = OTHERS_WRITE) -> int:
     """A descriptor, for reading, of a file that this user has written. Raises NotOurs, OSError."""
     descriptor = _open(path, os.O_NOFOLLOW)
     if not is_ours(found := os.fstat(descriptor), closed):
         os.close(descriptor)
         raise NotOurs(path, found)
     return descriptor
+
+
+def reading_own(path: os.PathLike[str] | str) -> BufferedReader:
+    """A file that this user has written. Raises NotOurs, OSError."""
+    return _buffered(open_own(path), path)
 
 
 def read_own(path: Path | str, most: int = BYTES_MAX, closed: int = OTHERS_WRITE) -> bytes:
@@ -196,7 +207,7 @@ def parse(data: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def _open(path: Path | str, flags: int = 0) -> int:
+def _open(path: os.PathLike[str] | str, flags: int = 0) -> int:
     # O_NONBLOCK: opening a pipe must not wait for somebody at its other end.
     with asking(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
@@ -212,20 +223,20 @@ def _open(path: Path | str, flags: int = 0) -> int:
 class _Asked(FileIO):
     """A file that says when it waits for its storage."""
 
-    def __init__(self, descriptor: int, path: Path | str) -> None:
+    def __init__(self, descriptor: int, path: os.PathLike[str] | str) -> None:
         super().__init__(descriptor, "rb")
         self._path = path
 
     def readinto(self, buffer: Any) -> int | None:
         with asking(self._path):
-            return super().readinto(buffer)
+            return super().readinto(memoryview(buffer)[:ASKED_AT_ONCE])
 
     def readall(self) -> bytes:
         with asking(self._path):
             return super().readall() or b""
 
 
-def _buffered(descriptor: int, path: Path | str) -> BufferedReader:
+def _buffered(descriptor: int, path: os.PathLike[str] | str) -> BufferedReader:
     return BufferedReader(_Asked(descriptor, path))
 
 

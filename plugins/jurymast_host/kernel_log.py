@@ -26,10 +26,11 @@ RECORD_BYTES_MAX = 8192
 MESSAGE_MAX = 300
 OOM_KILL = "oom-kill"
 MEMORY = "memory-uncorrectable"
-# What the kernel says of a process begins with the process's name, 15 characters that any user can choose:
-# a crash, memory used up, a call that is out of date. None of it tells of hardware.
+# What the kernel says of a process begins with the process's name, 15 bytes that any user can choose: a
+# crash, memory used up, a call that is out of date. None of it tells of hardware. The log has \x and two
+# digits for each byte that cannot be printed.
 OF_PROCESS = re.compile(
-    r".{0,15}(\[\d+\]:? | \(\d+\): |: \d+: |/\d+: | invoked oom-killer: "
+    r"(\\x[0-9a-f]{2}|.){0,15}(\[\d+\]:? | \(\d+\): |: \d+: |/\d+: | invoked oom-killer: "
     r"|: page allocation failure|: potentially unexpected fatal signal )"
 )
 
@@ -52,7 +53,7 @@ def _pattern(regex: str, code: str, verdict: Verdict, kind: str) -> Pattern:
 # kernel/watchdog.c. They fit from the line's start only, and leave no room for more than the kernel's own
 # words: further on a line may hold a name that a user gave.
 PATTERNS = (
-    _pattern(r"EDAC (?P<device>\S+): \d+ UE ", MEMORY, Verdict.BAD, HARDWARE),
+    _pattern(r"EDAC (?P<device>MC\d+): \d+ UE ", MEMORY, Verdict.BAD, HARDWARE),
     _pattern(r"Memory failure: 0x[0-9a-f]+: ", MEMORY, Verdict.BAD, HARDWARE),
     _pattern(
         r"mce: Uncorrected|mce: \[Hardware Error\]: CPU \d+: Machine Check Exception", "machine-check",

@@ -329,13 +329,29 @@ def test_what_users_can_make_the_kernel_say_comes_to_nothing(tmp_path: Path) -> 
 def test_no_name_of_a_process_makes_the_kernel_say_that_hardware_is_broken(tmp_path: Path) -> None:
     """Not even on a node of which some memory was broken earlier."""
     forged = [
-        said.format(name=line[:cut], more=line[cut:])
-        for line in LINES.values()
+        said.format(name=name, more=line[cut:])
+        for line in (*LINES.values(), "EDAC a: 1 UE ")
         for cut in range(NAME_MAX + 1)
+        for name in (line[:cut], line[:cut] + r"\x01" * (NAME_MAX - cut))
         for said in OF_PROCESSES
     ]
     assert "EDAC MC0: 1 UE [4242]: segfault at 0" in "\n".join(forged)
     assert kernel_log(tmp_path, forged) == []
+
+
+def test_a_crash_by_such_a_name_comes_to_nothing() -> None:
+    """In earnest, of a name with bytes that the log spells out, which makes it longer than any name."""
+    crash = "import ctypes; ctypes.CDLL(None).prctl(15, b'EDAC a: 1 UE \\x01\\x01'); ctypes.string_at(16)"
+    log = KernelLog(ROOT, Context(started_at=time.time()))
+    with subprocess.Popen([sys.executable, "-c", crash]) as process:
+        pass
+    if (
+        f"UE \\x01\\x01[{process.pid}]: segfault"
+        not in subprocess.run(["dmesg"], capture_output=True, text=True, check=False).stdout
+    ):
+        pytest.skip("this kernel's log says nothing of crashes, or is not to be read")
+    assert not [finding for finding in log.look(time.time()) if str(process.pid) in finding.message]
+    log.close()
 
 
 def test_broken_memory_that_the_kernel_has_not_counted_is_told_and_blames_nobody(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from jurymast.core import events as ev
 from support import s3_server
+from support.hanging import hanging
 from support.runs import SCRIPTS, RunUnderTest, jurymast, local_run, result, wait_gone
 from support.s3_server import S3Server
 from support.waiting import wait_until
@@ -238,3 +239,20 @@ def test_storage_that_hangs_holds_up_nothing_but_its_own_tier(tmp_path: Path) ->
             assert state.saved["shared"].failures == 0
             assert jurymast("cancel", str(run.directory.root)).returncode == 0
             wait_gone(run.directory.root)
+
+
+def test_a_restore_from_storage_that_hangs_is_told_and_goes_on(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir(mode=0o700)
+    train = (*TRAIN, "--steps", "20", "--checkpoints", str(checkpoints), "--out", str(tmp_path / "out.json"))
+    with ExitStack() as held:
+        held.enter_context(hanging(checkpoints))
+        with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="train_tiny.py",
+                       arguments=train) as run:  # fmt: skip
+            state = run.wait("word of it", lambda s: bool(s.alerts))
+            assert state.first_step_at is None
+            (told,) = shown(run, "alert")
+            assert f"rank 0 restores from {checkpoints}, whose storage gives no answer" in told
+            held.close()
+            state = run.wait_end()
+            assert (state.exit_code, state.attempt) == (0, 1)

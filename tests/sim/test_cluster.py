@@ -7,9 +7,14 @@ from random import Random
 
 import pytest
 
+from jurymast.core import events as ev
 from jurymast.core import messages as msg
+from jurymast.core import within
 from jurymast.core.checkpoints.restore import Restore
 from jurymast.core.effects import Effect
+from jurymast.core.run import machine, restoring
+from jurymast.core.run.instructions import Instruction
+from jurymast.core.run.state import RunState
 from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import run
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
@@ -19,6 +24,7 @@ from support.planted import (
     ends_while_another_rules,
     exactly,
     last_spare_while_clocks_differ,
+    only_storage_that_hangs_is_left,
     rolled_back_at_a_takeover,
     stalled_while_views_are_old,
     taken_over_when_the_journal_is_long,
@@ -74,3 +80,20 @@ def test_no_rule_is_broken_by(
     plans = exactly(faults)
     broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
     assert broken == []
+
+
+def test_a_restore_from_storage_that_hangs_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sooner than in earnest: here ranks that do not begin hang after 20 s."""
+    monkeypatch.setattr(within, "RESTORE_TOLD_S", 2.0)
+    monkeypatch.setattr(restoring, "WAIT_LIMIT_S", 6.0)
+    heard: list[ev.RestoreWaits] = []
+
+    def counted(state: RunState, event: ev.RestoreWaits) -> list[Instruction]:
+        heard.append(event)
+        return restoring.waits(state, event)
+
+    monkeypatch.setitem(machine._HANDLERS, ev.RestoreWaits, counted)
+    plans = exactly(only_storage_that_hangs_is_left)
+    broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
+    assert broken == []
+    assert sum(event.seconds >= restoring.WAIT_LIMIT_S for event in heard) > 10

@@ -78,6 +78,8 @@ class Agent:
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
     heard_at: float = 0.0
+    beat_at: float = 0.0
+    beat_answered_at: float = 0.0
     silent_s: float = 0.0  # of its supervisor, before it looks for another
     silent: bool = False  # its power is gone
     arrived_at: float = 0.0  # the newest bytes, in its kernel
@@ -125,6 +127,9 @@ class Fleet:
         self.bytes_out = self.bytes_in = self.frames_in = self.frames_out = 0
         self.begun = 0.0
         self._wall_s = time.time() - time.monotonic()
+        # From the newest heartbeat to an answer, and from one answer to the next, in seconds.
+        self.round_trips: list[float] = []
+        self.silences: list[float] = []
         self._beats: dict[tuple[int, bool, tuple[int, int]], bytes] = {}
         self._beats_step = -1
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -353,6 +358,7 @@ class Fleet:
                 self._drop(agent, again=True)
                 continue
             heapq.heappush(self._due, (max(at + self.heartbeat_s, now), connections, name))
+            agent.beat_at = time.monotonic()
             self._seal(agent, self._beat(agent, step))
             if self.saves and agent.ranks == "running" and step // SAVE_EVERY > agent.saved:
                 agent.saved = step // SAVE_EVERY
@@ -402,6 +408,9 @@ class Fleet:
             if payload.startswith(b'{"do":"go on"'):
                 told = _PATIENCE.search(payload)
                 agent.silent_s = float(told[1]) if told else self._silent_s
+                self.round_trips.append(agent.heard_at - agent.beat_at)
+                self.silences.append(agent.heard_at - (agent.beat_answered_at or agent.heard_at))
+                agent.beat_answered_at = agent.heard_at
             else:
                 self._obey(agent, msg.read_order(payload))
             if agent.connection is None:

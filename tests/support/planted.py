@@ -154,6 +154,13 @@ def _only_storage_is_left(chance: Random) -> tuple[Fault, ...]:
     return unseen, Fault(at, "power", node=2), Fault(at, "power", node=3)
 
 
+def only_storage_that_hangs_is_left(chance: Random) -> tuple[Fault, ...]:
+    """The same, but that storage hangs on the node of rank 0, once the attempt is launched."""
+    at = chance.uniform(7.0, 12.0)
+    hangs = Fault(at + chance.uniform(1.5, 3.0), "storage hangs here", node=1, seconds=15.0)
+    return Fault(at, "power", node=2), Fault(at, "power", node=3), hangs
+
+
 def _storage_not_mounted_while_the_job_ends(chance: Random) -> tuple[Fault, ...]:
     """On the node of rank 0."""
     at = chance.uniform(7.0, 12.0)

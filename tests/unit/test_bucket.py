@@ -36,11 +36,13 @@ OUTSIDE = "OUTSIDE"
 def test_no_file_outside_of_the_checkpoint_is_written(tmp_path: Path, name: str) -> None:
     """All hashes fit: whoever can write to the bucket makes them."""
     outside = tmp_path / "home/.bashrc"
-    (tmp_path / "bucket").mkdir()
-    (tmp_path / "bucket/.bashrc").write_bytes(LOOT)
     name = str(outside) if name == OUTSIDE else name
     record = FileRecord(name, len(LOOT), xxhash.xxh3_64_hexdigest(LOOT))
-    store = bucket(tmp_path, Manifest(STEP, 1, 1, "2.13.0", (record,)).to_bytes())
+    store = bucket(tmp_path / "deep", Manifest(STEP, 1, 1, "2.13.0", (record,)).to_bytes())
+    inside = tmp_path / f"deep/bucket/run-1/step-{STEP:08d}{outside}"
+    for source in (tmp_path / ".bashrc", inside):  # where these names lead to in the bucket
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_bytes(LOOT)
     checkpoints = CheckpointDirectory(tmp_path / "home/runs/run-1/checkpoints")
     with pytest.raises(StorageFailure, match="names a file that is none of a checkpoint's"):
         store.fetch(STEP, checkpoints, Job(10.0))
@@ -122,10 +124,9 @@ def test_what_the_run_has_not_put_there_is_not_taken(
     assert back.steps() == [STEP]
 
 
-def test_a_file_of_the_same_hash_is_not_taken_for_the_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if somebody had found one: with 128 bytes of their choice that is possible."""
+@pytest.fixture
+def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if somebody had found files of the same hash: with 128 bytes of their choice that is possible."""
 
     class Colliding:
         def update(self, _data: object) -> None:
@@ -136,8 +137,30 @@ def test_a_file_of_the_same_hash_is_not_taken_for_the_runs(
 
     monkeypatch.setattr(xxhash, "xxh3_64", Colliding)
     monkeypatch.setattr(xxhash, "xxh3_64_hexdigest", lambda data: "0" * 16)
+
+
+@pytest.mark.usefixtures("colliding")
+def test_a_file_of_the_same_hash_is_not_taken_for_the_runs(tmp_path: Path) -> None:
     store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
     store.upload(saved(tmp_path / "run", b"right"), STEP, Job(10.0))
     (tmp_path / f"bucket/run-1/step-{STEP:08d}/.metadata").write_bytes(b"wrong")
     with pytest.raises(StorageFailure, match="is not what this run has uploaded"):
+        store.fetch(STEP, CheckpointDirectory(tmp_path / "back"), Job(10.0))
+
+
+@pytest.mark.usefixtures("colliding")
+def test_a_file_of_another_step_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    """With the word of the run's key for it."""
+    store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
+    run = saved(tmp_path / "run", b"right")
+    store.upload(run, STEP, Job(10.0))
+    here, other = (tmp_path / f"bucket/run-1/step-{step:08d}" for step in (STEP, STEP + 1))
+    (run.path(STEP) / ".metadata").write_bytes(b"older")
+    here.rename(other)
+    store.upload(run, STEP, Job(10.0))
+    theirs = json.loads((other / SEAL).read_bytes())
+    seal = json.loads((here / SEAL).read_bytes()) | {"files": theirs["files"]}
+    (here / SEAL).write_bytes(json.dumps(seal).encode())
+    (here / ".metadata").write_bytes((other / ".metadata").read_bytes())
+    with pytest.raises(StorageFailure, match="this run's key does not vouch for step 100"):
         store.fetch(STEP, CheckpointDirectory(tmp_path / "back"), Job(10.0))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from jurymast import foreign
 from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord, Manifest, hash_file
@@ -97,7 +98,10 @@ def shared(common: Path) -> Place:
 
 
 @as_others
-def test_a_forged_run_of_my_job_is_not_taken_for_mine(shared: Place) -> None:
+@pytest.mark.parametrize("forged", [FORGED, JOB])
+def test_a_forged_run_of_my_job_is_not_taken_for_mine(shared: Place, forged: str) -> None:
+    """Nor a directory that has the job's number for its name."""
+    (shared.runs / FORGED).rename(shared.runs / forged)
     with acting_as(ADA):
         assert run_ids(shared.runs) == [RUN]
         assert find_run(JOB, shared.runs).root.name == RUN
@@ -126,6 +130,8 @@ def test_a_colleagues_run_is_shown_with_whose_it_is_and_nothing_of_it_is_run(
     looks = (["status"], ["report"], ["events"], ["checkpoints"], ["checkpoints", "verify"])
     for command, *words in looks:
         main([command, RUN, *words])
+    (shared.runs / FORGED / "slurm/jobs/4712").write_bytes(b"\xff\0")  # a cluster's name
+    os.mkfifo(shared.runs / FORGED / "slurm/jobs/4713", 0o644)
     capsys.readouterr()
     with acting_as(ADA):
         for command, *words in looks:
@@ -149,6 +155,28 @@ def test_anothers_checkpoint_is_not_unpickled(shared: Place) -> None:
     with acting_as(MALLORY):
         tier.load(found[0], State({"x": torch.zeros(1)}))
     assert (shared.root / "proof").exists(), "the attack is none, and this test shows nothing"
+
+
+@as_others
+def test_a_file_of_a_checkpoint_that_others_can_write_to_is_not_unpickled(common: Path) -> None:
+    """Although its directory is this user's own, and what was hashed was right."""
+    run = RunDirectory(common / "run")
+    run.create()
+    malicious_checkpoint(run, common / "proof")
+    give(run.root, ADA)
+    metadata = CheckpointDirectory(run.checkpoints).path(100) / ".metadata"
+    with acting_as(ADA):
+        tier = SharedTier(run.checkpoints, Group(), keep=3, attempt=1, stale=lambda: "")
+        found, _ = tier.candidates()
+        metadata.chmod(0o666)
+        refused = tier.load(found[0], State({"x": torch.zeros(1)}))
+        assert f"{metadata} is not this user's own alone" in refused
+        with pytest.raises(CheckpointException):
+            export(metadata.parent, common / "out", "torch")
+        assert not (common / "proof").exists()
+        metadata.chmod(0o600)
+        tier.load(found[0], State({"x": torch.zeros(1)}))
+    assert (common / "proof").exists(), "the attack is none, and this test shows nothing"
 
 
 @as_others

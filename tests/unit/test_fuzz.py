@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,15 +24,23 @@ from hypothesis import strategies as st
 
 from jurymast import journal
 from jurymast.agent import flight_record
+from jurymast.checkpoint import group as ranks
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord
 from jurymast.checkpoint.directory import Manifest as StoredManifest
+from jurymast.checkpoint.owner import OWNER, owner
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.message import Strange
 from jurymast.core.messages import keepers
 from jurymast.core.settings import RunPlan
-from jurymast.errors import AuthenticationError, PolicyError, ProtocolError, RunDirectoryError
+from jurymast.errors import (
+    AuthenticationError,
+    CheckpointError,
+    PolicyError,
+    ProtocolError,
+    RunDirectoryError,
+)
 from jurymast.health.probe import Context
 from jurymast.keeper.copies import trusted
 from jurymast.keeper.manifest import BadImage, Item, Manifest
@@ -39,15 +48,19 @@ from jurymast.past_runs import past_runs, summary_file
 from jurymast.policy.load import file_layers
 from jurymast.policy.resolve import resolve
 from jurymast.rundir import RunDirectory
+from jurymast.storage.object_store import BucketKey
+from jurymast.storage.orders import StorageFailure
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel, Connection
 from jurymast.wire.handshake import Seal
+from jurymast.worker import error_file
 from jurymast_host.kernel_log import KernelLog
 from jurymast_site import healthcheck, verdicts
 from support.reports import hello
 
 EXAMPLES = int(os.environ.get("JURYMAST_FUZZ", "40"))
 IMAGE = (10, 1, 0)
+STEP = 10
 Check = Callable[[bytes, Path], None]
 
 
@@ -95,6 +108,29 @@ def frames(data: bytes, _folder: Path) -> None:
     channel = Channel(connection, b"k" * 32, b"k" * 32, msg.read_said)
     with refusing(AuthenticationError, ProtocolError):
         assert channel._payload() is None, "a frame of somebody without the key was let in"
+
+
+def of_ranks(data: bytes, _folder: Path) -> None:
+    """Over connections that know no authentication."""
+    with refusing(CheckpointError):
+        ranks.from_bytes(data)
+
+
+def of_bucket(data: bytes, _folder: Path) -> None:
+    with refusing(StorageFailure):
+        BucketKey(b"k" * 32, "run-1").vouched(STEP, b"{}", data)
+        raise AssertionError("what this run has not sealed is vouched for")
+
+
+def of_errors(data: bytes, folder: Path) -> None:
+    (folder / "error").write_bytes(data)
+    assert set(error_file.read(str(folder / "error"))) <= {"error", "message", "traceback"}
+
+
+def of_owner(data: bytes, folder: Path) -> None:
+    (folder / OWNER).write_bytes(data)
+    with refusing(CheckpointError):
+        owner(folder)
 
 
 def of_journal(data: bytes, folder: Path) -> None:
@@ -216,6 +252,10 @@ PARSERS = {
     "what keepers answer": Parser(messages(keepers.read_served), right(FOLLOW)),
     "what ranks say": Parser(messages(within.read_rank), right({"event": "Image", "local_rank": 0})),
     "what hosts say": Parser(messages(within.read_host), right(within.Waiting(store_port=1))),
+    "what ranks tell each other": Parser(of_ranks, right(["tuple", ["dict", ["a", ["list", 1]]], True])),
+    "seals of buckets": Parser(of_bucket, (BucketKey(b"m" * 32, "run-1").seal(STEP, b"{}", {"a": "00"}),)),
+    "errors of ranks": Parser(of_errors, right({"message": {"message": "E: x", "extraInfo": {}}})),
+    "owners": Parser(of_owner, right({"run": "run-1", "directory": "/runs/run-1"})),
     "journal": Parser(of_journal, right(json.dumps(NOTED).encode() + b"\n")),
     "policy": Parser(of_policy, right(POLICY)),
     "plan": Parser(of_plan, right(PLAN.to_json())),
@@ -235,7 +275,14 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-DEEP = (b"[" * 100_000, b'{"a":' * 100_000, b"{" * 1000 + b"}" * 1000, b"- " * 1000, b"1" * 100_000)
+DEEP = (
+    b"[" * 100_000,
+    b'["list",' * 900 + b"0" + b"]" * 900,
+    b'{"a":' * 100_000,
+    b"{" * 1000 + b"}" * 1000,
+    b"- " * 1000,
+    b"1" * 100_000,
+)
 
 
 @st.composite
@@ -285,5 +332,28 @@ def test_a_parser_takes_what_is_right_and_refuses_what_is_not(name: str, tmp_pat
     @given(wrong(parser.right))
     def fuzz(data: bytes) -> None:
         parser.check(data, tmp_path)
+
+    fuzz()
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_frames_are_heard_once_and_in_their_order(length: int) -> None:
+    """Of somebody on the way, who has all that was sent and plays it as he likes."""
+    seal = Seal(b"k" * 32)
+    said = [b'{"number": %d}' % number for number in range(length)]
+    sent = [struct.pack(">I", len(one)) + seal.tag(one) + one for one in said]
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None)
+    @given(st.lists(st.integers(0, length - 1), max_size=10))
+    def fuzz(order: list[int]) -> None:
+        connection = Connection()
+        connection.unread += b"".join(sent[number] for number in order)
+        channel = Channel(connection, b"o" * 32, b"k" * 32, msg.read_said)
+        heard = []
+        with refusing(AuthenticationError):
+            while (payload := channel._payload()) is not None:
+                heard.append(payload)
+        assert heard == said[: len(heard)]
+        assert len(heard) == next((n for n, number in enumerate(order) if n != number), len(order))
 
     fuzz()

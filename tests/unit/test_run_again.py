@@ -5,6 +5,7 @@ from __future__ import annotations
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.copies import MEMORY, SHARED
 from jurymast.core.run.instructions import Launch, StopWorkers
+from jurymast.core.run.restoring import WAIT_LIMIT_S
 from jurymast.core.run.state import Phase
 from support.stories import START, Story
 
@@ -78,6 +79,63 @@ def test_an_image_that_does_not_come_is_tried_again_elsewhere_before_an_older_on
     assert story.state.failed_to_restore() == {(40, 1)}
     story.feed(ev.Restored(t=story.t, attempt=story.state.attempt, step=40, tier="memory", seconds=1.0))
     assert story.state.failed_to_restore() == set(), "it can be had after all"
+
+
+def restore_waits(story: Story, node: str, seconds: float, rank: int = 0) -> None:
+    story.t += 30.0
+    story.feed(
+        ev.RestoreWaits(
+            t=story.t, node=node, attempt=story.state.attempt, rank=rank, path="/lustre/x", seconds=seconds
+        )
+    )  # fmt: skip
+
+
+def storage_hangs(story: Story, node: str) -> None:
+    """A rank there gets no answer, for longer than is waited for."""
+    if story.state.phase is Phase.LAUNCHING:
+        story.told().ranks_up()
+    for seconds in (30.0, WAIT_LIMIT_S - 1.0):
+        restore_waits(story, node, seconds)
+        assert story.state.phase is Phase.RUNNING
+        assert "restores from /lustre/x" in story.state.alerts[-1].message
+    restore_waits(story, node, WAIT_LIMIT_S)
+    assert story.state.phase is Phase.STOPPING
+    story.stopped().backed_off()
+
+
+def test_a_restore_that_gets_no_answer_is_told_and_tried_again_then_elsewhere() -> None:
+    story = Story(active=2, spares=2).allocated()
+    first = story.state.placement[0]
+    storage_hangs(story, first)
+    told = (story.incident.cause, story.incident.action, story.incident.node)
+    assert told == ("storage_failed", "restart", first)
+    storage_hangs(story, first)
+    assert story.incident.action == "swap"
+    assert first not in story.state.placement
+    for _ in range(10):
+        storage_hangs(story, story.state.placement[0])
+    assert story.state.phase is Phase.LAUNCHING, "people have hours to repair it"
+    story.told().ranks_up().restored(40).stepped(60)
+    assert (story.state.phase, story.state.incident) == (Phase.RUNNING, None)
+
+
+def test_where_several_nodes_get_no_answer_none_is_blamed() -> None:
+    story = Story(active=2, spares=1).allocated().ranks_up()
+    for _ in range(3):
+        if story.state.phase is Phase.LAUNCHING:
+            story.told().ranks_up()
+        placed = story.state.placement
+        restore_waits(story, placed[1], WAIT_LIMIT_S - 10.0, rank=1)
+        restore_waits(story, placed[0], WAIT_LIMIT_S)
+        story.stopped().backed_off()
+        assert (story.incident.cause, story.incident.action) == ("storage_failed", "restart")
+        assert story.state.placement == placed
+
+
+def test_a_wait_that_was_over_long_ago_ends_nothing() -> None:
+    story = Story(active=2, spares=1).running(50)
+    restore_waits(story, story.state.placement[0], WAIT_LIMIT_S)
+    assert (story.state.phase, story.state.alerts) == (Phase.RUNNING, [])
 
 
 def test_an_attempt_that_the_journal_does_not_know_is_stopped_and_the_next_one_begins() -> None:

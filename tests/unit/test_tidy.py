@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -102,28 +103,62 @@ def pickles(source: Source) -> Iterator[str]:
 
 
 def unpickles(source: Source) -> Iterator[str]:
+    ways = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "np.load"}
+    ways |= {"yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load"}
     if source.name.startswith(PRODUCT):
         for call in source.calls():
-            if ast.unparse(call.func) in ("pickle.load", "pickle.loads", "pickle.Unpickler"):
+            if ast.unparse(call.func) in ways:
                 yield f"{source.name}:{call.lineno}: unpickles"
 
 
+# Calls that open what a path leads to. Not those that only make something new.
+BY_PATH = {
+    "codecs.open", "io.open", "io.open_code", "io.FileIO", "FileIO", "gzip.open", "bz2.open", "lzma.open",
+    "tarfile.open", "zipfile.ZipFile", "ZipFile", "shelve.open", "sqlite3.connect", "linecache.getline",
+    "linecache.getlines", "runpy.run_path", "importlib.util.spec_from_file_location",
+    "spec_from_file_location", "np.load", "np.fromfile", "np.memmap", "FileSystemReader",
+    "dcp.FileSystemReader",
+    "shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move",
+    "shutil.unpack_archive",
+}  # fmt: skip
+MODE = re.compile(r"'[rwxabt+]+'")
+KERNELS = re.compile(r"(Path\()?f?'/(proc|sys)/")
+OPENED = re.compile(r"(foreign\.|open_own\(|descriptor$)")
+
+
 def opens(source: Source) -> Iterator[str]:
-    """What another user could have made is opened by `jurymast.foreign` alone: a pipe there would hang, and
-    another's file would be believed."""
-    if not source.name.startswith(PRODUCT):
+    """What another user could have made is opened by `jurymast.foreign` alone, and root's part has a door of
+    its own: a pipe there would hang, another's file would be believed, and a link be written through."""
+    if not source.name.startswith((*PRODUCT, "slurm/site/")):
         return
+    called = {id(call.func) for call in source.calls()}
+    for node in ast.walk(source.tree):
+        named = isinstance(node, ast.Name) and node.id == "open" and isinstance(node.ctx, ast.Load)
+        passed = named and id(node) not in called
+        if passed or (isinstance(node, ast.ImportFrom) and "open" in [alias.name for alias in node.names]):
+            yield f"{source.name}: gives open another name: {ast.unparse(node)}"
     for call in source.calls():
-        function, words = ast.unparse(call.func), [ast.unparse(word) for word in call.args]
-        way = function.rpartition(".")[2]
-        by_path = function == "open" and not words[0].startswith(("foreign.", "open_own", "descriptor"))
-        if (
-            (by_path and not any("w" in mode or "x" in mode for mode in words[1:2]))
-            or (function == "os.open" and "O_CREAT" not in words[1])
-            or (way == "open" and words in (["'rb'"], ["'r'"]))
-            or way in ("read_bytes", "read_text")
-        ) and not any(kernel in " ".join([function, *words]) for kernel in ("/proc", "/sys")):
+        if _opens_by_path(call):
             yield f"{source.name}:{call.lineno}: opens by itself"
+
+
+def _opens_by_path(call: ast.Call) -> bool:
+    function, words = ast.unparse(call.func), [ast.unparse(word) for word in call.args]
+    keywords = {word.arg: ast.unparse(word.value) for word in call.keywords}
+    first, rest = (words or [keywords.get("file", "")])[0], [*words[1:2], keywords.get("mode", "")]
+    way = function.rpartition(".")[2]
+    if KERNELS.match(first) or KERNELS.match(function):
+        return False
+    if function == "open":
+        return not (OPENED.match(first) or any(MODE.fullmatch(mode) and "x" in mode for mode in rest))
+    if function == "os.open":
+        return "O_EXCL" not in " ".join(words)
+    if function == "torch.load":
+        return not first.startswith("io.BytesIO(")
+    if way == "open" and function not in BY_PATH:
+        mode = words[0] if words else keywords.get("mode", "'r'")
+        return bool(MODE.fullmatch(mode)) and "x" not in mode
+    return function in BY_PATH or way in ("read_bytes", "read_text", "write_bytes", "write_text")
 
 
 # What commands reach.
@@ -190,17 +225,23 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/agent/flight_record.py",  # torch's own format; refuses all but plain values
         },
     ),
-    unpickles: (Source("launcher/a.py", "import pickle\npickle.loads(b'')\n"), set()),
+    unpickles: (
+        Source("launcher/a.py", "import pickle\npickle.loads(b'')\n"),
+        {"launcher/jurymast/checkpoint/image.py"},  # of an image that the run's key vouches for
+    ),
     opens: (
         Source("launcher/a.py", "def f(path):\n    return path.read_bytes()\n"),
         {
             "launcher/jurymast/foreign.py",
+            "launcher/jurymast/checkpoint/reading.py",  # with that door below it
+            "slurm/site/jurymast_site/verdicts.py",  # root's own door
             # The kernel's files.
             "launcher/jurymast/agent/stacks.py",
             "launcher/jurymast/cluster/verdicts.py",
             "launcher/jurymast/health/readings.py",
             "plugins/jurymast_amd/__init__.py",
             "plugins/jurymast_host/kernel_log.py",
+            "slurm/site/jurymast_site/sweep.py",
             # Memory of this user's processes, by a link below /proc that only they may follow.
             "launcher/jurymast/checkpoint/memory_tier.py",
             "launcher/jurymast/keeper/fetch.py",
@@ -208,16 +249,29 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/worker/link.py",
             # In a directory that was made for this user alone, or found to be.
             "launcher/jurymast/agent/node.py",
+            "launcher/jurymast/cluster/local.py",
+            "launcher/jurymast/script/node.py",
+            "launcher/jurymast/script/step.py",
             "launcher/jurymast/storage/export.py",
+            "launcher/jurymast/wire/endpoint.py",
             "launcher/jurymast/worker/error_file.py",
+            "launcher/jurymast/worker/rank.py",
+            "launcher/jurymast/worker/stack_signal.py",
+            "plugins/jurymast_storage/__init__.py",
+            "slurm/site/jurymast_site/healthcheck.py",
+            "slurm/site/jurymast_site/system.py",
             # What comes with the package, and what somebody names on the command line.
             "launcher/jurymast/cli/main.py",
+            "launcher/jurymast/cli/manual.py",
+            "launcher/jurymast/cli/options.py",
             "launcher/jurymast/cli/policy.py",
             "launcher/jurymast/cluster/planning.py",
             "launcher/jurymast/demo/train_gpt.py",
             "launcher/jurymast/policy/load.py",
             "launcher/jurymast/reference.py",
             "launcher/jurymast/report/doctor.py",
+            "launcher/jurymast/script/output.py",
+            "slurm/site/jurymast_site/config.py",
             "launcher/jurymast/rundir.py",  # a directory, to have renames in it on disk
             "launcher/jurymast/sim/faults.py",
             "launcher/jurymast/sim/durations.py",
@@ -251,3 +305,32 @@ def test_rule_finds_what_it_is_for(rule: Rule) -> None:
 def test_no_rule_is_checked_against_nothing() -> None:
     assert len(sources()) > 100
     assert {source.name.partition("/")[0] for source in sources()} >= {"launcher", "slurm", "tests"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open(path)", "open(path, 'a')", "open(path, 'w')", "open(file=path)", "open(f'{root}/systems')",
+        "open(descriptor_path)", "path.open()", "path.open('rb')", "path.open(mode='r+')", "path.read_text()",
+        "path.write_text(text)", "os.open(path, os.O_RDONLY)", "os.open(path, os.O_WRONLY | os.O_CREAT)",
+        "io.open(path)", "list(map(open, paths))", "from os import open", "shutil.copyfile(path, other)",
+        "sqlite3.connect(path)", "torch.load(path)", "np.load(path)", "FileSystemReader(path)",
+        "importlib.util.spec_from_file_location('a', path)", "yaml.safe_load(open(path))",
+        "json.load(path.open())", "mmap.mmap(os.open(path, os.O_RDONLY), 0)",
+    ],
+)  # fmt: skip
+def test_there_is_no_way_around_the_one_door(line: str) -> None:
+    assert list(opens(Source("launcher/a.py", line)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open(descriptor, 'rb')", "open(foreign.open_own(path))", "open('/proc/self/stat')",
+        "open(path, 'x')", "os.open(path, os.O_CREAT | os.O_EXCL)", "MemoryTier.open(state)",
+        "foreign.load(path)",
+        "Path('/proc/uptime').read_text()", "torch.load(io.BytesIO(data))",
+    ],
+)  # fmt: skip
+def test_who_goes_by_it_or_makes_something_new_is_let_through(line: str) -> None:
+    assert not list(opens(Source("launcher/a.py", line)))

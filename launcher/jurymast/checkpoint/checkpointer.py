@@ -15,6 +15,7 @@ from jurymast.checkpoint.memory_tier import MemoryTier
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import State
 from jurymast.checkpoint.tier import Candidate, Saved, Source, Tier
+from jurymast.checkpoint.waiting import telling_of_waits
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Cadence, parse_cadence
 from jurymast.core.checkpoints.save_times import Due, SaveTimes, memory_of
@@ -97,7 +98,8 @@ class Checkpointer:
         self._link.enter(link.RESTORING)
         started = time.monotonic()
         group = self._open()
-        restored, tier_name, skipped = self._restore_newest()
+        with telling_of_waits(self._link):
+            restored, tier_name, skipped = self._restore_newest()
         if restored is None:
             self._check_nothing_was_saved()
         step = restored.step if restored else 0

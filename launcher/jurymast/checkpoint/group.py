@@ -34,7 +34,7 @@ def from_bytes(data: bytes) -> Any:
     """The value; of an exception one of the same kind, as far as it is known here. Raises CheckpointError."""
     try:
         return _unpacked(foreign.parse(data))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"a rank has said what is none of a rank's words: {one_line(error)}") from error
 
 

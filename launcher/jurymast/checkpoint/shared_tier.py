@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,6 +26,7 @@ from jurymast import foreign
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord, Manifest, one_line
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
+from jurymast.checkpoint.reading import reader
 from jurymast.checkpoint.state import Captured, State
 from jurymast.checkpoint.tier import Candidate, Saved
 from jurymast.errors import CheckpointError
@@ -318,7 +319,7 @@ class SharedTier:
                 nonlocal place
                 # What DCP unpickles runs as this user.
                 place = held.enter_context(foreign.own_directory(place))
-                metadata = FileSystemReader(place).read_metadata()
+                metadata = reader(place).read_metadata()
                 template.update(state.template(metadata, candidate.entries, group.rank, candidate.world_size))
 
             if why := self._on_all(prepare):
@@ -326,7 +327,7 @@ class SharedTier:
             try:
                 with _alone_is_fine():
                     dcp.load(
-                        template, storage_reader=FileSystemReader(place), planner=DefaultLoadPlanner(),
+                        template, storage_reader=reader(place), planner=DefaultLoadPlanner(),
                         process_group=group.process_group,
                     )  # fmt: skip
             except CheckpointException as error:

@@ -40,12 +40,12 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
         places.insert(0, runs / text)
         job, _, _cluster = text.partition(";")  # as `submit --parsable` prints it
         if job.isdigit() or job.startswith("local-"):
-            # Slurm starts counting anew one day; the newest run with this job is meant. Anybody may say that
-            # a job is his: one of this user's own comes first.
+            # Slurm starts counting anew one day; the newest run with this job is meant.
             names = dict.fromkeys((*run_ids(runs), *_all_ids(runs)))
             jobs = (runs / name / "slurm" / "jobs" / job for name in names)
             places += [job.parents[2] for job in jobs if foreign.exists(job)][:1]
-    for place in places:
+    # Anybody may call a directory so, or say that a job is his: what is this user's own comes first.
+    for place in sorted(places, key=lambda place: not foreign.owns(place)):
         if foreign.exists(place / "plan.json"):
             return RunDirectory(place)
     for place in places:

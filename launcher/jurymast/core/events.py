@@ -237,6 +237,17 @@ class RestoreFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestoreWaits(Event):
+    """`rank` restores, and the storage of `path` has given it no answer for `seconds`."""
+
+    node: str
+    attempt: int
+    rank: int
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fetched(Event):
     """A node got an image from elsewhere than planned, because copies were damaged or gone: `why`."""
 
@@ -397,8 +408,9 @@ class _Registry:
         for cls in (
             RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady,
             NodeLost, WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
-            RestorePlanned, RestoreFailed, Fetched, Restored, ColdStart, Asked, Signalled, CadenceSet,
-            HealthFound, NodeTested, Straggling, StacksTaken, AttemptFound, LaunchWaits, Noted, Tick,
+            RestorePlanned, RestoreFailed, RestoreWaits, Fetched, Restored, ColdStart, Asked, Signalled,
+            CadenceSet, HealthFound, NodeTested, Straggling, StacksTaken, AttemptFound, LaunchWaits, Noted,
+            Tick,
         )
     }  # fmt: skip
 

@@ -13,6 +13,9 @@ import msgspec
 
 from jurymast.core.message import Strange, kind_of, reader
 
+# A restore that has waited for storage for so long is told of, and again each time as much has passed.
+RESTORE_TOLD_S = 30.0
+
 
 class Skip(str, Enum):
     """Why a rank could not save into its memory."""
@@ -50,6 +53,13 @@ class Restored(FromRank, frozen=True, kw_only=True):
     seconds: float
     size_bytes: int = 0
     skipped: tuple[str, ...] = ()
+
+
+class RestoreWaits(FromRank, frozen=True, kw_only=True):
+    """What this rank restores: the storage of `path` has given no answer for `seconds`."""
+
+    path: str
+    seconds: float
 
 
 class ColdStart(FromRank, frozen=True, kw_only=True):
@@ -95,7 +105,7 @@ class Image(FromRank, frozen=True, kw_only=True):
     stall_s: float = 0.0
 
 
-ForSupervisor = Saved | Restored | ColdStart | Skipped
+ForSupervisor = Saved | Restored | RestoreWaits | ColdStart | Skipped
 ForKeeper = Checkpoints | Foreseen | Image
 FromRanks = ForSupervisor | ForKeeper | Cadence | Strange
 

@@ -4,6 +4,7 @@ writer died without a word, or cannot write."""
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import time
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 ANSWER_LIMIT_S = 10.0
 # A supervisor that wrote this recently lives, and Slurm need not be asked.
 FRESH_S = 5.0
+CLUSTER_BYTES_MAX = 1000
+_CLUSTER = re.compile(r"[\w.-]+")
 # While steps are done a supervisor writes every two seconds, of a run that is no longer young less often. On
 # a full disk it cannot write, and is asked itself.
 SILENT_S = 10.0
@@ -56,10 +59,19 @@ def slurm_jobs(directory: RunDirectory, state: RunState) -> list[tuple[str, str]
         files = sorted(jobs, key=lambda path: foreign.status(path).st_mtime)
     except OSError:
         files = []
-    clusters = {path.name: foreign.read(path).decode().strip() for path in files if path.name.isdigit()}
+    clusters = {path.name: _cluster(path) for path in files if path.name.isdecimal()}
     known = [job for job in state.slurm_jobs if job.isdigit()]
     order = dict.fromkeys([*known, *(job for job in clusters if job not in known)])
     return [(job, clusters.get(job, "")) for job in order]
+
+
+def _cluster(path: Path) -> str:
+    """ "" also for what is no cluster's name: it may be another user's file."""
+    try:
+        text = foreign.read(path, CLUSTER_BYTES_MAX).decode(errors="replace").strip()
+    except OSError:
+        return ""
+    return text if _CLUSTER.fullmatch(text) else ""
 
 
 def look(directory: RunDirectory, state: RunState, *, fresh_s: float = FRESH_S) -> Liveness:

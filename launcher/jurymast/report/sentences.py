@@ -199,6 +199,10 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Saved": _saved,
     "RestorePlanned": _restore_planned,
     "RestoreFailed": lambda e: f"rank {e['rank']} on {e['node']} cannot restore step {e['step']}: {e['why']}",
+    "RestoreWaits": lambda e: (
+        f"rank {e['rank']} on {e['node']} restores, and the storage of {e['path']} has given no answer for "
+        f"{duration(e['seconds'])}"
+    ),
     "Fetched": _fetched,
     "Restored": _restored,
     "ColdStart": _cold_start,

@@ -36,16 +36,16 @@ def export(source: Path, target: Path, form: str) -> int:
 
 def _load(source: Path) -> dict[str, Any]:
     """All of it in CPU memory, nested as it was saved."""
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+    from jurymast.checkpoint.reading import reader
     from jurymast.checkpoint.tree import decode
 
     state: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()
     with foreign.own_directory(source) as place:  # what is unpickled runs as this user
-        _load_state_dict(state, storage_reader=FileSystemReader(place), planner=planner, no_dist=True)
+        _load_state_dict(state, storage_reader=reader(place), planner=planner, no_dist=True)
     return {key: decode(value) for key, value in state.items()}
 
 

@@ -22,14 +22,16 @@ def write(error: BaseException, text: str) -> None:
 
 
 def read(path: str) -> dict[str, str]:
-    """{"error": exception class, "message", "traceback"}; {} when there is no such file."""
+    """{"error": exception class, "message", "traceback"}; {} when there is no such file, or it says
+    nothing of that: scripts may write there, too."""
+    from jurymast import foreign  # not for ranks, which only write
+
     try:
-        with open(path) as file:
-            message: Any = json.load(file)["message"]
-    except (OSError, ValueError, KeyError):
+        message: Any = foreign.load(path)["message"]
+        if isinstance(message, str):
+            return {"error": "", "message": message[:1000], "traceback": ""}
+        name, _, rest = str(message.get("message", "")).partition(": ")
+        callstack = str(message.get("extraInfo", {}).get("py_callstack", ""))[-TRACEBACK_CHARACTERS:]
+    except (AttributeError, OSError, ValueError, KeyError, TypeError):
         return {}
-    if isinstance(message, str):
-        return {"error": "", "message": message[:1000], "traceback": ""}
-    name, _, rest = str(message.get("message", "")).partition(": ")
-    callstack = str(message.get("extraInfo", {}).get("py_callstack", ""))[-TRACEBACK_CHARACTERS:]
     return {"error": name[:200], "message": rest[:1000], "traceback": callstack}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import stat
 import time
@@ -16,6 +17,8 @@ from typing import Any
 from jurymast_site.system import Failed, run
 
 SIZE_MAX = 16_384
+# For all of them in one look. What is left waits for the next one, and root's own findings for none of it.
+READ_LIMIT_S = 10.0
 # Of one user's in one look; what they heap up beyond that is removed unread, and costs nobody else's.
 READ_MAX = 32
 NOBODY = -1  # whose it is that cannot be a verdict: links may be to other users' files
@@ -69,11 +72,14 @@ class Here:
 
 
 def waiting(spool: Path, node: str) -> list[str]:
-    """The verdicts that are there for this node, by name. Raises Failed."""
+    """The names of verdicts that are there for this node, in no order that anybody could use to be the first
+    each time. Raises Failed."""
     descriptor = _open_spool(spool)
     try:
         with os.scandir(descriptor) as entries:
-            return sorted(entry.name for entry in entries if entry.name.startswith(f"{node}."))
+            names = [entry.name for entry in entries if entry.name.startswith(f"{node}.")]
+            random.shuffle(names)
+            return names
     finally:
         os.close(descriptor)
 
@@ -81,9 +87,12 @@ def waiting(spool: Path, node: str) -> list[str]:
 def taken(spool: Path, names: Iterable[str]) -> Iterator[bytes | Refused]:
     """Each of these verdicts, or why it cannot be read; it is removed first. Raises Failed."""
     descriptor = _open_spool(spool)
+    end_s = time.monotonic() + READ_LIMIT_S
     try:
         read: Counter[int] = Counter()
         for name in names:
+            if time.monotonic() > end_s:
+                return
             found: bytes | Refused
             owner = _owner(name, descriptor)
             try:

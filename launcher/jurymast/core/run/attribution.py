@@ -40,6 +40,8 @@ from jurymast.core.texts import NODES_TOLD, some
 NEAR_S = 180.0
 # The error of a rank that waits for what it is to restore.
 RESTORE_FAILED = "RestoreFailed"
+# The error of a rank whose storage has given no answer for too long while it restores.
+STORAGE_HANGS = "StorageHangs"
 # Reports of one failure arrive within this time; what comes later is its consequence (seconds).
 FIRST_S = 2.0
 MANY_LOST, MANY_LOST_FRACTION = 2, 0.1
@@ -198,6 +200,8 @@ def _class_of(failure: WorkerFailed, around: Surroundings) -> str:
 def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
     if failure.error == RESTORE_FAILED:
         return "restore_failed"
+    if failure.error == STORAGE_HANGS:
+        return "storage_failed"
     if failure.rank < 0:
         return "out_of_memory" if failure.oom_kills else "host_died"
     if failure.exit_code < 0:
@@ -260,8 +264,9 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     charged = CAUSES[kind].charged
     if kind in _OF_ONE_NODE and len(nodes) > 1 and len(nodes) == around.nodes:
         charged = APPLICATION
-    # What is nobody's node's fault names none, or the next incident would hold it against the node.
-    named = len(nodes) == 1 and not kind.startswith("storage_")
+    # What is nobody's node's fault names none, or the next incident would hold it against the node; but
+    # storage may hang on one node alone.
+    named = len(nodes) == 1 and (not kind.startswith("storage_") or first.error == STORAGE_HANGS)
     also = f" (and {len(same) - 1} more ranks)" if len(same) > 1 else ""
     evidence = f"rank {first.rank} on {first.node}: {_told(first)}{also}"
     finding = around.against(first.node) if kind in causes.FROM_FINDINGS else None

@@ -82,7 +82,7 @@ _CLASSES = (
     CauseClass("storage_full", INFRASTRUCTURE, FILESYSTEM, "shared storage is full or over quota",
                "make room; no node is at fault and none was swapped"),
     CauseClass("storage_failed", INFRASTRUCTURE, FILESYSTEM, "shared storage failed or was too slow",
-               "look at the file system; no node is at fault and none was swapped"),
+               "look at the file system; no node is blamed"),
     CauseClass("disk_full", INFRASTRUCTURE, HOST, "a node's own disk is full",
                "make room on that node"),
     CauseClass("disk_failed", INFRASTRUCTURE, HOST, "a node's own disk failed",

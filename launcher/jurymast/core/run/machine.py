@@ -11,15 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from jurymast.core import events as ev
-from jurymast.core.checkpoints.copies import MEMORY, SHARED
+from jurymast.core.checkpoints.copies import SHARED
 from jurymast.core.nodes import stragglers
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.heartbeat import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
-from jurymast.core.run import blame, node_tests, recovery
-from jurymast.core.run.attribution import RESTORE_FAILED
+from jurymast.core.run import blame, node_tests, recovery, restoring
 from jurymast.core.run.instructions import Dismiss, Instruction, Requeue, StopWorkers
-from jurymast.core.run.state import ENDED, RESTORE_TRIES, Findings, Node, Phase, Role, RunState, TierState
+from jurymast.core.run.state import ENDED, Findings, Node, Phase, Role, RunState, TierState
 from jurymast.core.texts import NODES_TOLD, some
 from jurymast.errors import RunCancelledError, RunFailedError
 
@@ -27,7 +26,6 @@ from jurymast.errors import RunCancelledError, RunFailedError
 # own time-outs do.
 HANG_PATIENCE = 8.0
 HANG_PATIENCE_MAX = 64.0
-RANKS_GONE = "RanksGone"  # an error that no rank tells
 
 
 def step(state: RunState, event: ev.Event) -> list[Instruction]:
@@ -231,15 +229,6 @@ def _workers_started(state: RunState, event: ev.WorkersStarted) -> list[Instruct
     return []
 
 
-def _worker_failed(state: RunState, event: ev.WorkerFailed) -> list[Instruction]:
-    if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
-        return []
-    if event.rank >= 0:  # the reason came after all
-        state.findings.failures.pop((event.node, -1, RANKS_GONE), None)
-    state.findings.failures.setdefault((event.node, event.rank, event.error), event)
-    return recovery.begin(state, event.t, event.t)
-
-
 def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
     if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
         return []
@@ -287,10 +276,10 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
     if unasked and event.attempt == state.attempt:
         # Said while no supervisor listened, and the reason with it.
         gone = ev.WorkerFailed(
-            t=event.t, node=event.node, attempt=event.attempt, rank=-1, exit_code=-9, error=RANKS_GONE,
-            message="its ranks ended while no supervisor listened",
+            t=event.t, node=event.node, attempt=event.attempt, rank=-1, exit_code=-9,
+            error=recovery.RANKS_GONE, message="its ranks ended while no supervisor listened",
         )  # fmt: skip
-        instructions = _worker_failed(state, gone)
+        instructions = recovery.rank_failed(state, gone)
         state.stopped.add(event.node)
         return instructions
     if event.attempt == state.attempt:
@@ -387,58 +376,9 @@ def _saved(state: RunState, event: ev.Saved) -> list[Instruction]:
     return []
 
 
-def _restore_planned(state: RunState, event: ev.RestorePlanned) -> list[Instruction]:
-    if event.attempt == state.attempt:
-        state.restore = event
-        if state.phase is Phase.LAUNCHING:  # agents are told now: the wait for them, or for storage, is over
-            state.deadline = event.t + recovery.LAUNCH_LIMIT_S
-    return []
-
-
-def _restore_failed(state: RunState, event: ev.RestoreFailed) -> list[Instruction]:
-    """Another attempt, and if need be another node, may bring it; an older state is the last resort."""
-    if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
-        return []
-    key, instructions = (event.step, event.of), []
-    if not any(error == RESTORE_FAILED for *_, error in state.findings.failures):
-        state.unrestored[key] = state.unrestored.get(key, 0) + 1
-        if state.unrestored[key] == RESTORE_TRIES:
-            message = (
-                f"step {event.step} could not be restored {RESTORE_TRIES} times: the run goes on "
-                f"from an older one, if there is one; {event.why}"
-            )
-            instructions = blame.raise_alert(state, "restore", message, [event.node])
-    failed = ev.WorkerFailed(
-        t=event.t, node=event.node, attempt=event.attempt, rank=event.rank, exit_code=0, error=RESTORE_FAILED,
-        message=event.why,
-    )  # fmt: skip
-    return instructions + _worker_failed(state, failed)
-
-
 def _fetched(state: RunState, event: ev.Fetched) -> list[Instruction]:
     if event.attempt == state.attempt:
         state.notes.append((event.t, f"rank {event.rank} on {event.node}: {'; '.join(event.why)}"))
-    return []
-
-
-def _restored(state: RunState, event: ev.Restored) -> list[Instruction]:
-    if event.attempt != state.attempt:
-        return []
-    for key in [key for key in state.unrestored if key[0] == event.step]:
-        del state.unrestored[key]  # it can be had after all
-    if event.tier == SHARED and event.step:
-        # It is there, although a node that was lost may have said nothing of its part of it.
-        tier = state.saved.setdefault(SHARED, TierState(at=event.t))
-        tier.step = max(tier.step or 0, event.step)
-    incident = state.incident
-    if incident is None:
-        return []
-    incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
-    plan = state.restore
-    if plan is not None and plan.tier == MEMORY and (event.tier, event.step) == (MEMORY, plan.step):
-        incident.tiers = {tier: size for tier, size in plan.tiers.items() if size}
-    elif event.size_bytes:
-        incident.tiers = {event.tier: event.size_bytes}
     return []
 
 
@@ -561,7 +501,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = 
     ev.NodeReady: _node_ready,
     ev.NodeLost: _node_lost,
     ev.WorkersStarted: _workers_started,
-    ev.WorkerFailed: _worker_failed,
+    ev.WorkerFailed: recovery.rank_failed,
     ev.RanksHung: _ranks_hung,
     ev.WorkersStopped: _workers_stopped,
     ev.AttemptFound: _attempt_found,
@@ -569,10 +509,11 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction]]] = 
     ev.NodeFinished: _node_finished,
     ev.Progress: _progress,
     ev.Saved: _saved,
-    ev.RestorePlanned: _restore_planned,
-    ev.RestoreFailed: _restore_failed,
+    ev.RestorePlanned: restoring.planned,
+    ev.RestoreFailed: restoring.failed,
+    ev.RestoreWaits: restoring.waits,
     ev.Fetched: _fetched,
-    ev.Restored: _restored,
+    ev.Restored: restoring.restored,
     ev.ColdStart: _cold_start,
     ev.Asked: _asked,
     ev.Signalled: _signalled,

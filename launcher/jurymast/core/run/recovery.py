@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from jurymast.core.events import WorkerFailed
 from jurymast.core.nodes.findings import STORAGE, Finding
 from jurymast.core.nodes.history import Frail
 from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
@@ -31,6 +32,7 @@ SPARE_WAIT_S = 30.0
 STARTS_MAX = 3
 # So many nodes that were left out as likely to fail are named.
 NAMED_MAX = 3
+RANKS_GONE = "RanksGone"  # an error that no rank tells
 
 
 def deadline(state: RunState, t: float) -> float:
@@ -76,6 +78,16 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
         reason = state.findings.straggling.evidence
     hangs = state.findings.hung is not None
     return [StopWorkers(attempt=state.attempt, nodes=not_stopped(state), reason=reason, stacks=hangs)]
+
+
+def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
+    """An end of a rank, or a reason to end it."""
+    if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
+        return []
+    if event.rank >= 0:  # the reason came after all
+        state.findings.failures.pop((event.node, -1, RANKS_GONE), None)
+    state.findings.failures.setdefault((event.node, event.rank, event.error), event)
+    return begin(state, event.t, event.t)
 
 
 def stop_deadline(state: RunState, t: float) -> float:
@@ -372,6 +384,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
     state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, None
     state.started, state.finished, state.stopped = set(), set(), set()
     state.restore = state.cadence = None
+    state.unanswered = {}
     state.step, state.first_step_at, state.stepped_at = 0, None, state.now
     state.testing.difference_update(placement)
     for rank, name in enumerate(placement):

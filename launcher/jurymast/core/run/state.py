@@ -14,6 +14,7 @@ from jurymast.core.events import (
     NodeLost,
     RanksHung,
     RestorePlanned,
+    RestoreWaits,
     StacksTaken,
     Straggling,
     WorkerFailed,
@@ -235,6 +236,7 @@ class RunState:
     stalls: deque[float] = field(default_factory=lambda: deque(maxlen=STALLS_KEPT))  # of the last saves
     saved: dict[str, TierState] = field(default_factory=dict)
     restore: RestorePlanned | None = None  # what this attempt was told to restore
+    unanswered: dict[int, RestoreWaits] = field(default_factory=dict)  # ranks of this attempt, as they said
     unrestored: dict[tuple[int, int], int] = field(default_factory=dict)  # states: attempts that could not
     cold: str = ""  # why ranks load everything by themselves, once one of them had to
     cadence: CadenceSet | None = None  # what this attempt's ranks agreed on last

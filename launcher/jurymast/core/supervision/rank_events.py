@@ -43,6 +43,12 @@ class RankEvents:
                     size_bytes=said.size_bytes, skipped=said.skipped,
                 )  # fmt: skip
                 return [Record(restored)]
+            case within.RestoreWaits():
+                rank = self._rank(node, said.local_rank)
+                waits = ev.RestoreWaits(
+                    t=now, attempt=attempt, node=node, rank=rank, path=said.path, seconds=said.seconds
+                )
+                return [Record(waits)]
             case within.ColdStart():
                 if self.state.cold:
                     return []

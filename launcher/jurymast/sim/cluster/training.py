@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jurymast.core import messages as msg
@@ -136,8 +137,17 @@ class Group:
         elif all(one is Restored.ELSEWHERE for one in status):
             lead = self.members[0].agent
             self.cluster.storage.do(lead.site.name, lead.process, self._newest_shared, self._from_shared)
+            self._again(within.RESTORE_TOLD_S, partial(self._tell_of_wait, self.cluster.world.now))
         else:
             self.fail_all("memory has no one step (and attempt) for all ranks")
+
+    def _tell_of_wait(self, since: float) -> None:
+        if self.over or self.phase != "restoring":
+            return
+        if not self._blocked():
+            waited_s = self.cluster.world.now - since
+            self.members[0].agent.rank_said(within.RestoreWaits(path="/checkpoints", seconds=waited_s))
+        self._again(within.RESTORE_TOLD_S, partial(self._tell_of_wait, since))
 
     def _newest_shared(self) -> Key | None:
         node = self.members[0].agent.site.name

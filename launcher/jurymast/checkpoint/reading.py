@@ -1,0 +1,29 @@
+"""Reads what torch.distributed.checkpoint has written, and this user alone: it is unpickled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from jurymast import foreign
+
+
+class _OwnFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "rb", mode
+        with foreign.reading_own(path) as file:
+            yield file
+
+
+def reader(place: Path) -> FileSystemReader:
+    """Of the directory `place`. What another user owns or can write to is refused (`foreign.NotOurs`)."""
+    made = FileSystemReader(place)
+    made.fs = _OwnFiles()
+    return made

@@ -1,0 +1,86 @@
+"""What comes of an attempt's restore: it is planned, done, cannot be done, or waits for storage."""
+
+from __future__ import annotations
+
+from jurymast.core import events as ev
+from jurymast.core.checkpoints.copies import MEMORY, SHARED
+from jurymast.core.run import blame, recovery
+from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS
+from jurymast.core.run.instructions import Instruction
+from jurymast.core.run.state import RESTORE_TRIES, Phase, RunState, TierState
+
+# Storage that gives a rank no answer for so long while it restores: longer than a file server takes to be
+# replaced by another, and not so long that the other ranks' wait in a collective times out (NCCL: 600 s).
+WAIT_LIMIT_S = 300.0
+
+
+def planned(state: RunState, event: ev.RestorePlanned) -> list[Instruction]:
+    if event.attempt == state.attempt:
+        state.restore = event
+        if state.phase is Phase.LAUNCHING:  # agents are told now: the wait for them, or for storage, is over
+            state.deadline = event.t + recovery.LAUNCH_LIMIT_S
+    return []
+
+
+def failed(state: RunState, event: ev.RestoreFailed) -> list[Instruction]:
+    """Another attempt, and if need be another node, may bring it; an older state is the last resort."""
+    if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
+        return []
+    key, instructions = (event.step, event.of), []
+    if not any(error == RESTORE_FAILED for *_, error in state.findings.failures):
+        state.unrestored[key] = state.unrestored.get(key, 0) + 1
+        if state.unrestored[key] == RESTORE_TRIES:
+            message = (
+                f"step {event.step} could not be restored {RESTORE_TRIES} times: the run goes on "
+                f"from an older one, if there is one; {event.why}"
+            )
+            instructions = blame.raise_alert(state, "restore", message, [event.node])
+    end = ev.WorkerFailed(
+        t=event.t, node=event.node, attempt=event.attempt, rank=event.rank, exit_code=0, error=RESTORE_FAILED,
+        message=event.why,
+    )  # fmt: skip
+    return instructions + recovery.rank_failed(state, end)
+
+
+def waits(state: RunState, event: ev.RestoreWaits) -> list[Instruction]:
+    """Another attempt, and if need be another node, may get an answer; else people must help."""
+    if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
+        return []
+    if state.first_step_at is not None:
+        return []
+    state.unanswered[event.rank] = event
+    message = f"rank {event.rank} restores from {event.path}, whose storage gives no answer"
+    instructions = blame.raise_alert(state, "restore waits", message, [event.node])
+    if event.seconds >= WAIT_LIMIT_S:
+        for waiting in state.unanswered.values():
+            instructions += recovery.rank_failed(state, _end_of(waiting, event.t))
+    return instructions
+
+
+def _end_of(waiting: ev.RestoreWaits, t: float) -> ev.WorkerFailed:
+    return ev.WorkerFailed(
+        t=t, node=waiting.node, attempt=waiting.attempt, rank=waiting.rank, exit_code=0, error=STORAGE_HANGS,
+        message=f"{waiting.path}: its storage has given no answer for {WAIT_LIMIT_S:.0f} s",
+    )  # fmt: skip
+
+
+def restored(state: RunState, event: ev.Restored) -> list[Instruction]:
+    if event.attempt != state.attempt:
+        return []
+    state.unanswered = {}
+    for key in [key for key in state.unrestored if key[0] == event.step]:
+        del state.unrestored[key]  # it can be had after all
+    if event.tier == SHARED and event.step:
+        # It is there, although a node that was lost may have said nothing of its part of it.
+        tier = state.saved.setdefault(SHARED, TierState(at=event.t))
+        tier.step = max(tier.step or 0, event.step)
+    incident = state.incident
+    if incident is None:
+        return []
+    incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
+    plan = state.restore
+    if plan is not None and plan.tier == MEMORY and (event.tier, event.step) == (MEMORY, plan.step):
+        incident.tiers = {tier: size for tier, size in plan.tiers.items() if size}
+    elif event.size_bytes:
+        incident.tiers = {event.tier: event.size_bytes}
+    return []
