@@ -133,6 +133,13 @@ def test_python_commands(command: str, script: str | None, module: bool) -> None
         (["/bin/sh", "-c", "RANK=$SLURM_PROCID python3.11 -m pkg.train"], {}, True),
         (["./run.sh"], {"./run.sh": "#!/bin/bash\nsource env\nexec python train.py\n"}, True),
         (["python", "train.py"], {}, True),
+        (["python", "-W", "ignore", "-um", "pkg.train"], {}, True),
+        (["bash", "-c", "python3 -X faulthandler -OO train.py"], {}, True),
+        (["numactl", "--cpunodebind=0", "python", "-u", "train.py"], {}, True),
+        (["/usr/bin/env", "A=1", "python3", "train.py"], {}, True),
+        (["uv", "run", "python", "train.py"], {}, True),
+        (["env", "A=1", "hostname"], {}, False),
+        (["python", "-c", "import torch", "x.py"], {}, False),
         (["bash", "-c", "python -c 'import torch'"], {}, False),
         (["bash", "-c", "python --version"], {}, False),
         (["bash", "-c", "which python; nvidia-smi"], {}, False),
@@ -162,6 +169,17 @@ def test_torchruns_options(
     assert (launch.ranks, launch.script, launch.arguments) == (ranks, script, arguments)
     assert launch.ignored == ignored
     assert launch.module is ("-m" in typed.split())
+
+
+@pytest.mark.parametrize(
+    ("typed", "nodes"),
+    [
+        ("t.py", ""), ("--nnodes=2 t.py", "2"), ("--nnodes 1:4 t.py", "4"), ("--nnodes=1 t.py", "1"),
+        ("--nnodes 1:1 t.py", "1"), ("--standalone --nproc-per-node=2 t.py", "1"),
+    ],
+)  # fmt: skip
+def test_how_many_nodes_a_launcher_is_told_of(typed: str, nodes: str) -> None:
+    assert torchrun.parse(typed.split(), {}).nodes == nodes
 
 
 @pytest.mark.parametrize(
@@ -331,11 +349,11 @@ def test_a_launcher_of_somebodys_own_is_ours_once_torch_is_to_run(tmp_path: Path
     own = tmp_path / "own.py"
     own.write_text(
         "import argparse, torch.distributed.run as run\n"
-        "run.run(argparse.Namespace(nproc_per_node=4, module=False, no_python=False,\n"
+        "run.run(argparse.Namespace(nproc_per_node=4, nnodes='2:2', module=False, no_python=False,\n"
         "                           training_script='t.py', training_script_args=['a']))\n"
     )
     told = launched(tmp_path, sys.executable, str(own))
-    assert told == ["torchrun", "--nproc-per-node", "4", "t.py", "a"]
+    assert told == ["torchrun", "--nproc-per-node", "4", "--nnodes", "2:2", "t.py", "a"]
 
 
 def test_a_python_of_the_scripts_own_goes_on(tmp_path: Path) -> None:
