@@ -32,7 +32,7 @@ from jurymast.rundir import RunDirectory, make_folder, write_atomically
 from jurymast.script import shims
 from jurymast.script.narrow import LISTS
 from jurymast.script.node_command import node_command, seen
-from jurymast.script.output import Output
+from jurymast.script.output import Output, is_each_tasks
 from jurymast.script.recognise import gpus_a_task, python_command
 from jurymast.script.relay import Relay, newest_attempt
 from jurymast.script.say import say
@@ -188,9 +188,11 @@ class Step:
         shown = {**narrow, **self._hidden, **seen(os.environ, self.active)}
         text = node_command(self._job, folder, shown, self.active, log, own)
         shims.write_program(program, text)
+        # Of a file for each task's stderr spare nodes would have one, too, and ranks' is not there.
+        each = is_each_tasks(srun.last("error") or "")
         command = [
             shims.real("srun", os.environ),
-            *srun.without(OURS),
+            *srun.without(OURS | {"error"} if each else OURS),
             *self._mounts(srun),
             *SURVIVE,
             "--overlap",
