@@ -26,6 +26,7 @@ from jurymast.script.node_command import node_command
 from jurymast.script.output import Output, expanded
 from jurymast.script.recognise import (
     gpus_a_task,
+    names_python,
     python_command,
     starts_launcher,
     starts_ranks,
@@ -149,6 +150,12 @@ def test_python_commands(command: str, script: str | None, module: bool) -> None
 )
 def test_shells_that_run_python(command: list[str], files: dict[str, str], found: bool) -> None:
     assert starts_ranks(command, lambda name: files.get(name, "")) is found
+
+
+def test_python_is_named_by_commands_that_are_not_known_to_start_it() -> None:
+    assert names_python(["apptainer", "exec", "--nv", "image.sif", "python", "-u", "train.py"])
+    assert names_python(["srun-wrapper", "python3", "-m", "pkg.train"])
+    assert not names_python(["cp", "-r", "/usr/lib/python3.11", "/tmp"])
 
 
 @pytest.mark.parametrize(

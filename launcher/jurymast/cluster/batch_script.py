@@ -121,7 +121,7 @@ def _check_text(text: str, name: str) -> None:
         )
     for what, mark, hint in (
         ("ends as lines do on Windows", "\r\n", f"for example: sed -i 's/\\r$//' {shlex.quote(name)}"),
-        ("has a NUL character", "\0", None),
+        ("has a NUL character", "\0", ""),
     ):
         before, found, _ = text.partition(mark)
         if found:

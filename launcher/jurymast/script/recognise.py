@@ -76,6 +76,11 @@ def starts_ranks(command: Sequence[str], read: Callable[[str], str]) -> bool:
     return any(PYTHON.search(text) for text in texts)
 
 
+def names_python(command: Sequence[str]) -> bool:
+    """Whether a Python script or module stands in it, whoever may start that."""
+    return PYTHON.search(" ".join(command)) is not None
+
+
 def part_of(
     srun: Srun, environment: Mapping[str, str], nodes: Sequence[str], read: Callable[[str], str]
 ) -> str | None:
