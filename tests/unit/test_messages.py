@@ -28,7 +28,7 @@ from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.flight import Entered
 from jurymast.core.nodes.stacks import Stand
 from jurymast.core.nodes.tests import Alone
-from jurymast.core.run.state import Alert
+from jurymast.core.run.alert import Alert
 from jurymast.core.settings import RunPlan
 from jurymast.journal import JournalWriter, events, read
 from jurymast.rundir import RunDirectory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jurymast.core.message import ToAsker, ToSupervisor
-from jurymast.core.run.state import Alert
+from jurymast.core.run.alert import Alert
 
 
 class Ask(ToSupervisor, frozen=True, kw_only=True):

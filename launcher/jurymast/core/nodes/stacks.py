@@ -12,9 +12,12 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from jurymast.core.events import StacksTaken
 from jurymast.core.nodes.flight import Entered, Missing, missing
+
+if TYPE_CHECKING:  # agents do without, and start sooner so
+    from jurymast.core.events import StacksTaken
 
 COLLECTIVE, BACKWARD, LOADER, CODE, UNKNOWN = "collective", "backward", "loader", "code", "unknown"
 BLOCKED = "blocked"  # by a process of its own that is stopped, or gone
