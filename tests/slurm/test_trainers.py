@@ -82,4 +82,4 @@ def test_a_loop_goes_on_after_a_power_loss(
     assert [(i.cause, i.action) for i in state.incidents] == [("node_lost", "swap")], run.story()
     assert (state.incidents[0].step_restored or 0) >= 20, run.story()
     assert victim not in state.placement
-    assert weights(cluster, tmp_path) == trained_plainly(*steps, nodes=2, each=1, script=str(script))
+    assert weights(cluster, tmp_path) == trained_plainly(*steps, each=2, script=str(script))

@@ -443,6 +443,20 @@ def test_signals_for_the_batch_process_reach_the_script(tmp_path: Path, warns: b
     assert (tmp_path / "warned").exists() is not warns
 
 
+def test_a_signal_that_comes_before_the_script_waits_for_its_traps(tmp_path: Path) -> None:
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    script = "#!/bin/bash\ntrap 'exec echo trapped' USR1\nwhile :; do sleep 0.01; done\n"
+    users_script(job).write_text(script)
+    early = "import os, signal\nfrom jurymast.script.held import hold\nhold()\n"
+    early += "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", early + RUN_SCRIPT, str(tmp_path), ""], capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("trapped\n", 0)
+
+
 def test_a_script_that_a_signal_ends_ends_its_batch_process_so(tmp_path: Path) -> None:
     job = RunDirectory(tmp_path)
     job.submission.mkdir()
