@@ -24,9 +24,8 @@ from jurymast.core.planning.forecast import DURABLE_SHARE, Question, forecast, s
 from jurymast.core.planning.optimum import goodput, linear_ettr, young_s
 from jurymast.core.planning.spares import auto_spares
 from jurymast.report.plan import plan_view
-from jurymast.sim.durations import Durations
+from jurymast.sim.durations import TRAINING_START_S, Durations, read_measured
 from jurymast.sim.faults import FaultModel
-from jurymast.sim.measured import TRAINING_START_S, read_measured
 from jurymast.sim.results import GOODPUT, simulate
 from jurymast.sim.simulation import Setup
 

@@ -20,13 +20,12 @@ import msgspec
 
 from benchmarks.tiers.child import Message, first_line, say
 from jurymast.core import messages as msg
-from jurymast.keeper.access import Access
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.storage.orders import Failed, Image, WriteLocal
 from jurymast.storage.processes import StorageProcesses
-from jurymast.wire.shield import BLAKE2B, GCM, GMAC
+from jurymast.wire.shield import BLAKE2B, GCM, GMAC, Access
 from jurymast.worker import link
 
 LOOK_EVERY_S = 0.1

@@ -14,7 +14,7 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.core import events as ev
-from jurymast.core.nodes.history import Departure, PastRun, Span
+from jurymast.core.nodes.history import NodeDeparture, PastRun, Span
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
@@ -139,7 +139,7 @@ class _Reader:
         self._held: tuple[float, tuple[str, ...]] | None = None  # the allocation that is open
         self._placed: tuple[str, ...] = ()  # by its first attempt
         self._roles: dict[str, Role] = {}
-        self._left: list[Departure] = []
+        self._left: list[NodeDeparture] = []
         self._xids: list[tuple[float, str, str]] = []
         self._excluded: set[str] = set()
 
@@ -166,7 +166,7 @@ class _Reader:
                 self._clear(node.name)
             if now in out and before not in out:
                 self._left.append(
-                    Departure(
+                    NodeDeparture(
                         node=node.name, at=state.now, cause="", evidence=node.reason,
                         failed=now is Role.FAILED and not node.faultless, by_hand=node.drained,
                     )
@@ -209,7 +209,7 @@ class _Reader:
         )
 
 
-def _cause(incidents: Sequence[Incident], left: Departure) -> str:
+def _cause(incidents: Sequence[Incident], left: NodeDeparture) -> str:
     """The class of the incident in which the node left; a spare leaves in none."""
     for incident in incidents:
         until = incident.decided_at or incident.ended_at or left.at

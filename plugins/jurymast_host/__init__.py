@@ -14,9 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jurymast.health.cgroups import memory_cgroups, oom_kills, where_kills_count
 from jurymast.health.probe import APPLICATION, HARDWARE, HOST, STORAGE, Context, Finding, Probe, Verdict
-from jurymast.health.readings import stands_in, text, waits_for_storage
+from jurymast.health.readings import (
+    memory_cgroups,
+    oom_kills,
+    stands_in,
+    text,
+    waits_for_storage,
+    where_kills_count,
+)
 from jurymast.health.tables import threshold
 from jurymast_host.kernel_log import KernelLog
 from jurymast_host.memory import uncorrectable

@@ -144,8 +144,8 @@ def test_export_of_tensors_alone(shell: Shell, tmp_path: Path) -> None:
 
 def test_an_object_store(run: RunDirectory, shell: Shell, tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
-    from jurymast.storage.job import Job
     from jurymast.storage.object_store import ObjectStore
+    from jurymast.storage.orders import Job
 
     url = f"file://{tmp_path}/store"
     store = ObjectStore(url, run.root.name, run.secret())

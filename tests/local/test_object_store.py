@@ -13,9 +13,8 @@ import pytest
 from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord, Manifest, hash_file
 from jurymast.rundir import RunDirectory
 from jurymast.storage import object_store
-from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.object_store import ObjectStore
-from jurymast.storage.orders import Done, Upload
+from jurymast.storage.orders import Done, Job, StorageFailure, Upload
 from support import s3_server
 from support.checkpoints import flip
 from support.images import StorageProcess

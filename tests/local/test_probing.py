@@ -263,7 +263,7 @@ def test_children_that_never_answer_end_in_a_note(
 ) -> None:
     acme("acme")
     watched = Watched("acme")
-    monkeypatch.setattr("jurymast.core.nodes.looks.PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("jurymast.core.nodes.own_health.PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr("jurymast.child.sys.executable", "/nonexistent/python")
     asyncio.run(watched.watcher.run())
     assert watched.codes() == [("health", "no-probes", "unknown")]

@@ -23,9 +23,18 @@ from jurymast.core.checkpoints import meeting
 from jurymast.keeper.copies import local_copies
 from jurymast.keeper.manifest import Manifest
 from jurymast.storage import shared
-from jurymast.storage.job import Job, StorageFailure
 from jurymast.storage.local import LocalDirectory, remove
-from jurymast.storage.orders import Answer, Cancel, Done, Failed, Image, Warm, WriteShared
+from jurymast.storage.orders import (
+    Answer,
+    Cancel,
+    Done,
+    Failed,
+    Image,
+    Job,
+    StorageFailure,
+    Warm,
+    WriteShared,
+)
 from jurymast.storage.processes import StorageProcesses
 from support.checkpoints import flip
 from support.images import StorageProcess, make_image, put_image, simple_images, to_local, to_shared

@@ -15,9 +15,9 @@ import pytest
 from jurymast.core.checkpoints.copies import ALL, MEMORY
 from jurymast.core.messages.keepers import BytesFollow
 from jurymast.keeper import serve
-from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy
 from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.memory import Buffer
 from support.keepers import ACCESS, COMMON_BYTES, SIZE, image_bytes, use_small_blocks
 
 step, rank, world, block_bytes, stop_after = map(int, sys.argv[1:])

@@ -14,6 +14,7 @@ from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import run
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 from support.planted import (
+    away_while_the_others_cannot_start,
     damaged_where_it_is_restored,
     exactly,
     last_spare_while_clocks_differ,
@@ -57,8 +58,11 @@ def test_an_image_that_is_damaged_in_its_own_memory_is_had_from_others(
     assert len(asked) > 10
 
 
-@pytest.mark.parametrize("faults", [rolled_back_at_a_takeover, last_spare_while_clocks_differ])
-def test_a_takeover_knows_what_happened_without_a_supervisor(
+@pytest.mark.parametrize(
+    "faults",
+    [rolled_back_at_a_takeover, last_spare_while_clocks_differ, away_while_the_others_cannot_start],
+)
+def test_no_rule_is_broken_by(
     faults: Callable[[Random], tuple[Fault, ...]],
 ) -> None:
     plans = exactly(faults)

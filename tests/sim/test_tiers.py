@@ -15,9 +15,17 @@ from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import Settings
 from jurymast.errors import UsageError
-from jurymast.sim.durations import HANG, NODE_CRASH, SCRIPT, WORKER_KILL, Durations, Parts
+from jurymast.sim.durations import (
+    HANG,
+    NODE_CRASH,
+    SCRIPT,
+    TRAINING_START_S,
+    WORKER_KILL,
+    Durations,
+    Parts,
+    read_measured,
+)
 from jurymast.sim.faults import Fault, FaultModel
-from jurymast.sim.measured import TRAINING_START_S, read_measured
 from jurymast.sim.simulation import Outcome, Setup, Simulation
 from jurymast.sim.tiers import SimTiers
 

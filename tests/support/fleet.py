@@ -33,8 +33,7 @@ from jurymast.core.settings import RunPlan, Settings
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
 from jurymast.wire.channel import HEAD_BYTES
-from jurymast.wire.handshake import MAGIC, NONCE_BYTES, SUPERVISOR, Handshake
-from jurymast.wire.seal import Seal
+from jurymast.wire.handshake import MAGIC, NONCE_BYTES, SUPERVISOR, Handshake, Seal
 
 RANKS = 8
 HEARTBEAT_S = 0.5

@@ -17,10 +17,10 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import copies, manifest
-from jurymast.keeper.access import Access
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.page import SLOTS, RankRecord, Restore, SlotWord, Word
+from jurymast.wire.shield import Access
 from jurymast.worker import link
 
 SECRET = b"k" * 32

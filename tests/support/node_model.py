@@ -11,7 +11,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
-from jurymast.core.endpoint import Endpoint
+from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.settings import RunPlan, Settings
 

@@ -14,12 +14,12 @@ from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import restore as restoring
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.holders import spelled
-from jurymast.core.checkpoints.reach import Reach
 from jurymast.core.checkpoints.replicas import Replicas
+from jurymast.core.checkpoints.retries import Reachability
 from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Send
-from jurymast.core.nodes import heartbeat, lateness
+from jurymast.core.nodes import heartbeat
 from jurymast.core.nodes.hangs import Hangs
 from jurymast.core.nodes.watch import Watch
 from jurymast.core.run import machine, recovery
@@ -171,6 +171,15 @@ def last_spare_while_clocks_differ(chance: Random) -> tuple[Fault, ...]:
     return *lost, *clocks, Fault(at, "host", node=1), Fault(at + chance.uniform(0.1, 1.5), "supervisor")
 
 
+def away_while_the_others_cannot_start(chance: Random) -> tuple[Fault, ...]:
+    """n3 is lost before anybody has what it saved first, and is back while n2 and n4 still try to reach each
+    other."""
+    at = chance.uniform(2.0, 6.0)
+    return Fault(at, "freeze", node=2, seconds=chance.uniform(3.5, 8.0)), Fault(
+        at, "cut", node=1, other=3, seconds=45.0
+    )
+
+
 # name: (plans that may show it, and what is replaced)
 PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "B1: an older checkpoint on storage is preferred": (of(), [(cp, "plan_restore", _shared_first)]),
@@ -180,7 +189,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "B3: a pair that cannot copy is asked for ever": (
         exactly(_no_link_to_the_holder),
-        [(Reach, "given_up", lambda *_: frozenset())],
+        [(Reachability, "given_up", lambda *_: frozenset())],
     ),
     "B4: holders that are to come back are not awaited": (
         exactly(_taken_over_while_a_launch_is_due),
@@ -219,7 +228,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "7: agents cling to a late supervisor": (
         of("power", "stall", "freeze"),
-        [(lateness, "patience_s", _long_patience), (link, "PEEK_EVERY_S", 60.0)],
+        [(heartbeat, "patience_s", _long_patience), (link, "PEEK_EVERY_S", 60.0)],
     ),
     "7: deadlines run while no supervisor is there": (
         exactly(_alone_while_nodes_come),

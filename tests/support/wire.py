@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from jurymast.wire.connection import Connection, listen
+from jurymast.wire.channel import Connection, listen
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from jurymast.errors import AuthenticationError
 from jurymast.supervisor import acceptor
 from jurymast.supervisor.acceptor import Acceptor
 from jurymast.wire import channel
-from jurymast.wire.connection import ACCEPTED_AT_ONCE, Connection
+from jurymast.wire.channel import ACCEPTED_AT_ONCE, Connection
 from jurymast.wire.handshake import MAGIC, NONCE_BYTES
 from support.wire import served
 

@@ -8,12 +8,11 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent import link as machine
-from jurymast.core.agent.hearing import Hearing
-from jurymast.core.agent.link import Link
+from jurymast.core.agent.link import Hearing, Link
 from jurymast.core.agent.machine import PROBE_ANYWAY_S, AgentMachine
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.checkpoints.cadence import Schedule
-from jurymast.core.endpoint import Endpoint
+from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.heartbeat import ANSWER_INTERVAL_S, BEATS, FACTOR, KNOWN_AFTER
 from support.node_model import launch, plan
 

@@ -18,7 +18,7 @@ from jurymast.core import messages as msg
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel, endpoint
-from jurymast.wire.connection import Connection
+from jurymast.wire.channel import Connection
 from jurymast.wire.endpoint import Endpoint
 from support.wire import served
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jurymast.core.events import Asked, NodeLost, RanksHung, WorkerFailed
-from jurymast.core.run.attribution import attribute, describe_exit, is_communication
+from jurymast.core.run.attribution import attribute, describe_exit
 
 
 def failed(rank: int, exit_code: int = 1, error: str = "", message: str = "", node: str = "") -> WorkerFailed:
@@ -108,11 +108,12 @@ def test_the_same_cause_has_the_same_signature_and_another_one_has_not() -> None
     ],
 )
 def test_what_sounds_like_the_other_sides_end(error: str, message: str, expected: bool) -> None:
-    assert is_communication(failed(0, 1, error, message)) is expected
+    cause = attribute([], None, [failed(0, 1, error, message)], None)
+    assert (cause.kind in ("communication", "collective_timeout")) is expected
 
 
 def test_a_killed_process_is_never_a_communication_failure() -> None:
-    assert not is_communication(failed(0, -9, "", "connection closed"))
+    assert attribute([], None, [failed(0, -9, "", "connection closed")], None).kind == "worker_killed"
 
 
 @pytest.mark.parametrize(

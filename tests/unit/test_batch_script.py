@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.batch_script import BatchScript, find_script, parse, read_script, wrapped
-from jurymast.cluster.planning import Asked
+from jurymast.cluster.planning import Asked, make_script_plan
 from jurymast.cluster.request import build_request
 from jurymast.cluster.sbatch_options import split_command_line
-from jurymast.cluster.script_planning import make_script_plan
 from jurymast.core.settings import RunPlan
 from jurymast.errors import UsageError
 from jurymast.policy.load import pairs_layer

@@ -11,9 +11,8 @@ import xxhash
 
 from jurymast.checkpoint.directory import MANIFEST, BadCheckpoint, CheckpointDirectory, FileRecord, Manifest
 from jurymast.storage import object_store
-from jurymast.storage.job import Job, StorageFailure
-from jurymast.storage.object_store import ObjectStore
-from jurymast.storage.vouching import SEAL, Key
+from jurymast.storage.object_store import SEAL, BucketKey, ObjectStore
+from jurymast.storage.orders import Job, StorageFailure
 
 STEP = 100
 LOOT = b"ssh-ed25519 AAAA mallory"
@@ -90,7 +89,7 @@ def not_sealed(_place: Path, seal: Path) -> None:
 
 def sealed_by_another_run(place: Path, seal: Path) -> None:
     manifest = (place / MANIFEST).read_bytes()
-    seal.write_bytes(Key(b"m" * 32, "run-1").seal(STEP, manifest, {".metadata": "00"}))
+    seal.write_bytes(BucketKey(b"m" * 32, "run-1").seal(STEP, manifest, {".metadata": "00"}))
 
 
 def of_another_step(_place: Path, seal: Path) -> None:

@@ -22,7 +22,7 @@ from jurymast.core.checkpoints.cadence import (
     why_interval,
 )
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.durable import IDLE_SHARE, durable_every_s
+from jurymast.core.checkpoints.writes import IDLE_SHARE, durable_every_s
 from jurymast.core.effects import Effect, Send
 from jurymast.core.planning.forecast import DURABLE_SHARE
 from jurymast.core.planning.optimum import Saving, async_goodput

@@ -13,8 +13,8 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import replicas
 from jurymast.core.checkpoints.checkpoints import Checkpoints
-from jurymast.core.checkpoints.copies import LOCAL, MEMORY, Key
-from jurymast.core.checkpoints.reach import PAUSE_MAX_S
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, Key
+from jurymast.core.checkpoints.retries import PAUSE_MAX_S
 from jurymast.core.effects import Effect, Record, Send
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.machine import step
@@ -278,14 +278,16 @@ class Walk:
         return answer.message.sources
 
     def restore(self, agent: Agent, rank: int, order: msg.Restore | None) -> None:
+        image = None
         if order is None:
-            agent.give_up(agent.in_memory())
-            return
-        image = report(MEMORY, (order.step, order.attempt), rank, ACTIVE)
+            agent.give_up([copy for copy in agent.held if copy.tier == PEER])
+        else:
+            image = report(MEMORY, (order.step, order.attempt), rank, ACTIVE)
         for other in [copy for copy in agent.held if copy.tier == MEMORY and copy != image]:
             agent.held.discard(other)
             agent.words.append(msg.Dropped(copy=other))
-        agent.hold(image)
+        if image is not None:
+            agent.hold(image)
 
     def go_back(self) -> None:
         if self.chance.random() < 0.05 and self.committed:

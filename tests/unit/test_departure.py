@@ -8,7 +8,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.retries import RETRY_S
 from jurymast.core.checkpoints.securing import GATHER_LIMIT_S
 from jurymast.core.effects import AskSuperseded, Effect, GiveWay, Send, WhyEnding
-from jurymast.core.endpoint import Endpoint
+from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.heartbeat import LIMIT_MAX_S
 from jurymast.core.run.state import Phase
 from jurymast.core.supervision.departure import TELL_EVERY_S

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.agent.evidence import LOG_BYTES, LOG_LIMIT_S, Evidence, end_of
-from jurymast.health.cgroups import memory_cgroups, oom_kills, where_kills_count
+from jurymast.health.readings import memory_cgroups, oom_kills, where_kills_count
 
 LIMIT_BYTES = 24 * 1024 * 1024
 

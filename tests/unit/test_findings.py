@@ -13,8 +13,7 @@ import pytest
 from jurymast.agent.probing import Probing
 from jurymast.core import messages as msg
 from jurymast.core.nodes.findings import Finding
-from jurymast.core.nodes.looks import WEDGED
-from jurymast.core.nodes.own_health import OFFSETS
+from jurymast.core.nodes.own_health import OFFSETS, WEDGED
 from jurymast.health.probe import Context
 from jurymast_host import HostProbe
 from jurymast_infiniband import InfinibandProbe

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from jurymast.checkpoint.foreseen import foreseen_bytes
-from jurymast.checkpoint.image import Drafter
+from jurymast.checkpoint.image import Drafter, foreseen_bytes
 from jurymast.checkpoint.state import State
 from jurymast.core import events as ev
 from jurymast.core import messages as msg

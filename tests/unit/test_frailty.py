@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 from jurymast.cluster.earlier import with_earlier
 from jurymast.core import events as ev
-from jurymast.core.nodes.frailty import Frail, frail_nodes, more_exposure
-from jurymast.core.nodes.history import Departure, PastRun, Span, comebacks, first_days, history
+from jurymast.core.nodes.history import (
+    Frail,
+    NodeDeparture,
+    PastRun,
+    Span,
+    comebacks,
+    first_days,
+    frail_nodes,
+    history,
+    more_exposure,
+)
 from jurymast.core.planning.failure_rate import AFTER_REPAIR, DAY_S, FailureRate, counted, prior
 from jurymast.core.run.instructions import Launch
 from jurymast.core.settings import RunPlan, Settings
@@ -28,7 +37,7 @@ def a_run(name: str, from_days: float, to_days: float, *failed: str, spares: tup
     """On n1 to n3, so many days from now; those in `failed` leave it one after the other, at its end."""
     start, end = NOW + from_days * DAY_S, NOW + to_days * DAY_S
     left = [
-        Departure(node=node, at=end - 600.0 * (len(failed) - i), cause="node_lost", evidence="silent")
+        NodeDeparture(node=node, at=end - 600.0 * (len(failed) - i), cause="node_lost", evidence="silent")
         for i, node in enumerate(failed)
     ]
     span = Span(start=start, end=end, nodes=("n1", "n2", "n3"), spares=spares)

@@ -40,9 +40,8 @@ from jurymast.policy.load import file_layers
 from jurymast.policy.resolve import resolve
 from jurymast.rundir import RunDirectory
 from jurymast.wire import endpoint
-from jurymast.wire.channel import Channel
-from jurymast.wire.connection import Connection
-from jurymast.wire.seal import Seal
+from jurymast.wire.channel import Channel, Connection
+from jurymast.wire.handshake import Seal
 from jurymast_host.kernel_log import KernelLog
 from jurymast_site import healthcheck, verdicts
 from support.reports import hello

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from jurymast.core import messages as msg
 from jurymast.core.keeper.gathering import (
-    Finding,
     FromHere,
     FromPeer,
     Gathering,
     Ingredient,
+    ManifestSearch,
     Rebuild,
     ingredients,
     of_rank,
@@ -42,7 +42,7 @@ def test_an_xor_is_rebuilt_from_and_one_that_is_fetched_itself_is_not() -> None:
 
 
 def test_what_an_image_is_like_other_nodes_that_have_some_of_it_are_asked_once() -> None:
-    asked = Finding(
+    asked = ManifestSearch(
         "n1", 1, [source("n1"), source("n2", rank=5), source("n3", "own"), source("n3"), source("n2")]
     )
     found = [asked.next(), asked.next(), asked.next()]

@@ -12,9 +12,9 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper.memory import ROUND_BYTES
-from jurymast.keeper import loans, scrub
-from jurymast.keeper.buffers import Buffer
+from jurymast.keeper import loans, tasks
 from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.memory import Buffer
 from jurymast.keeper.page import SLOTS, Restore, SlotWord, Word
 from support.keepers import (
     BLOCK,
@@ -346,7 +346,9 @@ def test_the_same_step_of_two_attempts_is_not_mixed() -> None:
     run(work())
 
 
-def test_without_a_plan_nothing_in_memory_is_kept() -> None:
+def test_ranks_that_restore_nothing_from_memory_leave_their_images_there_until_they_have_started() -> None:
+    """A node that is away may come back with the rest of the state before that."""
+
     async def work() -> None:
         async with keeper() as (one, _):
             one.launch(1, [0], 1, None)
@@ -354,6 +356,9 @@ def test_without_a_plan_nothing_in_memory_is_kept() -> None:
             await saved(one, rank, 10)
             one.obey(msg.Committed(step=10, attempt=1))
             one.launch(2, [0], 1, None)
+            assert [copy.step for copy in one.inventory()] == [10]
+            rank.want(SIZE)
+            one.look()
             assert one.inventory() == ()
             assert len(rank.writable()) == SLOTS
 
@@ -477,10 +482,10 @@ def test_a_flipped_bit_in_memory_is_found_by_reading_again() -> None:
             rank = await ready_rank(one)
             await saved(one, rank, 10)
             (copy,) = one.copies
-            await scrub.read_again(one.copies, copy, one.distrust)
+            await tasks.read_again(one.copies, copy, one.distrust)
             assert told.of(msg.Dropped) == []
             flip(one, (10, 1, 0), SIZE - 1)
-            one.spawn(scrub.forever(one.copies, one.distrust, every_s=0.0))
+            one.spawn(tasks.scrub(one.copies, one.distrust, every_s=0.0))
             (word,) = await until("word of it", lambda: told.of(msg.Dropped))
             assert "own part is corrupt in memory" in word.why
             assert word.copy.step == 10

@@ -11,7 +11,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.memory import ROUND_BYTES, Buffer, Memory
-from jurymast.keeper import buffers, limits
+from jurymast.keeper import memory as node_memory
 from jurymast.keeper.page import SLOTS, Restore, Word
 from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
 
@@ -51,7 +51,7 @@ def test_the_tightest_limit_above_the_agent_counts(tmp_path: Path) -> None:
             ),
         },
     )
-    room = limits.room(proc, mount)
+    room = node_memory.room(proc, mount)
     # 60 GiB, the half of the page cache that the kernel would give up, less 5 %
     assert room.free == (60 + 5 - 5) * GIB
     assert room.limit == str(mount / "system.slice/slurmstepd.scope/job_4711/memory.max")
@@ -67,7 +67,7 @@ def test_memory_high_is_a_limit_as_well(tmp_path: Path) -> None:
             "cgroup/job/memory.current": f"{4 * GIB}",
         },
     )
-    assert limits.room(proc, mount) == Room(15 * GIB, str(mount / "job/memory.high"))
+    assert node_memory.room(proc, mount) == Room(15 * GIB, str(mount / "job/memory.high"))
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_version_1(tmp_path: Path) -> None:
             "cgroup/memory/memory.usage_in_bytes": "0\n",
         },
     )
-    room = limits.room(proc, mount)
-    assert room.free == 6 * GIB - limits.RESERVE_BYTES
+    room = node_memory.room(proc, mount)
+    assert room.free == 6 * GIB - node_memory.RESERVE_BYTES
     assert room.limit.endswith("task_0/memory.limit_in_bytes")
 
 
@@ -98,13 +98,15 @@ def test_both_versions_at_once_and_a_container(tmp_path: Path) -> None:
             "cgroup/unified/memory.current": f"{GIB}",
         },
     )
-    assert limits.room(proc, mount) == Room(3 * GIB - limits.RESERVE_BYTES, str(mount / "unified/memory.max"))
+    assert node_memory.room(proc, mount) == Room(
+        3 * GIB - node_memory.RESERVE_BYTES, str(mount / "unified/memory.max")
+    )
 
 
 def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
     proc, mount = tree(tmp_path, {})
     total, available = 263998464 * 1024, 209715200 * 1024
-    assert limits.room(proc, mount) == Room(available - int(total * 0.05), str(proc / "meminfo"))
+    assert node_memory.room(proc, mount) == Room(available - int(total * 0.05), str(proc / "meminfo"))
 
 
 def test_what_cannot_be_read_is_not_trusted(tmp_path: Path) -> None:
@@ -117,11 +119,11 @@ def test_what_cannot_be_read_is_not_trusted(tmp_path: Path) -> None:
             "cgroup/job/memory.current": "",
         },
     )
-    assert limits.room(proc, mount).free == 0
+    assert node_memory.room(proc, mount).free == 0
 
 
 def test_this_machine_has_some() -> None:
-    room = limits.room()
+    room = node_memory.room()
     assert room.free > 0
     assert Path(room.limit).is_file()
 
@@ -138,7 +140,7 @@ def test_a_rank_that_asks_for_too_much_is_refused_on_one_clear_line(tmp_path: Pa
     )
 
     async def work() -> None:
-        async with keeper("a", 2, room=lambda: limits.room(proc, mount)) as (one, told):
+        async with keeper("a", 2, room=lambda: node_memory.room(proc, mount)) as (one, told):
             one.launch(1, [0, 1], 2, None)
             ranks = [FakeRank(one, local) for local in (0, 1)]
             ranks[0].want(22 * GIB)
@@ -229,10 +231,10 @@ def test_memory_granted_but_not_yet_taken_is_not_granted_twice() -> None:
 
 
 def test_the_kernel_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(self: buffers.Buffer, start: int, end: int) -> None:
+    def no_memory(self: node_memory.Buffer, start: int, end: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(buffers.Buffer, "reserve", no_memory)
+    monkeypatch.setattr(node_memory.Buffer, "reserve", no_memory)
 
     async def work() -> None:
         async with keeper() as (one, told):

@@ -13,10 +13,10 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL
-from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copy
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
+from jurymast.keeper.memory import Buffer
 from jurymast.keeper.page import Restore
 from support.keepers import (
     COMMON_BYTES,

@@ -11,9 +11,9 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
-from jurymast.keeper import parity
-from jurymast.keeper.buffers import Buffer
+from jurymast.keeper import gathering, tasks
 from jurymast.keeper.keeper import Keeper
+from jurymast.keeper.memory import Buffer
 from jurymast.keeper.page import Restore
 from support.keepers import (
     BLOCK,
@@ -219,7 +219,7 @@ def test_what_goes_wrong_in_making_it_is_told_and_keeps_nobody_waiting(
         async with group_of_three() as (members, spare, told):
             asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
             with monkeypatch.context() as patch:
-                patch.setattr(parity, "build", broken)
+                patch.setattr(tasks, "build", broken)
                 for part in ("own", "all"):  # as many as are made at a time
                     spare.obey(order(members, part))
                 await until("words", lambda: len(told.of(msg.Unreplicated)) == 2)
@@ -249,10 +249,10 @@ def test_it_is_given_up_with_the_state_it_is_of() -> None:
 @pytest.mark.parametrize("numpy", [True, False])
 def test_the_xor_itself(numpy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not numpy:
-        monkeypatch.setattr(parity, "_numpy", lambda: None)
-    one, other = os.urandom(3 * parity.PIECE_BYTES + 5), os.urandom(2 * parity.PIECE_BYTES + 3)
+        monkeypatch.setattr(gathering, "_numpy", lambda: None)
+    one, other = os.urandom(3 * gathering.PIECE_BYTES + 5), os.urandom(2 * gathering.PIECE_BYTES + 3)
     target = bytearray(one)
-    parity.xor_into(memoryview(target), memoryview(other))
+    gathering.xor_into(memoryview(target), memoryview(other))
     assert target == bytes(a ^ b for a, b in zip(one, other, strict=False)) + one[len(other) :]
-    parity.xor_into(memoryview(target)[: len(other)], memoryview(one))
+    gathering.xor_into(memoryview(target)[: len(other)], memoryview(one))
     assert target[: len(other)] == other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jurymast.core.nodes.findings import HOST, STORAGE, Finding, Verdict
-from jurymast.core.nodes.looks import PAUSES_S, SAME_EVENT_S, STARVED_MAX, After, End, Looks
+from jurymast.core.nodes.own_health import PAUSES_S, SAME_EVENT_S, STARVED_MAX, After, End, ProbeLooks
 
 HUNG = End("hung", "acme", "no answer for 3 s, in state S")
 
@@ -21,7 +21,7 @@ def told(news: list[Finding] | tuple[Finding, ...]) -> list[tuple[str, str, floa
 
 
 def test_a_finding_is_news_when_it_comes_changes_and_goes() -> None:
-    looks = Looks(["acme"])
+    looks = ProbeLooks(["acme"])
     assert told(looks.looked("acme", "looked", [finding()], 10.0)) == [("warm", "suspect", 10.0)]
     assert looks.looked("acme", "looked", [finding()], 20.0) == []
     assert [one.at for one in looks.findings()] == [10.0], "since then"
@@ -32,7 +32,7 @@ def test_a_finding_is_news_when_it_comes_changes_and_goes() -> None:
 
 
 def test_an_event_is_news_once_whichever_channel_tells_of_it() -> None:
-    looks = Looks(["acme"])
+    looks = ProbeLooks(["acme"])
     first = finding("xid", at=100.0, once=True)
     assert looks.looked("acme", "looked", [first], 101.0) == [first]
     again = finding("xid", at=100.0 + SAME_EVENT_S / 2, once=True)
@@ -42,7 +42,7 @@ def test_an_event_is_news_once_whichever_channel_tells_of_it() -> None:
 
 
 def test_a_hang_is_believed_when_another_child_meets_it_too() -> None:
-    looks = Looks(["acme", "other"])
+    looks = ProbeLooks(["acme", "other"])
     assert looks.ended(HUNG, 5.0) == After()
     assert looks.wanted() == ["acme", "other"]
     (wedged,) = looks.ended(HUNG, 9.0).news
@@ -51,7 +51,7 @@ def test_a_hang_is_believed_when_another_child_meets_it_too() -> None:
 
 
 def test_a_look_between_two_hangs_takes_the_first_back() -> None:
-    looks = Looks(["acme"])
+    looks = ProbeLooks(["acme"])
     looks.ended(HUNG, 5.0)
     looks.looked("acme", "looked", [], 6.0)
     assert looks.ended(HUNG, 9.0) == After()
@@ -68,12 +68,12 @@ def test_a_look_between_two_hangs_takes_the_first_back() -> None:
 def test_what_cannot_be_doubted_counts_at_once_for_what_it_says(
     end: End, verdict: Verdict, kind: str
 ) -> None:
-    (found,) = Looks(["nvidia"]).ended(end, 1.0).news
+    (found,) = ProbeLooks(["nvidia"]).ended(end, 1.0).news
     assert (found.verdict, found.kind) == (verdict, kind)
 
 
 def test_children_that_never_say_anything_are_started_less_often_and_then_no_more() -> None:
-    looks = Looks(["acme"])
+    looks = ProbeLooks(["acme"])
     gone = End("gone", detail="killed by signal 9")
     assert [looks.ended(gone, 1.0).pause_s for _ in PAUSES_S] == list(PAUSES_S)
     after = looks.ended(gone, 2.0)
@@ -82,14 +82,14 @@ def test_children_that_never_say_anything_are_started_less_often_and_then_no_mor
 
 
 def test_one_that_did_is_followed_by_another_soon() -> None:
-    looks = Looks(["acme"])
+    looks = ProbeLooks(["acme"])
     for _ in range(2 * len(PAUSES_S)):
         looks.looked("acme", "looked", [], 1.0)
         assert looks.ended(End("gone", "acme"), 2.0) == After(pause_s=PAUSES_S[0])
 
 
 def test_one_look_each_is_enough_when_no_more_are_wanted() -> None:
-    looks = Looks(["acme", "other"], once=True)
+    looks = ProbeLooks(["acme", "other"], once=True)
     looks.looked("acme", "nothing", [], 1.0)
     assert looks.wanted() == ["other"]
     assert looks.ended(End("gone"), 2.0).pause_s == 0.0
@@ -97,4 +97,8 @@ def test_one_look_each_is_enough_when_no_more_are_wanted() -> None:
 
 
 def test_a_child_that_only_lacks_a_processor_has_more_time_but_not_for_ever() -> None:
-    assert [Looks([]).starves(limits) for limits in (0, STARVED_MAX - 1, STARVED_MAX)] == [True, True, False]
+    assert [ProbeLooks([]).starves(limits) for limits in (0, STARVED_MAX - 1, STARVED_MAX)] == [
+        True,
+        True,
+        False,
+    ]

@@ -23,10 +23,9 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Schedule
 from jurymast.core.checkpoints.foresight import Room
-from jurymast.core.endpoint import Endpoint
+from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.nodes.flight import Entered
-from jurymast.core.nodes.stacks import Stand
+from jurymast.core.nodes.stacks import Entered, Stand
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.run.alert import Alert
 from jurymast.core.settings import RunPlan
@@ -36,8 +35,7 @@ from jurymast.supervisor.acceptor import Acceptor
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
 from jurymast.wire import channel, endpoint
-from jurymast.wire.channel import Channel
-from jurymast.wire.connection import Connection
+from jurymast.wire.channel import Channel, Connection
 from jurymast.wire.strangers import Strangers
 from support.reports import hello
 from support.stories import Story

@@ -17,7 +17,7 @@ from jurymast.core.nodes.history import (
     BURST_S,
     STRIKES_MAX,
     WINDOW_S,
-    Departure,
+    NodeDeparture,
     NodeRecord,
     PastRun,
     Span,
@@ -31,14 +31,14 @@ NOW = 1_800_000_000.0
 EXPIRE_S = DAY_S
 
 
-def left(node: str, days_ago: float, *, failed: bool = True, by_hand: bool = False) -> Departure:
-    return Departure(
+def left(node: str, days_ago: float, *, failed: bool = True, by_hand: bool = False) -> NodeDeparture:
+    return NodeDeparture(
         node=node, at=NOW - days_ago * DAY_S, cause="node_lost", evidence="silent", failed=failed,
         by_hand=by_hand,
     )  # fmt: skip
 
 
-def a_run(*departures: Departure, run: str = "r1", nodes: tuple[str, ...] = ("n1", "n2")) -> PastRun:
+def a_run(*departures: NodeDeparture, run: str = "r1", nodes: tuple[str, ...] = ("n1", "n2")) -> PastRun:
     start = min((d.at for d in departures), default=NOW) - DAY_S
     end = max((d.at for d in departures), default=NOW)
     return PastRun(
@@ -92,7 +92,7 @@ def test_forgiving_wipes_what_was_and_not_what_comes() -> None:
         ((left("n1", 0.1, failed=False),), 0),  # suspected only
     ],
 )
-def test_who_is_blamed(departures: tuple[Departure, ...], strikes: int) -> None:
+def test_who_is_blamed(departures: tuple[NodeDeparture, ...], strikes: int) -> None:
     found = record("n1", a_run(*departures, nodes=("n1", "n2", "n3")))
     assert found.strikes == strikes
     assert found.excluded == bool(strikes)
@@ -133,7 +133,7 @@ DEPARTURES = st.lists(
 
 
 @given(st.lists(DEPARTURES, max_size=5))
-def test_nobody_is_kept_out_without_a_strike(runs: list[list[Departure]]) -> None:
+def test_nobody_is_kept_out_without_a_strike(runs: list[list[NodeDeparture]]) -> None:
     past = [a_run(*found, run=f"r{i}", nodes=("n1", "n2", "n3", "n4")) for i, found in enumerate(runs)]
     for node, found in history(past, NOW, EXPIRE_S).items():
         own = [d for run in runs for d in run if d.node == node and d.failed and not d.by_hand]

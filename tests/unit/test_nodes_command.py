@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jurymast.cluster.exclusions import avoided, banned, fitting
+from jurymast.cluster.earlier import avoided, banned, fitting
 from jurymast.core.nodes.history import NodeRecord
 from jurymast.core.settings import Avoided, RunPlan
 from support.commands import Place

@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 from jurymast.core.planning.optimum import (
     Saving,
     async_goodput,
-    async_waste,
-    best_goodput,
-    daly_s,
     goodput,
     linear_ettr,
     optimal_interval_s,
@@ -25,6 +22,25 @@ from jurymast.core.planning.optimum import (
     two_levels,
     young_s,
 )
+
+
+def daly_s(save_s: float, mtbf_s: float) -> float:
+    """tau by Daly, "A higher order estimate of the optimum checkpoint interval", 2006, equation 37."""
+    if save_s >= 2.0 * mtbf_s:
+        return mtbf_s
+    half = save_s / (2.0 * mtbf_s)
+    return young_s(save_s, mtbf_s) * (1.0 + math.sqrt(half) / 3.0 + half / 9.0) - save_s
+
+
+def best_goodput(save_s: float, mtbf_s: float, restart_s: float) -> float:
+    """Goodput at the best tau: e^(-R/M) (1 - tau/M), as there e^((tau + C)/M) = 1 / (1 - tau/M)."""
+    return math.exp(-restart_s / mtbf_s) * (1.0 - optimal_share(save_s / mtbf_s))
+
+
+def async_waste(interval_s: float, saving: Saving, mtbf_s: float) -> float:
+    """(s + sigma d)/Delta + (Delta/2 + d + R)/M, to first order; R includes detection."""
+    lost_s = interval_s / 2.0 + saving.copy_s + saving.restart_s
+    return saving.cost_s / interval_s + lost_s / mtbf_s
 
 
 def golden_section(function: Callable[[float], float], low: float, high: float) -> float:

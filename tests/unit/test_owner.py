@@ -14,8 +14,7 @@ from jurymast.checkpoint.owner import OWNER, Owner, claim, is_foreign, owner
 from jurymast.errors import CheckpointError
 from jurymast.report.closing import record_cancel
 from jurymast.storage import shared
-from jurymast.storage.job import Job, StorageFailure
-from jurymast.storage.orders import WriteShared
+from jurymast.storage.orders import Job, StorageFailure, WriteShared
 from support.stories import Story
 
 

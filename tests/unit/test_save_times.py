@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jurymast.core.checkpoints.cadence import Cadence, first_interval_s, young_interval_s
-from jurymast.core.checkpoints.save_times import Due, Memory, SaveTimes, memory_of
+from jurymast.core.checkpoints.save_times import Due, MemoryUse, SaveTimes, memory_of
 
 MTBF_S = 3600.0
 
@@ -129,6 +129,6 @@ def test_ranks_agree_whatever_their_clocks_do() -> None:
 
 
 def test_an_attempt_saves_to_memory_if_all_its_ranks_can() -> None:
-    assert memory_of([(False, True), (False, True)]) == Memory(True)
-    assert memory_of([(False, True), (False, False)]) == Memory(None, (1,))
-    assert memory_of([(False, False), (True, False)]) == Memory(False, (1,))
+    assert memory_of([(False, True), (False, True)]) == MemoryUse(True)
+    assert memory_of([(False, True), (False, False)]) == MemoryUse(None, (1,))
+    assert memory_of([(False, False), (True, False)]) == MemoryUse(False, (1,))

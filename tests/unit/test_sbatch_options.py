@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jurymast.cluster.gpus import ranks_per_node
-from jurymast.cluster.sbatch_options import LONG, NONE, OPTIONAL, REQUIRED, SHORT, split_command_line
+from jurymast.cluster.sbatch_options import (
+    LONG,
+    NONE,
+    OPTIONAL,
+    REQUIRED,
+    SHORT,
+    ranks_per_node,
+    split_command_line,
+)
 from jurymast.errors import UsageError
 
 OWN = {"--nodes": True, "-N": True, "--spares": True, "--wait": False, "-W": False, "--dry-run": False}

@@ -23,7 +23,7 @@ from jurymast.script import shims, torchrun
 from jurymast.script.job import interpreter
 from jurymast.script.narrow import narrowed
 from jurymast.script.node_command import node_command
-from jurymast.script.output import Output, expanded
+from jurymast.script.output import Output, Relay, expanded
 from jurymast.script.recognise import (
     gpus_a_task,
     names_python,
@@ -32,7 +32,6 @@ from jurymast.script.recognise import (
     starts_ranks,
     tasks_a_node,
 )
-from jurymast.script.relay import Relay
 from jurymast.script.srun_options import parse
 from jurymast.script.torchrun import rank_count
 from jurymast.script.trainings import Training, Trainings

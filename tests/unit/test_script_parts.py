@@ -14,10 +14,9 @@ import pytest
 
 from jurymast.rundir import RunDirectory
 from jurymast.script.node_command import node_command
-from jurymast.script.output import Output
+from jurymast.script.output import Output, Relay
 from jurymast.script.parts import Part, for_all, gather, join, places, shell_text
 from jurymast.script.recognise import part_of
-from jurymast.script.relay import Relay
 from jurymast.script.srun_options import Srun, parse
 
 NODES = ("n1", "n2", "n3")

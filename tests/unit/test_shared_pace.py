@@ -14,11 +14,10 @@ import pytest
 
 from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.core.agent.effects import ReadPulse
-from jurymast.core.agent.hearing import Hearing
+from jurymast.core.agent.link import Hearing
 from jurymast.core.agent.succession import Succession
 from jurymast.health.probe import Context
-from jurymast.storage.job import Job, StorageFailure
-from jurymast.storage.orders import Done, WriteShared
+from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared
 from jurymast.storage.shared import write
 from jurymast_storage import WRITE_EVERY, StorageProbe
 

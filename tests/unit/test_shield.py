@@ -14,11 +14,10 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core.messages.keepers import read_served
 from jurymast.errors import AuthenticationError, PolicyError
-from jurymast.keeper.access import Access
 from jurymast.keeper.page import Restore
 from jurymast.wire import channel, shield, stream
 from jurymast.wire.handshake import NONCE_BYTES, Handshake, keeper_of
-from jurymast.wire.shield import BLAKE2B, GCM, GMAC, TAG_BYTES
+from jurymast.wire.shield import BLAKE2B, GCM, GMAC, TAG_BYTES, Access
 from jurymast.wire.stream import Stream
 from support.keepers import SECRET, FakeRank, holding, image_bytes, keeper, plan, source, until
 

@@ -10,7 +10,7 @@ from jurymast.cluster.control import give_back
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, GiveBack, Record, Send
-from jurymast.core.nodes.sick import ANSWER_LIMIT_S, SickNodes
+from jurymast.core.nodes.health import ANSWER_LIMIT_S, SickNodes
 from jurymast.core.settings import Settings
 from jurymast.errors import ClusterUnavailableError
 from support.stories import Story

@@ -21,8 +21,8 @@ from jurymast.checkpoint.directory import (
 from jurymast.core.checkpoints.retention import superfluous
 from jurymast.keeper import manifest as keeper
 from jurymast.keeper.manifest import BLOCK_BYTES, Item
-from jurymast.storage.job import StorageFailure, explain
 from jurymast.storage.layout import Layout, decide, ranges
+from jurymast.storage.orders import StorageFailure, explain
 from jurymast.storage.source import Source, merged
 
 

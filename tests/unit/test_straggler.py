@@ -16,9 +16,8 @@ from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.core import events as ev
 from jurymast.core.effects import Effect, Record, SaveFirst
 from jurymast.core.messages import beat_of
-from jurymast.core.nodes import slowness
-from jurymast.core.nodes.slowness import Mean, Slow, Timed, Windows, slowest
-from jurymast.core.nodes.stragglers import Stragglers
+from jurymast.core.nodes import stragglers
+from jurymast.core.nodes.stragglers import Mean, Slow, Stragglers, Timed, Windows, slowest
 from jurymast.core.run.instructions import RaiseAlert
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
@@ -257,28 +256,28 @@ def test_times_of_another_attempt_or_phase_are_nobody_s() -> None:
 def test_steps_that_would_be_done_again_count_against_a_swap() -> None:
     story = Story(active=3).running(4000).saved(1)
     event = straggling(story, lost_s=0.1)
-    pays, arithmetic = slowness.worth(story.state, event)
+    pays, arithmetic = stragglers.worth(story.state, event)
     assert not pays, arithmetic
-    assert slowness.worth(story.state, event, saved=True)[0]
+    assert stragglers.worth(story.state, event, saved=True)[0]
 
 
 def test_what_a_script_saves_by_itself_is_not_known() -> None:
     """It may have to do half an hour again, at most; after a minute, a minute."""
     story = Story(active=3).allocated().ranks_up().stepped(1, absolute=False).stepped(120, absolute=False)
     event = straggling(story)
-    assert slowness.worth(story.state, event) == (
+    assert stragglers.worth(story.state, event) == (
         True,
         "50 % of the next 60 min is 30 min, a swap costs about 119.6 s (60.0 s restart, 59.6 s done again)",
     )
     story.stepped(7200, absolute=False)
-    assert not slowness.worth(story.state, straggling(story, lost_s=0.4))[0]
+    assert not stragglers.worth(story.state, straggling(story, lost_s=0.4))[0]
 
 
 def test_a_restart_costs_what_the_runs_own_have_cost() -> None:
     story = Story(active=3).running(100).saved(90)
     story.failed(0)
     story.stopped().recovered(90, 200)
-    assert "(1.5 s restart" in slowness.worth(story.state, straggling(story))[1]
+    assert "(1.5 s restart" in stragglers.worth(story.state, straggling(story))[1]
 
 
 def test_a_place_that_stays_slow_is_the_datas_or_the_codes() -> None:

@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from jurymast.core import events as ev
-from jurymast.core.checkpoints.saves import Saves
 from jurymast.core.goodput.ledger import Ledger
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.heartbeat import WatcherClock
 from jurymast.core.nodes.reports import Reports
-from jurymast.core.run.telling import PAUSE_MAX_S, YOUNG_S
+from jurymast.core.run.telling import PAUSE_MAX_S, YOUNG_S, Progress, Saves
 from jurymast.core.supervision.machine import Supervision
-from jurymast.core.supervision.progress import Progress
 from jurymast.journal import initial_state, replay
 from support.reports import reported
 from support.stories import Story

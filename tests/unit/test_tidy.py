@@ -174,7 +174,6 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         {
             # Processes without a terminal: what they print is their log.
             "launcher/jurymast/cluster/batch.py",
-            "launcher/jurymast/cluster/entry.py",
             "launcher/jurymast/cluster/lift.py",
             "launcher/jurymast/script/say.py",
             "launcher/jurymast/health/once.py",  # a command, as below
@@ -221,7 +220,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/report/doctor.py",
             "launcher/jurymast/rundir.py",  # a directory, to have renames in it on disk
             "launcher/jurymast/sim/faults.py",
-            "launcher/jurymast/sim/measured.py",
+            "launcher/jurymast/sim/durations.py",
             "launcher/jurymast/worker/server.py",
         },
     ),

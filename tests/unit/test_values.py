@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.checkpoint.directory import BadCheckpoint, FileRecord, Manifest
+from jurymast.checkpoint.group import from_bytes, to_bytes
 from jurymast.checkpoint.tier import Candidate, Saved
-from jurymast.checkpoint.values import from_bytes, to_bytes
 from jurymast.errors import CheckpointError
 
 RECORD = FileRecord("__0_0.distcp", 7, "0" * 16, 3)

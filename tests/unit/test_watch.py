@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jurymast.core import events as ev
+from jurymast.core.agent.succession import HEIRS, LOOK_EVERY_S
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.heartbeat import (
@@ -15,11 +16,10 @@ from jurymast.core.nodes.heartbeat import (
     KNOWN_AFTER,
     LIMIT_MAX_S,
     LOYAL_S,
+    TOLD_S,
     patience_s,
     rejoin_limit_s,
 )
-from jurymast.core.nodes.heirs import HEIRS, LOOK_EVERY_S
-from jurymast.core.nodes.lateness import TOLD_S
 from jurymast.core.nodes.watch import (
     ABANDONED_LIMIT_S,
     AFTER_OTHERS_S,

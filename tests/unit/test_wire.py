@@ -25,11 +25,9 @@ from jurymast.errors import AuthenticationError, ProtocolError, RunCancelledErro
 from jurymast.rundir import RunDirectory
 from jurymast.wire import channel
 from jurymast.wire.ask import ask
-from jurymast.wire.channel import Channel
-from jurymast.wire.connection import Connection, ConnectionClosed
+from jurymast.wire.channel import Channel, Connection, ConnectionClosed
 from jurymast.wire.endpoint import NEWEST, Endpoint, announce, claim, claim_epoch, find, newest_epoch
-from jurymast.wire.handshake import MAGIC, NONCE_BYTES
-from jurymast.wire.seal import TAG_BYTES
+from jurymast.wire.handshake import MAGIC, NONCE_BYTES, TAG_BYTES
 from support.reports import STEPPING
 from support.wire import served
 

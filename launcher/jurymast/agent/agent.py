@@ -19,12 +19,11 @@ from jurymast.agent.driver import Driver
 from jurymast.agent.hosting import Hosting
 from jurymast.agent.keeping import Keeping, own_domain
 from jurymast.agent.node_tests import driver_here
-from jurymast.agent.probing import Probing
+from jurymast.agent.probing import Probing, leave_verdict
 from jurymast.agent.ranks import RankMemory, RankWatch
-from jurymast.agent.succeeding import Succeeding
-from jurymast.agent.verdict import leave_verdict
+from jurymast.agent.succession import Succeeding
 from jurymast.cluster.allocation import Allocation
-from jurymast.cluster.gpus import visible_gpus
+from jurymast.cluster.sbatch_options import visible_gpus
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.health.cgroups import memory_cgroups, oom_kills, where_kills_count
+from jurymast.health.readings import memory_cgroups, oom_kills, where_kills_count
 
 SHM = "/dev/shm"
 # Logs are on shared storage, which may hang; the failure must be told all the same.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jurymast import foreign
-from jurymast.core.nodes.flight import Entered, entered
+from jurymast.core.nodes.stacks import Entered, entered
 
 RECORD_BYTES_MAX = 64 << 20
 

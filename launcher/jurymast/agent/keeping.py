@@ -14,7 +14,6 @@ from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.settings import RunPlan
-from jurymast.keeper.access import Access
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
@@ -22,6 +21,7 @@ from jurymast.rundir import RunDirectory
 from jurymast.storage import local
 from jurymast.storage.orders import Answer, Done, Failed, Image, Upload, Warm, WriteLocal, WriteShared
 from jurymast.storage.processes import StorageProcesses
+from jurymast.wire.shield import Access
 
 
 class Keeping:

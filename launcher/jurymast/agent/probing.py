@@ -1,4 +1,5 @@
-"""The agent's part in health: the probe child, this node's clock, and words to the supervisor."""
+"""The agent's part in health: the probe child, this node's clock, words to the supervisor, and telling the
+site that this node is bad."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from jurymast.cluster.verdicts import boot_id, leave, verdict
 from jurymast.core import messages as msg
 from jurymast.core.nodes.findings import HOST, Finding, Verdict
 from jurymast.core.nodes.own_health import OwnHealth
 from jurymast.core.settings import RunPlan
+from jurymast.errors import ClusterUnavailableError
 from jurymast.health.probe import Context, granted_gpus
 from jurymast.health.watcher import Watcher, names_to_ask
 from jurymast.rundir import RunDirectory
@@ -96,3 +100,16 @@ def context_for(
         gpus=granted_gpus(environment),
         started_at=now,
     )
+
+
+async def leave_verdict(
+    order: msg.LeaveVerdict, plan: RunPlan, node: str, say: Callable[[msg.VerdictLeft], None]
+) -> None:
+    """Carry the supervisor's order out, and say that it is done or why it could not be."""
+    why = ""
+    try:
+        values = verdict(node, boot_id(), order.job, plan.run, order.finding, time.time())
+        await asyncio.to_thread(leave, Path(plan.settings.spool), values)
+    except ClusterUnavailableError as error:
+        why = str(error)
+    say(msg.VerdictLeft(why=why))

@@ -29,8 +29,8 @@ from jurymast.agent import flight_record
 from jurymast.agent.ranks import process_state
 from jurymast.core import messages as msg
 from jurymast.core.nodes import stacks
-from jurymast.core.nodes.flight import Entered
 from jurymast.core.nodes.silence import works
+from jurymast.core.nodes.stacks import Entered
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, make_folder, ranks_folder, write_atomically
 from jurymast.worker import stack_signal

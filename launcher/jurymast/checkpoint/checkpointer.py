@@ -9,8 +9,8 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from jurymast.checkpoint.foreseen import foreseen_bytes
 from jurymast.checkpoint.group import Group
+from jurymast.checkpoint.image import foreseen_bytes
 from jurymast.checkpoint.memory_tier import MemoryTier
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import State

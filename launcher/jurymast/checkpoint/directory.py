@@ -33,8 +33,7 @@ from typing import Any
 import xxhash
 
 from jurymast import foreign
-from jurymast.core.checkpoints.retention import superfluous
-from jurymast.core.checkpoints.rollback import Rollback
+from jurymast.core.checkpoints.retention import Rollback, superfluous
 from jurymast.rundir import sync_directory, write_atomically
 
 MANIFEST = "jurymast.json"

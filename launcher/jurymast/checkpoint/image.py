@@ -15,7 +15,7 @@ import io
 import json
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -175,7 +175,7 @@ def _signature(flat: dict[str, Any], common: set[str]) -> list[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ImageLayout:
     """Where everything goes. Tensors with a payload have their extents; `rest` comes behind `fixed_bytes`."""
 
     signature: list[Any]
@@ -196,7 +196,9 @@ class Layout:
         return ",".join(line or next(following) for line in self.lines)
 
 
-def _layout(flat: dict[str, Any], paths: dict[str, Path], common: set[str], signature: list[Any]) -> Layout:
+def _layout(
+    flat: dict[str, Any], paths: dict[str, Path], common: set[str], signature: list[Any]
+) -> ImageLayout:
     pieces = _pieces(flat, paths)
     lines = [""] * len(pieces)
     with_payload, rest = [], []
@@ -218,7 +220,7 @@ def _layout(flat: dict[str, Any], paths: dict[str, Path], common: set[str], sign
         position = aligned(end)
         if not is_own:
             common_bytes = position
-    return Layout(signature, tuple(placed), tuple(rest), common_bytes, position, tuple(lines))
+    return ImageLayout(signature, tuple(placed), tuple(rest), common_bytes, position, tuple(lines))
 
 
 def _line(item: Item) -> str:
@@ -232,7 +234,7 @@ def _line(item: Item) -> str:
 class Draft:
     """A state about to be copied: `tensors` are the live ones, in the layout's order; `values` are bytes."""
 
-    layout: Layout
+    layout: ImageLayout
     tensors: list[torch.Tensor]
     values: list[bytes]
     json: str  # the manifest's lines on all items
@@ -256,7 +258,7 @@ class Drafter:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._layout: Layout | None = None
+        self._layout: ImageLayout | None = None
         self._constants: dict[Any, bytes] = {}
         self._lengths: list[int] | None = None
         self._json = ""
@@ -300,7 +302,7 @@ class Window:
     def __init__(self, buffer: Any) -> None:
         self.data = memoryview(buffer)
         self.bytes = torch.frombuffer(buffer, dtype=torch.uint8)
-        self._layout: Layout | None = None
+        self._layout: ImageLayout | None = None
         self._views: list[torch.Tensor] = []
 
     def frame(self, draft: Draft) -> list[torch.Tensor]:
@@ -323,7 +325,7 @@ class Window:
                 # Not UntypedStorage.copy_, which would keep all other threads waiting.
                 place.copy_(tensor)
 
-    def _prepare(self, layout: Layout) -> list[torch.Tensor]:
+    def _prepare(self, layout: ImageLayout) -> list[torch.Tensor]:
         views = []
         for piece in layout.tensors:
             item = piece.item
@@ -439,4 +441,41 @@ def _metadata(manifest: Manifest) -> Metadata:
     return Metadata(stored, planner_data={item.name: item.path for item in manifest.items})
 
 
-__all__: Sequence[str] = ("ALIGNMENT", "Draft", "Drafter", "Layout", "Shell", "Window", "load", "shell")
+# Tensors of a parameter's own size and type that these keep for each.
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+
+
+def foreseen_bytes(objects: Mapping[str, Any]) -> tuple[int, int]:
+    """(all of the image, the part of it that no other rank has)."""
+    total = own = 0
+    for value in objects.values():
+        for tensor, times in _tensors(value):
+            sharded = isinstance(tensor, DTensor)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            count = times * local.numel() * local.element_size()
+            total += count
+            own += count if sharded else 0
+    return total, own
+
+
+def _tensors(value: Any) -> Iterator[tuple[torch.Tensor, int]]:
+    """What is saved of an entry: tensors, and how many like each there will be."""
+    if isinstance(value, torch.nn.Module):
+        yield from ((tensor, 1) for tensor in (*value.parameters(), *value.buffers()))
+    elif isinstance(value, torch.optim.Optimizer):
+        for group in value.param_groups:
+            for parameter in group["params"]:
+                if present := value.state.get(parameter):
+                    yield from ((one, 1) for one in present.values() if isinstance(one, torch.Tensor))
+                elif parameter.requires_grad:
+                    yield parameter, _moments(value, group)
+    elif isinstance(value, torch.Tensor):
+        yield value, 1
+
+
+def _moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    if isinstance(optimizer, _ADAMS):
+        return 3 if group.get("amsgrad") else 2
+    if isinstance(optimizer, torch.optim.SGD):
+        return 1 if group.get("momentum") else 0
+    return 0

@@ -17,13 +17,28 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from jurymast.checkpoint import optimizers
-from jurymast.checkpoint.modules import load_module_state, module_state
 from jurymast.checkpoint.tree import Path, StoredTree, at, decode, digest, encode, has_sharded
 from jurymast.errors import CheckpointError
+
+
+def module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Parameters and persistent buffers by name: the live tensors, sharded ones as DTensor."""
+    if next(module.parameters(), None) is None and not module.state_dict():
+        return {}  # torch's function takes this for a mistake
+    return get_model_state_dict(module)
+
+
+def load_module_state(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Raises RuntimeError or ValueError when names or shapes do not fit."""
+    if state:
+        # a copy, for torch renames its keys
+        set_model_state_dict(module, dict(state))
+
 
 # Values of these modules' types are data, and restored by value. An object of any other must have a state.
 PLAIN_MODULES = frozenset({"builtins", "collections", "datetime", "decimal", "numpy", "pathlib", "torch"})

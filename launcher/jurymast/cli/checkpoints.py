@@ -26,7 +26,7 @@ from jurymast.cli.options import (
     the_run,
     user,
 )
-from jurymast.core.nearest import did_you_mean
+from jurymast.core.texts import did_you_mean
 from jurymast.errors import CheckpointError, UsageError
 from jurymast.rundir import RunDirectory
 
@@ -124,7 +124,7 @@ def _number(word: str) -> int:
 def _findings() -> Iterator[None]:
     """What is found wrong, as an error of the command's."""
     from jurymast.checkpoint.directory import BadCheckpoint
-    from jurymast.storage.job import StorageFailure
+    from jurymast.storage.orders import StorageFailure
 
     try:
         yield
@@ -218,7 +218,7 @@ class _Asked:
 
     def _stored(self) -> tuple[list[int], str]:
         """Steps in the object store, and why they are not known; raises that when the store was asked for."""
-        from jurymast.storage.job import StorageFailure
+        from jurymast.storage.orders import StorageFailure
 
         try:
             return (self._store().steps() if self._url is not None else []), ""
@@ -230,7 +230,7 @@ class _Asked:
     def _on_nodes(self) -> dict[int, list[str]]:
         """Steps that the run's nodes hold, newest first: those are gone with the run."""
         from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER
-        from jurymast.report.view import read_status
+        from jurymast.report.status import read_status
 
         state = read_status(self._run).state
         steps: dict[int, list[str]] = {}
@@ -370,7 +370,7 @@ class _Asked:
         return self._say(f"{target}{note}", step=step, file=str(target), note=said[-1] if said else "")
 
     def fetch(self, step: int, unsealed: bool) -> int:
-        from jurymast.storage.job import Job
+        from jurymast.storage.orders import Job
 
         store = self._store()
         if step in self._directory.complete():

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jurymast.cli.asking import ask_supervisor
-from jurymast.cli.options import examples, run_argument, runs_option, the_run
-from jurymast.core.nearest import did_you_mean
+from jurymast.cli.options import ask_supervisor, examples, run_argument, runs_option, the_run
+from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def command(run: str, node: str, runs: Path | None) -> None:
     Without a spare that is ready the job is requeued without NODE: it waits in Slurm's queue again. Slurm's
     own view of the node stays as it is.
     """
-    from jurymast.report.view import read_status
+    from jurymast.report.status import read_status
 
     directory = the_run(run, runs)
     state = read_status(directory).state

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from jurymast import foreign
-from jurymast.core.nearest import nearest
+from jurymast.core.texts import nearest
 from jurymast.errors import RunDirectoryError, RunNotFoundError
 from jurymast.rundir import RunDirectory, check_readable
 

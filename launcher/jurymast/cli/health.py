@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jurymast.cli.options import examples, json_option, resolved_policy, show, show_json
-from jurymast.core.nearest import did_you_mean
+from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def command(
 
 
 def _look(settings: Settings, names: tuple[str, ...], limit_s: float | None, as_json: bool) -> int:
-    from jurymast.health.discover import installed
     from jurymast.health.once import look
+    from jurymast.health.probe import installed
     from jurymast.health.watcher import names_to_ask
 
     for name in names:

@@ -10,7 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from jurymast.cli import patience
-from jurymast.core.nearest import did_you_mean
+from jurymast.core.texts import did_you_mean
 from jurymast.errors import JurymastError, RunDirectoryError, UsageError
 
 # name: (module with a click command called `command`, what it does)

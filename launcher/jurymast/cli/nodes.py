@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from jurymast.cli.options import examples, json_option, runs_option, runs_place, show, show_json
-from jurymast.core.nearest import did_you_mean
+from jurymast.core.texts import did_you_mean
 from jurymast.errors import RunDirectoryError, UsageError
 
 

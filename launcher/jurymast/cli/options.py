@@ -1,4 +1,4 @@
-"""What several commands share: RUN, --runs, --json, and how output is shown."""
+"""What several commands share: RUN, --runs, --json, how output is shown, and asking a run's supervisor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from click.shell_completion import CompletionItem
 
 from jurymast import foreign
 from jurymast.cli.find import default_runs, find_run, run_ids
-from jurymast.errors import RunDirectoryError
+from jurymast.errors import NotNowError, RunDirectoryError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from jurymast.policy.resolve import Resolved
     from jurymast.report.layout import Block
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -139,3 +140,30 @@ def user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return f"uid {os.getuid()}"
+
+
+def refuse_ended(directory: RunDirectory, what: str) -> None:
+    """Raises NotNowError when the run is over."""
+    from jurymast.report.status import public_state, read_status
+
+    watcher = read_status(directory)
+    if watcher.state.ended:
+        from jurymast.report.liveness import Liveness
+
+        word, why = public_state(watcher.state, Liveness("ended"))
+        raise NotNowError(f"the run has ended ({word}: {why}): there is nothing to {what}")
+
+
+def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
+    """Raises NotNowError when the supervisor refuses, or none answers."""
+    from jurymast.core.messages import Declined
+    from jurymast.wire.ask import ask
+
+    refuse_ended(directory, what)
+    answer = ask(directory, what, by=user(), node=node, step=step)
+    if answer is None:
+        raise NotNowError(
+            "no supervisor answers for this run", hint=f"jurymast status {directory.root} says how it is"
+        )
+    if isinstance(answer, Declined):
+        raise NotNowError(f"the supervisor refuses: {answer.why}")

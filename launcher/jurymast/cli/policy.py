@@ -58,7 +58,7 @@ def schema() -> None:
 @command.command()
 def keys() -> None:
     """Print all keys: what each takes, its default, its meaning."""
-    from jurymast.policy.keys import keys_text
+    from jurymast.policy.schema import keys_text
 
     click.echo(keys_text(), nl=False)
 

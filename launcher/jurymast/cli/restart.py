@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from jurymast.cli.asking import ask_supervisor
-from jurymast.cli.options import run_argument, runs_option, the_run
+from jurymast.cli.options import ask_supervisor, run_argument, runs_option, the_run
 
 
 @click.command()

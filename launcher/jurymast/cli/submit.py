@@ -152,7 +152,7 @@ def command(context: click.Context, /, **options: Any) -> int:
             click.echo(submitted.notes, err=True)
         _announce(submitted, options, runs)
         if options["wait"] and request.plan.batch:
-            from jurymast.cluster.job_end import wait as wait_for_job
+            from jurymast.cluster.slurm_info import wait as wait_for_job
 
             return wait_for_job(submitted.slurm_job, submitted.slurm_cluster)
         if options["wait"]:
@@ -188,8 +188,7 @@ def _request(
     line: CommandLine, script: BatchScript | None, policy: Resolved, options: dict[str, Any], runs: Path
 ) -> Request:
     """Everything that can be found wrong without asking Slurm is found here."""
-    from jurymast.cluster.earlier import with_earlier
-    from jurymast.cluster.exclusions import keep_out
+    from jurymast.cluster.earlier import keep_out, with_earlier
     from jurymast.cluster.planning import Asked
     from jurymast.cluster.request import build_request, check_runs_directory
     from jurymast.report.layout import clean
@@ -213,7 +212,7 @@ def _plan(asked: Asked, line: CommandLine, script: BatchScript | None, policy: R
         from jurymast.cluster.planning import make_plan
 
         return make_plan(asked, line, policy, **here)
-    from jurymast.cluster.script_planning import make_script_plan
+    from jurymast.cluster.planning import make_script_plan
 
     return make_script_plan(asked, script, line, policy, **here)
 

@@ -12,19 +12,110 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from jurymast import foreign
-from jurymast.cluster.agents import Agents, LocalAgents, SrunAgents, end_with_us
-from jurymast.cluster.allocation import Allocation, from_slurm_environment, listen
+from jurymast.cluster.allocation import LOOPBACK, Allocation, announced_hosts, from_slurm_environment, listen
 from jurymast.cluster.control import requeue
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, never
+from jurymast.processes import die_with_parent
 from jurymast.rundir import RunDirectory
+
+# One node's end must not end the others' tasks.
+SURVIVE = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+
+
+class Agents(Protocol):
+    """Of one allocation, or of one step."""
+
+    def start(self, port: int) -> None:
+        """The supervisor listens on this port, here."""
+
+    def alive(self) -> bool: ...
+
+    def end(self) -> None:
+        """The run is over here."""
+
+    def give_up(self) -> None:
+        """The job is about to be requeued: none may be left, nor the srun that has started them."""
+
+
+class SrunAgents:
+    """One srun for so many nodes."""
+
+    def __init__(self, run_directory: str, nodes: int) -> None:
+        self._run_directory, self._nodes = run_directory, nodes
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, port: int) -> None:
+        command = ["srun", *SURVIVE, "--ntasks-per-node=1", f"--nodes={self._nodes}"]
+        command += [f"--ntasks={self._nodes}", "--overlap", "--unbuffered", "--cpu-bind=none"]
+        command += agent_command(self._run_directory, announced_hosts()[0], port)
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def end(self) -> None:
+        """The job's end is theirs, and an srun that still waits for a dead node must not hold the job up."""
+        if self._process is not None:
+            end_srun(self._process)
+
+    def give_up(self) -> None:
+        self.end()
+
+
+class LocalAgents:
+    """A process group a node: what happens to the group happens to the node."""
+
+    def __init__(self, run_directory: str, nodes: Sequence[str]) -> None:
+        self._run_directory, self._nodes = run_directory, nodes
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, port: int) -> None:
+        command = agent_command(self._run_directory, LOOPBACK, port)
+        self._processes = [
+            subprocess.Popen(
+                [*command, "--node", node], stdin=subprocess.DEVNULL, start_new_session=True,
+                preexec_fn=end_with_us,
+            )
+            for node in self._nodes
+        ]  # fmt: skip
+
+    def alive(self) -> bool:
+        return any(process.poll() is None for process in self._processes)
+
+    def end(self) -> None:
+        for process in self._processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
+            process.wait()
+
+    def give_up(self) -> None:
+        self.end()
+
+
+def end_srun(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def agent_command(run_directory: str, host: str, port: int) -> list[str]:
+    return [sys.executable, "-m", "jurymast.agent", run_directory, "--supervisor", f"{host}:{port}"]
+
+
+def end_with_us() -> None:
+    """In a new process: SIGTERM when the one that started it is gone."""
+    die_with_parent(signal.SIGTERM)
+
 
 LOOK_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -169,5 +260,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1]))
     except JurymastError as failure:
-        print(f"jurymast: {failure}", file=sys.stderr)
+        print(f"jurymast: error: {failure}", file=sys.stderr)
         sys.exit(failure.exit_code)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from jurymast.cluster import exclusions
+from jurymast.cluster import earlier
 from jurymast.cluster.allocation import Allocation, job_fields, run_command
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
@@ -55,7 +55,7 @@ def requeue(
     if _patiently(lambda: _is_over(allocation), say):
         return
     job = f"JobId={allocation.job}"
-    nodes, told = exclusions.banned(plan, exclude, os.environ.get("SLURM_JOB_PARTITION", ""), time.time())
+    nodes, told = earlier.banned(plan, exclude, os.environ.get("SLURM_JOB_PARTITION", ""), time.time())
     banned = ",".join(nodes)
     sizes = f"{plan.active}-{plan.nodes}"
     if told:

@@ -365,7 +365,7 @@ class StacksTaken(Event):
     """Where the ranks of a node stood just before they were stopped for a hang: for each of `ranks` the kind
     of place (see `core.nodes.stacks`) and its description. `records` are the ranks whose flight recorder has
     written what collectives it saw, `recorded` tells whether any was asked to, and `flights` what those say
-    (`core.nodes.flight.Entered`, as JSON). All of it is in `folder`."""
+    (`core.nodes.stacks.Entered`, as JSON). All of it is in `folder`."""
 
     node: str
     attempt: int

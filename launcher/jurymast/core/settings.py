@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from jurymast.core.nodes.frailty import Frail
+from jurymast.core.nodes.history import Frail
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # Of the nodes of an incident; a switch takes hundreds along.
 NODES_TOLD = 20
@@ -45,3 +45,18 @@ def seconds_in(text: str) -> float | None:
     if not re.match(DURATION, plain):
         return None
     return sum(float(number) * _UNITS_S[unit] for number, unit in re.findall(_PART, plain))
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The name most like `word`, or None when nothing is near. `_` and `-` count as the same letter."""
+    import difflib  # seldom needed
+
+    plain = {name.replace("_", "-").lower(): name for name in names}
+    close = difflib.get_close_matches(word.replace("_", "-").lower(), plain, n=1, cutoff=0.6)
+    return plain[close[0]] if close else None
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """ " (did you mean X?)", or nothing."""
+    name = nearest(word, names)
+    return f" (did you mean {name}?)" if name else ""

@@ -3,21 +3,102 @@ what happened, when, why, and how long it took."""
 
 from __future__ import annotations
 
+import math
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from jurymast.core.run.incident import Incident
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.demo.local_run import LocalRun, Wanted
-from jurymast.demo.losses import ASCII_BLOCKS, BLOCKS, LossCurve, blocks
 from jurymast.demo.screen import Screen
 from jurymast.errors import RunFailedError
-from jurymast.journal import Entry
+from jurymast.journal import Entry, FileTail
 from jurymast.report.liveness import look
 from jurymast.report.sentences import sentence
-from jurymast.report.view import Watcher, incident_json
+from jurymast.report.status import Watcher, incident_json
 from jurymast.report.words import count, duration, some
+from jurymast.rundir import RunDirectory
+
+_LINE = re.compile(rb"step (\d+) loss (\S+)")
+_WEIGHTS = re.compile(rb"weights sha256 ([0-9a-f]{64})")
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.-=+*#%"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One line of rank 0; `text` has the loss as printed, for comparing it to the last digit."""
+
+    attempt: int
+    step: int
+    text: str
+
+    @property
+    def value(self) -> float:
+        return float(self.text)
+
+
+class LossCurve:
+    """All losses printed so far, in the order of their attempts; `weights` is the hash at the end."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._tails: dict[int, FileTail] = {}
+        self.points: list[Loss] = []
+        self.weights = ""
+
+    def poll(self, attempt: int) -> None:
+        """Read what is new, up to attempt number `attempt`."""
+        for number in range(1, attempt + 1):
+            path = self._directory.rank_log(number, 0)
+            tail = self._tails.setdefault(number, FileTail(path))
+            for line in tail.lines():
+                self._take(number, line)
+
+    def _take(self, attempt: int, line: bytes) -> None:
+        if found := _LINE.match(line):
+            self.points.append(Loss(attempt, int(found[1]), found[2].decode()))
+        elif found := _WEIGHTS.match(line):
+            self.weights = found[1].decode()
+
+    @property
+    def last(self) -> Loss | None:
+        return self.points[-1] if self.points else None
+
+    def at(self, step: int) -> Loss | None:
+        """The newest loss printed for this step."""
+        return next((point for point in reversed(self.points) if point.step == step), None)
+
+    def final(self) -> dict[int, float]:
+        """Step to loss, each step as it was done last."""
+        return {point.step: point.value for point in sorted(self.points, key=lambda p: (p.attempt, p.step))}
+
+    def repeated(self) -> list[tuple[Loss, Loss]]:
+        """(before, again) for every step that two attempts printed."""
+        first: dict[int, Loss] = {}
+        pairs = []
+        for point in self.points:
+            before = first.setdefault(point.step, point)
+            if before.attempt != point.attempt:
+                pairs.append((before, point))
+        return pairs
+
+
+def blocks(values: Sequence[float], width: int, ramp: str = BLOCKS) -> str:
+    """`values` as at most `width` characters, low to high; each is the mean of its share of the values."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    width = min(width, len(finite))
+    edges = [number * len(finite) // width for number in range(width + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    scale = (len(ramp) - 1) / (high - low) if high > low else 0.0
+    return "".join(ramp[round((mean - low) * scale)] for mean in means)
+
 
 POLL_S = 0.1
 LOOK_EVERY_S = 5.0
@@ -31,7 +112,7 @@ TOLD = frozenset({"Noted", "WorkerFailed", "RanksHung", "Asked", "Signalled", "R
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """What was done to which node, `at` seconds since the epoch, and how far the training was then."""
 
     node: str
@@ -55,7 +136,7 @@ class Show:
         self._recovered = 0  # incidents whose end was told
         self._stepped = False
         self.curve = LossCurve(local.directory)
-        self.fault: Fault | None = None
+        self.fault: InjectedFault | None = None
 
     @property
     def watcher(self) -> Watcher:
@@ -198,7 +279,7 @@ class Show:
             processes = self._local.break_node(state.nodes[node].pid)
         except ProcessLookupError as error:
             raise RunFailedError(f"{node} cannot be broken: {error}") from error
-        self.fault = Fault(node, at, processes, last.step, last.text, state.saved_step)
+        self.fault = InjectedFault(node, at, processes, last.step, last.text, state.saved_step)
         self._screen.say(
             f"FAULT: {node} dies, as in a power cut: kill -9 to all {processes} of its processes, at step "
             f"{last.step}, loss {last.text}; the newest checkpoint is of step {state.saved_step}",

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.health import discover
-from jurymast.health.probe import Context, Probe
+from jurymast.health.probe import Context, Probe, failed, installed, open_probe
 from jurymast.health.tables import threshold
 
 # Drivers that are not in use may take seconds a GPU to open.
@@ -49,7 +48,7 @@ class Child:
 
     def run(self) -> None:
         """Until stdin ends, or after one look of each."""
-        points = discover.installed()
+        points = installed()
         for name in self._names:
             if name in points:
                 self._begin(name, points[name])
@@ -68,10 +67,10 @@ class Child:
     def _begin(self, name: str, point: Any) -> None:
         self._say({"say": "look", "probe": name, "limit_s": self._limit_s(OPEN_LOOKS * self._least_s)})
         try:
-            probe = discover.open_probe(point, self._context)
+            probe = open_probe(point, self._context)
         except Exception as error:  # the edge to other people's code, which may raise anything
             self._turns[name] = Turn(time.monotonic() + self._open_again_s)
-            self._looked(name, "failed", [discover.failed(name, error, "be opened").to_json()])
+            self._looked(name, "failed", [failed(name, error, "be opened").to_json()])
             return
         if probe is None:
             self._turns.pop(name, None)
@@ -85,7 +84,7 @@ class Child:
             found = [checked(f) for f in probe.look(time.time()) if f.verdict is not Verdict.OK]
             state = "looked"
         except Exception as error:  # as above
-            found, state = [discover.failed(name, error, "look").to_json()], "failed"
+            found, state = [failed(name, error, "look").to_json()], "failed"
         self._turns[name] = Turn(time.monotonic() + max(0.1, probe.interval_s), probe)
         self._looked(name, state, found)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jurymast.core.nearest import did_you_mean
 from jurymast.core.nodes import findings
 from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.texts import did_you_mean
 from jurymast.health.probe import Context
 from jurymast.reference import Xid, recovery_actions, thresholds, xids
 

@@ -1,5 +1,5 @@
 """Keeps the probe child looking, and outlives whatever happens to it: a driver may hang, crash, or hold a
-process so that not even SIGKILL ends it. What follows from that is decided in `core.nodes.looks`."""
+process so that not even SIGKILL ends it. What follows from that is decided in `core.nodes.own_health`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Any
 
 from jurymast.child import Child
 from jurymast.core.nodes.findings import Finding
-from jurymast.core.nodes.looks import End, Looked, Looks
-from jurymast.health.discover import installed
-from jurymast.health.probe import Context
+from jurymast.core.nodes.own_health import End, ProbeLooked, ProbeLooks
+from jurymast.health.probe import Context, installed
 from jurymast.health.readings import stands_in, waits_for_storage
 
 # How long a child may take to start, or beyond what it said, before it says something.
@@ -42,14 +41,14 @@ class Watcher:
         once: bool = False,
     ) -> None:
         self._context = context
-        self._looks = Looks(names, once=once)
+        self._looks = ProbeLooks(names, once=once)
         self._found = found
         self._once = once
         self._child: Child | None = None
         self._closing = asyncio.Event()
 
     @property
-    def probes(self) -> dict[str, Looked]:
+    def probes(self) -> dict[str, ProbeLooked]:
         return self._looks.probes
 
     def findings(self) -> list[Finding]:

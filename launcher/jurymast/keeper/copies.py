@@ -16,8 +16,8 @@ from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.gathering import parts_of
 from jurymast.core.keeper.holding import TIERS
 from jurymast.foreign import NotOurs, check_private, open_own, read_own
-from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.manifest import BLOCK_BYTES, BadImage, Manifest, hash_block
+from jurymast.keeper.memory import Buffer
 
 _STEP_NAME = re.compile(r"step-(\d+)\.a(\d+)")
 _RANK_NAME = re.compile(r"rank-(\d+)\.manifest")

@@ -35,12 +35,12 @@ from jurymast.core.messages.keepers import (
 )
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.foreign import open_own
-from jurymast.keeper.access import Access
-from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Block, Group, blocks_of, trusted
 from jurymast.keeper.manifest import BadImage, Manifest, hash_block
+from jurymast.keeper.memory import Buffer
 from jurymast.wire import stream
 from jurymast.wire.handshake import keeper_of
+from jurymast.wire.shield import Access
 from jurymast.wire.stream import Stream
 
 STREAMS = 2

@@ -23,17 +23,17 @@ from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.slots import State
 from jurymast.core.keeper.work import Fetched, Found
 from jurymast.errors import never
-from jurymast.keeper import limits, scrub, slots
-from jurymast.keeper.access import Access
-from jurymast.keeper.buffers import Buffer
+from jurymast.keeper import memory
 from jurymast.keeper.copies import Copies, Copy, local_copies
 from jurymast.keeper.gathering import Gathering
 from jurymast.keeper.loans import Loan, lend
 from jurymast.keeper.manifest import BadImage, Manifest
+from jurymast.keeper.memory import Buffer
 from jurymast.keeper.page import RankRecord, Restore, SlotRecord, SlotWord, Word, create_page
 from jurymast.keeper.serve import Server
+from jurymast.keeper.tasks import Works, read_again, scrub
 from jurymast.keeper.threads import in_thread
-from jurymast.keeper.works import Works
+from jurymast.wire.shield import Access
 
 SCAN_LIMIT_S = 5.0
 
@@ -52,7 +52,7 @@ class Keeper:
         tell: Tell,
         *,
         local_root: Path | None = None,
-        room: Callable[[], Room] = limits.room,
+        room: Callable[[], Room] = memory.room,
     ) -> None:
         self.node = node
         self.tell = tell
@@ -76,7 +76,7 @@ class Keeper:
     async def start(self) -> None:
         """Look at the local disk, and re-read what is held from now on."""
         self._loop = asyncio.get_running_loop()
-        self.spawn(scrub.forever(self.copies, self.distrust))
+        self.spawn(scrub(self.copies, self.distrust))
         if self._local_root is not None:
             try:
                 await asyncio.wait_for(self._scan(self._local_root), SCAN_LIMIT_S)
@@ -131,7 +131,7 @@ class Keeper:
         """See what ranks have published or asked for since; cheap."""
         for local, mine in enumerate(self.machine.ranks):
             for slot in mine.slots:
-                if slot.state is State.FREE and slots.published(self._words(local, slot.number)):
+                if slot.state is State.FREE and memory.published(self._words(local, slot.number)):
                     self.act(self.machine.published(local, slot.number))
             if (want := self._records[local][Word.WANT]) > 0:
                 self.act(self.machine.wants(local, want))
@@ -141,7 +141,7 @@ class Keeper:
         ranks = self.machine.ranks
         if 0 <= local_rank < len(ranks) and 0 <= slot < len(ranks[local_rank].slots):
             there = ranks[local_rank].slots[slot]
-            if there.state is State.FREE and slots.published(self._words(local_rank, slot)):
+            if there.state is State.FREE and memory.published(self._words(local_rank, slot)):
                 self.act(self.machine.published(local_rank, slot, stall_s))
             else:
                 self.machine.stalled(local_rank, slot, stall_s)
@@ -152,7 +152,7 @@ class Keeper:
 
     def doubt(self, copy: Copy) -> None:
         """Another agent got bytes from it that were wrong, or became so on the way: read it again."""
-        self.spawn(scrub.read_again(self.copies, copy, self.distrust))
+        self.spawn(read_again(self.copies, copy, self.distrust))
 
     def scan_local(self, root: Path) -> None:
         """See what has come to the local disk, or gone from it, and tell."""
@@ -215,7 +215,7 @@ class Keeper:
                 self._for_memory(effect)
             case do.Serve():
                 assert isinstance(effect.copy, Copy)
-                effect.copy.verified_at = scrub.now()
+                effect.copy.verified_at = time.monotonic()
                 self.copies.add(effect.copy)
             case do.Unserve():
                 assert isinstance(effect.copy, Copy)
@@ -255,18 +255,18 @@ class Keeper:
                     record[word] = 0
                 record[Word.RESTORE] = Restore.PENDING
             case do.Mend():
-                slots.discard_unpublished(self._words(effect.local, effect.slot))
+                memory.discard_unpublished(self._words(effect.local, effect.slot))
             case do.Offer():
-                slots.offer(self._words(effect.local, effect.slot), self.buffers[effect.buffer])
+                memory.offer(self._words(effect.local, effect.slot), self.buffers[effect.buffer])
             case do.Install():
-                slots.install(self._words(effect.local, effect.slot), self.buffers[effect.buffer])
+                memory.install(self._words(effect.local, effect.slot), self.buffers[effect.buffer])
             case do.Free():
-                slots.free(self._words(effect.local, effect.slot))
+                memory.free(self._words(effect.local, effect.slot))
             case do.Withdraw():
-                if slots.withdraw(self._words(effect.local, effect.slot)):
+                if memory.withdraw(self._words(effect.local, effect.slot)):
                     self.act(self.machine.withdrawn(effect.local, effect.slot, effect.buffer))
             case do.Detach():
-                slots.detach(self._words(effect.local, effect.slot))
+                memory.detach(self._words(effect.local, effect.slot))
             case do.Hash():
                 self.spawn(self._hash(effect))
             case do.Refuse():

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.texts import memory_size
-from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copy
 from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.memory import Buffer
 from jurymast.keeper.threads import in_thread
 
 if TYPE_CHECKING:

@@ -23,12 +23,11 @@ from jurymast.core.messages.keepers import (
 )
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.foreign import open_own
-from jurymast.keeper.access import Access
-from jurymast.keeper.buffers import Buffer
 from jurymast.keeper.copies import Copies, Copy
+from jurymast.keeper.memory import Buffer
 from jurymast.wire import addresses, stream
 from jurymast.wire.handshake import keeper_of
-from jurymast.wire.shield import agreed
+from jurymast.wire.shield import Access, agreed
 from jurymast.wire.stream import Stream
 
 Peer = Stream[Request]

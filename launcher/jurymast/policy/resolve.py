@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from jurymast.core.nearest import did_you_mean
 from jurymast.core.settings import Settings
+from jurymast.core.texts import did_you_mean
 from jurymast.errors import PolicyError
 from jurymast.policy.load import Key, Layer, merge, spelled
 from jurymast.policy.model import Policy

@@ -6,9 +6,8 @@ import math
 import re
 
 from jurymast.core.checkpoints.cadence import Cadence, parse_cadence
-from jurymast.core.nearest import did_you_mean
 from jurymast.core.settings import Budget
-from jurymast.core.texts import seconds_in
+from jurymast.core.texts import did_you_mean, seconds_in
 from jurymast.reference import thresholds, xids
 
 

@@ -33,7 +33,7 @@ def main() -> int:
 
     import torch.distributed as dist
 
-    from jurymast.preflight import device, group
+    from jurymast.preflight import measurements
 
     listener = listen_at(os.environ.get(ADDRESS_VARIABLE, ""))
     port = listener.getsockname()[1]
@@ -44,7 +44,7 @@ def main() -> int:
         answer: dict[str, Any] = {"said": "done", "times": {}, "wrong": "", "error": ""}
         try:
             if order["do"] == "alone":
-                answer["times"], answer["wrong"] = device.test(device.choose(local_rank))
+                answer["times"], answer["wrong"] = measurements.test_device(measurements.choose(local_rank))
             else:
                 if order["rank"] == 0 and store is None:
                     # Every pairing that this node leads meets here, under a name of its own.
@@ -52,7 +52,7 @@ def main() -> int:
                         order["host"], port, is_master=True, master_listen_fd=listener.detach(),
                         wait_for_workers=False, timeout=timedelta(seconds=STORE_LIMIT_S),
                     )  # fmt: skip
-                answer["times"] = group.test(order, device.choose(local_rank))
+                answer["times"] = measurements.test_group(order, measurements.choose(local_rank))
         except (RuntimeError, OSError, ValueError) as error:  # torch's and CUDA's errors are RuntimeErrors
             answer["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         answers.write(json.dumps(answer) + "\n")

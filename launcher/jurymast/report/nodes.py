@@ -8,10 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jurymast.cluster.earlier import watched_in
-from jurymast.cluster.exclusions import out_of_service, until_text
-from jurymast.core.nodes.frailty import more_exposure
-from jurymast.core.nodes.history import NodeRecord, comebacks, history
+from jurymast.cluster.earlier import out_of_service, until_text, watched_in
+from jurymast.core.nodes.history import NodeRecord, comebacks, history, more_exposure
 from jurymast.core.planning.failure_rate import AFTER_REPAIR, learned_before, node_rate, prior
 from jurymast.past_runs import forgiven_nodes, past_runs
 from jurymast.report.layout import Block, Line, Table

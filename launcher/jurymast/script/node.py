@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jurymast import foreign
-from jurymast.cluster.gpus import visible_gpus
+from jurymast.cluster.sbatch_options import visible_gpus
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, renew, write_atomically

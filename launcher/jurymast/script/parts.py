@@ -21,9 +21,8 @@ import psutil
 
 from jurymast import foreign
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
-from jurymast.script.output import Output
+from jurymast.script.output import Output, Relay
 from jurymast.script.recognise import named_node
-from jurymast.script.relay import Relay
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
 from jurymast.script.step import ANSWER, POLL_S, Step, Together

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
-from jurymast.cluster.agents import SURVIVE, end_srun
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
-from jurymast.cluster.batch import SIGNALS, Batch
+from jurymast.cluster.batch import SIGNALS, SURVIVE, Batch, end_srun
 from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision.batch import Outcome
@@ -32,9 +31,8 @@ from jurymast.rundir import RunDirectory, make_folder, write_atomically
 from jurymast.script import shims
 from jurymast.script.narrow import LISTS
 from jurymast.script.node_command import node_command, seen
-from jurymast.script.output import Output, is_each_tasks
+from jurymast.script.output import Output, Relay, is_each_tasks, newest_attempt
 from jurymast.script.recognise import gpus_a_task, python_command
-from jurymast.script.relay import Relay, newest_attempt
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
 from jurymast.script.trainings import Training, Trainings

@@ -36,7 +36,7 @@ LOCAL_RANK = "--local-rank=${local_rank}"  # torch fills the number in
 
 
 @dataclass(frozen=True)
-class Launch:
+class TorchrunLaunch:
     """What a launcher is asked to start: a script, a `module` or a `program`, with its arguments. `ranks` a
     node, as written: a number, or auto, gpu, cpu. `nodes`: the most it may have, "" when it was not said.
     `ignored`: options that would change something."""
@@ -56,7 +56,7 @@ class _Given:
     rest: list[str] = field(default_factory=list)
 
 
-def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool = False) -> Launch:
+def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool = False) -> TorchrunLaunch:
     """`words` behind `torchrun`, or behind `python -m torch.distributed.launch`. Raises UsageError."""
     given = _split(words)
     for name in VARIABLES_READ:
@@ -71,7 +71,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool 
     arguments = tuple(given.rest[1:])
     if launch and "use-env" not in given.values:
         arguments = (LOCAL_RANK, *arguments)
-    return Launch(
+    return TorchrunLaunch(
         script=given.rest[0],
         arguments=arguments,
         module="module" in given.values,

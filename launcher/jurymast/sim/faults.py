@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from jurymast.core.nearest import did_you_mean
 from jurymast.core.planning.failure_rate import DAY_S, PRIOR_RATE
+from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 from jurymast.sim.durations import HANG, POWER_LOSS, SCRIPT
 

@@ -17,7 +17,6 @@ from typing import Any
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.cadence import NEVER, Cadence
 from jurymast.core.checkpoints.copies import MEMORY, PEER
-from jurymast.core.checkpoints.saves import copied
 from jurymast.core.goodput.accounting import Account, ordered, to_us
 from jurymast.core.goodput.ledger import Ledger
 from jurymast.core.nodes.silence import WAITING_S, HangLimits, RankView, judge
@@ -25,6 +24,7 @@ from jurymast.core.run.incident import Incident
 from jurymast.core.run.instructions import Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.recovery import SPARE_GRACE_S
 from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.run.telling import copied
 from jurymast.core.settings import Settings
 from jurymast.sim.cadences import SimRanks
 from jurymast.sim.durations import HANG, NODE_CRASH, POWER_LOSS, START, WORKER_KILL, Durations

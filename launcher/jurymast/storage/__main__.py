@@ -18,14 +18,15 @@ from jurymast.checkpoint.directory import one_line
 from jurymast.core.message import Strange
 from jurymast.errors import never
 from jurymast.processes import become_helper
-from jurymast.storage import local, object_store, seal, shared
-from jurymast.storage.job import Job, StorageFailure
+from jurymast.storage import layout, local, object_store, shared
 from jurymast.storage.orders import (
     Answer,
     AnyOrder,
     Cancel,
     Done,
     Failed,
+    Job,
+    StorageFailure,
     Told,
     Upload,
     Warm,
@@ -91,7 +92,7 @@ def _carry_out(order: AnyOrder, job: Job) -> Done:
         case WriteShared():
             done = shared.write(order, job)
         case Warm():
-            seal.preload()
+            layout.preload()
             done = Done()
         case Upload():
             done = object_store.upload(order, job)

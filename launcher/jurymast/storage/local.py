@@ -18,8 +18,7 @@ from pathlib import Path
 from jurymast.core.texts import size
 from jurymast.foreign import NotOurs, check_private, make_private
 from jurymast.rundir import sync_directory, write_atomically
-from jurymast.storage.job import Job, StorageFailure, explain, free_bytes
-from jurymast.storage.orders import Done, WriteLocal
+from jurymast.storage.orders import Done, Job, StorageFailure, WriteLocal, explain, free_bytes
 from jurymast.storage.source import NewFile, Source
 
 KEEP = 2

@@ -1,14 +1,16 @@
 """Complete checkpoints in an object store, through fsspec: S3 and what speaks it, or any store fsspec knows.
 
 URL/RUN/step-00000100/...             the files of the shared directory
-URL/RUN/step-00000100/jurymast.seal   what the run's key vouches for of them, see `storage.vouching`
+URL/RUN/step-00000100/jurymast.seal   what the run's key vouches for of them: keyed hashes, see `Key`
 URL/RUN/step-00000100/jurymast.json   uploaded last, removed first: without it a checkpoint does not count
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import importlib
+import json
 import logging
 import secrets
 import threading
@@ -33,10 +35,48 @@ from jurymast.checkpoint.directory import (
 )
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
-from jurymast.storage.job import Job, StorageFailure, explain
-from jurymast.storage.orders import Done, Upload
+from jurymast.storage.orders import Done, Job, StorageFailure, Upload, explain
 from jurymast.storage.source import NewFile
-from jurymast.storage.vouching import SEAL, Key
+
+SEAL = "jurymast.seal"
+HASH_BYTES = 32
+
+
+class BucketKey:
+    """Vouches, by keyed hashes of the files, for what one run has in a bucket that others may write to."""
+
+    def __init__(self, secret: bytes, run: str) -> None:
+        self._key = hmac.digest(secret, f"bucket|{run}".encode(), "sha256")
+
+    def hasher(self, name: str) -> Any:
+        """To be fed with what is in the file of this name."""
+        return hashlib.blake2b(f"{name}\0".encode(), key=self._key, digest_size=HASH_BYTES)
+
+    def seal(self, step: int, manifest: bytes, files: dict[str, str]) -> bytes:
+        values = {"step": step, "manifest": self._hash(MANIFEST, manifest), "files": files}
+        return json.dumps({**values, "seal": self._of(values)}).encode()
+
+    def vouched(self, step: int, manifest: bytes, sealed: bytes) -> dict[str, str]:
+        """The keyed hashes of the step's files, by name. Raises StorageFailure when this run has not sealed
+        it so."""
+        try:
+            values = foreign.parse(sealed)
+            seal = values.pop("seal")
+            right = hmac.compare_digest(seal, self._of(values)) and values["step"] == step
+            if right and hmac.compare_digest(values["manifest"], self._hash(MANIFEST, manifest)):
+                return dict(values["files"])
+        except (AttributeError, KeyError, TypeError, ValueError):
+            pass
+        raise StorageFailure(f"its {SEAL} is not this run's")
+
+    def _of(self, values: dict[str, Any]) -> str:
+        return self._hash(SEAL, json.dumps(values, sort_keys=True).encode())
+
+    def _hash(self, name: str, data: bytes) -> str:
+        state = self.hasher(name)
+        state.update(data)
+        return str(state.hexdigest())
+
 
 log = logging.getLogger("jurymast.storage")
 
@@ -55,7 +95,7 @@ class ObjectStore:
     with the url."""
 
     def __init__(self, url: str, run: str, secret: bytes, options: dict[str, Any] | None = None) -> None:
-        self._key = Key(secret, run)
+        self._key = BucketKey(secret, run)
         self.url = f"{url.rstrip('/')}/{run}"
         try:
             core = importlib.import_module("fsspec.core")

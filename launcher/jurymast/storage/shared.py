@@ -50,10 +50,8 @@ from jurymast.core.checkpoints.meeting import (
 from jurymast.errors import CheckpointError
 from jurymast.keeper import manifest as keeper
 from jurymast.rundir import write_atomically
-from jurymast.storage import seal
-from jurymast.storage.job import Job, StorageFailure, explain
-from jurymast.storage.layout import Layout, decide, file_name, ranges
-from jurymast.storage.orders import Done, WriteShared
+from jurymast.storage.layout import Layout, decide, file_name, ranges, write_metadata
+from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared, explain
 from jurymast.storage.source import NewFile, Source
 
 STREAMS = 4
@@ -259,7 +257,7 @@ class _Part:
         assert layout is not None, "it was shared out"
         texts = (foreign.read(self._place / _done(name)) for name in self._heard)
         records = [FileRecord(**record) for text in texts for record in json.loads(text)]
-        records.append(seal.write_metadata(self._place, layout.stored()))
+        records.append(write_metadata(self._place, layout.stored()))
         self._job.check()
         kept = {record.name for record in records}
         for name in self._listed():

@@ -14,8 +14,7 @@ import xxhash
 
 from jurymast.core.checkpoints.copies import COMMON, OWN
 from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
-from jurymast.storage.job import StorageFailure, explain
-from jurymast.storage.orders import Image
+from jurymast.storage.orders import Image, StorageFailure, explain
 
 Range = tuple[int, int]
 

@@ -17,8 +17,7 @@ from contextlib import suppress
 from jurymast.core.messages import Ask, Hello, Said, Strange, out_of_place, read_said
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire import channel
-from jurymast.wire.channel import Channel
-from jurymast.wire.connection import Connection
+from jurymast.wire.channel import Channel, Connection
 
 log = logging.getLogger("jurymast.supervisor")
 

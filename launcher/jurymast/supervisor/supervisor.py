@@ -28,12 +28,22 @@ from jurymast.errors import ClusterUnavailableError, SubmissionError, never
 from jurymast.journal import JournalWriter
 from jurymast.rundir import RunDirectory, renew, write_atomically
 from jurymast.supervisor.acceptor import Acceptor
-from jurymast.supervisor.clock import Clock
 from jurymast.supervisor.hold import Hold
 from jurymast.wire import endpoint
-from jurymast.wire.channel import Channel
-from jurymast.wire.connection import Connection, ConnectionClosed, listen
+from jurymast.wire.channel import Channel, Connection, ConnectionClosed, listen
 from jurymast.wire.strangers import Strangers
+
+
+class Clock:
+    """Seconds since the epoch, anchored once and then carried by the monotonic clock. `not_before` is the
+    last time an earlier supervisor wrote: the journal stays in order even if this node's clock is behind."""
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._offset = max(time.time(), not_before) - time.monotonic()
+
+    def now(self) -> float:
+        return time.monotonic() + self._offset
+
 
 log = logging.getLogger("jurymast.supervisor")
 

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jurymast.errors import AuthenticationError, PolicyError
@@ -107,3 +108,16 @@ def _aes() -> Any:
         return importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
     except ImportError:
         return None
+
+
+@dataclass(frozen=True)
+class Access:
+    """`encrypt`: the policy wants images hidden on the network."""
+
+    secret: bytes
+    encrypt: bool = False
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Raises PolicyError when they are to be hidden and cannot be."""
+        return ways(self.encrypt)

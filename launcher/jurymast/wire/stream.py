@@ -21,8 +21,7 @@ import msgspec
 from jurymast.core.message import encode
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.wire.channel import FRAME_BYTES_MAX, HANDSHAKE_LIMIT_S
-from jurymast.wire.handshake import MAGIC, NONCE_BYTES, Handshake
-from jurymast.wire.seal import TAG_BYTES, Seal
+from jurymast.wire.handshake import MAGIC, NONCE_BYTES, TAG_BYTES, Handshake, Seal
 from jurymast.wire.shield import TAG_BYTES as PIECE_TAG_BYTES
 from jurymast.wire.shield import Shield, shield
 

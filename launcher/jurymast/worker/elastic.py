@@ -1,9 +1,15 @@
-"""torch's LocalElasticAgent with our patience: quick looks, short stops, no barrier at the exit."""
+"""The torchrun host: torch's LocalElasticAgent, fed by our rendezvous, one process a node. It has our
+patience: quick looks, short stops, no barrier at the exit.
+
+A fork of the server, on active and spare nodes alike: it waits in the rendezvous, then has the server start
+ranks, watches them and stops them. What happens after a failure the supervisor decides.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -278,7 +284,11 @@ class ImpatientAgent(LocalElasticAgent):
 
 
 def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
-    """Run attempts until the agent ends this process. `plan`: see the agent's `host_plan`."""
+    """Run attempts until the agent ends this process.
+
+    `plan`: see the agent's `host_plan`. `channel`: the line to the server of the ranks.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     parameters = RendezvousParameters("jurymast", "agent", plan["run"], 1, max(1, plan["nodes"]))
     rendezvous = get_rendezvous_handler(parameters)

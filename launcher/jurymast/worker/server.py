@@ -128,9 +128,10 @@ class Server:
             die_with_parent()
             if os.getppid() == self._pid:
                 name_process("jurymast-host")
-                from jurymast.worker import host
+                os.environ[FD_VARIABLE] = str(pipe)
+                from jurymast.worker.elastic import serve
 
-                host.main(self._plan, channel, pipe)
+                serve(self._plan, channel)
         finally:
             sys.stderr.flush()
             os._exit(code)

@@ -1,7 +1,7 @@
 """What a new interpreter becomes before its script runs: the server of a node's ranks, or a rank by itself.
 
     agent ── python -u SCRIPT ARGUMENTS, as the server: imports torch, then stays what it is
-              ├─ host: torch's elastic agent (`worker.host`), which decides when ranks start and stop
+              ├─ host: torch's elastic agent (`worker.elastic`), which decides when ranks start and stop
               └─ ranks: forks of the server that go on to the script, as its interpreter would have
 
 So a rank is what torchrun starts, `python -u SCRIPT ARGUMENTS`, down to its command line, its `__main__` and

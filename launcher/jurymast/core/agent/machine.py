@@ -19,14 +19,13 @@ from jurymast.core.agent.effects import (
     StartProbes,
     WakeAt,
 )
-from jurymast.core.agent.hearing import Hearing
-from jurymast.core.agent.link import Link
+from jurymast.core.agent.link import Hearing, Link
 from jurymast.core.agent.node_tests import NodeTests
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.agent.succession import Succession
 from jurymast.core.agent.writes import Writes
-from jurymast.core.endpoint import Endpoint
 from jurymast.core.message import Strange
+from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.heartbeat import answer_every_s, patience_s
 from jurymast.core.nodes.tests import Alone
 from jurymast.core.settings import RunPlan

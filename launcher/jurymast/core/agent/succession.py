@@ -1,11 +1,45 @@
-"""When the supervisor's node dies: which agent starts the next supervisor, on its own node, and when."""
+"""When the supervisor's node dies: which nodes are to start the next supervisor, and when each does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Sequence, Set
 
 from jurymast.core.agent.effects import NEVER, Effect, EndStandby, ReadPulse, StandBy, StartSupervisor
-from jurymast.core.agent.hearing import Hearing, recent
+from jurymast.core.agent.link import Hearing, recent
+from jurymast.core.run.state import Role, RunState
+
+HEIRS = 3
+LOOK_EVERY_S = 5.0
+
+
+class Heirs:
+    """Of the nodes that are `here`, spares first: nobody waits for their processors. `now` is the watcher's
+    clock."""
+
+    def __init__(self, state: RunState, here: Set[str]) -> None:
+        self._state, self._here = state, here
+        self._heirs: tuple[str, ...] = ()
+        self._look_at = -math.inf
+        self._among = 0
+
+    def look(self, now: float) -> None:
+        """Now and then, as there may be thousands of nodes; at once when an heir has gone, or while there are
+        too few."""
+        enough = len(self._heirs) == HEIRS or len(self._here) == self._among
+        if now < self._look_at and enough and all(name in self._here for name in self._heirs):
+            return
+        self._look_at, self._among = now + LOOK_EVERY_S, len(self._here)
+        nodes = self._state.nodes
+        able = (nodes[name] for name in self._here if name in nodes and name != self._state.supervised_on)
+        chosen = heapq.nsmallest(HEIRS, able, key=lambda node: (node.role is not Role.SPARE, node.order))
+        self._heirs = tuple(node.name for node in chosen)
+
+    def place(self, node: str) -> int | None:
+        """From 0 on; None: it is not one of the first."""
+        return self._heirs.index(node) if node in self._heirs else None
+
 
 # So often a supervisor shows that it lives.
 PULSE_INTERVAL_S = 0.5
@@ -14,7 +48,7 @@ RESTART_S = 4.0
 # Agents try one after the other; the claim of an epoch settles a tie.
 STAGGER_S = 2.0
 # Those that the supervisor named, then all others in the allocation's order.
-HEIRS, PLACE_UNKNOWN = 3, 10
+PLACE_UNKNOWN = 10
 LOOK_S = 0.25
 # Who is late in the order looks seldom: thousands that all looked so often would keep the storage busy.
 LOOK_SHARE = 0.1

@@ -21,7 +21,7 @@ from jurymast.core.checkpoints.copies import Copies, Key
 from jurymast.core.checkpoints.holders import Holder
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.restore import Restore
-from jurymast.core.checkpoints.rollback import Rollback
+from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.shortages import Shortages
 from jurymast.core.checkpoints.writes import Writes
@@ -294,8 +294,8 @@ class Checkpoints:
         assert chosen is not None
         if chosen.tier == cp.MEMORY:
             self._commit.go_on_from((chosen.step, chosen.attempt))
-        else:  # agents free what they hold in memory: the ranks will save other states under these steps
-            self.copies.drop_where(tiers=(cp.MEMORY, cp.PEER))
+        else:  # agents drop their replicas without a word
+            self.copies.drop_where(tiers=(cp.PEER,))
             self._commit.go_on_from(None)
         self._gone(now)
         return effects

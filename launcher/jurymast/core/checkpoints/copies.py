@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jurymast.core.checkpoints.reach import Pair
+from jurymast.core.checkpoints.retries import Pair
 
 MEMORY, PEER, LOCAL, SHARED, OBJECT = "memory", "peer", "local", "shared", "object"
 ALL, COMMON, OWN = "all", "common", "own"

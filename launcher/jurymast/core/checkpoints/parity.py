@@ -21,7 +21,7 @@ from jurymast.core.checkpoints.copies import (
     holders,
     missing_replicas,
 )
-from jurymast.core.checkpoints.reach import Pair
+from jurymast.core.checkpoints.retries import Pair
 
 # Nodes in a group when nodes turn out to have no memory for whole replicas.
 AUTO_NODES = 4

@@ -16,11 +16,10 @@ from jurymast.core.checkpoints import parity
 from jurymast.core.checkpoints.commit import Commit
 from jurymast.core.checkpoints.copies import Copies, Copy, Key
 from jurymast.core.checkpoints.holders import Holder, spelled, spelled_members
-from jurymast.core.checkpoints.reach import Reach
-from jurymast.core.checkpoints.retries import RETRY_S
-from jurymast.core.checkpoints.saves import copied
+from jurymast.core.checkpoints.retries import RETRY_S, Reachability
 from jurymast.core.effects import Effect, Send
 from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.run.telling import copied
 
 SLICE_NODES = 32
 # At most a tenth of the time goes into looking.
@@ -46,7 +45,7 @@ class Replicas:
     ) -> None:
         self._state, self._copies, self._holders, self._commit = state, copies, holders, commit
         self._domains: dict[str, str] = {}
-        self._reach = Reach()
+        self._reach = Reachability()
         self._ordered: dict[str, set[tuple[Key, str, int, tuple[int, ...]]]] = {}  # by holder
         self._pass: _Pass | None = None
         self._safe: Key | None = None

@@ -1,8 +1,9 @@
-"""Which checkpoints of a directory may go."""
+"""Which states count, and which checkpoints of a directory may go."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 
 def superfluous(complete: Sequence[int], keep: int, pinned: Set[int], bad: Set[int]) -> list[int]:
@@ -10,3 +11,15 @@ def superfluous(complete: Sequence[int], keep: int, pinned: Set[int], bad: Set[i
     in `bad` neither count nor go, as they are somebody's evidence; `pinned` ones count, and stay."""
     good = [step for step in complete if step not in bad]
     return [step for step in good[max(1, keep) :] if step not in pinned]
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Every state newer than `step` that attempts up to `attempt` saved is void. `at`: Unix time."""
+
+    step: int
+    attempt: int
+    at: float
+
+    def voids(self, step: int, attempt: int) -> bool:
+        return step > self.step and attempt <= self.attempt

@@ -118,7 +118,7 @@ class SaveTimes:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Whether an attempt saves to memory; None: that must wait, as some of these `ranks` have none yet. If
     not, nodes of these `ranks` have none to give."""
 
@@ -126,9 +126,9 @@ class Memory:
     ranks: tuple[int, ...] = ()
 
 
-def memory_of(answers: Sequence[tuple[bool, bool]]) -> Memory:
+def memory_of(answers: Sequence[tuple[bool, bool]]) -> MemoryUse:
     """`answers`: of each rank, whether its node has refused memory, and whether it is ready."""
     if refusing := tuple(rank for rank, (refused, _) in enumerate(answers) if refused):
-        return Memory(False, refusing)
+        return MemoryUse(False, refusing)
     waiting = tuple(rank for rank, (_, ready) in enumerate(answers) if not ready)
-    return Memory(None, waiting) if waiting else Memory(True)
+    return MemoryUse(None, waiting) if waiting else MemoryUse(True)

@@ -15,14 +15,48 @@ from itertools import takewhile
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.copies import Copies, Key
-from jurymast.core.checkpoints.durable import IDLE_SHARE, durable_every_s, late_after_s
+from jurymast.core.checkpoints.cadence import durable_interval_s, durable_share
+from jurymast.core.checkpoints.copies import RATES, Copies, Key
 from jurymast.core.checkpoints.holders import Holder
-from jurymast.core.checkpoints.reach import Reach
-from jurymast.core.checkpoints.retries import Retries
-from jurymast.core.checkpoints.saves import copied
+from jurymast.core.checkpoints.retries import Reachability, Retries
 from jurymast.core.effects import Effect, Send
+from jurymast.core.planning.optimum import Saving
 from jurymast.core.run.state import RunState
+from jurymast.core.run.telling import copied
+
+# Whatever would lose least: the storage is left idle nine tenths of the time.
+IDLE_SHARE = 9.0
+# A copy that takes this long, and three times as long as the one before, is slower than storage should be.
+LATE_S = 15.0
+LATE_TIMES = 3.0
+# What the first one may take besides: its process has to start and to import torch.
+FIRST_S = 15.0
+
+
+def durable_every_s(state: RunState, took_s: float, now: float) -> float | None:
+    """Seconds between durable copies, each of which takes `took_s`, that lose least by what is known of saves
+    and failures; None until a save was measured. How many failures the tiers in memory did not survive is
+    seen from where the run was restored from."""
+    known, settings = state.cadence, state.settings
+    if known is None or not known.stall_s:
+        return None
+    share = durable_share(
+        *state.restores(),
+        copies_elsewhere=bool(settings.replicas or settings.parity) and len(state.nodes) > 1,
+    )
+    cheap = Saving(known.stall_s, known.copy_s, known.slowdown)
+    durable = Saving(0.0, took_s, known.slowdown)
+    return durable_interval_s(cheap, durable, known.mtbf_s, share, settings.max_loss_s, now - state.began_at)
+
+
+def late_after_s(state: RunState, tier: str, size_bytes: int, nodes: int) -> float:
+    """How long a copy to the tier may take before somebody should hear that the storage is slow, or hangs."""
+    known = state.saved.get(tier)
+    usual_s = known.seconds if known is not None else 0.0
+    if not usual_s:
+        usual_s = FIRST_S + size_bytes / (RATES[tier] * nodes)
+    return LATE_S + LATE_TIMES * usual_s
+
 
 SHARED_PAUSE_MIN_S = 1.0
 # Agents that are silent about a write for this long have lost it; a hung storage is theirs to notice earlier.
@@ -56,7 +90,7 @@ class Writes:
         self._next_at: dict[str, float] = {}
         self._tried: dict[str, Key] = {}
         self._retries = Retries()
-        self._reach = Reach(tries=1)
+        self._reach = Reachability(tries=1)
         self._numbers = itertools.count(1)
         self._newest_object: Key = (-1, -1)
         self._wrote_before = False

@@ -60,7 +60,7 @@ class Gathering:
         return None
 
 
-class Finding:
+class ManifestSearch:
     """Whom to ask what the image of `rank` is like: each node once that has some of that one, and not this
     node, which would know."""
 

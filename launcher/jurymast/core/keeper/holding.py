@@ -215,10 +215,10 @@ class Holding:
         return slot.copy is not None and slot.copy.age in self._wanted
 
     def launch(self, attempt: int, restore: msg.Restore | None) -> None:
-        """Only what is restored, and the newest that is safe, are still of use, and until the ranks go on
-        from there what slots hold: nodes that were away may have the rest of a newer state, and an older one
-        serves if what is restored turns out to be damaged. Without `restore` nothing in memory is: the ranks
-        will save other states under the same steps."""
+        """Images in slots stay until the ranks have restored: nodes that were away may have the rest of a
+        newer state, and an older one serves if what is restored turns out to be damaged. Other images stay if
+        they are of the state that is restored, or of the newest that is safe. Without `restore` (the ranks
+        start from shared storage, or anew) no replica stays; the supervisor knows that without being told."""
         self.attempt, self._slots_go = attempt, False
         self._void.clear()
         restored = (restore.attempt, restore.step) if restore is not None else NOTHING
@@ -226,9 +226,10 @@ class Holding:
         # What is restored may be on no other node yet: the one before it stays until that is said.
         self.committed = min(self.committed, restored)
         for copy in list(self.copies.values()):
-            useless = copy.age not in self._wanted and self.slot_of(copy) is None
-            if copy.tier != LOCAL and (restore is None or (copy.tier == MEMORY and useless)):
-                self.drop(copy, say=restore is not None)
+            if copy.tier == MEMORY and copy.age not in self._wanted and self.slot_of(copy) is None:
+                self.drop(copy)
+            elif copy.tier == PEER and restore is None:
+                self.drop(copy, say=False)
 
     def begin(self, mine: RankSlots, rank: int) -> None:
         """A new attempt of a local rank; what the last one left is mended. Its images stay."""

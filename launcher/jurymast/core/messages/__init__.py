@@ -17,8 +17,6 @@ from jurymast.core.message import (
     out_of_place,
     reader,
 )
-from jurymast.core.messages.asks import Accepted, Ask, Condition, Declined
-from jurymast.core.messages.beats import Beat, CadenceReport, RankReport, Times, beat_of
 from jurymast.core.messages.checkpoints import (
     AboutCheckpoints,
     AskSources,
@@ -49,21 +47,31 @@ from jurymast.core.messages.checkpoints import (
     Written,
 )
 from jurymast.core.messages.nodes import (
+    Beat,
+    CadenceReport,
     Health,
     LeaveVerdict,
     Look,
     Looked,
+    RankReport,
     Stacks,
     TestAlone,
     TestedAlone,
     TestedPair,
     TestOver,
     TestPair,
+    Times,
     VerdictLeft,
+    beat_of,
 )
 from jurymast.core.messages.run import (
+    Accepted,
+    Ask,
     Cadence,
+    Condition,
+    Declined,
     Dismiss,
+    Endpoint,
     Failed,
     Finished,
     GoOn,
@@ -85,13 +93,14 @@ from jurymast.core.messages.run import (
 __all__ = [
     "AboutCheckpoints", "Accepted", "Answer", "Ask", "AskSources", "Beat", "Cadence", "CadenceReport",
     "CancelWrite", "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss",
-    "Dropped", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper", "GiveSlotsUp", "GoOn",
-    "HangsUp", "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave", "LeaveVerdict", "Leaving",
-    "Look", "Looked", "Member", "MemberReport", "Moved", "Order", "Prefetched", "RankEvent", "RankReport",
-    "RanksState", "Ready", "Refused", "Replicate", "Restore", "Said", "Source", "Sources", "Stacks",
-    "Started", "Stop", "Stopped", "Strange", "Terminated", "TestAlone", "TestOver", "TestPair", "TestedAlone",
-    "TestedPair", "Times", "ToAgent", "ToSupervisor", "Unreplicated", "Unrestorable", "VerdictLeft", "Void",
-    "Write", "Written", "beat_of", "encode", "out_of_place", "read_answer", "read_order", "read_said",
+    "Dropped", "Endpoint", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper",
+    "GiveSlotsUp", "GoOn", "HangsUp", "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave",
+    "LeaveVerdict", "Leaving", "Look", "Looked", "Member", "MemberReport", "Moved", "Order", "Prefetched",
+    "RankEvent", "RankReport", "RanksState", "Ready", "Refused", "Replicate", "Restore", "Said", "Source",
+    "Sources", "Stacks", "Started", "Stop", "Stopped", "Strange", "Terminated", "TestAlone", "TestOver",
+    "TestPair", "TestedAlone", "TestedPair", "Times", "ToAgent", "ToSupervisor", "Unreplicated",
+    "Unrestorable", "VerdictLeft", "Void", "Write", "Written", "beat_of", "encode", "out_of_place",
+    "read_answer", "read_order", "read_said",
 ]  # fmt: skip
 
 # What an agent says again over its next connection, unless it knows that it was heard: no hello tells it.

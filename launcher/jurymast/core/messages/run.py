@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Schedule
 from jurymast.core.checkpoints.foresight import Room
-from jurymast.core.endpoint import Endpoint
-from jurymast.core.message import ToAgent, ToSupervisor
+from jurymast.core.message import ToAgent, ToAsker, ToSupervisor
 from jurymast.core.messages.checkpoints import CopyReport, Restore
 from jurymast.core.nodes.findings import Finding
+from jurymast.core.run.alert import Alert
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """`hosts`: names and addresses to try, best first; `allocation`: the Slurm job and its restart count."""
+
+    epoch: int
+    hosts: tuple[str, ...]
+    port: int
+    node: str
+    allocation: str
+    pid: int
+
+
+class Ask(ToSupervisor, frozen=True, kw_only=True):
+    """`what`: cancel, restart, drain (a `node`), rollback (to a `step`), save, or how (how is it?); `by`:
+    who."""
+
+    what: str
+    by: str
+    node: str = ""
+    step: int | None = None
+
+
+class Accepted(ToAsker, frozen=True, kw_only=True):
+    """It is done now. `gives_up`: what a run that had ended was still waiting for, or ""."""
+
+    gives_up: str = ""
+
+
+class Declined(ToAsker, frozen=True, kw_only=True):
+    """It cannot be done now, or not at all."""
+
+    why: str
+
+
+class Condition(ToAsker, frozen=True, kw_only=True):
+    """How the run is where its journal may be silent: what it `waits` for, and why the `journal` cannot be
+    written, "" for neither; the newest `step` done."""
+
+    state: str
+    waits: str
+    journal: str
+    step: int
+    alerts: tuple[Alert, ...] = ()
+
 
 RanksState = Literal["warming", "waiting", "starting", "running", "finished"]
 

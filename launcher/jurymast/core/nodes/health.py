@@ -1,13 +1,17 @@
-"""What the agents' probes find, as events of the run: each finding once, however often it is told."""
+"""What the agents' probes find, as events of the run, and what becomes of a node that left for a finding:
+the site is told, and Slurm gets it back."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 from jurymast.core import events as ev
-from jurymast.core.effects import Effect, Record
-from jurymast.core.nodes.findings import Finding
+from jurymast.core import messages as msg
+from jurymast.core.effects import Effect, GiveBack, Record, Send
+from jurymast.core.nodes.findings import Finding, Verdict
+from jurymast.core.run.state import Phase, RunState
 
 MESSAGE_MAX = 1000
 _FIELDS = [
@@ -41,3 +45,106 @@ def _is_same(known: Finding, told: Finding) -> bool:
     if told.once and told.at != known.at:
         return told.at < known.at  # an older event of a hello: it was told before the newer one
     return (known.verdict, known.kind) == (told.verdict, told.kind)
+
+
+# munge on a busy node; the health check looks every few minutes anyway.
+ANSWER_LIMIT_S = 30.0
+
+
+@dataclass
+class Case:
+    """A node that is out. Its agent's word that the site was told is waited for until `answer_by`; it goes
+    back to Slurm from `back_at` on. Seconds of the supervisor's clock."""
+
+    job: str
+    finding: Finding
+    answer_by: float
+    back_at: float
+
+
+class SickNodes:
+    """One node at a time is given back: Slurm is asked what is left, then told what is to stay."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._cases: dict[str, Case] = {}
+        self._giving = ""
+        self._refused = False  # this site does not let a running job give nodes back
+
+    def dismissed(self, name: str, now: float) -> list[Effect]:
+        """The node is out of the run: if for a finding, that is not the end of it."""
+        node = self._state.nodes[name]
+        job = self._state.allocation.rpartition(".")[0]
+        finding = worst(node.findings.values()) if node.bad else None
+        if finding is None or not job.isdigit() or self._state.settings.bad_nodes == "report":
+            return []
+        if self._state.settings.bad_nodes != "drain":
+            self._cases[name] = Case(job, finding, now, now + self._state.settings.together_s)
+            return []
+        # By the agent on the node itself: there the verdict's place may be on a disk of its own.
+        self._cases[name] = Case(job, finding, now + ANSWER_LIMIT_S, math.inf)
+        return [Send(name, msg.LeaveVerdict(job=job, finding=finding))]
+
+    def answered(self, node: str, message: msg.VerdictLeft, now: float) -> list[Effect]:
+        """The agent has left a verdict, or says why it could not."""
+        return self._site_told(node, message.why, now)
+
+    def given_back(self, name: str, gone: bool, why: str, now: float) -> list[Effect]:
+        """Slurm's answer to GiveBack: the job has the node no more, `gone` by that; or `why` it keeps it."""
+        self._giving = ""
+        if why:
+            self._refused = True
+            return [_note(name, f"Slurm does not take {name} back from the running job: {why}", now)]
+        if gone:
+            return [_note(name, f"{name} was given back to Slurm, the job goes on without it", now)]
+        return []
+
+    def tick(self, now: float) -> list[Effect]:
+        """To be called now and then."""
+        if self._state.ended or self._state.phase is Phase.REQUEUED:
+            self._cases.clear()
+        effects: list[Effect] = []
+        for name, case in list(self._cases.items()):
+            if now >= case.answer_by and case.back_at == math.inf:
+                why = f"its agent gave no answer within {ANSWER_LIMIT_S:.0f} s"
+                effects += self._site_told(name, why, now)
+        return effects + self._give_back(now)
+
+    def _site_told(self, name: str, why: str, now: float) -> list[Effect]:
+        case = self._cases.get(name)
+        if case is None or case.back_at < math.inf:
+            return []
+        # Many nodes may turn out to have the same, and then none was to blame.
+        case.back_at = now + self._state.settings.together_s
+        spool = self._state.settings.spool
+        told = (
+            f"could not be told that {name} is bad: {why}"
+            if why
+            else f"was told in {spool}: {case.finding.code}"
+        )
+        return [_note(name, f"the site {told}", now)]
+
+    def _give_back(self, now: float) -> list[Effect]:
+        """The next one, once the run has recovered: what the node holds may be needed to restore from."""
+        if self._giving or self._state.incident is not None or self._state.phase is not Phase.RUNNING:
+            return []
+        for name in [name for name, case in self._cases.items() if now >= case.back_at]:
+            case, node = self._cases.pop(name), self._state.nodes.get(name)
+            if node is not None and node.bad and name != self._state.host and not self._refused:
+                self._giving = name
+                return [GiveBack(case.job, name)]
+        return []
+
+    def check(self) -> None:
+        """Invariants; AssertionError names the one broken."""
+        assert self._giving not in self._cases, "a node is being given back and waits for it"
+
+
+def _note(node: str, message: str, now: float) -> Effect:
+    return Record(ev.Noted(t=now, node=node, message=message))
+
+
+def worst(findings: Iterable[Finding]) -> Finding | None:
+    """The newest finding that takes a node out."""
+    bad = [finding for finding in findings if finding.verdict is Verdict.BAD]
+    return max(bad, key=lambda finding: finding.at, default=None)

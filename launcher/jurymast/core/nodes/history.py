@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
-from jurymast.core.planning.failure_rate import AFTER_REPAIR, AFTER_REPAIR_S, DAY_S
+from jurymast.core.planning.failure_rate import AFTER_REPAIR, AFTER_REPAIR_S, DAY_S, Watched, node_rate
 
 WINDOW_S = 28 * DAY_S
 STRIKES_MAX = 3
@@ -26,7 +26,7 @@ BURST_NODES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Departure:
+class NodeDeparture:
     """A node left a run at `at`. `failed`: it was lost or found bad; else it was only suspected. `by_hand`:
     somebody asked for it."""
 
@@ -59,7 +59,7 @@ class PastRun:
     active: int
     spans: tuple[Span, ...] = ()
     failures: tuple[float, ...] = ()
-    departures: tuple[Departure, ...] = ()
+    departures: tuple[NodeDeparture, ...] = ()
     xids: tuple[tuple[float, str, str], ...] = ()
     excluded: tuple[str, ...] = ()
     jobs: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class PastRun:
                 for span in values["spans"]
             ),
             failures=tuple(values["failures"]),
-            departures=tuple(Departure(**departure) for departure in values["departures"]),
+            departures=tuple(NodeDeparture(**departure) for departure in values["departures"]),
             xids=tuple((at, node, code) for at, node, code in values["xids"]),
             excluded=tuple(values["excluded"]),
             jobs=tuple(values["jobs"]),
@@ -117,7 +117,7 @@ class NodeRecord:
     node_days: float = 0.0
     fresh_days: float = 0.0
     fresh_until: float | None = 0.0
-    departures: list[Departure] = field(default_factory=list)
+    departures: list[NodeDeparture] = field(default_factory=list)
     strikes: int = 0  # within the window that ends now
     signals: list[Signal] = field(default_factory=list)
     excluded_until: float | None = None
@@ -185,7 +185,7 @@ def history(
     back = comebacks(runs, forgiven or {})
     records: dict[str, NodeRecord] = {}
     counts: dict[str, _Counts] = {}
-    strikes: dict[str, list[Departure]] = {}
+    strikes: dict[str, list[NodeDeparture]] = {}
     for run in runs:
         recent = run.until > now - WINDOW_S
         for span in run.spans:
@@ -249,7 +249,7 @@ def first_days(span: Span, back: Sequence[float]) -> list[tuple[float, float]]:
     return found
 
 
-def judged(departures: Sequence[Departure]) -> list[tuple[Departure, bool, bool]]:
+def judged(departures: Sequence[NodeDeparture]) -> list[tuple[NodeDeparture, bool, bool]]:
     """(departure, whether it is a strike against the node, whether the node left alone) for one run."""
     result = []
     failed = [d for d in departures if d.failed and not d.by_hand]
@@ -261,7 +261,7 @@ def judged(departures: Sequence[Departure]) -> list[tuple[Departure, bool, bool]
 
 
 def _exclude(
-    record: NodeRecord, strikes: list[Departure], now: float, exclusion_s: float, forgiven: float
+    record: NodeRecord, strikes: list[NodeDeparture], now: float, exclusion_s: float, forgiven: float
 ) -> None:
     """Set what the node's strikes come to."""
     strikes.sort(key=lambda departure: departure.at)
@@ -293,3 +293,48 @@ def _signals(counts: _Counts, out_s: float) -> list[Signal]:
         Signal("failures_alone", counts.alone, 2, f"left alone {counts.alone} x"),
         Signal("failure_rate", rate, 0.3, f"failed {len(counts.failed_runs)} of {counts.runs} runs"),
     ]  # fmt: skip
+
+
+# Below that a difference may be chance, and is not worth another order than the one that Slurm has nodes in.
+MATTERS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frail:
+    """`node` fails `factor` times as often as the fleet's nodes on average, and `AFTER_REPAIR` times that
+    until `fresh_until`; None: for a day from when it serves again. `why`: the evidence."""
+
+    node: str
+    factor: float = 1.0
+    fresh_until: float | None = 0.0
+    why: str = ""
+
+    def times(self, now: float) -> float:
+        """How many times as often as others it is expected to fail at `now`; 1.0 when that hardly differs."""
+        fresh = self.fresh_until is None or now < self.fresh_until
+        times = self.factor * (AFTER_REPAIR if fresh else 1.0)
+        return times if times >= MATTERS else 1.0
+
+
+def frail_nodes(records: Iterable[NodeRecord], fleet: float, now: float) -> list[Frail]:
+    """Those whom earlier runs expect to fail more often; `fleet`: failures per 1,000 node-days of all."""
+    found = [
+        Frail(
+            node=record.name, fresh_until=record.fresh_until, why=record.why_frail(now),
+            factor=round(node_rate(fleet, record.failures, record.exposure_days) / fleet, 3),
+        )
+        for record in records
+    ]  # fmt: skip
+    return sorted((frail for frail in found if frail.times(now) > 1.0), key=lambda frail: frail.node)
+
+
+def more_exposure(runs: Sequence[PastRun], back: Mapping[str, Sequence[float]]) -> list[Watched]:
+    """What placed nodes' days after repairs count beyond other days, so that failures on them do not raise
+    the rate that is expected of all. `back`: when nodes that had failed served again."""
+    return [
+        Watched(start, end, AFTER_REPAIR - 1.0)
+        for run in runs
+        for span in run.spans
+        for node in sorted(back.keys() & (set(span.nodes) - set(span.spares)))
+        for start, end in first_days(span, back[node])
+    ]

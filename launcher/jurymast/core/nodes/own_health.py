@@ -1,17 +1,179 @@
 """What a node tells of its own health: whatever is found on it, kept for a supervisor that comes later, and
-its clock beside the supervisor's."""
+its clock beside the supervisor's.
+
+Also what looks through its probes come to: which findings are news, and which probe is left out because a
+look through it hangs or crashes. The looks happen in a child process that may be lost at any time.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
-from jurymast.core.nodes.findings import HOST, NOT_OBSERVABLE, Finding, Verdict
+from jurymast.core.nodes.findings import HOST, NOT_OBSERVABLE, STORAGE, Finding, Verdict
+
+# A child that wants to run, on a machine whose processors the ranks keep, has so many limits more.
+STARVED_MAX = 5
+# Children that end without a word: pauses between them, and how many in a row are enough.
+PAUSES_S = (1.0, 5.0, 30.0, 60.0)
+STRIKES = 2
+# Two channels tell of the same event within this time.
+SAME_EVENT_S = 10.0
+EVENTS_KEPT = 50
+
+# What a probe that hangs says about its node. Anything else that hangs: the host is suspect.
+WEDGED = defaultdict(
+    lambda: (Verdict.SUSPECT, HOST),
+    nvidia=(Verdict.BAD, HOST),
+    amd=(Verdict.BAD, HOST),
+    storage=(Verdict.UNKNOWN, STORAGE),  # what nodes share is no single node's fault
+)
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a child is no more: `how` is done, hung, crashed or gone (for reasons outside it). `probe` is what
+    it was looking through, `detail` what could be seen, `on_storage` that it waited for shared storage (where
+    a look's imports may come from), `undead` that SIGKILL did not end it."""
+
+    how: str
+    probe: str = ""
+    detail: str = ""
+    on_storage: bool = False
+    undead: bool = False
+
+
+@dataclass(frozen=True)
+class After:
+    """What follows: `news` to tell, and another child after so many seconds, or (`over`) none."""
+
+    news: tuple[Finding, ...] = ()
+    pause_s: float = 0.0
+    over: bool = False
+
+
+@dataclass
+class ProbeLooked:
+    """What became of one probe: `state` is looked, nothing, failed or left out."""
+
+    state: str
+    findings: dict[Key, Finding] = field(default_factory=dict)
+
+
+class ProbeLooks:
+    """`probes` tells of every probe that was asked. With `once`, one look through each is enough. `now`: Unix
+    time in seconds."""
+
+    def __init__(self, names: Iterable[str], *, once: bool = False) -> None:
+        self._names, self._once = list(names), once
+        self._strikes: dict[str, int] = {}
+        self._events: deque[Finding] = deque(maxlen=EVENTS_KEPT)
+        self._answered = False  # the child that is at work
+        self._failures = 0  # children in a row that never did
+        self.probes: dict[str, ProbeLooked] = {}
+
+    def findings(self) -> list[Finding]:
+        """All that hold now, and the newest events."""
+        return [*(f for probe in self.probes.values() for f in probe.findings.values()), *self._events]
+
+    def wanted(self) -> list[str]:
+        """The probes that the next child is to look through."""
+        return [name for name in self._names if self._is_wanted(name)]
+
+    def _is_wanted(self, name: str) -> bool:
+        state = self.probes[name].state if name in self.probes else ""
+        return state not in ("left out", "nothing") and not (self._once and state)
+
+    def looked(self, probe: str, state: str, found: Iterable[Finding], now: float) -> list[Finding]:
+        """A look is over: those of the findings that are new, changed, or gone (verdict ok)."""
+        self._strikes.pop(probe, None)
+        self._answered = True
+        held = {(one.probe, one.code, one.device): one for one in found if not one.once}
+        news = [event for event in found if event.once and self._is_new(event)]
+        before = self.probes[probe].findings if probe in self.probes else {}
+        for key, finding in held.items():
+            known = before.get(key)
+            held[key] = replace(finding, at=known.at if known else finding.at or now)
+            if known is None or (known.verdict, known.kind) != (finding.verdict, finding.kind):
+                news.append(held[key])
+        over = [before[key] for key in before.keys() - held.keys()]
+        self.probes[probe] = ProbeLooked(state, held)
+        return news + [replace(one, verdict=Verdict.OK, message="is over", at=now) for one in over]
+
+    def _is_new(self, event: Finding) -> bool:
+        if any(_is_same(event, known) for known in self._events):
+            return False
+        self._events.append(event)
+        return True
+
+    def starves(self, limits: int) -> bool:
+        """The child said nothing for so many limits more and wants to run: whether that is for want of a
+        processor."""
+        return limits < STARVED_MAX
+
+    def ended(self, end: End, now: float) -> After:
+        """The child is no more."""
+        if end.how == "done":
+            return After(over=True)
+        self._failures = 0 if self._answered else self._failures + 1
+        self._answered = False
+        if end.probe and end.how != "gone":
+            return After(self._strike(end, now))
+        if self._failures > len(PAUSES_S):
+            return After((self._leave_out("health", _no_child(end.detail, now)),), over=True)
+        return After(pause_s=0.0 if self._once else PAUSES_S[max(0, self._failures - 1)])
+
+    def _strike(self, end: End, now: float) -> tuple[Finding, ...]:
+        """A hang or a crash during a look: another child is to confirm it, unless it cannot be doubted."""
+        self._strikes[end.probe] = self._strikes.get(end.probe, 0) + 1
+        if self._strikes[end.probe] < STRIKES and not end.undead:
+            return ()
+        return (self._leave_out(end.probe, _wedged(end, now) if end.how == "hung" else _crashes(end, now)),)
+
+    def _leave_out(self, probe: str, finding: Finding) -> Finding:
+        """From now on; this is why."""
+        known = self.probes.setdefault(probe, ProbeLooked(""))
+        known.state = "left out"
+        known.findings[finding.probe, finding.code, finding.device] = finding
+        return finding
+
+
+def _wedged(end: End, now: float) -> Finding:
+    verdict, kind = WEDGED["storage" if end.on_storage else end.probe]
+    again = "and SIGKILL does not end it" if end.undead else "twice, in two processes"
+    return Finding(
+        probe=end.probe, code="driver-wedged", verdict=verdict, kind=kind, at=now,
+        message=f"a look through the probe {end.probe} hangs, {again}: {end.detail}; it is left out "
+        "from now on",
+    )  # fmt: skip
+
+
+def _crashes(end: End, now: float) -> Finding:
+    return Finding(
+        probe=end.probe, code="probe-crashes", verdict=Verdict.UNKNOWN, kind=HOST, at=now,
+        message=f"a look through the probe {end.probe} ends its process, twice: {end.detail}; it is left out "
+        "from now on",
+    )  # fmt: skip
+
+
+def _no_child(why: str, now: float) -> Finding:
+    return Finding(
+        probe="health", code="no-probes", verdict=Verdict.UNKNOWN, kind=HOST, at=now,
+        message=f"the node's health is not observed any more: the process for it ends at once ({why})",
+    )  # fmt: skip
+
+
+def _is_same(event: Finding, known: Finding) -> bool:
+    same = (event.probe, event.code, event.device) == (known.probe, known.code, known.device)
+    return same and abs(event.at - known.at) < SAME_EVENT_S
+
 
 # Offsets of the clock are worth looking a limit up from here on, seconds.
 OFFSET_WORTH_S = 0.1
 OFFSETS = 10
 KEPT_MAX = 200
-Key = tuple[str, str, str]
 CLOCK: Key = ("agent", "clock-offset", "")
 
 

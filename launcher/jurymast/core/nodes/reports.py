@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from jurymast.core.messages import Beat, RankReport
-from jurymast.core.messages.beats import how_far
+from jurymast.core.messages.nodes import how_far
 from jurymast.core.nodes.heartbeat import WatcherClock
 from jurymast.core.nodes.silence import IDLE_FLOOR_S, HangLimits, HangVerdict, RankView, judge
 from jurymast.core.run.state import RunState

@@ -1,15 +1,245 @@
-"""Collects where the time of every rank's steps goes, and tells who is slow."""
+"""Is one rank slower than the others, and is it worth a swap? Decided from the parts of their steps.
+
+A rank's own part of a step is forward + update; in backward it waits for the others (see `worker.hooks`). A
+rank is slow in a window of steps when its own part is
+
+- `factor` times the typical one, the median over the ranks of all other nodes, and
+- beyond it by `SIGMAS` of their spread (median absolute deviation times 1.4826, the normal distribution's;
+  at least `SPREAD_FLOOR` of the median), and
+- waited for: the others are in backward longer than it is, by at least half of what it is too long there.
+
+Only the slowest rank is looked at, and what it costs is counted against the next slowest node: of two equally
+slow nodes neither is blamed, and none is when all are slow. The last condition lets two nodes judge each
+other, and spares a rank whose delay nobody notices: hidden behind a GPU's work, or waited for elsewhere.
+
+A rank that is slow in `WINDOWS` windows in a row is told, and again each time that count has doubled. A
+window has at least `WINDOW_STEPS` steps and `WINDOW_S` of them, so one rank's long evaluation is in one
+window only. Its node is swapped if that gains more than it costs:
+
+    gain = lost / step x horizon        of the time until the next failure, which restarts everybody anyway
+    cost = restart + rework             the run's own mean restart, and what was done since the last save
+
+Times in seconds.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 
 from jurymast.core import events as ev
 from jurymast.core.effects import Effect, Record, SaveFirst
+from jurymast.core.events import Straggling
 from jurymast.core.messages import Beat
-from jurymast.core.nodes import slowness
-from jurymast.core.nodes.slowness import Timed, Windows
-from jurymast.core.run.state import Phase, RunState
+from jurymast.core.run import blame
+from jurymast.core.run.recovery import expected_mtbf_s
+from jurymast.core.run.state import Phase, Role, RunState
+
+WINDOW_S = 10.0
+WINDOW_STEPS = 20
+WINDOWS = 3
+SIGMAS = 4.0
+NORMAL = 1.4826
+SPREAD_FLOOR = 0.05
+# A swap must pay within the time until the next failure, but not only after hours.
+HORIZON_MAX_S = 3600.0
+# Until the run has had a restart of its own to go by.
+RESTART_S = 60.0
+# What scripts that save by themselves may have to do again, as far as anybody outside can tell.
+UNKNOWN_REWORK_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Mean:
+    """One rank's mean step in a window: its own part, and backward."""
+
+    rank: int
+    node: str
+    own_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Slow:
+    """The slowest rank: `slowness` is `own_s` over `typical_s`, `lost_s` what all ranks lose to it in a step
+    of `step_s`; `ranks` are the slow ones of its node."""
+
+    rank: int
+    node: str
+    ranks: tuple[int, ...]
+    slowness: float
+    own_s: float
+    typical_s: float
+    lost_s: float
+    step_s: float
+
+
+def slowest(means: Iterable[Mean], factor: float) -> Slow | None:
+    """The rank that is slow in this window, if one is. Without two nodes there is nobody to compare."""
+    ranks = list(means)
+    worst = max(ranks, key=lambda mean: mean.own_s)
+    others = [mean for mean in ranks if mean.node != worst.node]
+    if not others:
+        return None
+    own = [mean.own_s for mean in others]
+    typical_s = median(own)
+    spread_s = max(SPREAD_FLOOR * typical_s, NORMAL * median(abs(own_s - typical_s) for own_s in own))
+    bound_s = max(factor * typical_s, typical_s + SIGMAS * spread_s)
+    excess_s = worst.own_s - typical_s
+    waited_s = median(mean.backward_s for mean in others) - worst.backward_s
+    lost_s = min(worst.own_s - max(own), waited_s)
+    if worst.own_s < bound_s or lost_s < excess_s / 2 or typical_s <= 0.0:
+        return None
+    return Slow(
+        worst.rank,
+        worst.node,
+        tuple(mean.rank for mean in ranks if mean.node == worst.node and mean.own_s >= bound_s),
+        worst.own_s / typical_s,
+        worst.own_s,
+        typical_s,
+        lost_s,
+        worst.own_s + worst.backward_s,
+    )
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a rank's steps so far took, in all."""
+
+    steps: int
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+    @property
+    def all_s(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
+
+
+class Windows:
+    """One attempt with so many `ranks`; `report` takes their times as they come."""
+
+    def __init__(self, ranks: int, factor: float) -> None:
+        self._factor = factor
+        self._ranks = ranks
+        self._base: dict[int, Timed] = {}
+        self._newest: dict[int, tuple[str, Timed]] = {}
+        self._full: set[int] = set()
+        self._slow: list[Slow] = []  # of the newest windows in a row, on one node
+        self._lasted_s: list[float] = []
+
+    def report(self, rank: int, node: str, timed: Timed) -> tuple[Slow, float] | None:
+        """Who is slow and should be told, at the least that was measured, and over how many seconds."""
+        base = self._base.setdefault(rank, timed)
+        self._newest[rank] = (node, timed)
+        if timed.steps >= base.steps + WINDOW_STEPS and timed.all_s >= base.all_s + WINDOW_S:
+            self._full.add(rank)
+        if len(self._full) < self._ranks:
+            return None
+        return self._judge()
+
+    def _judge(self) -> tuple[Slow, float] | None:
+        slow = slowest((self._mean(rank) for rank in self._newest), self._factor)
+        lasted_s = min(timed.all_s - self._base[rank].all_s for rank, (_, timed) in self._newest.items())
+        self._base = {rank: timed for rank, (_, timed) in self._newest.items()}
+        self._full = set()
+        if slow is None or (self._slow and self._slow[-1].node != slow.node):
+            self._slow, self._lasted_s = [], []
+        if slow is None:
+            return None
+        self._slow.append(slow)
+        self._lasted_s.append(lasted_s)
+        count = len(self._slow)
+        times, rest = divmod(count, WINDOWS)
+        if rest or times & (times - 1):
+            return None
+        return min(self._slow[-WINDOWS:], key=lambda window: window.lost_s), sum(self._lasted_s)
+
+    def _mean(self, rank: int) -> Mean:
+        node, timed = self._newest[rank]
+        base = self._base[rank]
+        steps = timed.steps - base.steps
+        own_s = timed.forward_s + timed.update_s - base.forward_s - base.update_s
+        return Mean(rank, node, own_s / steps, (timed.backward_s - base.backward_s) / steps)
+
+
+def told(state: RunState, now: float, slow: Slow, since_s: float) -> Straggling:
+    """The event that this verdict becomes."""
+    whole = len(slow.ranks) == state.ranks_per_node and state.ranks_per_node > 1
+    who = f"all ranks of {slow.node}" if whole else f"rank {slow.rank} on {slow.node}"
+    own, others, lost = _time(slow.own_s), _time(slow.typical_s), _time(slow.lost_s)
+    return Straggling(
+        t=now, attempt=state.attempt, node=slow.node, rank=slow.rank, slowness=round(slow.slowness, 3),
+        own_s=round(slow.own_s, 6), typical_s=round(slow.typical_s, 6), lost_s=round(slow.lost_s, 6),
+        step_s=round(slow.step_s, 6), since_s=round(since_s, 1),
+        evidence=f"{who} spent {own} a step outside of backward, the others {others}, and they waited {lost} "
+        f"for it, over {since_s:.0f} s",
+    )  # fmt: skip
+
+
+def worth(state: RunState, event: Straggling, *, saved: bool = False) -> tuple[bool, str]:
+    """Whether a swap gains more than it costs, and the arithmetic. `saved`: as if all were saved just now."""
+    horizon_s = min(HORIZON_MAX_S, expected_mtbf_s(state, state.now) or HORIZON_MAX_S)
+    share = event.lost_s / event.step_s if event.step_s else 0.0
+    restart_s, rework_s = _restart_s(state), 0.0 if saved else _rework_s(state)
+    gain_s, cost_s = share * horizon_s, restart_s + rework_s
+    arithmetic = (
+        f"{100 * share:.0f} % of the next {_time(horizon_s)} is {_time(gain_s)}, a swap costs about "
+        f"{_time(cost_s)} ({_time(restart_s)} restart, {_time(rework_s)} done again)"
+    )
+    return gain_s > cost_s, arithmetic
+
+
+def refusal(state: RunState, event: Straggling, *, saved: bool = False) -> str:
+    """Why the node of a straggler stays; "" when it is to be swapped. `saved`: see `worth`."""
+    pays, arithmetic = worth(state, event, saved=saved)
+    if swapped_before(state, event):
+        return "its place was slow before the last swap, too"
+    if state.settings.bad_nodes == "report":
+        return "the policy only reports bad nodes"
+    if not pays:
+        return f"a swap would not pay: {arithmetic}"
+    if not any(node.role is Role.SPARE for node in state.spare_nodes()):
+        return "no spare is ready"
+    refused = blame.beyond_limits(state, event.node)
+    return f"it stays because {refused}" if refused else ""
+
+
+def is_current(state: RunState, event: Straggling) -> bool:
+    running = state.phase is Phase.RUNNING and state.incident is None
+    return running and event.attempt == state.attempt and event.node in state.places
+
+
+def swapped_before(state: RunState, event: Straggling) -> str:
+    """The node whose place this one took, when that was swapped for its slowness; "" if none was."""
+    for incident in reversed(state.incidents):
+        if incident.cause == "straggler" and incident.rank is not None:
+            place = incident.rank // state.ranks_per_node
+            return incident.node if place == event.rank // state.ranks_per_node else ""
+    return ""
+
+
+def _restart_s(state: RunState) -> float:
+    parts = ("diagnose", "decide", "replace", "launch", "restore")
+    measured = [
+        sum(i.seconds()[part] for part in parts) for i in state.incidents if i.recovered_at is not None
+    ]
+    return fmean(measured) if measured else RESTART_S
+
+
+def _rework_s(state: RunState) -> float:
+    """Of steps that would be done again."""
+    if state.saved_step is not None and state.absolute:
+        return max(0, state.step - state.saved_step) * state.step_s
+    return min(UNKNOWN_REWORK_S, state.now - (state.first_step_at or state.now))
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 120.0:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.1f} s" if seconds >= 1.0 else f"{1000 * seconds:.1f} ms"
+
 
 # A rank that is only slow can wait for a save as long as a drain by hand does.
 SAVE_LIMIT_S = 60.0
@@ -40,7 +270,7 @@ class Stragglers:
             if times[0]:
                 found = self._windows.report(first + local_rank, node, Timed(*times))
                 if found is not None:
-                    effects += self._found(slowness.told(state, now, *found))
+                    effects += self._found(told(state, now, *found))
         return effects
 
     def saved(self, why: str, now: float) -> list[Effect]:
@@ -49,8 +279,8 @@ class Stragglers:
         return [] if event is None else [Record(replace(event, t=now))]
 
     def _found(self, event: ev.Straggling) -> list[Effect]:
-        current = slowness.is_current(self._state, event)
-        if not current or slowness.refusal(self._state, event, saved=True):
+        current = is_current(self._state, event)
+        if not current or refusal(self._state, event, saved=True):
             return [Record(event)]
         why = f"the swap of {event.node}, which is slow"
         is_new = why not in self._waiting

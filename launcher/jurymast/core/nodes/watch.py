@@ -25,18 +25,18 @@ from collections import deque
 from dataclasses import dataclass
 
 from jurymast.core import events as ev
+from jurymast.core.agent.succession import Heirs
 from jurymast.core.effects import Answer, Disconnect, Effect, Pulse, Record
 from jurymast.core.messages import Beat
 from jurymast.core.nodes.heartbeat import (
     BEATS,
     LIMIT_MAX_S,
     Arrivals,
+    Lateness,
     WatcherClock,
     patience_s,
     rejoin_limit_s,
 )
-from jurymast.core.nodes.heirs import Heirs
-from jurymast.core.nodes.lateness import Lateness
 from jurymast.core.nodes.reports import Reports
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.texts import NODES_TOLD, some

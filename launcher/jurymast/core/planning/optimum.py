@@ -19,14 +19,6 @@ def young_s(save_s: float, mtbf_s: float) -> float:
     return math.sqrt(2.0 * save_s * mtbf_s)
 
 
-def daly_s(save_s: float, mtbf_s: float) -> float:
-    """tau by Daly, "A higher order estimate of the optimum checkpoint interval", 2006, equation 37."""
-    if save_s >= 2.0 * mtbf_s:
-        return mtbf_s
-    half = save_s / (2.0 * mtbf_s)
-    return young_s(save_s, mtbf_s) * (1.0 + math.sqrt(half) / 3.0 + half / 9.0) - save_s
-
-
 def optimal_share(cost: float) -> float:
     """x = 1 + W0(-e^-(1 + cost)), W0 being Lambert's W: the best tau / M for a save of cost = C / M.
 
@@ -67,11 +59,6 @@ def goodput(tau_s: float, save_s: float, mtbf_s: float, restart_s: float) -> flo
         return 0.0
 
 
-def best_goodput(save_s: float, mtbf_s: float, restart_s: float) -> float:
-    """Goodput at the best tau: e^(-R/M) (1 - tau/M), as there e^((tau + C)/M) = 1 / (1 - tau/M)."""
-    return math.exp(-restart_s / mtbf_s) * (1.0 - optimal_share(save_s / mtbf_s))
-
-
 def linear_ettr(interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
     """(1 - (R + Delta/2)/M) / (1 + C/Delta): Meta's form (arXiv 2410.21680), biased low once waste passes
     30 % and 0 where it would be negative. Kept to compare with published figures."""
@@ -94,15 +81,9 @@ class Saving:
         return self.stall_s + self.slowdown * self.copy_s
 
 
-def async_waste(interval_s: float, saving: Saving, mtbf_s: float) -> float:
-    """(s + sigma d)/Delta + (Delta/2 + d + R)/M, to first order; R includes detection."""
-    lost_s = interval_s / 2.0 + saving.copy_s + saving.restart_s
-    return saving.cost_s / interval_s + lost_s / mtbf_s
-
-
 def async_goodput(interval_s: float, saving: Saving, mtbf_s: float) -> float:
     """The exact form with Delta = `interval_s`: training's part of an interval is Delta - s - sigma d, and a
-    failure costs d more than R, as it takes the save in the making. Its first order is `async_waste`."""
+    failure costs d more than R, as it takes the save in the making."""
     tau_s = interval_s - saving.cost_s
     return max(0.0, goodput(tau_s, saving.cost_s, mtbf_s, saving.restart_s + saving.copy_s))
 

@@ -108,11 +108,6 @@ class Surroundings:
         return any(n == node and f.code == code for n, f in (*self.leaving, *self.near))
 
 
-def is_communication(failure: WorkerFailed) -> bool:
-    """True for an exception that another rank's or node's end explains."""
-    return _class_of(failure, Surroundings()) in ("communication", "collective_timeout")
-
-
 def attribute(
     lost: Sequence[NodeLost],
     asked: Asked | None,

@@ -12,7 +12,7 @@ from typing import Any
 
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.copies import MEMORY, SHARED
-from jurymast.core.nodes import slowness
+from jurymast.core.nodes import stragglers
 from jurymast.core.nodes.findings import Verdict
 from jurymast.core.nodes.heartbeat import rejoin_limit_s
 from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
@@ -494,19 +494,19 @@ def _cadence_set(state: RunState, event: ev.CadenceSet) -> list[Instruction]:
 
 
 def _straggling(state: RunState, event: ev.Straggling) -> list[Instruction]:
-    if not slowness.is_current(state, event):
+    if not stragglers.is_current(state, event):
         return []
     told = f"{event.node}: {event.evidence}"
-    again = slowness.swapped_before(state, event)
+    again = stragglers.swapped_before(state, event)
     if again:
         message = f"{told}; {again} was swapped for the same before, so it is the data or the code"
         return blame.raise_alert(state, "slow again", message, (event.node,))
-    why_not = slowness.refusal(state, event)
+    why_not = stragglers.refusal(state, event)
     if why_not:
         state.notes.append((event.t, f"{told}; {why_not}"))
         return []
     state.findings.straggling = replace(
-        event, evidence=f"{event.evidence}; {slowness.worth(state, event)[1]}"
+        event, evidence=f"{event.evidence}; {stragglers.worth(state, event)[1]}"
     )
     return recovery.begin(state, event.t, event.t)
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from jurymast.core.nodes.findings import STORAGE, Finding
-from jurymast.core.nodes.frailty import Frail
+from jurymast.core.nodes.history import Frail
 from jurymast.core.planning.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, Posterior, counted
 from jurymast.core.run import blame, causes, node_tests
 from jurymast.core.run.attribution import LOCAL_PATHS, NEAR_S, Cause, Surroundings, attribute

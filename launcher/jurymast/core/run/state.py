@@ -19,7 +19,7 @@ from jurymast.core.events import (
     WorkerFailed,
 )
 from jurymast.core.nodes.findings import Finding, Verdict
-from jurymast.core.nodes.frailty import Frail
+from jurymast.core.nodes.history import Frail
 from jurymast.core.nodes.tests import MATTERS
 from jurymast.core.planning.failure_rate import INFRASTRUCTURE, FailureRate
 from jurymast.core.run.alert import Alert

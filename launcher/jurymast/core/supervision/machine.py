@@ -17,14 +17,12 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.agreement import Agreement
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.copies import SHARED, Key
-from jurymast.core.checkpoints.rollback import Rollback
-from jurymast.core.checkpoints.saves import Saves
+from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.effects import Effect, GiveWay, Journal, Record, SaveFirst, Send, WhyEnding
-from jurymast.core.endpoint import Endpoint
+from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.hangs import Hangs
-from jurymast.core.nodes.health import Health
+from jurymast.core.nodes.health import Health, SickNodes
 from jurymast.core.nodes.preflight import Preflight
-from jurymast.core.nodes.sick import SickNodes
 from jurymast.core.nodes.stragglers import Stragglers
 from jurymast.core.nodes.watch import STEADY_INTERVAL_S, WATCH_INTERVAL_S, Watch
 from jurymast.core.run.instructions import (
@@ -38,10 +36,10 @@ from jurymast.core.run.instructions import (
 )
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.state import Phase, RunState
+from jurymast.core.run.telling import Progress, Saves
 from jurymast.core.supervision.asks import Asks
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
-from jurymast.core.supervision.progress import Progress
 from jurymast.core.supervision.rank_events import RankEvents
 from jurymast.errors import never
 

@@ -9,15 +9,14 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.machine import AgentMachine
-from jurymast.core.endpoint import Endpoint
-from jurymast.core.messages import CadenceReport, RankReport, beat_of
+from jurymast.core.messages import CadenceReport, Endpoint, RankReport, beat_of
 from jurymast.core.nodes.heartbeat import beat_every_s
 from jurymast.core.nodes.stacks import COLLECTIVE, Stand
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.network import Connection
+from jurymast.sim.cluster.storage import SimWrite
 from jurymast.sim.cluster.training import Group, Member, Page, follower
 from jurymast.sim.cluster.world import BEGINNING, Process
-from jurymast.sim.cluster.writing import SimWrite
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Cluster

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.rollback import Rollback
+from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.core.supervision import batch
 from jurymast.core.supervision.batch import SUPERSEDED

@@ -16,9 +16,9 @@ from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import copies as core
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.gathering import (
-    Finding,
     Gathering,
     Ingredient,
+    ManifestSearch,
     Rebuild,
     ingredients,
     members,
@@ -292,7 +292,7 @@ class SimKeeper:
             going.tokens[member.rank], going.world = here
             self._find_next(effect, going, wanted)
             return
-        finding = Finding(self.agent.site.name, member.rank, member.sources)
+        finding = ManifestSearch(self.agent.site.name, member.rank, member.sources)
 
         def ask() -> None:
             source = finding.next()

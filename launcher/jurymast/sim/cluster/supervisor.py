@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.rollback import Rollback
-from jurymast.core.endpoint import Endpoint
+from jurymast.core.checkpoints.retention import Rollback
+from jurymast.core.messages import Endpoint
 from jurymast.core.run.state import RunState
 from jurymast.core.supervision.machine import STILL_RUNNING, Supervision
 from jurymast.journal import FLUSH_LIMIT_S

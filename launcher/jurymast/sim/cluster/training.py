@@ -12,7 +12,6 @@ from jurymast.core.checkpoints.copies import MEMORY, SHARED, Key
 from jurymast.core.messages import RankReport
 from jurymast.sim.cluster.keeper import SIZE_BYTES, Restored
 from jurymast.sim.cluster.storage import Token
-from jurymast.sim.cluster.world import Process
 from jurymast.worker.schedule import SCHEDULE_BYTES, Follower, ScheduleRecord
 
 if TYPE_CHECKING:
@@ -278,6 +277,3 @@ def follower(cluster: Cluster, page: Page) -> Follower:
             raise Waits
 
     return Follower(page.record, settled, repeat=cluster.plan.settings.cadence_steps is None, wait=wait)
-
-
-__all__ = ["Group", "Member", "Page", "Process", "follower"]

@@ -1,0 +1,194 @@
+"""The memory that a node gives to checkpoints: how much it can still give, and the buffers that ranks map.
+
+A buffer is a memfd. That is no file in /dev/shm, so neither the size of that mount nor RemoveIPC nor a job's
+own /dev/shm concerns it; it survives the rank that writes into it and is gone with the agent, however that
+dies. Its pages are charged to the cgroup of whoever touches them first, which must be the agent: they count
+against the agent's memory cgroups, up to the root, and against the machine. Beyond a cgroup's limit the
+kernel kills processes of the job, so we ask before we take.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.keeper.memory import round_up
+from jurymast.health.readings import MOUNT, memory_cgroups, number, text
+from jurymast.keeper.page import SlotRecord, SlotWord
+
+RESERVE_SHARE = 0.05
+RESERVE_BYTES = 512 << 20
+
+
+def room(proc: Path = Path("/proc"), mount: Path = MOUNT) -> Room:
+    """The tightest of all limits over this process. A limit that cannot be read is none."""
+    rooms = [*_cgroups(proc, mount), *_machine(proc)]
+    return min(rooms, key=lambda one: one.free, default=Room(0, f"{proc}/meminfo, which cannot be read"))
+
+
+def _room(limit: int, used: int, file: Path) -> Room:
+    reserve = max(int(limit * RESERVE_SHARE), RESERVE_BYTES)
+    return Room(max(0, limit - used - reserve), str(file))
+
+
+def _machine(proc: Path) -> Iterator[Room]:
+    values = {name.rstrip(":"): value * 1024 for name, value in _table(proc / "meminfo").items()}
+    if "MemAvailable" in values and "MemTotal" in values:
+        total = values["MemTotal"]
+        yield _room(total, total - values["MemAvailable"], proc / "meminfo")
+
+
+def _cgroups(proc: Path, mount: Path) -> Iterator[Room]:
+    """One for each limit at or above this process's cgroup, of version 2 and of version 1."""
+    for cgroup in memory_cgroups(proc / "self" / "cgroup", mount):
+        for place in cgroup.upwards():
+            if cgroup.version == 1:
+                yield from _cgroup(place, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            else:
+                for limit in ("memory.max", "memory.high"):
+                    yield from _cgroup(place, limit, "memory.current", "")
+
+
+def _cgroup(place: Path, limit_name: str, used_name: str, prefix: str) -> Iterator[Room]:
+    limit, used = number(place / limit_name), number(place / used_name)
+    if limit is not None and used is not None:  # else "max", or not there
+        table = _table(place / "memory.stat")
+        # Pages of files that were read can be taken back; half of them, as the kernel reckons MemAvailable.
+        cache = table.get(f"{prefix}inactive_file", 0) + table.get(f"{prefix}active_file", 0)
+        yield _room(limit, used - cache // 2, place / limit_name)
+
+
+def _table(path: Path) -> dict[str, int]:
+    rows = (line.split() for line in (text(path) or "").splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+_PIECE_BYTES = 32 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Buffer:
+    """`capacity` bytes at most; only what was reserved takes memory. Raises OSError when made. `number`: the
+    keeper's for it.
+
+    The size is sealed: nobody can make the pages under a mapping go away, which would end its user by
+    SIGBUS. `readers` and `when_idle` belong to `copies.Copies`.
+    """
+
+    def __init__(self, capacity: int, number: int = 0) -> None:
+        self.capacity = round_up(capacity)
+        self.number = number
+        self.readers = 0
+        self._reserved: list[tuple[int, int]] = []
+        self.descriptor = os.memfd_create("jurymast-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, self.capacity)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.map = mmap.mmap(self.descriptor, self.capacity)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user open it."""
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory that it takes now."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    def view(self, start: int, end: int) -> memoryview:
+        """The bytes themselves. While a view lives, `close` leaves the mapping to it."""
+        return memoryview(self.map)[start:end]
+
+    def reserve(self, start: int, end: int) -> None:
+        """Take the memory for these bytes, and touch it, so that nobody's first write has to.
+
+        Contents stay. Slow the first time: about 3 GB/s; releases the GIL. Raises OSError when there is no
+        memory.
+        """
+        if any(first <= start and end <= last for first, last in self._reserved):
+            return
+        start -= start % mmap.PAGESIZE
+        for at in range(start, end, _PIECE_BYTES):
+            length = min(end - at, _PIECE_BYTES)
+            os.posix_fallocate(self.descriptor, at, length)
+            self._touch(at, length)
+        self._reserved.append((start, end))
+
+    def prefault(self) -> None:
+        """`reserve` all of it."""
+        self.reserve(0, self.capacity)
+
+    def _touch(self, at: int, length: int) -> None:
+        # Not mmap.madvise: it would hold the GIL, and with it the agent's heartbeats. An older kernel
+        # refuses, and the first writer has its pages cleared then; it cannot fail, they are allocated.
+        first = ctypes.c_char.from_buffer(self.map, at)
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        ctypes.CDLL(None).madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+
+    def close(self) -> None:
+        """Give the memory back, as soon as nobody maps it any more."""
+        if self.descriptor < 0:
+            return
+        os.close(self.descriptor)
+        self.descriptor = -1
+        try:
+            self.map.close()
+        except BufferError:
+            del self.map  # a view of it lives: the mapping goes with the last one
+
+
+def published(words: SlotRecord) -> bool:
+    """The rank has written an image into this free slot."""
+    seq = words[SlotWord.SEQ]
+    return seq % 2 == 0 and seq != words[SlotWord.FREED]
+
+
+def discard_unpublished(words: SlotRecord) -> None:
+    """The rank is dead: what it began or published unseen is nothing. The one time that we write its word."""
+    words[SlotWord.SEQ] = words[SlotWord.FREED]
+
+
+def offer(words: SlotRecord, buffer: Buffer) -> None:
+    """The rank may write into it."""
+    _show(words, buffer, words[SlotWord.SEQ])
+
+
+def install(words: SlotRecord, buffer: Buffer) -> None:
+    """An image that the rank has not written: it finds it here, and cannot write."""
+    _show(words, buffer, words[SlotWord.SEQ] - 2)
+
+
+def free(words: SlotRecord) -> None:
+    """The buffer is the rank's again."""
+    words[SlotWord.FREED] = words[SlotWord.SEQ]
+
+
+def withdraw(words: SlotRecord) -> bool:
+    """Take a free buffer away; False when the rank is just writing into it."""
+    descriptor = words[SlotWord.FD]
+    words[SlotWord.FD] = 0  # from here on the rank does not begin
+    if words[SlotWord.SEQ] != words[SlotWord.FREED]:
+        words[SlotWord.FD] = descriptor
+        return False
+    return True
+
+
+def detach(words: SlotRecord) -> None:
+    words[SlotWord.FD] = 0
+
+
+def _show(words: SlotRecord, buffer: Buffer, freed: int) -> None:
+    words[SlotWord.FREED] = freed
+    words[SlotWord.CAPACITY] = buffer.capacity
+    words[SlotWord.GENERATION] = buffer.number
+    words[SlotWord.FD] = buffer.descriptor

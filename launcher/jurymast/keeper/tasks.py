@@ -1,0 +1,183 @@
+"""What takes time for an image: finding what it is like, reading it again (a bit that has flipped in memory
+is found before somebody needs the copy), and bringing it into a buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
+from jurymast.core.keeper import effects as do
+from jurymast.core.keeper.gathering import members
+from jurymast.core.keeper.work import Fetched, Found
+from jurymast.keeper.copies import Copies, Copy, blocks_of, is_intact, report_of
+from jurymast.keeper.fetch import Filling
+from jurymast.keeper.gathering import Gathering, build, empty
+from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.memory import Buffer
+from jurymast.keeper.threads import in_thread
+
+SCRUB_EVERY_S = 600.0
+SCRUB_LOOK_S = 1.0
+# Of one core.
+SCRUB_SHARE = 0.1
+
+Distrust = Callable[[Copy, str], None]
+
+
+async def scrub(copies: Copies, distrust: Distrust, every_s: float = SCRUB_EVERY_S) -> None:
+    """Each copy in memory once in `every_s`, one after another."""
+    while True:
+        due = [
+            one
+            for one in copies
+            if isinstance(one.place, Buffer) and one.verified_at + every_s < time.monotonic()
+        ]
+        if due:
+            await read_again(copies, min(due, key=lambda one: one.verified_at), distrust, SCRUB_SHARE)
+        else:
+            await asyncio.sleep(min(SCRUB_LOOK_S, every_s))
+
+
+async def read_again(copies: Copies, copy: Copy, distrust: Distrust, share: float = 1.0) -> None:
+    """Hash a copy again, using `share` of a core; `distrust` it at the first block that is wrong.
+
+    It is a reader for a block at a time only: a slot that becomes free does not wait for this.
+    """
+    buffer = copy.place
+    if not isinstance(buffer, Buffer):
+        return
+    for block in blocks_of(copy.manifest, copy.part):
+        started = time.monotonic()
+        if not copies.read(copy):
+            return
+        try:
+            good = await in_thread(is_intact, buffer.view(0, copy.manifest.size_bytes), block)
+        finally:
+            copies.release(copy)
+        if not good:
+            distrust(copy, f"the block at {block.at} of the {block.part} part is corrupt in memory")
+            return
+        await asyncio.sleep((time.monotonic() - started) * (1 / share - 1))
+    copy.verified_at = time.monotonic()
+
+
+@dataclass
+class _Going:
+    """`stop`: nobody wants it any more; `manifests`: of the images that were found."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    manifests: list[Manifest] = field(default_factory=list)
+    filling: Filling | None = None
+
+
+class Works:
+    """Each by its number. For the agent's loop; what takes time runs in threads."""
+
+    def __init__(self, copies: Copies, gathering: Gathering) -> None:
+        self._copies, self._gathering = copies, gathering
+        self._going: dict[int, _Going] = {}
+
+    def hurry(self, number: int) -> None:
+        self._of(number).stop.set()
+
+    def hurry_all(self) -> None:
+        for going in self._going.values():
+            going.stop.set()
+
+    def end(self, number: int) -> None:
+        self._going.pop(number, None)
+
+    def _of(self, number: int) -> _Going:
+        return self._going.setdefault(number, _Going())
+
+    async def find(self, effect: do.Find) -> Found:
+        going, why, slot = self._of(effect.number), list[str](), 0
+        for one in effect.wanted:
+            key = (effect.step, effect.attempt, one.rank)
+            found = await self._gathering.manifest(key, one.sources, why)
+            if found is None or going.stop.is_set():
+                break
+            manifest, capacity = found
+            going.manifests.append(manifest)
+            slot = slot or slot_bytes(manifest, capacity)
+        return Found(tuple(report_of(one, PEER, ALL) for one in going.manifests), slot, tuple(why))
+
+    async def verify(self, effect: do.Verify) -> bool:
+        """False also when it is not held any more."""
+        going, copy = self._of(effect.number), effect.copy
+        assert isinstance(copy, Copy)
+        assert isinstance(copy.place, Buffer)
+        if not self._copies.read(copy):
+            return False
+        try:
+            going.filling = Filling(copy.manifest, copy.place, stop=going.stop)
+            return await in_thread(going.filling.keep, copy.part, MEMORY)
+        finally:
+            self._copies.release(copy)
+
+    async def fetch(self, effect: do.Fetch, buffer: Buffer) -> Fetched:
+        going = self._of(effect.number)
+        filling = going.filling or Filling(going.manifests[0], buffer, effect.part, stop=going.stop)
+        filling_it = self._gathering.fill(filling, effect.image, effect.sources)
+        why = await _reserve_and(filling_it, buffer, effect.start, effect.end)
+        copy, behind = None, 0
+        if filling.complete and not why:
+            copy = await in_thread(Copy, filling.manifest, effect.tier, effect.part, buffer)
+            behind = await in_thread(_add_manifest, copy, buffer) if effect.behind else 0
+        passed_over = tuple(filling.passed_over)
+        return Fetched(copy, behind, filling.got, passed_over, why, buffer.allocated)
+
+    async def mix(self, effect: do.Mix, buffer: Buffer) -> Fetched:
+        going, why = self._of(effect.number), list[str]()
+        try:
+            await in_thread(buffer.reserve, 0, effect.size)
+        except OSError as error:
+            return Fetched(None, refused=str(error), allocated=buffer.allocated)
+        manifest = empty(going.manifests, effect.part)
+        first = going.manifests[0]
+        taken = zip(members(first.step, first.attempt, effect.members), going.manifests, strict=True)
+        made = await build(self._gathering, manifest, buffer, effect.part, taken, going.stop, why)
+        copy = None
+        if made is not None:
+            copy = Copy(made, PEER, effect.part, buffer, members=going.manifests)
+        return Fetched(copy, passed_over=tuple(why), allocated=buffer.allocated)
+
+
+async def _reserve_and(work: Coroutine[Any, Any, None], buffer: Buffer, start: int, end: int) -> str:
+    """Take the memory for a part of the buffer, and at the same time fetch into it. Why the kernel has none,
+    or "", when nobody writes into the buffer any more."""
+    reserving = asyncio.ensure_future(in_thread(buffer.reserve, start, end))
+    try:
+        await work
+    except BaseException:
+        reserving.cancel()
+        raise
+    try:
+        await reserving
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def slot_bytes(manifest: Manifest, capacity: int) -> int:
+    """How large a buffer should be that is to become a slot: as large as the one the image has elsewhere
+    (`capacity`), else with some room for the next image to grow. The manifest goes behind the image."""
+    if capacity:
+        return max(manifest.size_bytes, capacity)
+    values = sum(item.length for item in manifest.items if not item.is_tensor)
+    return manifest.size_bytes + values + 2 * len(manifest.to_bytes()) + (4 << 20)
+
+
+def _add_manifest(copy: Copy, buffer: Buffer) -> int:
+    """The manifest goes behind the image, without hashes if those have no room. Its size; 0: no room."""
+    start = copy.manifest.size_bytes
+    for data in (copy.manifest_bytes, replace(copy.manifest, blocks={}).to_bytes()):
+        if start + len(data) <= buffer.capacity:
+            buffer.map[start : start + len(data)] = data
+            return len(data)
+    return 0
