@@ -72,7 +72,7 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
     return _train(folder, training)
 
 
-def _on_each_node(launch: torchrun.Launch, job: RunDirectory) -> bool:
+def _on_each_node(launch: torchrun.TorchrunLaunch, job: RunDirectory) -> bool:
     """Whether each node of the job is to have a training of its own."""
     return launch.nodes == "1" and job.plan().active > 1
 
