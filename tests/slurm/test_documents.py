@@ -62,7 +62,7 @@ def test_every_command(cluster: Cluster, tmp_path: Path) -> None:
         for page in re.findall(r"--html (\S+)", command):
             assert "</html>" in (home / page).read_text()
         if command.startswith("jurymast submit"):
-            job = re.search(r"job (\d+)", done.stdout + done.stderr)
+            job = re.search(r"job\s+(\d+)", done.stdout + done.stderr)
             assert job is not None, done.stdout
             if " -- " not in command:
                 cluster.wait_job(int(job[1]), "COMPLETED", deadline_s=LIMIT_S)

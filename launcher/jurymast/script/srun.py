@@ -30,8 +30,8 @@ def run(arguments: list[str]) -> int:
     step = Step(job)
     code = None if srun is None else _as_training(step, srun)
     if code is None:
-        environment, options = step.around_lost(os.environ)
-        _really([*options, *arguments], environment)
+        environment, arguments = step.around_lost(os.environ, arguments, srun)
+        _really(arguments, environment)
     return code
 
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ OURS = frozenset({
     "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "no-kill",
     "overlap", "exact", "exclusive", "output",
 })  # fmt: skip
+# Of processors, beside other steps: the opposite of what a step needs that must not wait for lost ones.
+ALONE = frozenset({"exact", "exclusive", "overlap"})
 # What says how a node is shared out to its tasks, and the variables that say the same.
 SHARED_OUT = frozenset({
     "cpu-bind", "cpus-per-task", "gpu-bind", "gpus-per-task", "ntasks-per-gpu", "tres-bind", "tres-per-task",
@@ -154,13 +156,18 @@ class Step:
         options.append(("cpu-bind", "none", ("--cpu-bind=none",)))
         return self.run(Srun(tuple(options), tuple(command)))
 
-    def around_lost(self, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-        """Variables and options for other steps, which Slurm would start on nodes that it takes for alive."""
+    def around_lost(
+        self, environment: Mapping[str, str], arguments: Sequence[str], srun: Srun | None
+    ) -> tuple[dict[str, str], list[str]]:
+        """Variables and arguments for other steps, which Slurm would start on nodes that it takes for alive,
+        or never, as it takes the processors of lost steps for busy."""
         if not self._lost:
-            return dict(environment), []
+            return dict(environment), list(arguments)
         hosts = compressed(self.nodes[: self.active])
         lists = {name: hosts for name in LISTS if name in environment}
-        return {**environment, **lists}, ["--overlap"]
+        if srun is not None:
+            arguments = [*srun.without(ALONE), "--", *srun.command]
+        return {**environment, **lists}, ["--overlap", *arguments]
 
     def new_folder(self) -> Path:
         steps = self._job.submission / "steps"
