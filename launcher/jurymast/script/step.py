@@ -260,15 +260,19 @@ class Step:
                 signal.signal(number, signal.SIG_DFL)
 
     def _end(self, process: subprocess.Popen[bytes], folder: Path) -> int:
-        """Of the command on all nodes that are there: srun waits for lost ones as well."""
+        """Of the command on all nodes that are there: srun waits for lost ones as well, and when Slurm has
+        seen that they are lost it may call that a failure."""
         expected = self.nodes
-        while process.poll() is None:
+        while True:
+            ended = process.poll() is not None
             codes = [_code(folder / f"ended-{node}") for node in expected]
             if self._lost and None not in codes:
-                end_srun(process)
+                if not ended:
+                    end_srun(process)
                 return max(code for code in codes if code is not None)
+            if ended:
+                return process.returncode if process.returncode >= 0 else 128 - process.returncode
             time.sleep(POLL_S)
-        return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | None:
