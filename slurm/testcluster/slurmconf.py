@@ -68,6 +68,7 @@ def slurm_conf(layout: Layout, options: Options) -> str:
         "SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1",
         # A request that a partition can never meet is refused rather than queued for ever.
         "EnforcePartLimits=ALL",
+        "FirstJobId=101",  # told apart from numbers of ranks and nodes
         "ReturnToService=2",
         "KillWait=2",
         f"SlurmdTimeout={options.slurmd_timeout_s}",

@@ -1,7 +1,8 @@
 """The smallest training there is: each rank says what the ranks add up to, and its arguments.
 
 With --slurm it makes its process group of Slurm's variables, as scripts do that srun starts once a GPU. With
---until it goes on until there is a file `stop`, and says so in a file `started`.
+--until, or where there is a file `hold`, it goes on until there is a file `stop`, and says so in a file
+`started`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -21,13 +23,14 @@ if "--slurm" in sys.argv:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
 dist.init_process_group("gloo")
-if "--until" in sys.argv:
+if "--until" in sys.argv or Path("hold").exists():
     over = torch.tensor([0])
     while not int(over):
         dist.all_reduce(over)
         Path("started").touch()
         over = torch.tensor([int(Path("stop").exists())])
         dist.all_reduce(over)
+        time.sleep(0.05)  # a step takes its time, and leaves the processor to others
 number = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(number)
 told = [f"rank {dist.get_rank()} of {dist.get_world_size()}", f"local {os.environ['LOCAL_RANK']}"]

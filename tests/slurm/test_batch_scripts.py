@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from support.runs import SCRIPTS as RANK_SCRIPTS
-from support.slurm_runs import SCRIPT_ENVIRONMENT
+from support.slurm_runs import SCRIPT_ENVIRONMENT, SlurmRun, power_loss
+from support.waiting import wait_until
 from testcluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -25,21 +26,33 @@ SAMPLE = [
     "accelerate-on-one-node", "helper-and-signal", "launch-script-that-fails", "shell-a-rank", "srun-a-node",
     "steps-and-exec", "torchrun-with-setup",
 ]  # fmt: skip
+# Those that train nothing, or on each node by itself.
+WITHOUT_TRAINING = ["helper-and-signal", "steps-and-exec", "training-on-each-node"]
 # As many jobs as a test submits at once: Slurm runs two or three of them beside each other.
-TOGETHER = 11
+TOGETHER = 6
+
+
+def named() -> list[str]:
+    """`make styles` runs all of them; JURYMAST_STYLES may also name some."""
+    names = os.environ.get("JURYMAST_STYLES", "").split() or SAMPLE
+    return STYLES if names == ["all"] else names
 
 
 def groups() -> list[list[str]]:
-    """`make styles` runs all of them; JURYMAST_STYLES may also name some."""
-    named = os.environ.get("JURYMAST_STYLES", "").split() or SAMPLE
-    chosen = STYLES if named == ["all"] else named
+    chosen = named()
     return [chosen[start : start + TOGETHER] for start in range(0, len(chosen), TOGETHER)]
 
 
-def submitted(cluster: Cluster, work: Path, style: str, *submit: str) -> int:
+def ours(cluster: Cluster) -> tuple[str, ...]:
+    return (str(cluster.python.parent / "jurymast"), "submit", "--spares=1")
+
+
+def submitted(cluster: Cluster, work: Path, style: str, *submit: str, hold: bool = False) -> int:
     """A job of this style, in a directory of its own. A script that loads an environment finds the
-    Python that trains only there."""
+    Python that trains only there. `hold`: its trainings go on until there is a file `stop`."""
     cluster.login(["cp", "-r", str(SCRIPTS / "site"), str(work)])
+    if hold:
+        (work / "hold").touch()
     script = (SCRIPTS / f"{style}.sbatch").read_text()
     (work / "job.sbatch").write_text(script)
     (work / "train.py").write_bytes((RANK_SCRIPTS / "sum_ranks.py").read_bytes())
@@ -55,18 +68,35 @@ def submitted(cluster: Cluster, work: Path, style: str, *submit: str) -> int:
     return int(done.stdout)
 
 
+def outcome(cluster: Cluster, work: Path, job: int) -> list[str]:
+    """What the job of a style printed, in an order that ranks cannot change, its exit code, and the files
+    that it left with what ranks printed there. Lines that begin with "said" or "rank" are compared: torch and
+    Slurm say other things besides. A training that fails says them again each time that it is started."""
+    ended = cluster.wait_job(job, "COMPLETED", "FAILED", deadline_s=GROUP_LIMIT_S)
+    lines = (work / "out").read_text().splitlines()
+    print(f"==== {work.name} ({ended['StartTime']} to {ended['EndTime']})", *lines, sep="\n")
+    found = [*sorted({line for line in lines if re.match("(rank|said)", line)}), ended["ExitCode"]]
+    return found + sorted({line for path in work.iterdir() for line in told_by(path)})
+
+
+def told_by(path: Path) -> list[str]:
+    """A line for a file, and one for each rank's in it; none for what was there, and for files of stderr,
+    which ranks have in one with their stdout. Long numbers in names are jobs' and dates'."""
+    given = {"hold", "job.sbatch", "out", "runs", "started", "stop", "train.py", "__pycache__"}
+    given |= {file.name for file in (SCRIPTS / "site").iterdir()}
+    if path.name in given or path.name.startswith("err"):
+        return []
+    if path.is_dir():
+        return [f"{path.name}/{line}" for inner in path.iterdir() for line in told_by(inner)]
+    name = re.sub(r"\d{2,}", "N", path.name)
+    text = re.sub(r"^\[default\d+\]:", "", path.read_text(errors="replace"), flags=re.MULTILINE)  # by --tee
+    return [name, *(f"{name}: {line}" for line in text.splitlines() if re.search(r"\brank \d+ of", line))]
+
+
 def outcomes(cluster: Cluster, work: Path, styles: list[str], *submit: str) -> dict[str, list[str]]:
-    """What jobs of these styles print, in an order that ranks cannot change, and their exit codes. Lines that
-    begin with "said" or "rank" are compared: torch and Slurm say other things besides."""
     cluster.login(["mkdir", str(work)])
     jobs = {style: submitted(cluster, work / style, style, *submit) for style in styles}
-    found = {}
-    for style, job in jobs.items():
-        ended = cluster.wait_job(job, "COMPLETED", "FAILED", deadline_s=GROUP_LIMIT_S)
-        lines = (work / style / "out").read_text().splitlines()
-        print(f"==== {style} ({ended['StartTime']} to {ended['EndTime']})", *lines, sep="\n")
-        found[style] = [*sorted({line for line in lines if re.match("(rank|said)", line)}), ended["ExitCode"]]
-    return found
+    return {style: outcome(cluster, work / style, job) for style, job in jobs.items()}
 
 
 @pytest.mark.timeout(600)
@@ -80,8 +110,46 @@ def test_the_outcomes_are_sbatchs(cluster: Cluster, tmp_path: Path, styles: list
         known = {style: known[style] for style in STYLES if style in known}
         GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())
-    found = outcomes(cluster, work, styles, str(cluster.python.parent / "jurymast"), "submit", "--spares=1")
+    found = outcomes(cluster, work, styles, *ours(cluster))
     assert found == {style: golden[style] for style in styles}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("style", [style for style in named() if style not in WITHOUT_TRAINING])
+def test_the_outcome_is_sbatchs_though_a_node_loses_power(
+    cluster: Cluster, tmp_path: Path, style: str
+) -> None:
+    """In the middle of the script's first training."""
+    work = cluster.shared / re.sub(r"\W+", "-", tmp_path.name)
+    cluster.login(["mkdir", str(work)])
+    job = submitted(cluster, work / style, style, *ours(cluster), hold=True)
+    lose_a_node(cluster, work / style, job)
+    golden = json.loads(GOLDEN.read_text())
+    assert outcome(cluster, work / style, job) == golden[style]
+
+
+def first_training(cluster: Cluster, work: Path, job: int) -> SlurmRun:
+    """The run that was submitted, or that of an array's task, once it has begun."""
+
+    def begun() -> list[Path]:
+        return [path.parent.parent for path in (work / "runs").glob("*/journal/*.jsonl")]
+
+    wait_until("a training", lambda: bool(begun()), limit_s=LIMIT_S)
+    return SlurmRun(cluster, begun()[0], job)
+
+
+def lose_a_node(cluster: Cluster, work: Path, job: int) -> None:
+    """A node on which ranks run, but not the script: without that one the job begins again."""
+    started, run = work / "started", first_training(cluster, work, job)
+    state = run.wait("the ranks", lambda s: bool(s.placement), LIMIT_S)
+    wait_until("the first step", started.exists, limit_s=LIMIT_S)
+    victim = next(node for node in state.placement if node != state.host)
+    power_loss(run, victim)
+    run.wait("the swap", lambda s: bool(s.incidents) and victim not in s.placement, LIMIT_S)
+    started.unlink()
+    wait_until("a step after it", started.exists, limit_s=LIMIT_S)
+    (work / "stop").touch()
 
 
 def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp_path: Path) -> None:

@@ -44,12 +44,18 @@ def forget_earlier_runs(cluster: Cluster) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def submit(cluster: Cluster, folder: Path, *options: str, arguments: tuple[str, ...] = TRAIN) -> SlurmRun:
+def submit(
+    cluster: Cluster,
+    folder: Path,
+    *options: str,
+    arguments: tuple[str, ...] = TRAIN,
+    script: Path = SCRIPTS / "train_tiny.py",
+) -> SlurmRun:
     runs = cluster.shared / folder.name
     out = ("--out", str(cluster.shared / f"{folder.name}.json"))
     code, told, error = jurymast(
         cluster, "submit", "--runs", str(runs), "--parsable", *options, "--",
-        str(SCRIPTS / "train_tiny.py"), *arguments, *out,
+        str(script), *arguments, *out,
     )  # fmt: skip
     assert code == 0, error
     job = told.strip()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cluster.batch_script import BatchScript, find_script, parse, wrapped
+from jurymast.cluster.batch_script import BatchScript, find_script, parse, read_script, wrapped
 from jurymast.cluster.planning import Asked, make_script_plan
 from jurymast.cluster.request import build_request
 from jurymast.cluster.sbatch_options import split_command_line
@@ -89,6 +89,14 @@ def test_a_script_without_an_interpreter_is_none() -> None:
     with pytest.raises(UsageError, match="standard input, line 1: a batch script begins with #!"):
         parse("#SBATCH -N 2\n", "standard input", OWN)
     assert parse("#!/bin/sh\n", "standard input", OWN).job_name == "sbatch"
+
+
+def test_what_slurm_takes_from_nobody_is_refused_with_its_line() -> None:
+    with pytest.raises(UsageError, match=r"job.sbatch, line 1: ends as lines do on Windows") as refused:
+        script("#!/bin/bash\r\n#SBATCH -N 2\r\nsrun hostname\r\n")
+    assert refused.value.hint == r"for example: sed -i 's/\r$//' job.sbatch"
+    with pytest.raises(UsageError, match="job.sbatch, line 3: has a NUL character"):
+        script("#!/bin/bash\n\necho \0\n")
 
 
 def test_the_local_cluster_runs_no_batch_script() -> None:
@@ -178,6 +186,12 @@ def test_a_batch_script_is_told_from_a_training_script(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("#!/usr/bin/env python3\n# trains\n#SBATCH -N2\nprint()\n")
     assert find_script(["job.py"], tmp_path) == tmp_path / "job.py"
     assert find_script(["job.sbatch", "--lr", "1"], tmp_path) == tmp_path / "job.sbatch"
+    (tmp_path / "no-interpreter").write_text("# trains\n#SBATCH -N2\nsrun torchrun train.py\n")
+    (tmp_path / "empty.slurm").write_text(" \n")
+    for name in ("no-interpreter", "empty.slurm"):
+        assert find_script([name], tmp_path) == tmp_path / name
+        with pytest.raises(UsageError, match="line 1: a batch script begins with #!"):
+            read_script(tmp_path / name, OWN)
     for words in (["train.py"], ["train"], ["nowhere"], ["-m", "job.sbatch"], []):
         assert find_script(words, tmp_path) is None
 

@@ -24,7 +24,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     "name",
-    ["agent_cost", "recovery", "takeover", "overhead", "checkpoint", "published", "attribution", "start"],
+    [
+        "agent_cost",
+        "recovery",
+        "takeover",
+        "overhead",
+        "checkpoint",
+        "published",
+        "attribution",
+        "start",
+        "commands",
+    ],
 )
 def test_help(name: str) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]

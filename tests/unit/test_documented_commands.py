@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")),
-             ROOT / "slurm/testcluster/README.md", ROOT / "slurm/site/README.md"]  # fmt: skip
-BLOCK = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
+from support.documents import ROOT, commands
+
 # Runs in this test, as it is printed.
 HERE = ("jurymast plan ", "jurymast simulate ")
 # Needs Slurm, or minutes: a test that does the same, or why there is none.
@@ -22,12 +20,12 @@ ELSEWHERE = {
     "make install": "what runs these tests was made by it",
     "make demo": "tests/local/test_demo.py",
     "jurymast demo": "tests/local/test_demo.py",
-    "jurymast submit --nodes ": "tests/slurm/test_cluster.py",
-    "jurymast submit --spares 2 job.sbatch": "tests/slurm/test_batch_scripts.py",
-    "jurymast submit job.sbatch": "tests/slurm/test_batch_scripts.py",
-    "jurymast status RUN": "tests/unit/test_cli_views.py",
-    "jurymast events RUN": "tests/unit/test_cli_views.py",
-    "jurymast report RUN": "tests/unit/test_cli_views.py",
+    "jurymast submit --nodes ": "tests/slurm/test_documents.py",
+    "jurymast submit --spares 2 job.sbatch": "tests/slurm/test_documents.py",
+    "jurymast submit job.sbatch": "tests/slurm/test_documents.py",
+    "jurymast status RUN": "tests/slurm/test_documents.py",
+    "jurymast events RUN": "tests/slurm/test_documents.py",
+    "jurymast report RUN": "tests/slurm/test_documents.py",
     "./slurm/cluster ": "tests/slurm/conftest.py",
     "cp -r slurm/site": "tests/local/test_site_pieces.py",
     "python3 -m venv /opt": "only root may write there; tests/unit/test_pins.py",
@@ -35,20 +33,6 @@ ELSEWHERE = {
     "install -d": "only root may write there; tests/local/test_site_pieces.py",
     "nft ": "a sketch, as it says",
 }
-
-
-def commands() -> list[tuple[str, str]]:
-    """(document, command) of each, with what follows it to the end of a here-document."""
-    found = []
-    for document in DOCUMENTS:
-        for block in BLOCK.findall(document.read_text()):
-            lines = iter(re.sub(r"\\\n", " ", block).splitlines())
-            for line in lines:
-                if end := re.search(r"<<-?'?(\w+)'?", line):
-                    line += "\n" + "\n".join(iter(lines.__next__, end[1]))
-                if line.strip() and not line.startswith("#"):
-                    found.append((document.name, re.sub(r"\s+#.*", "", line)))
-    return found
 
 
 COMMANDS = commands()

@@ -27,7 +27,7 @@ from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.stacks import Entered, Stand
 from jurymast.core.nodes.tests import Alone
-from jurymast.core.run.state import Alert
+from jurymast.core.run.alert import Alert
 from jurymast.core.settings import RunPlan
 from jurymast.journal import JournalWriter, events, read
 from jurymast.rundir import RunDirectory

@@ -13,7 +13,7 @@ import pytest
 
 from jurymast.core import events as ev
 from jurymast.core.messages import Condition
-from jurymast.core.run.state import Alert
+from jurymast.core.run.alert import Alert
 from jurymast.core.settings import Settings
 from jurymast.journal import VERSION, FileTail
 from jurymast.report import follow

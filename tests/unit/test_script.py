@@ -26,6 +26,7 @@ from jurymast.script.node_command import node_command
 from jurymast.script.output import Output, Relay, expanded
 from jurymast.script.recognise import (
     gpus_a_task,
+    names_python,
     python_command,
     starts_launcher,
     starts_ranks,
@@ -132,6 +133,13 @@ def test_python_commands(command: str, script: str | None, module: bool) -> None
         (["/bin/sh", "-c", "RANK=$SLURM_PROCID python3.11 -m pkg.train"], {}, True),
         (["./run.sh"], {"./run.sh": "#!/bin/bash\nsource env\nexec python train.py\n"}, True),
         (["python", "train.py"], {}, True),
+        (["python", "-W", "ignore", "-um", "pkg.train"], {}, True),
+        (["bash", "-c", "python3 -X faulthandler -OO train.py"], {}, True),
+        (["numactl", "--cpunodebind=0", "python", "-u", "train.py"], {}, True),
+        (["/usr/bin/env", "A=1", "python3", "train.py"], {}, True),
+        (["uv", "run", "python", "train.py"], {}, True),
+        (["env", "A=1", "hostname"], {}, False),
+        (["python", "-c", "import torch", "x.py"], {}, False),
         (["bash", "-c", "python -c 'import torch'"], {}, False),
         (["bash", "-c", "python --version"], {}, False),
         (["bash", "-c", "which python; nvidia-smi"], {}, False),
@@ -141,6 +149,12 @@ def test_python_commands(command: str, script: str | None, module: bool) -> None
 )
 def test_shells_that_run_python(command: list[str], files: dict[str, str], found: bool) -> None:
     assert starts_ranks(command, lambda name: files.get(name, "")) is found
+
+
+def test_python_is_named_by_commands_that_are_not_known_to_start_it() -> None:
+    assert names_python(["apptainer", "exec", "--nv", "image.sif", "python", "-u", "train.py"])
+    assert names_python(["srun-wrapper", "python3", "-m", "pkg.train"])
+    assert not names_python(["apptainer", "exec", "image.sif", "nvidia-smi"])
 
 
 @pytest.mark.parametrize(
@@ -161,6 +175,17 @@ def test_torchruns_options(
     assert (launch.ranks, launch.script, launch.arguments) == (ranks, script, arguments)
     assert launch.ignored == ignored
     assert launch.module is ("-m" in typed.split())
+
+
+@pytest.mark.parametrize(
+    ("typed", "nodes"),
+    [
+        ("t.py", ""), ("--nnodes=2 t.py", "2"), ("--nnodes 1:4 t.py", "4"), ("--nnodes=1 t.py", "1"),
+        ("--nnodes 1:1 t.py", "1"), ("--standalone --nproc-per-node=2 t.py", "1"),
+    ],
+)  # fmt: skip
+def test_how_many_nodes_a_launcher_is_told_of(typed: str, nodes: str) -> None:
+    assert torchrun.parse(typed.split(), {}).nodes == nodes
 
 
 @pytest.mark.parametrize(
@@ -330,11 +355,11 @@ def test_a_launcher_of_somebodys_own_is_ours_once_torch_is_to_run(tmp_path: Path
     own = tmp_path / "own.py"
     own.write_text(
         "import argparse, torch.distributed.run as run\n"
-        "run.run(argparse.Namespace(nproc_per_node=4, module=False, no_python=False,\n"
+        "run.run(argparse.Namespace(nproc_per_node=4, nnodes='2:2', module=False, no_python=False,\n"
         "                           training_script='t.py', training_script_args=['a']))\n"
     )
     told = launched(tmp_path, sys.executable, str(own))
-    assert told == ["torchrun", "--nproc-per-node", "4", "t.py", "a"]
+    assert told == ["torchrun", "--nproc-per-node", "4", "--nnodes", "2:2", "t.py", "a"]
 
 
 def test_a_python_of_the_scripts_own_goes_on(tmp_path: Path) -> None:
@@ -415,6 +440,20 @@ def test_signals_for_the_batch_process_reach_the_script(tmp_path: Path, warns: b
         told, _ = process.communicate(timeout=20)
     assert (told, process.returncode) == ("a b\n", 0)
     assert (tmp_path / "warned").exists() is not warns
+
+
+def test_a_signal_that_comes_before_the_script_waits_for_its_traps(tmp_path: Path) -> None:
+    job = RunDirectory(tmp_path)
+    job.submission.mkdir()
+    script = "#!/bin/bash\ntrap 'exec echo trapped' USR1\nwhile :; do sleep 0.01; done\n"
+    users_script(job).write_text(script)
+    early = "import os, signal\nfrom jurymast.script.held import hold\nhold()\n"
+    early += "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", early + RUN_SCRIPT, str(tmp_path), ""], capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("trapped\n", 0)
 
 
 def test_a_script_that_a_signal_ends_ends_its_batch_process_so(tmp_path: Path) -> None:

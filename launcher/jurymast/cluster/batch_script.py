@@ -20,6 +20,7 @@ from jurymast.errors import ScriptError, UsageError
 
 STANDARD_INPUT = "standard input"
 HEAD_BYTES_MAX = 1 << 16
+SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
 SBATCH, OURS = "#SBATCH", "#JURYMAST"
 # Variables that stand for an option, of those that jurymast looks at. All others reach sbatch as they are.
 VARIABLES = {
@@ -61,17 +62,19 @@ class BatchScript:
 
 
 def is_batch_script(path: Path) -> bool:
-    """Whether this file is for sbatch rather than a training: a shell's script, or one in Python with lines
-    for sbatch. Raises ScriptError."""
+    """Whether this file is for sbatch rather than a training: a shell's script, by its first line or its
+    name, or one with lines for sbatch. Raises ScriptError."""
     try:
         with foreign.reading(path) as file:
             text = file.read(HEAD_BYTES_MAX).decode(errors="surrogateescape")
     except OSError as error:
         raise ScriptError(f"the script {path} cannot be read: {error.strerror}") from error
     first = text.partition("\n")[0]
-    if "python" not in first and path.suffix != ".py":
-        return first.startswith("#!")
-    return first.startswith("#!") and any(line.startswith((SBATCH, OURS)) for _, line in _comments(text))
+    has_lines = any(line.startswith((SBATCH, OURS)) for _, line in _comments(text))
+    if "python" in first or path.suffix == ".py":
+        return first.startswith("#!") and has_lines
+    # One without an interpreter is refused later, as sbatch does.
+    return first.startswith("#!") or has_lines or path.suffix in SUFFIXES
 
 
 def read_script(path: Path, own: Mapping[str, bool]) -> BatchScript:
@@ -90,11 +93,7 @@ def wrapped(command: str) -> BatchScript:
 
 def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
     """`own`: our options, as for `split_command_line`. Raises UsageError, which names the line."""
-    if not text.startswith("#!"):
-        raise UsageError(
-            f"{name}, line 1: a batch script begins with #! and its interpreter",
-            hint="for example #!/bin/bash",
-        )
+    _check_text(text, name)
     sbatch: list[Given] = []
     ours: list[str] = []
     places: list[int] = []
@@ -111,6 +110,23 @@ def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
         places += [number] * len(split.sbatch)
         ours += split.own
     return BatchScript(name, text, tuple(sbatch), tuple(ours), tuple(places))
+
+
+def _check_text(text: str, name: str) -> None:
+    """sbatch refuses the same."""
+    if not text.startswith("#!"):
+        raise UsageError(
+            f"{name}, line 1: a batch script begins with #! and its interpreter",
+            hint="for example #!/bin/bash",
+        )
+    for what, mark, hint in (
+        ("ends as lines do on Windows", "\r\n", f"for example: sed -i 's/\\r$//' {shlex.quote(name)}"),
+        ("has a NUL character", "\0", ""),
+    ):
+        before, found, _ = text.partition(mark)
+        if found:
+            number = 1 + before.count("\n")
+            raise UsageError(f"{name}, line {number}: {what}, which Slurm does not take", hint=hint)
 
 
 def _comments(text: str) -> Iterator[tuple[int, str]]:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import sys
 
 from jurymast.errors import JurymastError
+from jurymast.script.held import hold
 from jurymast.script.say import complain
 
 
 def main(what: str, arguments: list[str]) -> int:
     if what == "job":
+        hold()
         from jurymast.script.job import run
 
         return run(arguments[0], arguments[1:])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -20,13 +21,13 @@ from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import shims
+from jurymast.script.held import PASSED_ON, hold, release
 from jurymast.script.narrow import narrowed
 from jurymast.script.step import PROCESS_NAME, true_variables_file
 from jurymast.script.trainings import beside
 
 WARNING = signal.SIGUSR2
-# What Slurm may be asked to send to the batch process before the job ends.
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGALRM)
+TRAPS_S = 1.0
 
 
 def run(run_directory: str, arguments: list[str]) -> int:
@@ -77,20 +78,18 @@ class _Script:
 
     def run(self, arguments: list[str], environment: dict[str, str]) -> int:
         """Its exit code. A script that a signal ends takes this process along."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-
-        def as_before() -> None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
+        hold()
         # Slurm sends this to the script as well; whether the script ends is its own decision.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
         command = [*interpreter(self._script), str(self._script), *arguments]
         try:
-            self._child = subprocess.Popen(command, env=environment, preexec_fn=as_before)
+            self._child = subprocess.Popen(command, env=environment, preexec_fn=release)
+            if signal.sigpending():  # since before the script could have set its traps
+                time.sleep(TRAPS_S)
         finally:
-            as_before()
+            release()
         code = self._child.wait()
         if code < 0:
             signal.signal(-code, signal.SIG_DFL)

@@ -41,6 +41,9 @@ def run(launcher: str, arguments: list[str]) -> int:
         _really(launcher, arguments)
     # In the script itself, on the batch host: as if srun had started it.
     job = RunDirectory(os.environ[shims.RUN_VARIABLE])
+    if _on_each_node(torchrun.parse(arguments, os.environ, launch=launcher == "launch"), job):
+        say(f"{launcher} is to have one node of {job.plan().active}, and runs there without failure handling")
+        _really(launcher, arguments)
     command = run_module(sys.executable, "jurymast.script", launcher, *arguments)
     return Step(job).run(Srun((), tuple(command)))
 
@@ -54,12 +57,24 @@ def _really(launcher: str, arguments: list[str]) -> NoReturn:
 def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
     """Say what is to be trained, hear which run that is, and be its agent here."""
     launch = torchrun.parse(arguments, os.environ, launch=launcher == "launch")
+    if _on_each_node(launch, job := RunDirectory(os.environ[shims.RUN_VARIABLE])):
+        node, active = int(os.environ["SLURM_NODEID"]), job.plan().active
+        if node >= active:
+            return 0
+        if node == 0:
+            say(f"{active} trainings of one node each ({launcher} --nnodes=1): without failure handling")
+        _really(launcher, arguments)
     training = Training(
         script=launch.script, arguments=launch.arguments, module=launch.module, program=launch.program,
         ranks=torchrun.rank_count(launch.ranks, visible_gpus(os.environ), len(os.sched_getaffinity(0))),
         directory=os.getcwd(), python=sys.executable, ignored=launch.ignored,
     )  # fmt: skip
     return _train(folder, training)
+
+
+def _on_each_node(launch: torchrun.TorchrunLaunch, job: RunDirectory) -> bool:
+    """Whether each node of the job is to have a training of its own."""
+    return launch.nodes == "1" and job.plan().active > 1
 
 
 def run_tasks(count: int, gpus: int, command: list[str]) -> int:

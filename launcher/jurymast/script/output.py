@@ -43,6 +43,11 @@ def expanded(pattern: str, environment: Mapping[str, str], task: int) -> str:
     return FIELD.sub(fill, pattern)
 
 
+def is_each_tasks(pattern: str) -> bool:
+    """Whether each task has a file of its own."""
+    return any(match[2] in TASK_FIELDS for match in FIELD.finditer(pattern))
+
+
 class Output:
     """Of one step."""
 
@@ -57,8 +62,7 @@ class Output:
     @property
     def common(self) -> int:
         """A descriptor for what the step's command prints itself."""
-        each = any(match[2] in TASK_FIELDS for match in FIELD.finditer(self._pattern))
-        return 1 if each else self._descriptor(0)
+        return 1 if is_each_tasks(self._pattern) else self._descriptor(0)
 
     def write(self, rank: int, lines: Sequence[bytes]) -> None:
         """Raises OSError: nobody reads it any more, or the disk is full."""

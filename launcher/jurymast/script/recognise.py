@@ -21,7 +21,14 @@ SHELLS = ("bash", "sh", "zsh", "dash")
 # How many nodes a launcher is told of, and which of them this one is. Words are joined by a space.
 NODES = re.compile(r"--(?:nnodes|num[-_]machines)(?:=|\s+)[\"']?([^\s\"';|&]+)")
 NODE_NUMBER = re.compile(r"(--(?:node|machine)[-_]rank(?:=|\s+)[\"']?)[^\s\"';|&]+")
-PYTHON = re.compile(r"\bpython[\d.]*\s+(-u\s+)?(-m\s+[\w.]+|[^\s;|&-]\S*)")
+PYTHON = re.compile(
+    r"\bpython[\d.]*\s+(-[bBdEiIOPqsSuv]+\s+|-[WX]\s*\S+\s+)*(-[bBdEiIOPqsSuv]*m\s+[\w.]+|[^\s;|&-]\S*)"
+)
+# Programs that start the command behind their own options.
+WRAPPERS = frozenset({
+    "chrt", "conda", "env", "ionice", "mamba", "micromamba", "nice", "nsys", "numactl", "pixi", "poetry",
+    "setarch", "stdbuf", "taskset", "time", "timeout", "uv",
+})  # fmt: skip
 SCRIPT_BYTES_MAX = 1 << 16
 
 
@@ -57,14 +64,21 @@ def python_command(command: Sequence[str]) -> PythonCommand | None:
 
 
 def starts_ranks(command: Sequence[str], read: Callable[[str], str]) -> bool:
-    """Whether it is Python's, or a shell's that runs a Python script or module: in its -c, or in a shell
-    script that is the command."""
+    """Whether it is Python's, with a script or module, or that of a program that starts Python: a shell, by
+    its -c or by a shell script that is the command, or a wrapper."""
     if python_command(command) is not None:
         return True
-    shell = bool(command) and command[0].rpartition("/")[2] in SHELLS
-    texts = list(command) if shell else []
+    program = command[0].rpartition("/")[2] if command else ""
+    texts = list(command) if program in SHELLS else []
+    if program in WRAPPERS or program.startswith("python"):
+        texts.append(" ".join(command))
     texts += [text for word in command if (text := read(word)).startswith("#!")]
     return any(PYTHON.search(text) for text in texts)
+
+
+def names_python(command: Sequence[str]) -> bool:
+    """Whether a Python script or module stands in it, whoever may start that."""
+    return PYTHON.search(" ".join(command)) is not None
 
 
 def part_of(

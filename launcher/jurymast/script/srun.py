@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from jurymast.rundir import RunDirectory
 from jurymast.script import recognise, shims
+from jurymast.script.say import say
 from jurymast.script.srun_options import Srun, parse
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def run(arguments: list[str]) -> int:
     step = Step(job)
     code = None if srun is None else _as_training(step, srun)
     if code is None:
-        environment, options = step.around_lost(os.environ)
-        _really([*options, *arguments], environment)
+        environment, arguments = step.around_lost(os.environ, arguments, srun)
+        _really(arguments, environment)
     return code
 
 
@@ -41,7 +42,9 @@ def _really(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
 def _may_train(srun: Srun | None) -> bool:
     read = recognise.read_shell_script
     return srun is not None and (
-        recognise.starts_launcher(srun.command, read) or recognise.starts_ranks(srun.command, read)
+        recognise.starts_launcher(srun.command, read)
+        or recognise.starts_ranks(srun.command, read)
+        or recognise.names_python(srun.command)
     )
 
 
@@ -54,8 +57,11 @@ def _as_training(step: Step, srun: Srun) -> int | None:
             return step.run(srun)
         training = recognise.part_of(srun, os.environ, step.nodes[: step.active], read)
         return None if training is None else _as_part(step, srun, training)
-    if tasks * step.active > 1 and recognise.starts_ranks(srun.command, read):
-        return step.run_tasks(srun, tasks)
+    if tasks * step.active > 1:
+        if recognise.starts_ranks(srun.command, read):
+            return step.run_tasks(srun, tasks)
+        if recognise.names_python(srun.command):
+            say(f"{srun.command[0]}: not seen to start ranks; if it does, they run without failure handling")
     return None
 
 

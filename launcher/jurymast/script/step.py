@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from jurymast.rundir import RunDirectory, make_folder, write_atomically
 from jurymast.script import shims
 from jurymast.script.narrow import LISTS
 from jurymast.script.node_command import node_command, seen
-from jurymast.script.output import Output, Relay, newest_attempt
+from jurymast.script.output import Output, Relay, is_each_tasks, newest_attempt
 from jurymast.script.recognise import gpus_a_task, python_command
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
@@ -45,6 +45,8 @@ OURS = frozenset({
     "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "no-kill",
     "overlap", "exact", "exclusive", "output",
 })  # fmt: skip
+# Of processors, beside other steps: the opposite of what a step needs that must not wait for lost ones.
+ALONE = frozenset({"exact", "exclusive", "overlap"})
 # What says how a node is shared out to its tasks, and the variables that say the same.
 SHARED_OUT = frozenset({
     "cpu-bind", "cpus-per-task", "gpu-bind", "gpus-per-task", "ntasks-per-gpu", "tres-bind", "tres-per-task",
@@ -154,13 +156,18 @@ class Step:
         options.append(("cpu-bind", "none", ("--cpu-bind=none",)))
         return self.run(Srun(tuple(options), tuple(command)))
 
-    def around_lost(self, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-        """Variables and options for other steps, which Slurm would start on nodes that it takes for alive."""
+    def around_lost(
+        self, environment: Mapping[str, str], arguments: Sequence[str], srun: Srun | None
+    ) -> tuple[dict[str, str], list[str]]:
+        """Variables and arguments for other steps, which Slurm would start on nodes that it takes for alive,
+        or never, as it takes the processors of lost steps for busy."""
         if not self._lost:
-            return dict(environment), []
+            return dict(environment), list(arguments)
         hosts = compressed(self.nodes[: self.active])
         lists = {name: hosts for name in LISTS if name in environment}
-        return {**environment, **lists}, ["--overlap"]
+        if srun is not None:
+            arguments = [*srun.without(ALONE), "--", *srun.command]
+        return {**environment, **lists}, ["--overlap", *arguments]
 
     def new_folder(self) -> Path:
         steps = self._job.submission / "steps"
@@ -186,9 +193,11 @@ class Step:
         shown = {**narrow, **self._hidden, **seen(os.environ, self.active)}
         text = node_command(self._job, folder, shown, self.active, log, own)
         shims.write_program(program, text)
+        # Of a file for each task's stderr spare nodes would have one, too, and ranks' is not there.
+        each = is_each_tasks(srun.last("error") or "")
         command = [
             shims.real("srun", os.environ),
-            *srun.without(OURS),
+            *srun.without(OURS | {"error"} if each else OURS),
             *self._mounts(srun),
             *SURVIVE,
             "--overlap",
@@ -251,15 +260,19 @@ class Step:
                 signal.signal(number, signal.SIG_DFL)
 
     def _end(self, process: subprocess.Popen[bytes], folder: Path) -> int:
-        """Of the command on all nodes that are there: srun waits for lost ones as well."""
+        """Of the command on all nodes that are there: srun waits for lost ones as well, and when Slurm has
+        seen that they are lost it may call that a failure."""
         expected = self.nodes
-        while process.poll() is None:
+        while True:
+            ended = process.poll() is not None
             codes = [_code(folder / f"ended-{node}") for node in expected]
             if self._lost and None not in codes:
-                end_srun(process)
+                if not ended:
+                    end_srun(process)
                 return max(code for code in codes if code is not None)
+            if ended:
+                return process.returncode if process.returncode >= 0 else 128 - process.returncode
             time.sleep(POLL_S)
-        return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | None:

@@ -38,13 +38,15 @@ LOCAL_RANK = "--local-rank=${local_rank}"  # torch fills the number in
 @dataclass(frozen=True)
 class TorchrunLaunch:
     """What a launcher is asked to start: a script, a `module` or a `program`, with its arguments. `ranks` a
-    node, as written: a number, or auto, gpu, cpu. `ignored`: options that would change something."""
+    node, as written: a number, or auto, gpu, cpu. `nodes`: the most it may have, "" when it was not said.
+    `ignored`: options that would change something."""
 
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False
     program: bool = False
     ranks: str = "1"
+    nodes: str = ""
     ignored: tuple[str, ...] = ()
 
 
@@ -75,6 +77,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool 
         module="module" in given.values,
         program="no-python" in given.values,
         ranks=given.values.get("nproc-per-node", "1"),
+        nodes="1" if "standalone" in given.values else given.values.get("nnodes", "").rpartition(":")[2],
         ignored=tuple(name for name in given.values if name not in RENDEZVOUS | KEPT),
     )
 

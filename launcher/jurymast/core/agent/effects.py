@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from jurymast.core import messages as msg
 
@@ -11,37 +12,32 @@ NEVER = math.inf
 Obeyed = msg.GoOn | msg.Cadence | msg.LeaveVerdict | msg.KeeperOrder
 
 
-@dataclass(frozen=True)
-class WakeAt:
+class WakeAt(Struct, frozen=True):
     """`tick` at this time on the machines' clock, in seconds; the newest holds, NEVER is never."""
 
     at: float
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(Struct, frozen=True):
     """To the supervisor."""
 
     message: msg.ToSupervisor
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(Struct, frozen=True):
     """A heartbeat now, with how far these ranks of `attempt` are."""
 
     attempt: int
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Obey:
+class Obey(Struct, frozen=True):
     """Nothing is left to decide here about this order: carry it out."""
 
     order: Obeyed
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(Struct, frozen=True):
     """End this agent, and its ranks. `over`: so is the run, with this `exit_code`; nobody restores from this
     node's disk."""
 
@@ -52,87 +48,75 @@ class Leave:
 # The ranks and their host.
 
 
-@dataclass(frozen=True)
-class StartHost:
+class StartHost(Struct, frozen=True):
     """Start a torchrun host; what it says and its end are events."""
 
 
-@dataclass(frozen=True)
-class Prepare:
+class Prepare(Struct, frozen=True):
     """The ranks of earlier attempts are gone, those of this order are about to start: make room for them.
     Answered by `prepared`, once nothing holds a device any more."""
 
     order: msg.Launch
 
 
-@dataclass(frozen=True)
-class StartRanks:
+class StartRanks(Struct, frozen=True):
     """Tell the host. `cold`: with nothing loaded ahead."""
 
     order: msg.Launch
     cold: bool
 
 
-@dataclass(frozen=True)
-class StopRanks:
+class StopRanks(Struct, frozen=True):
     """Tell the host to stop the ranks of this attempt and of those before it."""
 
     attempt: int
 
 
-@dataclass(frozen=True)
-class TakeStacks:
+class TakeStacks(Struct, frozen=True):
     """See where these ranks stand, and tell the supervisor. Answered by `stacks_taken`."""
 
     attempt: int
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class LookAtRanks:
+class LookAtRanks(Struct, frozen=True):
     """See where these ranks stand, and tell the supervisor, who has asked for it by this `number`."""
 
     number: int
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class KillRanks:
+class KillRanks(Struct, frozen=True):
     """At once, with what they have started."""
 
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class KillHost:
+class KillHost(Struct, frozen=True):
     """At once; its end is an event."""
 
 
-@dataclass(frozen=True)
-class StartProbes:
+class StartProbes(Struct, frozen=True):
     """Look after the node's health: nothing else on it is in a hurry."""
 
 
 # Tests of this node. Each set of processes has a number, from 1 on.
 
 
-@dataclass(frozen=True)
-class StartTests:
+class StartTests(Struct, frozen=True):
     """So many processes that test this node. Answered by `tests_started`."""
 
     number: int
     count: int
 
 
-@dataclass(frozen=True)
-class TestDevices:
+class TestDevices(Struct, frozen=True):
     """Each by itself. Answered by `tests_answered`."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class TestTogether:
+class TestTogether(Struct, frozen=True):
     """All of them, as ranks from `rank` on of a `world` that meets at `host` ("": here) under this name.
     Answered by `tests_answered`."""
 
@@ -145,8 +129,7 @@ class TestTogether:
     rank: int
 
 
-@dataclass(frozen=True)
-class EndTests:
+class EndTests(Struct, frozen=True):
     """At once. What they would have said is no news any more."""
 
     number: int
@@ -155,50 +138,42 @@ class EndTests:
 # The connection.
 
 
-@dataclass(frozen=True)
-class Connect:
+class Connect(Struct, frozen=True):
     """To the first of these (host, port) that answers. Answered by `connected` or `unreached`, unless there
     was a Greet meanwhile."""
 
     targets: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True)
-class Find:
+class Find(Struct, frozen=True):
     """See in the run directory where the newest supervisor listens. Answered by `found`, unless there was a
     Greet meanwhile."""
 
 
-@dataclass(frozen=True)
-class Greet:
+class Greet(Struct, frozen=True):
     """A supervisor is there: give up all other tries, and say hello to it."""
 
 
-@dataclass(frozen=True)
-class HangUp:
+class HangUp(Struct, frozen=True):
     """Close the connection."""
 
 
 # Succession.
 
 
-@dataclass(frozen=True)
-class ReadPulse:
+class ReadPulse(Struct, frozen=True):
     """In the run directory. Answered by `pulse`."""
 
 
-@dataclass(frozen=True)
-class StandBy:
+class StandBy(Struct, frozen=True):
     """Get a process ready that can supervise at once. Its end is no event."""
 
 
-@dataclass(frozen=True)
-class EndStandby:
+class EndStandby(Struct, frozen=True):
     """End that process: another node is the first to take over."""
 
 
-@dataclass(frozen=True)
-class StartSupervisor:
+class StartSupervisor(Struct, frozen=True):
     """On this node: the process that stands by, or a new one. Its end is an event. It replaces the supervisor
     of the epoch `after`, unless another does, which nobody has heard for `silent_s`."""
 
@@ -209,27 +184,23 @@ class StartSupervisor:
 # Checkpoints.
 
 
-@dataclass(frozen=True)
-class StartWrite:
+class StartWrite(Struct, frozen=True):
     """Write images of this node. Its end is an event; one that was cancelled says nothing else."""
 
     order: msg.Write
 
 
-@dataclass(frozen=True)
-class CancelWrite:
+class CancelWrite(Struct, frozen=True):
     """Stop writing."""
 
     id: str
 
 
-@dataclass(frozen=True)
-class WarmWriter:
+class WarmWriter(Struct, frozen=True):
     """Get the process ready that brings shared checkpoints together."""
 
 
-@dataclass(frozen=True)
-class SayForeseen:
+class SayForeseen(Struct, frozen=True):
     """Tell the supervisor how large this node's images will be, and what room there is now."""
 
     image_bytes: int

@@ -5,10 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 from jurymast.core.agent.effects import NEVER, Effect, EndStandby, ReadPulse, StandBy, StartSupervisor
 from jurymast.core.agent.link import Hearing, recent
-from jurymast.core.run.state import Role, RunState
+
+if TYPE_CHECKING:
+    from jurymast.core.run.state import RunState
 
 HEIRS = 3
 LOOK_EVERY_S = 5.0
@@ -33,6 +36,10 @@ class Heirs:
         self._look_at, self._among = now + LOOK_EVERY_S, len(self._here)
         nodes = self._state.nodes
         able = (nodes[name] for name in self._here if name in nodes and name != self._state.supervised_on)
+        from jurymast.core.run.state import (
+            Role,  # this is the supervisor; agents do without, and start sooner
+        )
+
         chosen = heapq.nsmallest(HEIRS, able, key=lambda node: (node.role is not Role.SPARE, node.order))
         self._heirs = tuple(node.name for node in chosen)
 

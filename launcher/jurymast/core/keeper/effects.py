@@ -6,14 +6,13 @@ number of one of its slots. Sizes and places in a buffer are bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from jurymast.core import messages as msg
 from jurymast.core.keeper.copies import Copy
 
 
-@dataclass(frozen=True)
-class Tell:
+class Tell(Struct, frozen=True):
     """The supervisor."""
 
     message: msg.FromKeeper
@@ -22,35 +21,30 @@ class Tell:
 # Memory.
 
 
-@dataclass(frozen=True)
-class Measure:
+class Measure(Struct, frozen=True):
     """See how much memory can be had. Answered by `measured`."""
 
 
-@dataclass(frozen=True)
-class Make:
+class Make(Struct, frozen=True):
     """Buffers of this size, that take no memory yet. Answered by `made`, before anything else happens."""
 
     buffers: tuple[int, ...]
     capacity: int
 
 
-@dataclass(frozen=True)
-class Reserve:
+class Reserve(Struct, frozen=True):
     """Take the memory for all of this buffer. Answered by `reserved`."""
 
     buffer: int
 
 
-@dataclass(frozen=True)
-class Unmake:
+class Unmake(Struct, frozen=True):
     """Nobody uses it any more."""
 
     buffer: int
 
 
-@dataclass(frozen=True)
-class Lend:
+class Lend(Struct, frozen=True):
     """To whoever has asked for it by this `number`. `buffer` is 0, and `why` says why, if it is refused."""
 
     number: int
@@ -61,22 +55,19 @@ class Lend:
 # What is held.
 
 
-@dataclass(frozen=True)
-class Serve:
+class Serve(Struct, frozen=True):
     """Whoever asks for it finds it from now on."""
 
     copy: Copy
 
 
-@dataclass(frozen=True)
-class Unserve:
+class Unserve(Struct, frozen=True):
     """Nobody finds it any more; who reads it goes on."""
 
     copy: Copy
 
 
-@dataclass(frozen=True)
-class AwaitReaders:
+class AwaitReaders(Struct, frozen=True):
     """Answered by `unread`, once nobody reads in it."""
 
     buffer: int
@@ -85,23 +76,20 @@ class AwaitReaders:
 # What ranks see of their slots.
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(Struct, frozen=True):
     """A new attempt: forget what the last rank here has said. It waits for what it is to restore."""
 
     local: int
 
 
-@dataclass(frozen=True)
-class Mend:
+class Mend(Struct, frozen=True):
     """The rank is dead: what it began in this free slot, or published unseen, is nothing."""
 
     local: int
     slot: int
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(Struct, frozen=True):
     """The rank may write into this buffer."""
 
     local: int
@@ -109,8 +97,7 @@ class Offer:
     buffer: int
 
 
-@dataclass(frozen=True)
-class Install:
+class Install(Struct, frozen=True):
     """The rank finds an image in this buffer that it has not written, and cannot write."""
 
     local: int
@@ -118,16 +105,14 @@ class Install:
     buffer: int
 
 
-@dataclass(frozen=True)
-class Free:
+class Free(Struct, frozen=True):
     """The rank may write into it again."""
 
     local: int
     slot: int
 
 
-@dataclass(frozen=True)
-class Withdraw:
+class Withdraw(Struct, frozen=True):
     """Take this free buffer away, unless the rank has begun to write. Answered by `withdrawn`."""
 
     local: int
@@ -135,16 +120,14 @@ class Withdraw:
     buffer: int
 
 
-@dataclass(frozen=True)
-class Detach:
+class Detach(Struct, frozen=True):
     """There is no buffer any more."""
 
     local: int
     slot: int
 
 
-@dataclass(frozen=True)
-class Hash:
+class Hash(Struct, frozen=True):
     """See what `rank` has published there. Answered by `hashed` or `unhashed`."""
 
     local: int
@@ -153,15 +136,13 @@ class Hash:
     rank: int
 
 
-@dataclass(frozen=True)
-class Refuse:
+class Refuse(Struct, frozen=True):
     """This node has not the memory that the rank wants."""
 
     local: int
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """What the rank restores is in this slot, its manifest of `behind` bytes after it."""
 
     local: int
@@ -170,15 +151,13 @@ class Ready:
     behind: int
 
 
-@dataclass(frozen=True)
-class Elsewhere:
+class Elsewhere(Struct, frozen=True):
     """The rank restores nothing from memory."""
 
     local: int
 
 
-@dataclass(frozen=True)
-class Fail:
+class Fail(Struct, frozen=True):
     """What the rank restores cannot be brought: it waits, for the supervisor decides."""
 
     local: int
@@ -187,8 +166,7 @@ class Fail:
 # Work.
 
 
-@dataclass(frozen=True)
-class Find:
+class Find(Struct, frozen=True):
     """What these ranks' images of a state are like, from whoever has them. Answered by `found`."""
 
     number: int
@@ -197,16 +175,14 @@ class Find:
     wanted: tuple[msg.Member, ...]
 
 
-@dataclass(frozen=True)
-class Verify:
+class Verify(Struct, frozen=True):
     """Whether what this copy has is intact. Answered by `verified`."""
 
     number: int
     copy: Copy
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(Struct, frozen=True):
     """Take the memory for [start, end) of the buffer, and bring this part of the image that was found or
     verified into it, or what it lacks of it; with `behind` its manifest as well. Answered by `fetched`."""
 
@@ -221,8 +197,7 @@ class Fetch:
     behind: bool
 
 
-@dataclass(frozen=True)
-class Mix:
+class Mix(Struct, frozen=True):
     """Take the memory for `size` bytes of the buffer, and make there the XOR of this part of the images that
     were found. Answered by `fetched`."""
 
@@ -233,15 +208,13 @@ class Mix:
     members: tuple[msg.Member, ...]
 
 
-@dataclass(frozen=True)
-class Hurry:
+class Hurry(Struct, frozen=True):
     """Nobody wants this work any more: answer soon."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class End:
+class End(Struct, frozen=True):
     """This work is over."""
 
     number: int

@@ -19,9 +19,10 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jurymast.core.events import StacksTaken
+if TYPE_CHECKING:  # agents do without, and start sooner so
+    from jurymast.core.events import StacksTaken
 
 # A rank is in as many groups as its parallelism has dimensions, and a few more.
 GROUPS_MAX = 32

@@ -23,6 +23,7 @@ from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.nodes.history import Frail
 from jurymast.core.nodes.tests import MATTERS
 from jurymast.core.planning.failure_rate import INFRASTRUCTURE, FailureRate
+from jurymast.core.run.alert import Alert
 from jurymast.core.run.incident import Incident
 from jurymast.core.settings import Settings
 
@@ -148,18 +149,6 @@ class Sighting:
     node: str
     group: str
     finding: Finding
-
-
-@dataclass
-class Alert:
-    """Something that people must decide, because no node may be blamed for it. It goes on while more `nodes`
-    come, the last of them at `until`; alerts of one `subject` soon after each other are one."""
-
-    subject: str
-    at: float
-    until: float
-    message: str
-    nodes: dict[str, None]
 
 
 @dataclass

@@ -58,7 +58,7 @@ def _become_ours(name, arguments):
 
 def _run(arguments):
     """In place of torch's own, with the options that it has parsed."""
-    words = ["--nproc-per-node", str(arguments.nproc_per_node)]
+    words = ["--nproc-per-node", str(arguments.nproc_per_node), "--nnodes", str(arguments.nnodes)]
     words += ["--module"] if arguments.module else []
     words += ["--no-python"] if arguments.no_python else []
     sys.stdout.flush()
