@@ -26,7 +26,7 @@ ELSEWHERE = {
     "jurymast submit --spares 2 job.sbatch": "tests/slurm/test_batch_scripts.py",
     "jurymast submit job.sbatch": "tests/slurm/test_batch_scripts.py",
     "jurymast status RUN": "tests/unit/test_cli_views.py",
-    "jurymast events RUN": "tests/unit/test_cli_views.py",
+    "jurymast events RUN": "tests/unit/test_cli_views.py; tests/unit/test_plugins_page.py",
     "jurymast report RUN": "tests/unit/test_cli_views.py",
     "./slurm/cluster ": "tests/slurm/conftest.py",
     "cp -r slurm/site": "tests/local/test_site_pieces.py",
