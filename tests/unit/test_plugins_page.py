@@ -61,7 +61,7 @@ def test_the_probe_is_found_and_reports_a_marked_node(folder: Path, marked: bool
         mark.write_text("fan 3 is slow\n")
     done = run(folder, "-m", "jurymast", "health", "--probe", "acme", "--json", ACME_MARK=str(mark))
     found = [(one["code"], one["verdict"]) for one in json.loads(done.stdout)["findings"]]
-    assert found == ([("acme-marked", "suspect")] if marked else [])
+    assert found == ([("acme-marked", "suspect")] if marked else []), done.stdout
     assert done.returncode == (1 if marked else 0)
 
 
