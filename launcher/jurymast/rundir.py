@@ -127,7 +127,7 @@ class RunDirectory:
 
     @property
     def submission(self) -> Path:
-        """What submitit and Slurm write: the batch script, the pickled entry, the job's own output."""
+        """What the submission and Slurm write: the batch script, the jobs' ids, their own output."""
         return self.root / "slurm"
 
     @property

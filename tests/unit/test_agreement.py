@@ -15,7 +15,7 @@ from jurymast.core.planning.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.run.machine import step as take
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import RunPlan, Settings
-from jurymast.report.cadence import cadence_json, cadence_lines
+from jurymast.report.status import cadence_json, cadence_lines
 from support.reports import reported
 
 STEP_S = 0.5

@@ -25,8 +25,7 @@ from jurymast.journal import initial_state
 from jurymast.report.layout import render
 from jurymast.report.liveness import Liveness
 from jurymast.report.sentences import is_routine, sentence
-from jurymast.report.text import status_blocks
-from jurymast.report.view import read_status
+from jurymast.report.status import read_status, status_blocks
 from support.findings import FINDINGS
 from support.scenario_table import SCENARIOS
 from support.stories import Story

@@ -165,7 +165,7 @@ def test_help_version_and_policy_show(place: Path) -> None:
 
 
 def test_help_imports_nothing_heavy(place: Path) -> None:
-    heavy = "{'pydantic', 'submitit', 'rich', 'torch', 'yaml', 'psutil', 'asyncio'}"
+    heavy = "{'pydantic', 'submitit', 'rich', 'torch', 'yaml', 'psutil', 'asyncio', 'jinja2'}"
     program = (
         "import sys, jurymast.cli.main as m\n"
         "m.main(['--help']); m.main(['submit', '--help'])\n"

@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 import jurymast
-from jurymast.report.doctor import NO, NOTE, YES, Check
-from jurymast.report.doctor_script import examine_script
+from jurymast.report.doctor import NO, NOTE, YES, Check, examine_script
 
 HERE = sorted(psutil.net_if_addrs())[0]
 

@@ -11,7 +11,7 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
-from jurymast.keeper import gathering
+from jurymast.keeper import gathering, tasks
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.memory import Buffer
 from jurymast.keeper.page import Restore
@@ -219,7 +219,7 @@ def test_what_goes_wrong_in_making_it_is_told_and_keeps_nobody_waiting(
         async with group_of_three() as (members, spare, told):
             asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
             with monkeypatch.context() as patch:
-                patch.setattr(gathering, "build", broken)
+                patch.setattr(tasks, "build", broken)
                 for part in ("own", "all"):  # as many as are made at a time
                     spare.obey(order(members, part))
                 await until("words", lambda: len(told.of(msg.Unreplicated)) == 2)

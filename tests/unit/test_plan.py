@@ -18,9 +18,8 @@ from jurymast.cli.plan import command
 from jurymast.core.planning.failure_rate import prior
 from jurymast.core.planning.forecast import Question, forecast, goodput_at
 from jurymast.report.layout import render
-from jurymast.report.plan import plan_view
-from jurymast.report.plan_html import page
-from jurymast.report.plan_text import minutes, plan_blocks
+from jurymast.report.pages.plan import page
+from jurymast.report.plan import minutes, plan_blocks, plan_view
 from jurymast.sim.durations import TRAINING_START_S, read_measured
 
 
@@ -189,7 +188,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.loads += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href")]
-        self._inside = tag == "script"
+        self._inside = tag == "script" and ("id", "plan") in attributes
 
     def handle_data(self, data: str) -> None:
         if self._inside:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import io
 import json
 import re
@@ -17,16 +16,14 @@ from jurymast.core.messages import Condition
 from jurymast.core.run.state import Alert
 from jurymast.core.settings import Settings
 from jurymast.journal import VERSION, FileTail
-from jurymast.report import follow, gantt
+from jurymast.report import follow
 from jurymast.report.follow import Follower, Progress, end_lines, wait
-from jurymast.report.html import page
+from jurymast.report.goodput import account_of, compare, compare_blocks, report_blocks, report_view
 from jurymast.report.layout import Block, Line, Table, clean, render
 from jurymast.report.liveness import Liveness, judge
-from jurymast.report.report import account_of, compare, report_view
-from jurymast.report.report_text import compare_blocks, report_blocks
+from jurymast.report.pages.report import page
 from jurymast.report.sentences import sentence
-from jurymast.report.text import status_blocks
-from jurymast.report.view import Watcher, read_status, status_view
+from jurymast.report.status import Watcher, read_status, status_blocks, status_view
 from jurymast.report.words import duration, node_time, size, some, squeue_time
 from support.stories import START, Story
 
@@ -312,92 +309,6 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert sum(both["difference"]["shares"].values()) == pytest.approx(0.0, abs=1e-9)
     shown = text(compare_blocks(both))
     assert re.search(r"^relaunch .* 0\.0 % +-\d+\.\d$", shown, re.M)
-
-
-# The page.
-
-
-class Page(html.parser.HTMLParser):
-    """Collects tags, and checks that they are closed in order."""
-
-    VOID = frozenset({"meta", "br", "link", "img", "input"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&"
-
-
-def test_the_page_is_whole_loads_nothing_and_escapes_everything(tmp_path: Path) -> None:
-    story = Story().running()
-    story.failed(1, error="ValueError", message=EVIL, trace=f"Traceback\n{EVIL}\n")
-    story.stopped()
-    story.recovered(0, 30)
-    watching = watcher(story, tmp_path)
-    report = report_view(watching, ALIVE, story.t)
-    report["provenance"]["script"] = EVIL
-    written = page(report, account_of(watching, ALIVE, story.t), watching.state)
-    parser = Page()
-    parser.feed(written)
-    assert parser.open == []
-    assert "alert(1)" in written
-    assert not re.search(r"<script>|<img|onerror=alert\(1\)>", written)
-    kinds = [tag for tag, _ in parser.tags]
-    assert kinds.count("script") == 1
-    assert "svg" in kinds
-    for _, attributes in parser.tags:
-        assert not {"src", "srcset", "onclick", "onload", "onerror"} & set(attributes)
-        assert (attributes.get("href") or "#").startswith("#")
-    assert not re.search(r"url\(|@import|https?://", written.split('id="report">')[0])
-    embedded = written.split('id="report">')[1].split("</script>")[0]
-    assert json.loads(embedded) == json.loads(json.dumps(report))
-
-
-def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
-    story = Story(active=600, spares=20).allocated().ranks_up().restored(0).stepped(1)
-    done = 1
-    for round_ in range(30):
-        for _ in range(20):
-            done += 10
-            story.stepped(done).saved(done)
-        if round_ % 3 == 0:
-            story.lost(story.state.placement[round_])
-            story.stopped()
-            story.recovered(done, done + 1)
-            done += 1
-    watching = watcher(story, tmp_path)
-    report = report_view(watching, ALIVE, story.t)
-    account = account_of(watching, ALIVE, story.t)
-    rows, left_out = gantt.rows_of(account)
-    assert left_out == 0
-    assert len(rows) < 40
-    assert any(row.label.endswith("x like n11") or " x like " in row.label for row in rows)
-    written = page(report, account, watching.state)
-    assert len(written) < 1_000_000
-    assert written.count("<rect") < 6000
-
-
-def test_coarse_intervals_keep_order_and_gaps() -> None:
-    from jurymast.core.goodput.accounting import Interval
-
-    marks = [(0, 10, "step"), (10, 11, "rework"), (11, 30, "step"), (60, 99, "hang")]
-    fine = [Interval(*mark) for mark in marks]
-    merged = gantt.coarse(fine, 0, 100, 10)
-    assert [(i.start, i.end, i.category) for i in merged] == [(0, 30, "step"), (60, 100, "hang")]
 
 
 # Following.

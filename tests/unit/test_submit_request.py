@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shlex
 import stat
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cluster.entry import BatchEntry
 from jurymast.cluster.local import local_process, submit_local
 from jurymast.cluster.planning import Asked, make_plan, new_run_id, time_limit_s
 from jurymast.cluster.request import (
@@ -25,9 +23,9 @@ from jurymast.cluster.request import (
 )
 from jurymast.cluster.sbatch_options import split_command_line
 from jurymast.cluster.slurm_info import check_fits, parse_partitions
-from jurymast.cluster.slurm_submit import JurymastExecutor
+from jurymast.cluster.slurm_submit import accepted, submit_slurm
 from jurymast.core.settings import RunPlan
-from jurymast.errors import JurymastError, RunDirectoryError, ScriptError, UsageError
+from jurymast.errors import JurymastError, RunDirectoryError, ScriptError, SubmissionError, UsageError
 from jurymast.policy.load import pairs_layer
 from jurymast.policy.resolve import resolve
 from jurymast.rundir import RunDirectory
@@ -191,27 +189,33 @@ def test_the_run_directory_is_whole_and_private_or_absent(script: Path, tmp_path
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_submit_sends_what_the_dry_run_showed(script: Path, tmp_path: Path) -> None:
+def test_submit_sends_what_the_dry_run_showed(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = build_request(plan(script, runs=tmp_path / "runs"), resolve([]))
-    executor = JurymastExecutor(request.run_directory.submission, request.plan.python, request)
-    assert executor._make_submission_file_text("anything", "uid") == request.script
-    assert tuple(executor._make_submission_command(tmp_path / "other.sh")) == request.argv
+    write_run_directory(request)
+    sbatch, said = tmp_path / "sbatch", tmp_path / "said"
+    sbatch.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {said}\necho 'moved to gpu' >&2\necho '77;far'\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    submitted = submit_slurm(request)
+    assert ["sbatch", *said.read_text().splitlines()] == list(request.argv)
+    assert Path(request.argv[-1]).read_text() == request.script
+    assert (submitted.slurm_job, submitted.slurm_cluster, submitted.notes) == ("77", "far", "moved to gpu")
+    assert (request.run_directory.submission / "jobs" / "77").read_text() == "far"
 
 
 @pytest.mark.parametrize(
-    ("text", "accepted"),
+    ("text", "found"),
     [("123\n", ("123", "")), ("123;far\n", ("123", "far")), ("note from the site\n77\n", ("77", ""))],
 )
-def test_parsable_output(tmp_path: Path, text: str, accepted: tuple[str, str]) -> None:
-    executor = JurymastExecutor(tmp_path, "python3")
-    assert executor._get_job_id_from_submission_command(text) == accepted[0]
-    assert executor.accepted == accepted
+def test_parsable_output(text: str, found: tuple[str, str]) -> None:
+    assert accepted(text) == found
 
 
-def test_the_entry_travels_by_name() -> None:
-    entry = pickle.loads(pickle.dumps(BatchEntry("/runs/x")))
-    assert entry.run_directory == "/runs/x"
-    assert b"jurymast.cluster.entry" in pickle.dumps(entry)
+def test_no_job_id_is_no_submission() -> None:
+    with pytest.raises(SubmissionError, match="printed no job id: 'queued'"):
+        accepted("queued\n")
 
 
 def test_the_runs_directory(tmp_path: Path) -> None:

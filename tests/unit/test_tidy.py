@@ -174,7 +174,6 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
         {
             # Processes without a terminal: what they print is their log.
             "launcher/jurymast/cluster/batch.py",
-            "launcher/jurymast/cluster/entry.py",
             "launcher/jurymast/cluster/lift.py",
             "launcher/jurymast/script/say.py",
             "launcher/jurymast/health/once.py",  # a command, as below

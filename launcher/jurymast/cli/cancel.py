@@ -15,7 +15,7 @@ from jurymast.errors import ClusterUnavailableError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
-    from jurymast.report.view import Watcher
+    from jurymast.report.status import Watcher
 
 END_LIMIT_S = 10.0
 # As long as Slurm waits after its SIGTERM.
@@ -29,7 +29,7 @@ LAST_WORD_S = 3.0
 @runs_option
 def command(run: str, runs: Path | None) -> None:
     """End a run for good: its ranks are stopped and its job leaves Slurm."""
-    from jurymast.report.view import read_status
+    from jurymast.report.status import read_status
 
     directory = the_run(run, runs)
     name = directory.root.name
@@ -99,7 +99,7 @@ def _end_slurm(directory: RunDirectory) -> str:
     """scancel the newest job. Raises ClusterUnavailableError with Slurm's words."""
     from jurymast.cluster.allocation import run_command
     from jurymast.report.liveness import slurm_jobs, slurm_state
-    from jurymast.report.view import read_status
+    from jurymast.report.status import read_status
 
     jobs = slurm_jobs(directory, read_status(directory).state)
     if not jobs:

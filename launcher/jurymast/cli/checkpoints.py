@@ -230,7 +230,7 @@ class _Asked:
     def _on_nodes(self) -> dict[int, list[str]]:
         """Steps that the run's nodes hold, newest first: those are gone with the run."""
         from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER
-        from jurymast.report.view import read_status
+        from jurymast.report.status import read_status
 
         state = read_status(self._run).state
         steps: dict[int, list[str]] = {}

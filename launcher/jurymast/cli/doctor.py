@@ -20,8 +20,7 @@ def command(as_json: bool, runs: Path | None) -> int:
     code 1 when something has to be done."""
     from jurymast.policy.load import site_layers
     from jurymast.policy.resolve import resolve
-    from jurymast.report.doctor import NO, doctor_blocks, examine
-    from jurymast.report.doctor_script import examine_script
+    from jurymast.report.doctor import NO, doctor_blocks, examine, examine_script
 
     place = runs.expanduser().absolute() if runs is not None else default_runs()
     settings = resolve(site_layers(os.environ)).settings()

@@ -25,7 +25,7 @@ def command(run: str, node: str, runs: Path | None) -> None:
     Without a spare that is ready the job is requeued without NODE: it waits in Slurm's queue again. Slurm's
     own view of the node stays as it is.
     """
-    from jurymast.report.view import read_status
+    from jurymast.report.status import read_status
 
     directory = the_run(run, runs)
     state = read_status(directory).state

@@ -17,7 +17,7 @@ from jurymast.cli.options import examples, run_argument, runs_option, the_run
 
 if TYPE_CHECKING:
     from jurymast.journal import Entry
-    from jurymast.report.view import Watcher
+    from jurymast.report.status import Watcher
 
 FOLLOW_EVERY_S = 0.2
 LOOK_EVERY_S = 5.0
@@ -35,7 +35,7 @@ ALIKE_SHOWN = 3
 @runs_option
 def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path | None) -> None:
     """Tell what happened in a run, and what was decided and why (=>)."""
-    from jurymast.report.view import Watcher
+    from jurymast.report.status import Watcher
 
     watcher = Watcher(the_run(run, runs, only_look=True))
     entries = _entries(watcher, follow)

@@ -107,7 +107,7 @@ class _Finder:
         if self._everything:
             return ()
         if attempt not in self._chosen:
-            from jurymast.report.view import read_status
+            from jurymast.report.status import read_status
 
             incidents = read_status(self.directory).state.incidents
             failed = (i.rank for i in incidents if i.attempt == attempt and i.rank is not None)
@@ -157,7 +157,7 @@ def _rounds(directory: RunDirectory, follow: bool, files: Sized) -> Iterator[boo
         yield True
         return
     from jurymast.report.liveness import look
-    from jurymast.report.view import Watcher
+    from jurymast.report.status import Watcher
 
     watcher = Watcher(directory)
     look_at, over = 0.0, False

@@ -144,7 +144,7 @@ def user() -> str:
 
 def refuse_ended(directory: RunDirectory, what: str) -> None:
     """Raises NotNowError when the run is over."""
-    from jurymast.report.view import public_state, read_status
+    from jurymast.report.status import public_state, read_status
 
     watcher = read_status(directory)
     if watcher.state.ended:

@@ -65,8 +65,7 @@ def command(
 ) -> None:
     """Tell how often a run will fail, how often to save, how many spares it needs, and what remains."""
     from jurymast.core.planning.forecast import forecast
-    from jurymast.report.assumed import restart_lines
-    from jurymast.report.plan import plan_view
+    from jurymast.report.plan import plan_view, restart_lines
     from jurymast.sim.durations import read_measured
 
     resolved = resolved_policy(policy)
@@ -79,13 +78,13 @@ def command(
     found = forecast(_question(resolved, given))
     view = plan_view(found, lines)
     if html is not None:
-        from jurymast.report.plan_html import page
+        from jurymast.report.pages.plan import page
 
         write_page(page(view, found), html)
     if as_json:
         show_json(view)
     elif html is None:
-        from jurymast.report.plan_text import plan_blocks
+        from jurymast.report.plan import plan_blocks
 
         show(plan_blocks(view))
 

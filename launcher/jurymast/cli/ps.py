@@ -16,8 +16,7 @@ from jurymast.cli.options import json_option, runs_option, runs_place, show, sho
 @runs_option
 def command(everything: bool, as_json: bool, runs: Path | None) -> None:
     """List my runs: squeue's columns first, then step, restarts and goodput."""
-    from jurymast.report.runs import list_runs
-    from jurymast.report.text import ps_blocks
+    from jurymast.report.runs import list_runs, ps_blocks
 
     place = runs_place(runs)
     rows = list_runs(place, run_ids(place), everything=everything)

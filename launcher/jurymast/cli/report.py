@@ -33,11 +33,10 @@ from jurymast.errors import UsageError
 @runs_option
 def command(run: str, html: Path | None, compare: str | None, as_json: bool, runs: Path | None) -> None:
     """Show where a run's node-time went, and what its failures cost."""
+    from jurymast.report.goodput import account_of, compare_blocks, report_blocks, report_view
+    from jurymast.report.goodput import compare as compared
     from jurymast.report.liveness import look
-    from jurymast.report.report import account_of, report_view
-    from jurymast.report.report import compare as compared
-    from jurymast.report.report_text import compare_blocks, report_blocks
-    from jurymast.report.view import read_status
+    from jurymast.report.status import read_status
 
     watcher = read_status(the_run(run, runs, only_look=True))
     if compare is not None:
@@ -50,7 +49,7 @@ def command(run: str, html: Path | None, compare: str | None, as_json: bool, run
     life, now = look(watcher.directory, watcher.state), time.time()
     report = report_view(watcher, life, now)
     if html is not None:
-        from jurymast.report.html import page
+        from jurymast.report.pages.report import page
 
         write_page(page(report, account_of(watcher, life, now), watcher.state), html)
     if as_json:

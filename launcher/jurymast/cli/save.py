@@ -12,7 +12,7 @@ from jurymast.cli.options import ask_supervisor, json_option, run_argument, runs
 from jurymast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from jurymast.report.view import Watcher
+    from jurymast.report.status import Watcher
 
 POLL_S = 0.1
 
@@ -27,7 +27,7 @@ POLL_S = 0.1
 @runs_option
 def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
     """Have all ranks save at their next common step, and wait until that is complete."""
-    from jurymast.report.view import read_status
+    from jurymast.report.status import read_status
 
     directory = the_run(run, runs)
     watcher = read_status(directory)

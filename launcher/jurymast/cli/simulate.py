@@ -123,8 +123,7 @@ def command(
 ) -> None:
     """Run the state machine, the cadence and the accounting through simulated failures."""
     from jurymast.core.planning.spares import auto_spares
-    from jurymast.report.assumed import simulated_lines
-    from jurymast.report.simulate_text import simulate_blocks
+    from jurymast.report.simulation import simulate_blocks, simulated_lines
     from jurymast.sim.cadences import asked_cadence
     from jurymast.sim.durations import read_measured
     from jurymast.sim.results import simulate, summary
@@ -165,7 +164,7 @@ def command(
         "wall_seconds": round(time.perf_counter() - began, 3),
     }  # fmt: skip
     if html is not None:
-        from jurymast.report.simulate_html import page
+        from jurymast.report.pages.simulation import page
 
         write_page(page(found, outcomes), html)
     if as_json:

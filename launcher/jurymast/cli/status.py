@@ -30,8 +30,7 @@ WATCH_EVERY_S = 1.0
 @runs_option
 def command(run: str, watch: bool, everything: bool, as_json: bool, runs: Path | None) -> None:
     """Show how a run is doing."""
-    from jurymast.report.text import status_blocks
-    from jurymast.report.view import read_status
+    from jurymast.report.status import read_status, status_blocks
 
     watcher = read_status(the_run(run, runs, only_look=True))
     if watch:

@@ -260,5 +260,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1]))
     except JurymastError as failure:
-        print(f"jurymast: {failure}", file=sys.stderr)
+        print(f"jurymast: error: {failure}", file=sys.stderr)
         sys.exit(failure.exit_code)

@@ -16,7 +16,8 @@ from jurymast.errors import SubmissionError
 from jurymast.rundir import RunDirectory, write_atomically
 
 
-def command(plan: RunPlan) -> tuple[str, ...]:
+def batch_process(plan: RunPlan) -> tuple[str, ...]:
+    """The command line of what runs for the job's whole life on its first node, under Slurm too."""
     return (plan.python, "-m", "jurymast.cluster.batch", plan.directory)
 
 
@@ -33,7 +34,7 @@ def submit_local(run_directory: str) -> int:
     )
     try:
         process = subprocess.Popen(
-            command(plan),
+            batch_process(plan),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -75,9 +75,9 @@ def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = 
     shield.ways(plan.settings.encrypt)
     text = policy.yaml(origins=True)
     if plan.cluster == "local":
-        from jurymast.cluster.local import command
+        from jurymast.cluster.local import batch_process
 
-        return Request(plan, text, "", command(plan))
+        return Request(plan, text, "", batch_process(plan))
     from jurymast.cluster.slurm_submit import command, render_script, script_around
 
     if script is not None:

@@ -1,4 +1,4 @@
-"""Submission through submitit: its batch script and pickled entry, with sbatch's options passed through."""
+"""Submission to Slurm: submitit words the batch script, and sbatch gets it with the user's options."""
 
 from __future__ import annotations
 
@@ -9,73 +9,18 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import FailedSubmissionError
-from submitit.slurm.slurm import SlurmExecutor
+from submitit.slurm.slurm import _make_sbatch_string
 
 from jurymast.cluster.batch_script import BatchScript
-from jurymast.cluster.entry import BatchEntry
+from jurymast.cluster.local import batch_process
 from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.request import Request, Submitted, script_file
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError, SubmissionError
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, write_atomically
-
-
-class JurymastExecutor(SlurmExecutor):  # type: ignore[misc]
-    """submitit's Slurm executor, whose batch process is our Python itself.
-
-    With a `request` it sends that request's script and command line as they are.
-    """
-
-    def __init__(self, folder: Path, python: str, request: Request | None = None) -> None:
-        super().__init__(folder=folder, python=shlex.quote(python))
-        self.request = request
-        self.accepted: tuple[str, str] | None = None  # job id and cluster, once sbatch has taken the job
-        self.notes = ""  # what sbatch, or the site's submission plugin, said besides
-
-    @classmethod
-    def affinity(cls) -> int:
-        # A dry run needs no Slurm, and before a submission the commands are looked for with a better message.
-        return 2
-
-    @property
-    def _submitit_command_str(self) -> str:
-        # exec: Python becomes the batch process, so that signals for the batch process (B:) reach it.
-        return f"exec {super()._submitit_command_str}"
-
-    def render(self) -> str:
-        text: str = super()._make_submission_file_text(self._submitit_command_str, "")
-        return text
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self.request.script if self.request is not None else self.render()
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        # job.sh has the script already, under the name that the dry run showed.
-        return list(self.request.argv) if self.request is not None else ["sbatch", str(submission_file_path)]
-
-    def _submit_command(self, command: str) -> Any:
-        # submitit's own drops what sbatch says when it takes the job (a site's "moved to partition X"), and
-        # prints a refusal that is reported as an error once more.
-        done = sbatch(self._make_submission_command(self.folder / "job.sh"))
-        self.notes = done.stderr.strip()
-        if done.returncode != 0:
-            raise FailedSubmissionError(f"sbatch refused the job: {slurms_words(done.stderr)}")
-        return self.job_class(self.folder, self._get_job_id_from_submission_command(done.stdout))
-
-    def _get_job_id_from_submission_command(self, string: bytes | str) -> str:
-        text = string if isinstance(string, str) else string.decode()
-        # `jobid[;cluster]`, alone on its line whatever a site's submission plugin prints around it.
-        for line in reversed(text.splitlines()):
-            job, _, cluster = line.strip().partition(";")
-            if job.isdigit():
-                self.accepted = (job, cluster)
-                return job
-        raise FailedSubmissionError(f"sbatch --parsable printed no job id: {text.strip()!r}")
 
 
 def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -86,7 +31,7 @@ def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         stdin=subprocess.DEVNULL,
-        # With SBATCH_WAIT sbatch returns at the job's end, and the entry would be in place too late.
+        # With SBATCH_WAIT sbatch returns at the job's end, and so would we.
         env={name: value for name, value in os.environ.items() if name != "SBATCH_WAIT"},
         start_new_session=True,  # Ctrl-C is for us alone: see _interrupt_held
     )
@@ -102,7 +47,6 @@ def script_around(plan: RunPlan, script: BatchScript) -> str:
 def render_script(plan: RunPlan) -> str:
     """The batch script's text."""
     folder = RunDirectory(plan.directory).submission
-    executor = JurymastExecutor(folder, plan.python)
     extra: dict[str, Any] = {
         "no-kill": True,
         "open-mode": "append",
@@ -110,7 +54,12 @@ def render_script(plan: RunPlan) -> str:
         "signal": WARN_SIGNAL,
     }
     extra["requeue" if plan.requeue else "no-requeue"] = True
-    executor.update_parameters(
+    # Of submitit only how it words the options: its executor sends a pickle, to be called under signal
+    # handlers that requeue by themselves, which is the supervisor's decision.
+    text: str = _make_sbatch_string(
+        # exec: Python becomes the batch process, so that signals for the batch process (B:) reach it.
+        command=f"exec {shlex.join(batch_process(plan))}",
+        folder=folder,
         job_name=plan.name,
         nodes=plan.nodes,
         ntasks_per_node=1,
@@ -123,7 +72,7 @@ def render_script(plan: RunPlan) -> str:
         setup=[f"cd {shlex.quote(str(folder))} || exit {RunDirectoryError.exit_code}"],
         additional_parameters=extra,
     )
-    return executor.render()
+    return text
 
 
 def command(plan: RunPlan) -> tuple[str, ...]:
@@ -152,22 +101,32 @@ def submit_slurm(request: Request) -> Submitted:
 
     When anything fails after Slurm took the job (Ctrl-C, a full disk), the job is cancelled.
     """
-    run = request.run_directory
-    executor = JurymastExecutor(run.submission, request.plan.python, request)
+    job, cluster = "", ""
     try:
         with _interrupt_held():
-            executor.submit(BatchEntry(str(run.root)))
-        job, cluster = executor.accepted or ("", "")
-        write_atomically(run.submission / "jobs" / job, cluster.encode())
+            done = sbatch(request.argv)
+            if done.returncode != 0:
+                raise SubmissionError(f"sbatch refused the job: {slurms_words(done.stderr)}")
+            job, cluster = accepted(done.stdout)
+        write_atomically(request.run_directory.submission / "jobs" / job, cluster.encode())
     except BaseException as error:
-        if executor.accepted is not None:
-            _cancel(*executor.accepted)
-        if isinstance(error, FailedSubmissionError):
-            raise SubmissionError(str(error)) from error
+        if job:
+            _cancel(job, cluster)
         if isinstance(error, OSError):
             raise SubmissionError(f"the job could not be submitted: {error}") from error
         raise
-    return Submitted(request, slurm_job=job, slurm_cluster=cluster, notes=executor.notes)
+    # What a site's submission plugin says besides ("moved to partition X") is for the user.
+    return Submitted(request, slurm_job=job, slurm_cluster=cluster, notes=done.stderr.strip())
+
+
+def accepted(said: str) -> tuple[str, str]:
+    """The job's id and its Slurm cluster, "" for this one: `jobid[;cluster]`, alone on its line whatever a
+    site's submission plugin prints around it. Raises SubmissionError."""
+    for line in reversed(said.splitlines()):
+        job, _, cluster = line.strip().partition(";")
+        if job.isdigit():
+            return job, cluster
+    raise SubmissionError(f"sbatch --parsable printed no job id: {said.strip()!r}")
 
 
 def _cancel(job: str, cluster: str) -> None:

@@ -18,7 +18,7 @@ from jurymast.errors import RunFailedError
 from jurymast.journal import Entry, FileTail
 from jurymast.report.liveness import look
 from jurymast.report.sentences import sentence
-from jurymast.report.view import Watcher, incident_json
+from jurymast.report.status import Watcher, incident_json
 from jurymast.report.words import count, duration, some
 from jurymast.rundir import RunDirectory
 

@@ -12,7 +12,7 @@ from jurymast.journal import Entry
 from jurymast.report.layout import one_line
 from jurymast.report.liveness import Liveness, look
 from jurymast.report.sentences import is_routine, sentence, short_reason
-from jurymast.report.view import Watcher, exit_code_of, public_state, shown_step
+from jurymast.report.status import Watcher, exit_code_of, public_state, shown_step
 from jurymast.report.words import count, duration
 from jurymast.rundir import RunDirectory
 

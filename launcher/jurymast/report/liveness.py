@@ -1,4 +1,5 @@
-"""Does anything still run for this run? The journal cannot tell when its writer died without a word."""
+"""Does anything still run for this run, and what does its supervisor say? The journal cannot tell when its
+writer died without a word, or cannot write."""
 
 from __future__ import annotations
 
@@ -8,15 +9,23 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jurymast import foreign
 from jurymast.core.run.state import RunState
+from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
-from jurymast.wire.endpoint import PULSE
+from jurymast.wire.endpoint import PULSE, find
+
+if TYPE_CHECKING:
+    from jurymast.core.messages import Condition
 
 ANSWER_LIMIT_S = 10.0
 # A supervisor that wrote this recently lives, and Slurm need not be asked.
 FRESH_S = 5.0
+# While steps are done a supervisor writes every two seconds, of a run that is no longer young less often. On
+# a full disk it cannot write, and is asked itself.
+SILENT_S = 10.0
 # Slurm's words for a job that will not run any more (squeue(1), JOB STATE CODES).
 ENDED_STATES = frozenset(
     {
@@ -128,3 +137,20 @@ def judge(job: str, word: str, reason: str) -> Liveness:
     if word in WAITING_STATES:
         return Liveness("pending", f"{word} ({reason})" if reason not in ("", "None") else word, job)
     return Liveness("alive", word, job)
+
+
+def hear(directory: RunDirectory, state: RunState, silent_s: float) -> Condition | None:
+    """The supervisor's own word on a run whose journal has been silent for `silent_s` seconds; None when
+    there is no need to ask, or no answer. A run that has ended may still wait for its last checkpoint."""
+    if foreign.exists(directory.outcome_file) or (silent_s < SILENT_S and not state.ended):
+        return None
+    if find(directory.epochs) is None:
+        return None
+    from jurymast.core.messages import Condition
+    from jurymast.wire.ask import ask  # with asyncio, which is seldom needed
+
+    try:
+        answer = ask(directory, "how", by="")
+    except RunDirectoryError:
+        return None
+    return answer if isinstance(answer, Condition) else None

@@ -1,8 +1,9 @@
-"""A run's forecast as one JSON object: what `plan` prints, and what its text and its page are made from."""
+"""A run's forecast, as one JSON object and as text: the figures first, then what would change them, then what
+they rest on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jurymast.core.planning.failure_rate import DAY_S
@@ -17,6 +18,9 @@ from jurymast.core.planning.forecast import (
 )
 from jurymast.core.planning.optimum import RATE_FACTOR
 from jurymast.core.planning.reliability import LEVEL
+from jurymast.report.layout import Block, Line, Table
+from jurymast.report.words import count, duration, percent, percent_fine, size
+from jurymast.sim.durations import NODE_BYTES, TRAINING_START_S, Durations, Measured
 
 GB = 1e9
 DEFINITIONS = {
@@ -31,8 +35,8 @@ def plan_view(found: Forecast, restart: Sequence[str] = ()) -> dict[str, Any]:
     0..1. None: needs the checkpoint's size or the storage's speed. `restart`: what the restart time rests on
     when nobody said it."""
     question, way = found.question, found.way
-    size = question.checkpoint_bytes
-    bytes_per_day = None if size is None else size * durable_per_day(way)
+    checkpoint_bytes = question.checkpoint_bytes
+    bytes_per_day = None if checkpoint_bytes is None else checkpoint_bytes * durable_per_day(way)
     low_rate, high_rate = question.rate.interval()
     return {
         "nodes": question.nodes, "gpus_per_node": question.gpus_per_node,
@@ -47,26 +51,30 @@ def plan_view(found: Forecast, restart: Sequence[str] = ()) -> dict[str, Any]:
         "checkpoints_per_day": DAY_S / way.interval_s,
         "durable_cadence_minutes": way.durable_interval_s / 60.0,
         "durable_checkpoints_per_day": durable_per_day(way),
-        "checkpoint_bytes": size,
+        "checkpoint_bytes": checkpoint_bytes,
         "bytes_per_day": bytes_per_day,
         "average_write_gb_per_s": None if bytes_per_day is None else bytes_per_day / DAY_S / GB,
-        "burst_write_gb_per_s": None if size is None or not way.write_s else size / way.write_s / GB,
+        "burst_write_gb_per_s": (
+            None if checkpoint_bytes is None or not way.write_s else checkpoint_bytes / way.write_s / GB
+        ),
         "stall_seconds": way.stall_s, "write_seconds": way.write_s, "restart_seconds": question.restart_s,
         "spares": found.spares.spares,
         "spares_by_risk": found.spare_rule,
         "goodput": way.goodput, "goodput_low": found.low, "goodput_high": found.high,
         "ettr": found.spares.ettr, "allocation_goodput": found.spares.allocation_goodput,
         "definitions": DEFINITIONS,
-        "ways": [_way(each) for each in found.ways],
-        "spare_choices": [_spares(each) for each in found.more_spares],
+        "ways": [_way_json(each) for each in found.ways],
+        "spare_choices": [_spares_json(each) for each in found.more_spares],
         "gain": {"storage_twice_as_fast": found.faster_storage, "one_more_spare": _one_more(found)},
         "sensitivity": {"rate_factor": RATE_FACTOR, "goodput_lost": found.sensitivity},
-        "needed_for_target": [_needed(each) for each in found.needed] if size is not None else [],
+        "needed_for_target": (
+            [_needed_json(each) for each in found.needed] if checkpoint_bytes is not None else []
+        ),
         "assumed": _assumed(found, restart),
     }  # fmt: skip
 
 
-def _way(way: Way) -> dict[str, Any]:
+def _way_json(way: Way) -> dict[str, Any]:
     return {
         "way": way.name, "cadence_minutes": way.interval_s / 60.0,
         "durable_cadence_minutes": way.durable_interval_s / 60.0, "stall_seconds": way.stall_s,
@@ -74,7 +82,7 @@ def _way(way: Way) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _spares(choice: SpareChoice) -> dict[str, Any]:
+def _spares_json(choice: SpareChoice) -> dict[str, Any]:
     return {
         "spares": choice.spares, "waiting": choice.waiting, "ettr": choice.ettr,
         "allocation_goodput": choice.allocation_goodput,
@@ -87,7 +95,7 @@ def _one_more(found: Forecast) -> float:
     return next_one.allocation_goodput - found.spares.allocation_goodput
 
 
-def _needed(needed: Needed) -> dict[str, Any]:
+def _needed_json(needed: Needed) -> dict[str, Any]:
     return {
         "goodput": needed.goodput, "restart_seconds": needed.restart_s,
         "blocking_gb_per_s": None if needed.blocking is None else needed.blocking / GB,
@@ -116,3 +124,150 @@ def _assumed(found: Forecast, restart: Sequence[str]) -> list[str]:
         )
     said.append(f"a lost node is replaced in {question.replace_s / 3600.0:g} h (--replace-h)")
     return said
+
+
+def restart_lines(
+    measured: Measured, durations: Durations, nodes: int, checkpoint_bytes: float | None
+) -> list[str]:
+    """How the restart time comes about when nobody said it. The option is `--restart` (of `plan`:
+    `--restart-s`)."""
+    own_s = durations.detection_s + durations.stop_s + durations.launch_s
+    node_bytes = NODE_BYTES if checkpoint_bytes is None else checkpoint_bytes / nodes
+    guess = "; the checkpoint's size is a guess (--checkpoint-bytes)" if checkpoint_bytes is None else ""
+    rate = f"{size(round(measured.restore))}/s"
+    return [
+        f"{duration(own_s)} from a lost node to new ranks: {measured.source} (--durations)",
+        f"{duration(durations.restore_s)} to restore {size(round(node_bytes))} on a new node at {rate}, "
+        f"measured{guess}",
+        f"{TRAINING_START_S:g} s from new ranks to their first step, for communicators, compiled code and "
+        "data loaders: not measured",
+    ]
+
+
+WAYS = {
+    "blocking": "training waits for each write to shared storage",
+    "asynchronous": "training waits for a copy in memory, which is written behind its back",
+    "memory": "saves stay in the memory of two nodes each; some of them are written",
+}
+
+
+def plan_blocks(plan: Mapping[str, Any]) -> list[Block]:
+    rate = plan["rate"]
+    head = f"{count(plan['nodes'], 'node')}, {count(plan['gpus'], 'GPU')}, {rate['per_1000_node_days']:.3g}"
+    blocks: list[Block] = [
+        Line(
+            f"{head} failures per 1,000 node-days "
+            f"(90 %: {rate['low']:.3g} to {rate['high']:.3g}; {rate['evidence']})",
+            "bold",
+        ),
+        Line(""),
+        *(Line(f"{name:<11}{value}") for name, value in facts(plan)),
+        Line(""),
+        *_ways(plan),
+        *_spares(plan),
+        *(Line(line) for line in gains(plan)),
+        Line(""),
+        Line("assumed:"),
+        *(Line(f"  {line}") for line in plan["assumed"]),
+    ]
+    return blocks
+
+
+def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures that a plan is asked for, each with its name."""
+    found = [("a failure", f"every {minutes(plan['mttf_minutes'])}"), ("a save", _save(plan))]
+    if plan["bytes_per_day"] is not None:
+        written = f"{size(round(plan['bytes_per_day']))} a day, {speed(plan['average_write_gb_per_s'])}"
+        burst = plan["burst_write_gb_per_s"]
+        found.append(("written", f"{written} on average" + (f", {speed(burst)} in bursts" if burst else "")))
+    choice = next(each for each in plan["spare_choices"] if each["spares"] == plan["spares"])
+    found.append(
+        ("spares", f"{plan['spares']}; a node is missing {percent_fine(choice['waiting'])} of the time")
+    )
+    low, high = percent(plan["goodput_low"]), percent(plan["goodput_high"])
+    found.append(("goodput", f"{percent(plan['goodput'])} (90 %: {low} to {high}), all nodes there"))
+    found.append(("ETTR", f"{percent(plan['ettr'])}, waiting for nodes included"))
+    found.append(("allocation", f"{percent(plan['allocation_goodput'])}, spares' time in the denominator"))
+    return found
+
+
+def _save(plan: Mapping[str, Any]) -> str:
+    text = f"every {minutes(plan['cadence_minutes'])}, {plan['checkpoints_per_day']:.0f} a day"
+    if plan["durable_checkpoints_per_day"] < plan["checkpoints_per_day"]:
+        durable = minutes(plan["durable_cadence_minutes"])
+        text += f"; to shared storage every {durable}, {plan['durable_checkpoints_per_day']:.0f} a day"
+    return f"{text}; stall {duration(plan['stall_seconds'])} each"
+
+
+def _ways(plan: Mapping[str, Any]) -> list[Block]:
+    if len(plan["ways"]) < 2:
+        return []
+    rows = [
+        [
+            each["way"], minutes(each["cadence_minutes"]), minutes(each["durable_cadence_minutes"]),
+            duration(each["stall_seconds"]), percent(each["goodput"]), WAYS[each["way"]],
+        ]
+        for each in plan["ways"]
+    ]  # fmt: skip
+    headers = ("WAY TO SAVE", "EVERY", "TO STORAGE", "STALL", "GOODPUT", "")
+    return [Table(headers, rows, right=frozenset({1, 2, 3, 4})), Line("")]
+
+
+def _spares(plan: Mapping[str, Any]) -> list[Block]:
+    rows = [
+        [
+            f"{each['spares']}{' <' if each['spares'] == plan['spares'] else ''}",
+            percent_fine(each["waiting"]), percent_fine(each["ettr"]),
+            percent_fine(each["allocation_goodput"]),
+        ]
+        for each in plan["spare_choices"]
+    ]  # fmt: skip
+    headers = ("SPARES", "A NODE MISSING", "ETTR", "ALLOCATION GOODPUT")
+    return [Table(headers, rows, right=frozenset({1, 2, 3}), wrap=False), Line("")]
+
+
+def gains(plan: Mapping[str, Any]) -> list[str]:
+    """What would change the figures, a line each."""
+    lines = [f"one more spare: {points(plan['gain']['one_more_spare'])} of allocation goodput"]
+    faster = plan["gain"]["storage_twice_as_fast"]
+    if faster is not None:
+        lines.append(f"storage twice as fast: {points(faster)} of goodput")
+    wrong = plan["sensitivity"]
+    lines.append(
+        f"a cadence for a failure rate {wrong['rate_factor']:g} times off: "
+        f"{points(-wrong['goodput_lost'])} of goodput"
+    )
+    return lines + [_needed(each) for each in plan["needed_for_target"]]
+
+
+def _needed(each: Mapping[str, Any]) -> str:
+    restart = (
+        f"restarts of {duration(each['restart_seconds'])}" if each["restart_seconds"] else "no restart time"
+    )
+    goal = f"{100 * each['goodput']:g} % with {restart} needs"
+    blocking, asynchronous = each["blocking_gb_per_s"], each["asynchronous_gb_per_s"]
+    if blocking is None and asynchronous is None:
+        return f"{goal} another way to save: no storage is fast enough"
+    if blocking is None:
+        return f"{goal} storage of {speed(asynchronous)}, written behind training's back"
+    if asynchronous is None:
+        return f"{goal} storage of {speed(blocking)}"
+    return f"{goal} storage of {speed(blocking)} when training waits for it, {speed(asynchronous)} when not"
+
+
+def minutes(value: float) -> str:
+    """Minutes as people read them: 6.2 min below two hours, else hours or days."""
+    if value < 1.0:
+        return f"{60.0 * value:.3g} s"
+    return (
+        f"{value:.3g} min" if value < 99.95 else f"{value:.0f} min" if value < 180.0 else duration(60 * value)
+    )
+
+
+def speed(gb_per_s: float) -> str:
+    return f"{gb_per_s:.3g} GB/s"
+
+
+def points(change: float) -> str:
+    """A difference of two ratios in percentage points."""
+    return f"{100.0 * change:+.2f} points"

@@ -1,4 +1,4 @@
-"""All runs of a runs directory, with squeue's columns for those that Slurm knows."""
+"""All runs of a runs directory, as rows and as a table, with squeue's columns for those that Slurm knows."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import getpass
 import os
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
 from jurymast.errors import RunDirectoryError
+from jurymast.report.layout import Block, Table
 from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs
-from jurymast.report.view import Watcher, public_state, read_status, shown_step
-from jurymast.report.words import iso, squeue_time
+from jurymast.report.status import Watcher, public_state, read_status, shown_step
+from jurymast.report.words import iso, percent, squeue_time
 from jurymast.rundir import RunDirectory
 
 # squeue's short codes for our states.
@@ -123,3 +124,23 @@ def squeue_rows() -> dict[str, list[str]]:
         return {}
     rows = [line.strip().split("|", 9) for line in done.stdout.splitlines()]
     return {row[0]: row for row in rows if len(row) == 10}
+
+
+def ps_blocks(rows: Sequence[Row]) -> list[Block]:
+    """squeue's columns first, then the run's own."""
+    headers = (
+        "JOBID", "PARTITION", "NAME", "USER", "ST", "TIME", "NODES", "NODELIST(REASON)", "STEP", "RESTARTS",
+        "GOODPUT", "STATE", "RUN",
+    )  # fmt: skip
+    keys = (
+        "job", "partition", "name", "user", "st", "time", "nodes", "nodelist", "step", "restarts", "goodput",
+        "state", "run",
+    )  # fmt: skip
+    table = [[_cell(key, row[key]) for key in keys] for row in rows]
+    return [Table(headers, table, right=frozenset({0, 5, 6, 8, 9, 10}), wrap=False)]
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return percent(value) if key == "goodput" else str(value)

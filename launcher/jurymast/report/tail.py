@@ -10,7 +10,7 @@ from jurymast.core.events import Event
 from jurymast.core.goodput.ledger import Ledger
 from jurymast.core.run.state import RunState
 from jurymast.journal import Begin, Entry, FileTail, begin_of, entry_of, initial_state, read_file, take
-from jurymast.report.words import count, some
+from jurymast.report.words import some
 from jurymast.rundir import RunDirectory
 
 
@@ -43,7 +43,8 @@ class _EpochTail:
             lines = some([str(number) for number in self._bad])
             yield f"{name}: {'line' if len(self._bad) == 1 else 'lines'} {lines} could not be read"
         if self._missing > len(self._bad):
-            yield f"{name}: {count(self._missing, 'entry').replace('entrys', 'entries')} missing"
+            entries = "1 entry" if self._missing == 1 else f"{self._missing} entries"
+            yield f"{name}: {entries} missing"
 
 
 class JournalTail:

@@ -38,6 +38,11 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
 
 
+def plain_seconds(seconds: float) -> str:
+    """For columns of seconds: a number alone, - for none."""
+    return "-" if seconds == 0 else f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}"
+
+
 def squeue_time(seconds: float) -> str:
     """As squeue prints a run time: [days-]hours:minutes:seconds, minutes:seconds below an hour."""
     whole = max(0, int(seconds))
@@ -54,6 +59,10 @@ def amounts(tiers: Mapping[str, int]) -> str:
 
 def percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100 * ratio:.1f} %"
+
+
+def percent_fine(ratio: float) -> str:
+    return f"{100.0 * ratio:.2f} %"
 
 
 def node_time(node_seconds: float) -> str:

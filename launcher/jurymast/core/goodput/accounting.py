@@ -49,6 +49,7 @@ CATEGORIES = (
     Category("shutdown", "around", "from the last step, or the decision to end, to the end"),
     Category("unknown", "around", "the journal does not tell"),
 )
+MEANINGS = {category.name: category.meaning for category in CATEGORIES}
 RATIOS = {
     "ettr": "time in steps that counted / time since the job could have started (queue included)",
     "runtime_goodput": "time in steps that counted / time since the first launch (requeue waits included)",

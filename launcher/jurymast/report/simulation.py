@@ -1,14 +1,15 @@
-"""What `jurymast simulate` found, as text."""
+"""What `jurymast simulate` found, as text, and what that rests on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from jurymast.core.goodput.accounting import RATIOS
+from jurymast.core.goodput.accounting import MEANINGS, RATIOS
 from jurymast.report.layout import Block, Line, Table
-from jurymast.report.report_text import MEANINGS
-from jurymast.report.words import count, duration, node_time, percent
+from jurymast.report.plan import restart_lines
+from jurymast.report.words import count, duration, node_time, percent, size
+from jurymast.sim.durations import Durations, Measured
 
 
 def simulate_blocks(found: Mapping[str, Any]) -> list[Block]:
@@ -59,3 +60,40 @@ def simulate_blocks(found: Mapping[str, Any]) -> list[Block]:
     blocks += [Line(""), Line("assumed:"), *(Line(f"  {line}") for line in found["assumed"])]
     blocks.append(Line(f"computed in {duration(found['wall_seconds'])}"))
     return blocks
+
+
+def simulated_lines(
+    measured: Measured, durations: Durations, setup: Mapping[str, Any], said: Mapping[str, Any]
+) -> list[str]:
+    """Of `simulate`: `setup` has nodes, rate and replicas, `said` the options, None where not said."""
+    lines = ["failures are noticed, and ranks restarted, as quickly among all these nodes as among four"]
+    if said["restart"] is None:
+        lines += restart_lines(measured, durations, setup["nodes"], said["checkpoint_bytes"])
+    if said["stall"] is None:
+        rate = f"{size(round(measured.copy))}/s"
+        lines.append(
+            f"training waits {duration(durations.stall_s)} for a save: {rate} a node, measured (--stall)"
+        )
+    if durations.write_s is not None:
+        if said["storage_gb_per_s"] is None:
+            written = duration(durations.write_s)
+            lines.append(f"storage takes a whole checkpoint in {written} (--storage-gb-per-s)")
+        held = f"replicas on {count(setup['replicas'], 'other node')}, a spare or half the run away"
+        lines.append(
+            f"{held if setup['replicas'] else 'no replicas'}: if all that hold a copy are lost at once, back "
+            "to the newest save in storage"
+        )
+    for name, text in (
+        ("step", f"a step takes {duration(durations.step_s)}"),
+        ("repair", f"a lost node is replaced after {duration(durations.repair_s)}"),
+        ("requeue", f"a requeue takes {duration(durations.requeue_s)}"),
+    ):
+        if said[name] is None:
+            lines.append(f"{text} (--{name})")
+    if said["rate"] is None and said["trace"] is None:
+        lines.append(f"{setup['rate']:.3g} failures per 1,000 node-days, not measured here (--rate)")
+    if not said["hang_rate"]:
+        lines.append("nothing hangs (--hang-rate)")
+    if not said["script_rate"]:
+        lines.append("the script never fails (--script-rate)")
+    return lines

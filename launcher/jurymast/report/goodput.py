@@ -1,0 +1,273 @@
+"""A run's goodput report, as one JSON object and as text that is read at 3 a.m.: where its node-time went,
+and what its failures cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import jurymast
+from jurymast.core.checkpoints.cadence import young_interval_s
+from jurymast.core.goodput.accounting import MEANINGS, RATIOS, Account, ordered
+from jurymast.core.goodput.ledger import Saves
+from jurymast.core.planning.failure_rate import default_mtbf_s, mtbf_s
+from jurymast.core.planning.reliability import LEVEL, Mtbf, mtbf
+from jurymast.core.run.state import RunState
+from jurymast.core.settings import RunPlan, Settings
+from jurymast.report.layout import Block, Line, Table, one_line
+from jurymast.report.liveness import Liveness, look, slurm_jobs
+from jurymast.report.sentences import own_words
+from jurymast.report.status import Watcher, data_gaps, incident_json, public_state, shown_step
+from jurymast.report.words import amounts, count, duration, iso, node_time, percent, plain_seconds, size
+
+Report = dict[str, Any]
+
+BAR_COLUMNS = 24
+COMMAND_CHARACTERS = 400
+PARTS = ("detect", "diagnose", "decide", "replace", "launch", "restore", "rework")
+
+
+def account_of(watcher: Watcher, life: Liveness, now: float) -> Account:
+    """Until `now`; of a run that died without a word, until its last event."""
+    return watcher.tail.ledger.account(None if life.kind == "gone" else now)
+
+
+def report_view(watcher: Watcher, life: Liveness | None = None, now: float | None = None) -> Report:
+    """Times in seconds, or ISO 8601 with zone; node-time in node-seconds; ratios 0..1."""
+    life = look(watcher.directory, watcher.state) if life is None else life
+    now = time.time() if now is None else now
+    state, plan = watcher.state, watcher.plan
+    account = account_of(watcher, life, now)
+    failures = mtbf(_failures(state), _observed_s(account))
+    word, why = public_state(state, life)
+    return {
+        "run": state.run or plan.run, "name": state.name or plan.name, "state": word, "end_reason": why,
+        "provisional": not account.final and life.kind != "gone",
+        "until": iso(account.end / 1e6) if account.end else None, "warnings": data_gaps(watcher),
+        "ratios": account.ratios(), "definitions": RATIOS,
+        "categories": {name: account.totals[name] / 1e6 for name in ordered(list(account.totals))},
+        "total_node_seconds": sum(account.totals.values()) / 1e6,
+        "allocated_node_seconds": account.allocated_us / 1e6,
+        "queue_node_seconds": account.queue_us / 1e6,
+        "wall_seconds": account.wall_us / 1e6,
+        "steps": {
+            "done": max(state.best_step, shown_step(state)), "seconds": account.placed_us("step") / 1e6,
+        },
+        "nodes": {"active": state.active, "spares": state.spares, "seen": len(account.stays)},
+        "incidents": [
+            {**incident_json(i), "lost_seconds": account.incident_us(i.id) / 1e6} for i in state.incidents
+        ],
+        "mtbf": _mtbf_json(failures, state),
+        "cadence": _cadence_json(watcher.tail.ledger.saves, failures, state),
+        "provenance": _provenance(watcher, plan, state),
+    }  # fmt: skip
+
+
+def _failures(state: RunState) -> int:
+    """Incidents that nobody asked for."""
+    return sum(1 for incident in state.incidents if incident.charged in ("infrastructure", "application"))
+
+
+def _observed_s(account: Account) -> float:
+    """Time during which a failure could have happened: while nodes were allocated."""
+    return sum(interval.us for interval in account.timeline) / 1e6
+
+
+def _mtbf_json(found: Mtbf, state: RunState) -> dict[str, Any]:
+    charged = [incident.charged for incident in state.incidents]
+    return {
+        "seconds": found.mean_s, "low_seconds": found.low_s, "high_seconds": found.high_s, "level": LEVEL,
+        "failures": found.failures, "observed_seconds": found.observed_s,
+        "by_charge": {who: charged.count(who) for who in ("infrastructure", "application")},
+        "predicted_seconds": _predicted_s(state),
+    }  # fmt: skip
+
+
+def _predicted_s(state: RunState) -> float:
+    """MTBF of the run's nodes at the policy's rate, or at what fleets report."""
+    rate = state.settings.rate
+    return default_mtbf_s(state.active) if rate is None else mtbf_s(state.active, rate)
+
+
+def _cadence_json(saves: Saves, failures: Mtbf, state: RunState) -> dict[str, Any]:
+    stall_s = saves.stall_s / saves.done if saves.done else None
+    expected_s = failures.mean_s or _predicted_s(state)
+    return {
+        "setting": cadence_words(state.settings), "saves": saves.done, "failed": saves.failed,
+        "interval_seconds": saves.interval_s / saves.intervals if saves.intervals else None,
+        "stall_seconds": stall_s, "stall_max_seconds": saves.stall_max_s if saves.done else None,
+        "size_bytes": saves.size_bytes or None, "mtbf_used_seconds": expected_s,
+        "optimal_seconds": young_interval_s(stall_s, expected_s) if stall_s is not None else None,
+    }  # fmt: skip
+
+
+def cadence_words(settings: Settings) -> str:
+    """As a policy spells it; a script that sets its own cadence is not seen here."""
+    if settings.cadence_steps is not None:
+        return f"{settings.cadence_steps} steps"
+    return "auto" if settings.cadence_s is None else f"{settings.cadence_s:g} s"
+
+
+def _provenance(watcher: Watcher, plan: RunPlan, state: RunState) -> dict[str, Any]:
+    started = watcher.facts.started or {}
+    return {
+        "script": plan.script, "arguments": list(plan.arguments), "python": plan.python,
+        "policy_hash": plan.policy_hash, "cluster": plan.cluster, "directory": str(watcher.directory.root),
+        "slurm_jobs": [job for job, _ in slurm_jobs(watcher.directory, state)],
+        "submitted_at": iso(plan.submitted_at), "ended_at": iso(state.ended_at),
+        "run_version": started.get("version") or None, "report_version": jurymast.__version__,
+        "generated_at": iso(time.time()),
+    }  # fmt: skip
+
+
+def compare(first: Report, second: Report) -> dict[str, Any]:
+    """Two reports side by side: differences are second - first; categories as shares of the node-time."""
+    ratios: Mapping[str, Any] = first["ratios"]
+    names = ordered(list({*first["categories"], *second["categories"]}))
+    return {
+        "first": first, "second": second,
+        "difference": {
+            "ratios": {name: _difference(ratios[name], second["ratios"][name]) for name in ratios},
+            "shares": {name: share(second, name) - share(first, name) for name in names},
+        },
+    }  # fmt: skip
+
+
+def share(report: Mapping[str, Any], category: str) -> float:
+    """The category's part of all node-time, 0..1."""
+    total = report["total_node_seconds"]
+    return report["categories"].get(category, 0.0) / total if total else 0.0
+
+
+def _difference(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else second - first
+
+
+def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
+    """`bar` is the character that bars are drawn with."""
+    blocks: list[Block] = [
+        Line(f"run {report['run']}: {report['state']} ({reach(report)})", "bold"),
+        *(Line(f"warning    {text}", "bold yellow") for text in report["warnings"]),
+        Line(""),
+    ]
+    for name, value in report["ratios"].items():
+        label = {"ettr": "ETTR"}.get(name, name.replace("_", " "))
+        blocks.append(Line(f"{label:<19}{percent(value):>8}   {report['definitions'][name]}", "bold"))
+    blocks += [Line(""), _category_table(report, bar)]
+    blocks += [Line(""), *_incident_blocks(report["incidents"]), Line("")]
+    about = (
+        ("MTBF", mtbf_text(report)),
+        ("cadence", cadence_text(report)),
+        ("made from", source_text(report)),
+    )
+    blocks += [Line(f"{name:<11}{text}") for name, text in about]
+    return blocks
+
+
+def reach(report: Mapping[str, Any], form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Up to when the report goes, and whether that is the end."""
+    kind = "provisional" if report["provisional"] else "final"
+    if report["until"] is None:
+        return f"{kind}, nothing is known of its time"
+    until = datetime.fromisoformat(report["until"]).strftime(form)
+    return f"{kind}, up to {until}"
+
+
+def _category_table(report: Mapping[str, Any], bar: str) -> Table:
+    rows = []
+    for name, seconds in report["categories"].items():
+        part = share(report, name)
+        drawn = bar * max(1 if seconds else 0, round(BAR_COLUMNS * part))
+        rows.append(
+            [name, node_time(seconds), percent(part), drawn.ljust(BAR_COLUMNS), MEANINGS.get(name, "")]
+        )
+    rows.append(["total", node_time(report["total_node_seconds"]), percent(1.0), " " * BAR_COLUMNS, ""])
+    return Table(("CATEGORY", "NODE-TIME", "SHARE", "", "MEANING"), rows, right=frozenset({1, 2}))
+
+
+def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
+    if not incidents:
+        return [Line("no incidents")]
+    rows = []
+    for i in incidents:
+        at = datetime.fromisoformat(i["at"]).strftime("%m-%d %H:%M:%S")
+        parts = [plain_seconds(i["seconds"][part]) for part in PARTS]
+        total = plain_seconds(sum(i["seconds"].values()))
+        rows.append(
+            [str(i["id"]), at, i["cause"] or "-", i["node"] or "-", i["action"] or "-", *parts, total]
+        )
+    headers = ("#", "AT", "CAUSE", "NODE", "ACTION", *(part.upper() for part in PARTS), "TOTAL")
+    blocks: list[Block] = [Table(headers, rows, right=frozenset({0, *range(5, 13)}), wrap=False)]
+    for i in incidents:
+        steps = f"step {i['step_lost_from']}"
+        if i["step_restored"] is not None:
+            steps += f", restored {i['step_restored']}"
+            steps += f": {amounts(i['tiers'])}" if i["tiers"] else ""
+        blocks.append(Line(f"  #{i['id']} {i['evidence']} ({steps})"))
+        if i["action"]:
+            blocks.append(Line(f"     {i['action']}: {own_words(i)}"))
+        blocks += [Line(f"       {line}") for line in (i["traceback"] or "").rstrip().splitlines()[-3:]]
+    return blocks
+
+
+def mtbf_text(report: Mapping[str, Any]) -> str:
+    found = report["mtbf"]
+    seen = f"{count(found['failures'], 'failure')} in {duration(found['observed_seconds'])} with nodes"
+    predicted = (
+        f"usual for {count(report['nodes']['active'], 'node')}: {duration(found['predicted_seconds'])}"
+    )
+    if found["seconds"] is None:
+        low = f", so at least {duration(found['low_seconds'])} (95 %)" if found["low_seconds"] else ""
+        return f"{seen}{low}; {predicted}"
+    interval = f"{duration(found['low_seconds'])} to {duration(found['high_seconds'])}"
+    return f"{duration(found['seconds'])} (90 %: {interval}), {seen}; {predicted}"
+
+
+def cadence_text(report: Mapping[str, Any]) -> str:
+    found = report["cadence"]
+    if not found["saves"]:
+        failed = f", {found['failed']} failed" if found["failed"] else ""
+        return f"policy: {found['setting']}; no checkpoint was saved{failed}"
+    text = f"policy: {found['setting']}; {count(found['saves'], 'save')}"
+    if found["failed"]:
+        text += f" and {found['failed']} failed"
+    if found["interval_seconds"] is not None:
+        text += f", one every {duration(found['interval_seconds'])}"
+    text += f", stall {duration(found['stall_seconds'])}"
+    text += f", {size(found['size_bytes'])} each" if found["size_bytes"] else ""
+    return f"{text}; at this MTBF best: every {duration(found['optimal_seconds'])}"
+
+
+def source_text(report: Mapping[str, Any]) -> str:
+    found = report["provenance"]
+    script = one_line(" ".join([found["script"], *found["arguments"]]), COMMAND_CHARACTERS)
+    policy = f", policy {found['policy_hash'][:12]}" if found["policy_hash"] else ""
+    return f"{found['directory']}: {script}{policy}, jurymast {found['run_version'] or '?'}"
+
+
+def compare_blocks(both: Mapping[str, Any]) -> list[Block]:
+    """Two runs side by side."""
+    first, second, difference = both["first"], both["second"], both["difference"]
+    ratios = [
+        [name, percent(first["ratios"][name]), percent(second["ratios"][name]), points(change)]
+        for name, change in difference["ratios"].items()
+    ]
+    shares = [
+        [name, percent(share(first, name)), percent(share(second, name)), points(change)]
+        for name, change in difference["shares"].items()
+    ]
+    facts = [
+        ["node-time", node_time(first["total_node_seconds"]), node_time(second["total_node_seconds"]), ""],
+        ["incidents", str(len(first["incidents"])), str(len(second["incidents"])), ""],
+        ["MTBF", duration(first["mtbf"]["seconds"]), duration(second["mtbf"]["seconds"]), ""],
+    ]
+    headers = ("", first["run"], second["run"], "CHANGE")
+    right = frozenset({1, 2, 3})
+    return [Table(headers, [*ratios, *facts, *shares], right=right, wrap=False)]
+
+
+def points(change: float | None) -> str:
+    """A difference of two ratios, in percentage points."""
+    return "-" if change is None else f"{100 * change:+.1f}"

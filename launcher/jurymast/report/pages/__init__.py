@@ -1,0 +1,56 @@
+"""Pages for a browser: each is one file that loads nothing, reads without scripts, and prints.
+
+A page's module computes what is to be seen as a dataclass; its template only lays that out.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from jurymast.report import words
+from jurymast.report.layout import clean
+
+
+def render(template: str, page: object, data: Mapping[str, Any]) -> str:
+    """The page; `data` is the JSON object that it is made from, which goes along in it."""
+    return _environment().get_template(template).render(page=page, data=data)
+
+
+@cache
+def _environment() -> Environment:
+    loader = PackageLoader("jurymast.report")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {}
+    for own in (
+        words.amounts, words.count, words.duration, words.node_time, words.percent, words.percent_fine,
+        words.plain_seconds, words.size,
+    ):  # fmt: skip
+        environment.filters[own.__name__] = own
+    for name in ("style", "script"):
+        source, _, _ = loader.get_source(environment, f"page.{'css' if name == 'style' else 'js'}")
+        # The only style and script that a browser obeys, whatever a run's texts contain.
+        environment.globals[name] = Markup(source)
+        environment.globals[f"{name}_hash"] = _hash(source)
+    return environment
+
+
+def _hash(source: str) -> str:
+    """As a Content-Security-Policy names what it allows."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
+
+
+def _shown(value: object) -> object:
+    """Without control characters, whatever a run's texts contain; autoescape follows. None is not known."""
+    if value is None:
+        return "-"
+    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,0 +1,295 @@
+"""The geometry of the pages' pictures: what is drawn where. Templates turn it into inline SVG."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from jurymast.core.goodput.accounting import CATEGORIES, MEANINGS, Account, Interval
+from jurymast.core.run.incident import Incident
+from jurymast.report.words import duration
+
+GROUPS = {category.name: category.group for category in CATEGORIES}
+OTHER = "other"
+DAY_S = 86_400.0
+
+# The time line of nodes, in pixels.
+ROWS_MAX = 64
+RECTANGLES_MAX = 2000
+LABEL_PX, CHART_PX, ROW_PX, TOP_PX, FLAG_PX = 150, 1000, 16, 42, 17
+
+
+def kind(category: str) -> str:
+    """The class that gives a category its colour; one of another version has the colour of all such."""
+    return f"c-{category if category in GROUPS else OTHER}"
+
+
+@dataclass(frozen=True)
+class Tick:
+    at: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`kind` is its class in page.css, as of all shapes below; `tip` is told when it is pointed at."""
+
+    kind: str
+    x: float
+    width: float
+    tip: str
+
+
+# Shares of a whole.
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A category's part of all node-time, 0..1; `x` is where it begins in a bar of length 1, `bar` its length
+    beside the longest."""
+
+    name: str
+    kind: str
+    group: str
+    meaning: str
+    node_seconds: float
+    share: float
+    x: float
+    bar: float
+
+
+def slices(categories: Mapping[str, float], total: float) -> tuple[Slice, ...]:
+    """`categories` and `total` in node-seconds."""
+    longest = max(categories.values(), default=0.0) or 1.0
+    found, x = [], 0.0
+    for name, seconds in categories.items():
+        share = seconds / total if total else 0.0
+        found.append(
+            Slice(
+                name, kind(name), GROUPS.get(name, OTHER), MEANINGS.get(name, ""), seconds, share, x,
+                seconds / longest,
+            )
+        )  # fmt: skip
+        x += share
+    return tuple(found)
+
+
+# Nodes over time.
+
+
+@dataclass(frozen=True)
+class Row:
+    """`label` names the node, or how many do the same."""
+
+    label: str
+    intervals: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A row as it is drawn; `y` is its upper edge."""
+
+    label: str
+    whole_label: str
+    y: int
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An incident on the time line. Without `number` too close to the one before for a number."""
+
+    id: int
+    x: float
+    number: bool
+    tip: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`top` is where the first lane begins; `left_out` nodes have no lane."""
+
+    width: int
+    height: int
+    top: int
+    ticks: tuple[Tick, ...]
+    lanes: tuple[Lane, ...]
+    flags: tuple[Flag, ...]
+    left_out: int
+
+
+def rows_of(account: Account, most: int = ROWS_MAX) -> tuple[list[Row], int]:
+    """The rows to draw, and how many nodes have none. With more than `most` nodes, those that did exactly
+    the same share a row, and the rows with the most changes are kept."""
+    nodes = list(account.stays)
+    groups: dict[object, list[str]] = {}
+    for name in nodes:
+        same = tuple((s.start, s.end, s.what) for s in account.stays[name]) if len(nodes) > most else name
+        groups.setdefault(same, []).append(name)
+    kept = list(groups.values())
+    if len(kept) > most:
+        kept.sort(key=lambda names: -len(account.stays[names[0]]))
+        kept = sorted(kept[:most], key=lambda names: nodes.index(names[0]))
+    rows = [Row("queue", account.waits)] if account.waits else []
+    rows += [Row(_label(names), tuple(account.intervals(names[0]))) for names in kept]
+    return rows, len(nodes) - sum(len(names) for names in kept)
+
+
+def _label(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} x like {names[0]}"
+
+
+def coarse(intervals: Iterable[Interval], start: int, end: int, columns: int) -> list[Interval]:
+    """At most one interval a column: what took most of it. Gaps stay gaps."""
+    width = max(1, -(-(end - start) // columns))
+    shares: dict[int, Counter[str]] = {}
+    for interval in intervals:
+        for column in range((interval.start - start) // width, (interval.end - start - 1) // width + 1):
+            left, right = start + column * width, start + (column + 1) * width
+            share = min(interval.end, right) - max(interval.start, left)
+            shares.setdefault(column, Counter())[interval.category] += share
+    merged: list[Interval] = []
+    for column in sorted(shares):
+        category = shares[column].most_common(1)[0][0]
+        left, right = start + column * width, min(end, start + (column + 1) * width)
+        if merged and merged[-1].category == category and merged[-1].end == left:
+            merged[-1].end = right
+        else:
+            merged.append(Interval(left, right, category))
+    return merged
+
+
+def _drawn(rows: Sequence[Row], start: int, end: int) -> list[list[Interval]]:
+    """Each row's rectangles: exact while they are few, else by columns."""
+    exact = [list(row.intervals) for row in rows]
+    columns = CHART_PX
+    while sum(map(len, exact)) > RECTANGLES_MAX and columns >= 8:
+        exact = [coarse(row.intervals, start, end, columns) for row in rows]
+        columns //= 2
+    return exact
+
+
+def timeline(account: Account, incidents: Sequence[Incident]) -> Timeline | None:
+    """None when nothing is booked yet."""
+    booked = [*account.waits, *account.timeline]
+    if not booked or account.end <= booked[0].start:
+        return None
+    rows, left_out = rows_of(account)
+    start, end = min(i.start for i in booked), account.end
+
+    def place(t: int) -> float:
+        return round(LABEL_PX + CHART_PX * (min(max(t, start), end) - start) / (end - start), 2)
+
+    lanes = []
+    for number, (row, intervals) in enumerate(zip(rows, _drawn(rows, start, end), strict=True)):
+        bars = [
+            Bar(kind(i.category), place(i.start), max(0.3, round(place(i.end) - place(i.start), 2)),
+                f"{i.category.replace('_', ' ')}, {duration(i.us / 1e6)}")
+            for i in intervals if i.us > 0
+        ]  # fmt: skip
+        short = row.label if len(row.label) <= 22 else row.label[:21] + "…"
+        lanes.append(Lane(short, row.label, TOP_PX + ROW_PX * number, tuple(bars)))
+    flags: list[Flag] = []
+    free = 0.0
+    for incident in incidents:
+        x = place(round(incident.fault_at * 1e6))
+        tip = f"incident {incident.id}: {incident.cause or 'being found'}"
+        flags.append(Flag(incident.id, x, x >= free, f"{tip} on {incident.node}" if incident.node else tip))
+        free = x + FLAG_PX if x >= free else free
+    marks = tuple(Tick(place(t), label) for t, label in ticks(start, end))
+    return Timeline(
+        LABEL_PX + CHART_PX + 40, TOP_PX + ROW_PX * len(rows) + 4, TOP_PX, marks, tuple(lanes), tuple(flags),
+        left_out,
+    )  # fmt: skip
+
+
+def ticks(start: int, end: int) -> list[tuple[int, str]]:
+    """Five to ten round times between two moments (microseconds), with their labels."""
+    steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 43_200, 86_400)
+    span_s = (end - start) / 1e6
+    step_s = next((s for s in steps if span_s / s <= 9), 86_400 * max(1, round(span_s / 86_400 / 7)))
+    offset_s = round(datetime.fromtimestamp(start / 1e6).astimezone().utcoffset().total_seconds())  # type: ignore[union-attr]
+    first_s = -(-(start // 1_000_000 + offset_s) // step_s) * step_s - offset_s
+    form = "%H:%M:%S" if step_s < 60 else "%H:%M" if step_s < 43_200 else "%m-%d %H:%M"
+    found = []
+    while first_s * 1_000_000 < end:
+        if first_s * 1_000_000 >= start:
+            found.append((first_s * 1_000_000, datetime.fromtimestamp(first_s).strftime(form)))
+        first_s += step_s
+    return found
+
+
+# Curves.
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A picture's size and margins in pixels; shares of its inside (0..1, upwards) become places."""
+
+    height: int = 260
+    width: int = 900
+    left: int = 64
+    right: int = 24
+    top: int = 14
+    bottom: int = 34
+
+    @property
+    def inner_right(self) -> int:
+        return self.width - self.right
+
+    @property
+    def inner_bottom(self) -> int:
+        return self.height - self.bottom
+
+    def x(self, share: float) -> float:
+        return round(self.left + (self.inner_right - self.left) * share, 1)
+
+    def y(self, share: float) -> float:
+        return round(self.top + (self.inner_bottom - self.top) * (1.0 - share), 1)
+
+    def points(self, shares: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{self.x(x):g},{self.y(y):g}" for x, y in shares)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A line, or the outline of an area."""
+
+    kind: str
+    points: str
+    tip: str
+
+
+@dataclass(frozen=True)
+class Plot:
+    """`chosen` is a place on the x axis that is marked."""
+
+    label: str
+    frame: Frame
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    areas: tuple[Shape, ...] = ()
+    lines: tuple[Shape, ...] = ()
+    x_title: str = ""
+    chosen: Tick | None = None
+
+
+def share_ticks(frame: Frame, low: float, high: float) -> tuple[Tick, ...]:
+    """Round values of a y axis from `low` to `high`, both 0..1: three to seven of them."""
+    steps = (number / 10**digits for digits in range(6, 0, -1) for number in (1, 2, 5))
+    step = next(step for step in steps if (high - low) / step <= 6)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return tuple(
+        Tick(frame.y((i * step - low) / (high - low)), f"{round(100 * i * step, 4):g} %")
+        for i in range(first, last + 1)
+    )
+
+
+def day_ticks(frame: Frame, days: float) -> tuple[Tick, ...]:
+    step = next((s for s in (1, 2, 5, 10, 20, 50, 100) if days / s <= 12), 200) if days > 2 else days / 4
+    return tuple(
+        Tick(frame.x(i * step / days), f"day {i * step:g}") for i in range(int(days / step + 1e-9) + 1)
+    )

@@ -1,0 +1,157 @@
+"""The forecast as a page: the figures, goodput over the cadence, and what spares buy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jurymast.core.planning.forecast import Forecast, goodput_at
+from jurymast.report.pages import render
+from jurymast.report.pages.charts import Frame, Plot, Shape, Tick
+from jurymast.report.pages.report import Card
+from jurymast.report.plan import WAYS, facts, gains, minutes
+from jurymast.report.words import count, duration, percent
+
+FRAME = Frame(height=300, bottom=50)
+POINTS = 120
+# The curve reaches this far either way of the cadence that was chosen.
+REACH = 30.0
+ROUND_S = (
+    0.1, 0.3, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10_800, 36_000, 86_400, 259_200, 864_000,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to save, as it is shown."""
+
+    name: str
+    every: str
+    durable_every: str
+    stall: str
+    goodput: float
+    meaning: str
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class SpareRow:
+    """`bar`, 0..1, compares what remains of the allocation, from a little for the least to 1 for the most, or
+    nobody would see them differ."""
+
+    spares: int
+    waiting: float
+    ettr: float
+    allocation_goodput: float
+    bar: float
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class PlanPage:
+    title: str
+    heading: str
+    rate: str
+    rate_range: str
+    cards: tuple[Card, ...]
+    facts: Sequence[tuple[str, str]]
+    curve: Plot
+    ways: tuple[Way, ...]
+    spares: tuple[SpareRow, ...]
+    gains: Sequence[str]
+    assumed: Sequence[str]
+
+
+def page(plan: Mapping[str, Any], found: Forecast) -> str:
+    """The whole page; `plan` is `plan_view(found)`."""
+    return render("plan.html.j2", plan_page(plan, found), plan)
+
+
+def plan_page(plan: Mapping[str, Any], found: Forecast) -> PlanPage:
+    nodes, rate = count(plan["nodes"], "node"), plan["rate"]
+    return PlanPage(
+        title=f"plan for {nodes}",
+        heading=f"A run on {nodes}, {count(plan['gpus'], 'GPU')}",
+        rate=f"{rate['per_1000_node_days']:.3g} failures per 1,000 node-days",
+        rate_range=f"90 % interval {rate['low']:.3g} to {rate['high']:.3g}; {rate['evidence']}",
+        cards=_cards(plan),
+        facts=facts(plan),
+        curve=_curve(found),
+        ways=tuple(
+            Way(
+                each["way"], minutes(each["cadence_minutes"]), minutes(each["durable_cadence_minutes"]),
+                duration(each["stall_seconds"]), each["goodput"], WAYS[each["way"]],
+                each["way"] == plan["way"],
+            )
+            for each in plan["ways"]
+        ),
+        spares=_spares(plan),
+        gains=gains(plan),
+        assumed=[line.strip() for line in plan["assumed"]],
+    )  # fmt: skip
+
+
+def _cards(plan: Mapping[str, Any]) -> tuple[Card, ...]:
+    return (
+        Card("Goodput", percent(plan["goodput"]), plan["definitions"]["goodput"]),
+        Card("ETTR", percent(plan["ettr"]), plan["definitions"]["ettr"]),
+        Card("A failure every", minutes(plan["mttf_minutes"]), "mean time between failures of the run"),
+        Card("A save every", minutes(plan["cadence_minutes"]), f"{plan['checkpoints_per_day']:.0f} a day"),
+        Card("Spares", str(plan["spares"]), "nodes kept warm beside the active ones"),
+    )
+
+
+def _spares(plan: Mapping[str, Any]) -> tuple[SpareRow, ...]:
+    values = [each["allocation_goodput"] for each in plan["spare_choices"]]
+    least, most = min(values), max(values)
+    return tuple(
+        SpareRow(
+            each["spares"], each["waiting"], each["ettr"], value,
+            0.1 + 0.9 * ((value - least) / (most - least) if most > least else 1.0),
+            each["spares"] == plan["spares"],
+        )
+        for each, value in zip(plan["spare_choices"], values, strict=True)
+    )  # fmt: skip
+
+
+def _curve(found: Forecast) -> Plot:
+    """Goodput over the interval, logarithmic, at the expected rate and at both ends of its interval."""
+    question, chosen_s = found.question, found.way.interval_s
+    low, high = question.rate.interval()
+    first, last = math.log(chosen_s / REACH), math.log(chosen_s * REACH)
+    times_s = [math.exp(first + (last - first) * i / (POINTS - 1)) for i in range(POINTS)]
+    goodput = {
+        rate: [goodput_at(question, at_s, rate) for at_s in times_s]
+        for rate in (low, high, question.rate.rate)
+    }
+    floor = max(0.0, math.floor(10.0 * min(min(values) for values in goodput.values())) / 10.0)
+
+    def x(at_s: float) -> float:
+        return (math.log(at_s) - first) / (last - first)
+
+    def shares(rate: float) -> list[tuple[float, float]]:
+        return [(x(t), (v - floor) / (1.0 - floor)) for t, v in zip(times_s, goodput[rate], strict=True)]
+
+    def line(kind: str, rate: float) -> Shape:
+        return Shape(kind, FRAME.points(shares(rate)), f"{rate:.3g} failures per 1,000 node-days")
+
+    between = FRAME.points([*shares(low), *reversed(shares(high))])
+    return Plot(
+        label="goodput over the time between saves",
+        frame=FRAME,
+        x_ticks=tuple(
+            Tick(FRAME.x(x(at_s)), minutes(at_s / 60.0))
+            for at_s in ROUND_S
+            if times_s[0] <= at_s <= times_s[-1]
+        ),
+        y_ticks=tuple(
+            Tick(FRAME.y((tenth / 10 - floor) / (1.0 - floor)), f"{10 * tenth} %")
+            for tenth in range(round(10 * floor), 11)
+        ),
+        areas=(Shape("band", between, f"{low:.3g} to {high:.3g} failures per 1,000 node-days"),),
+        lines=(line("edge", low), line("edge", high), line("main", question.rate.rate)),
+        x_title="time between saves",
+        chosen=Tick(FRAME.x(x(chosen_s)), f"planned: {minutes(chosen_s / 60.0)}"),
+    )

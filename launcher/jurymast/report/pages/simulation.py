@@ -1,0 +1,247 @@
+"""Simulated runs as a page: goodput over seeds and over time, losses, incidents."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jurymast.core.goodput.accounting import RATIOS, ordered
+from jurymast.core.run.incident import Incident
+from jurymast.report.pages import render
+from jurymast.report.pages.charts import (
+    DAY_S,
+    Bar,
+    Frame,
+    Plot,
+    Shape,
+    Slice,
+    Tick,
+    day_ticks,
+    kind,
+    share_ticks,
+    slices,
+)
+from jurymast.report.pages.report import RATIO_NAMES, Card
+from jurymast.report.words import count, duration, percent
+from jurymast.sim.durations import START
+from jurymast.sim.results import GOODPUT, quantile
+from jurymast.sim.simulation import Outcome
+
+FRAME = Frame()
+SPREAD = Frame(height=76, left=40, right=40, bottom=26)
+LANE_PX, MARK_PX = 32, 3
+# Incidents of one run that are told in full.
+TOLD_MAX = 20
+PRODUCTIVE = "step"
+# How a mark looks, by what was decided; the last one where several share a place.
+MARKS = {"restart": "restart", "swap": "swap"}
+ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Dot:
+    x: float
+    tip: str
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A dot for each run, a bar from the 5th to the 95th percentile, a line at the mean."""
+
+    frame: Frame
+    box: Bar
+    mean: float
+    dots: tuple[Dot, ...]
+    ticks: tuple[Tick, ...]
+
+
+@dataclass(frozen=True)
+class CauseLane:
+    """All incidents of a cause; `y` is where the lane begins."""
+
+    cause: str
+    number: int
+    y: int
+    marks: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    frame: Frame
+    ticks: tuple[Tick, ...]
+    lanes: tuple[CauseLane, ...]
+
+
+@dataclass(frozen=True)
+class Costly:
+    at: str
+    cause: str
+    action: str | None
+    seconds: float
+    evidence: str
+
+
+@dataclass(frozen=True)
+class SimulationPage:
+    title: str
+    heading: str
+    about: str
+    summary: str
+    cards: tuple[Card, ...]
+    spread: Spread
+    over_time: Plot
+    losses: Plot
+    slices: tuple[Slice, ...]
+    total_node_seconds: float
+    lanes: Lanes | None
+    costliest: tuple[Costly, ...]
+    assumed: Sequence[str]
+
+
+def page(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    """The whole page; `found` is what `simulate --json` prints, `outcomes` have a history."""
+    return render("simulation.html.j2", simulation_page(found, outcomes), found)
+
+
+def simulation_page(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> SimulationPage:
+    runs = f"{count(found['seeds'], 'run')} of {count(found['nodes'], 'node')}"
+    goodput = found["goodput"]
+    worst = sorted(outcomes[0].incidents, key=_cost_s, reverse=True)[:TOLD_MAX]
+    return SimulationPage(
+        title=f"simulation of {runs}",
+        heading=f"{runs} for {found['days']:g} days, simulated",
+        about=f"{found['rate']:.3g} failures per 1,000 node-days, {found['faults']}; "
+        f"{count(found['spares'], 'spare')}; cadence {found['cadence']}",
+        summary=f"Runtime goodput {percent(goodput['mean'])} (90 % of the runs between "
+        f"{percent(goodput['p5'])} and {percent(goodput['p95'])}). {_lost(found)}",
+        cards=_cards(found),
+        spread=_spread(outcomes),
+        over_time=_over_time(found, outcomes),
+        losses=_losses(found, outcomes),
+        slices=slices(found["categories"], found["total_node_seconds"]),
+        total_node_seconds=found["total_node_seconds"],
+        lanes=_lanes(outcomes[0], found["days"]),
+        costliest=tuple(
+            Costly(f"day {_day(i):.2f}", i.cause or "open", i.action or None, _cost_s(i), i.evidence)
+            for i in worst
+        ),
+        assumed=found["assumed"],
+    )
+
+
+def _lost(found: Mapping[str, Any]) -> str:
+    gave_up = sum(found["gave_up"].values())
+    ends = f" {count(gave_up, 'run')} of {found['seeds']} gave up." if gave_up else ""
+    if not found["incidents"]:
+        return f"Nothing failed.{ends}"
+    return f"{found['incidents']:.0f} incidents and {found['requeues']:.1f} requeues a run.{ends}"
+
+
+def _cards(found: Mapping[str, Any]) -> tuple[Card, ...]:
+    mean = found["mtbf_hours"]
+    every = "no failure" if mean is None else f"one in {duration(3600.0 * mean)}"
+    ratios = (
+        Card(RATIO_NAMES.get(name, name), percent(value["mean"]), RATIOS[name])
+        for name, value in found["ratios"].items()
+    )
+    return (*ratios, Card("Incidents a run", f"{found['incidents']:.0f}", every))
+
+
+def _scale(least: float, most: float) -> tuple[float, float]:
+    """A little more than these, within 0..1."""
+    room = max(0.1 * (most - least), 0.0005)
+    return max(0.0, least - room), min(1.0, most + room)
+
+
+def _spread(outcomes: Sequence[Outcome]) -> Spread:
+    values = [outcome.ratios[GOODPUT] or 0.0 for outcome in outcomes]
+    low, high = _scale(min(values), max(values))
+
+    def x(value: float) -> float:
+        return SPREAD.x((value - low) / (high - low))
+
+    p5, p95 = x(quantile(values, 0.05)), x(quantile(values, 0.95))
+    return Spread(
+        SPREAD,
+        Bar("box", p5, max(1.0, round(p95 - p5, 1)), "5 % to 95 % of the runs"),
+        x(sum(values) / len(values)),
+        tuple(Dot(x(value), f"seed {seed}: {100 * value:.3f} %") for seed, value in enumerate(values)),
+        tuple(Tick(x(value), f"{100 * value:.2f} %") for value in (low, (low + high) / 2.0, high)),
+    )
+
+
+def _over_time(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Plot:
+    curves = [[_share(part, PRODUCTIVE) for part in outcome.history] for outcome in outcomes]
+    mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
+    low, high = _scale(min(map(min, curves)), max(map(max, curves)))
+
+    def line(kind: str, curve: Sequence[float], tip: str) -> Shape:
+        shares = (((i + 0.5) / len(curve), (v - low) / (high - low)) for i, v in enumerate(curve))
+        return Shape(kind, FRAME.points(shares), tip)
+
+    lines = [line("edge", curve, f"seed {seed}") for seed, curve in enumerate(curves)]
+    return Plot(
+        "goodput over time", FRAME, day_ticks(FRAME, found["days"]), share_ticks(FRAME, low, high),
+        lines=(*lines, line("main", mean, "mean of all runs")),
+    )  # fmt: skip
+
+
+def _share(part: Mapping[str, int], category: str) -> float:
+    total = sum(part.values())
+    return part.get(category, 0) / total if total else 0.0
+
+
+def _losses(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Plot:
+    """All categories but the productive one, one on top of the other, as shares of all runs' time."""
+    sums = [sum((Counter(part) for part in parts), Counter[str]())
+            for parts in zip(*(outcome.history for outcome in outcomes), strict=True)]  # fmt: skip
+    names = ordered([name for name in {name for part in sums for name in part} if name != PRODUCTIVE])
+    top = max((1.0 - _share(part, PRODUCTIVE) for part in sums if part), default=0.0) or 0.001
+    areas = []
+    base = [0.0] * len(sums)
+    for name in names:
+        above = [low + _share(part, name) for low, part in zip(base, sums, strict=True)]
+        outline = [*enumerate(above), *reversed(list(enumerate(base)))]
+        shares = (((i + 0.5) / len(sums), value / top) for i, value in outline)
+        areas.append(Shape(kind(name), FRAME.points(shares), name.replace("_", " ")))
+        base = above
+    return Plot(
+        "lost time by category", FRAME, day_ticks(FRAME, found["days"]), share_ticks(FRAME, 0.0, top),
+        areas=tuple(areas),
+    )  # fmt: skip
+
+
+def _lanes(outcome: Outcome, days: float) -> Lanes | None:
+    """A lane for each cause, a mark for each incident; those that would cover each other share one."""
+    if not outcome.incidents:
+        return None
+    causes = Counter(each.cause for each in outcome.incidents).most_common()
+    frame = Frame(height=14 + LANE_PX * len(causes) + 34, top=18)
+    lanes = []
+    for place, (cause, number) in enumerate(causes):
+        together: dict[int, list[Incident]] = {}
+        for each in outcome.incidents:
+            if each.cause == cause:
+                x = frame.x(min(1.0, max(0.0, _day(each) / days)))
+                together.setdefault(int(x / MARK_PX), []).append(each)
+        marks = tuple(_mark(x * MARK_PX, incidents) for x, incidents in sorted(together.items()))
+        lanes.append(CauseLane(cause or "open", number, frame.top + LANE_PX * place, marks))
+    return Lanes(frame, day_ticks(frame, days), tuple(lanes))
+
+
+def _mark(x: float, incidents: Sequence[Incident]) -> Bar:
+    worst = max(incidents, key=_cost_s)
+    kinds = {MARKS.get(each.action, ENDED) for each in incidents}
+    of = next(each for each in (ENDED, "swap", "restart") if each in kinds)
+    told = f"day {_day(worst):.2f}: {worst.action or 'open'}, {duration(_cost_s(worst))}"
+    return Bar(of, x, MARK_PX - 1.0, told if len(incidents) == 1 else f"{len(incidents)} incidents; {told}")
+
+
+def _day(incident: Incident) -> float:
+    return (incident.fault_at - START) / DAY_S
+
+
+def _cost_s(incident: Incident) -> float:
+    return sum(incident.seconds().values())

@@ -1,0 +1,528 @@
+"""A run's status, as one JSON object and as text: a fold of its journal, and what Slurm says of its job."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from jurymast.core.checkpoints.cadence import NEVER, Schedule, cost_if, next_save_step
+from jurymast.core.checkpoints.copies import MEMORY, PEER, SHARED
+from jurymast.core.checkpoints.writes import IDLE_SHARE, durable_every_s
+from jurymast.core.planning.failure_rate import failure_times
+from jurymast.core.planning.optimum import Saving
+from jurymast.core.run.causes import CAUSES, meaning
+from jurymast.core.run.incident import Incident
+from jurymast.core.run.recovery import failure_rate
+from jurymast.core.run.state import Phase, Role, RunState
+from jurymast.core.run.telling import pause_s
+from jurymast.core.settings import RunPlan
+from jurymast.errors import RunCancelledError, RunFailedError
+from jurymast.journal import Entry
+from jurymast.report.layout import STYLES, Block, Line, Table, one_line
+from jurymast.report.liveness import Liveness, hear, look, slurm_jobs
+from jurymast.report.sentences import own_words, short_reason
+from jurymast.report.tail import JournalTail
+from jurymast.report.words import count, duration, iso, some
+from jurymast.rundir import RunDirectory
+from jurymast.wire.endpoint import find
+
+if TYPE_CHECKING:
+    from jurymast.core.messages import Condition
+
+# While steps are done a supervisor writes every two seconds, of a run that is no longer young less often, but
+# then it is asked. Steps that nobody has heard of for much longer are worth a word.
+QUIET_S = 30.0
+RATE_LEVEL = 0.95
+
+# With more nodes than this, those that just do their work are counted instead of listed.
+NODES_LISTED_MAX = 32
+INCIDENTS_LISTED = 10
+ALERTS_LISTED = 3
+TEXT_CHARACTERS = 200
+EVIDENCE_CHARACTERS = 600  # of what is shown once
+
+View = Mapping[str, Any]
+
+
+@dataclass
+class Facts:
+    """What status tells beyond the run's state: the newest entry of some kinds."""
+
+    started: Entry | None = None
+    saved: Entry | None = None
+    not_saved: Entry | None = None
+    restored: Entry | None = None
+
+    def take(self, entry: Entry) -> None:
+        if entry.get("event") == "RunStarted":
+            self.started = entry
+        elif entry.get("event") == "Saved":
+            if entry.get("copied"):
+                pass
+            elif entry["ok"]:
+                self.saved, self.not_saved = entry, None
+            else:
+                self.not_saved = entry
+        elif entry.get("event") == "Restored":
+            self.restored = entry
+
+
+class Watcher:
+    """Reads a run's journal once, then only what is new; `view` is the status as of the last `poll`."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.plan = directory.plan()
+        self.tail = JournalTail(directory)
+        self.facts = Facts()
+
+    @property
+    def state(self) -> RunState:
+        return self.tail.state
+
+    def poll(self) -> list[Entry]:
+        return list(self.new())
+
+    def new(self) -> Iterator[Entry]:
+        """As `poll`, one by one: of thousands of nodes all would take much memory."""
+        for entry in self.tail.new():
+            self.facts.take(entry)
+            yield entry
+
+    def view(self, life: Liveness | None = None, now: float | None = None) -> dict[str, Any]:
+        """The status object; unless `life` is given it is looked up, and the supervisor asked if need be.
+        `now`: seconds since the epoch."""
+        now, told = time.time() if now is None else now, None
+        if life is None:
+            life = look(self.directory, self.state)
+            told = hear(self.directory, self.state, now - (self.tail.last_t or 0.0))
+        return status_view(self, life, now, told)
+
+
+def read_status(directory: RunDirectory) -> Watcher:
+    """A watcher that has read the whole journal. Raises RunDirectoryError: the plan cannot be read."""
+    watcher = Watcher(directory)
+    for _ in watcher.new():
+        pass
+    return watcher
+
+
+def public_state(state: RunState, life: Liveness) -> tuple[str, str]:
+    """(state, why) as shown: the journal's word, unless the job died or waits without the journal knowing."""
+    if life.kind == "gone" and not state.ended:
+        word = "cancelled" if life.detail == "CANCELLED" else "failed"
+        return word, f"{_job(life)} ended ({life.detail}) and its supervisor left no word"
+    if life.kind == "pending" and state.phase not in (Phase.QUEUED, Phase.REQUEUED):
+        return Phase.REQUEUED.value, f"{_job(life)} waits again: {life.detail}"
+    return state.public_state, state.end_reason
+
+
+def exit_code_of(state: RunState, life: Liveness) -> int | None:
+    """The run's exit code; None while it runs."""
+    if state.ended:
+        return state.exit_code
+    if life.kind != "gone":
+        return None
+    return RunCancelledError.exit_code if life.detail == "CANCELLED" else RunFailedError.exit_code
+
+
+def _job(life: Liveness) -> str:
+    return f"Slurm job {life.job}" if life.job.isdigit() else f"the local run ({life.job})"
+
+
+def shown_step(state: RunState) -> int:
+    """The newest step done; while an attempt has not stepped yet, the newest of the earlier ones."""
+    return state.step if state.first_step_at is not None else state.best_step
+
+
+def status_view(watcher: Watcher, life: Liveness, now: float, told: Condition | None) -> dict[str, Any]:
+    """`told`: see `report.liveness.hear`."""
+    state, plan = watcher.state, watcher.plan
+    word, why = public_state(state, life)
+    following = _next(state, life, now) if word not in ("failed", "cancelled", "succeeded") else ""
+    step, alerts = shown_step(state), state.alerts
+    if told is not None:
+        word, step, alerts = told.state, told.step, list(told.alerts)
+        following = f"{told.waits} (jurymast cancel gives it up)" if told.waits else following
+    place = None if state.ended or life.kind == "gone" else find(watcher.directory.epochs)
+    ended_at = state.ended_at
+    return {
+        "run": state.run or plan.run, "name": state.name or plan.name, "state": word,
+        "attempt": state.attempt, "step": step,
+        "step_seconds": round(state.step_s, 6) or None,
+        "stepped_at": iso(state.stepped_at) if state.first_step_at is not None else None,
+        "saved_step": state.saved_step, "next_save_step": next_save(state), "tiers": tiers_json(state),
+        "cadence": cadence_json(state, plan, now),
+        "next": following,
+        "slurm_jobs": [job for job, _ in slurm_jobs(watcher.directory, state)],
+        "cluster": plan.cluster, "active": state.active, "spares": state.spares,
+        "ranks_per_node": state.ranks_per_node, "restarts": state.restarts,
+        "nodes": [
+            {"name": node.name, "role": node.role.value, "reason": node.reason, "since": iso(node.since)}
+            for node in state.nodes.values()
+        ],
+        "excluded": {name: told.reason for name, told in state.excluded.items()},
+        "alerts": [
+            {"at": iso(a.at), "until": iso(a.until), "message": a.message, "nodes": list(a.nodes)}
+            for a in alerts
+        ],
+        "incidents": [incident_json(incident) for incident in state.incidents],
+        "directory": str(watcher.directory.root.absolute()),
+        "supervisor": {**asdict(place), "hosts": list(place.hosts)} if place else None,
+        "notes": [{"at": iso(t), "message": message} for t, message in state.notes],
+        "warnings": warnings(watcher, life, now, told),
+        "job": {"id": life.job, "kind": life.kind, "detail": life.detail},
+        "submitted_at": iso(state.submitted_at or plan.submitted_at),
+        "updated_at": iso(watcher.tail.last_t), "ended_at": iso(ended_at),
+        "exit_code": exit_code_of(state, life), "end_reason": why,
+    }  # fmt: skip
+
+
+def incident_json(incident: Incident) -> dict[str, Any]:
+    """The incident's own JSON, its times as ISO 8601."""
+    values = incident.to_json()
+    values["at"], values["recovered_at"] = iso(values["at"]), iso(values["recovered_at"])
+    values["meaning"] = meaning(incident.cause) or None
+    return values
+
+
+def tiers_json(state: RunState) -> dict[str, Any]:
+    """By tier: the newest complete step there, and what failed since."""
+    return {
+        name: {
+            "step": tier.step, "at": iso(tier.at) if tier.step is not None else None,
+            "size_bytes": tier.size_bytes, "seconds": round(tier.seconds, 3), "failures": tier.failures,
+            "error": tier.error or None,
+        }
+        for name, tier in state.saved.items()
+    }  # fmt: skip
+
+
+def _next(state: RunState, life: Liveness, now: float) -> str:
+    """What the run does or waits for, in words."""
+    if state.phase in (Phase.QUEUED, Phase.REQUEUED) or life.kind == "pending":
+        return f"waits for nodes: {life.detail}" if life.kind == "pending" else "waits for its nodes to start"
+    if state.phase is Phase.STARTING:
+        ready = len(state.spare_nodes())
+        return f"waits for nodes: {ready} of {state.active} ready, {len(state.nodes)} allocated"
+    if state.phase is Phase.LAUNCHING:
+        return f"ranks start: up on {len(state.started)} of {count(len(state.placement), 'node')}"
+    if state.phase is Phase.STOPPING:
+        alive = [name for name in state.placement if state.nodes[name].role is not Role.FAILED]
+        left = [name for name in alive if name not in state.stopped]
+        return f"ranks are being stopped on {some(left) or 'no node'}"
+    if state.phase is Phase.WAITING:
+        if state.not_before > now:
+            return f"tries again in {duration(state.not_before - now)}"
+        return "waits until every node of the next attempt is ready"
+    if state.first_step_at is None:
+        return f"first step of attempt {state.attempt}"
+    save = next_save(state)
+    return f"saves after step {save}" if save else ""
+
+
+def data_gaps(watcher: Watcher) -> list[str]:
+    """What a report must not leave out: what of the journal is missing, and steps that no checkpoint has."""
+    state, found = watcher.state, list(watcher.tail.unread)
+    kept = [t.step for name, t in state.saved.items() if name not in (MEMORY, PEER) and t.step is not None]
+    unsaved = state.step - max(kept, default=0)
+    # Only a Checkpointer tells of a restore, and counts steps as the training does.
+    if (
+        state.phase is Phase.SUCCEEDED
+        and watcher.facts.restored is not None
+        and state.absolute
+        and unsaved > 0
+    ):
+        newest = f"the newest is step {max(kept)}" if kept else "there is none"
+        found.append(
+            f"the last {count(unsaved, 'step')} are in no checkpoint ({newest}): "
+            f"checkpoint.save({state.step}) at the end of the script would have saved them"
+        )
+    return found
+
+
+def warnings(watcher: Watcher, life: Liveness, now: float, told: Condition | None) -> list[str]:
+    """What somebody should look at, most urgent first. `told`: see `report.liveness.hear`."""
+    state, found = watcher.state, data_gaps(watcher)
+    unwritten = told.journal if told is not None else ""
+    if life.kind == "gone" and not state.ended:
+        found.append(public_state(state, life)[1])
+    entry = watcher.facts.not_saved
+    if state.save_failures and entry is not None:
+        kept = "there is none yet" if state.saved_step is None else f"the newest is step {state.saved_step}"
+        found.append(
+            f"{count(state.save_failures, 'failed save')} in a row ({kept}): step {entry['step']}, "
+            f"{entry['tier']} tier: {entry.get('error') or 'no reason given'}"
+        )
+    for name, tier in state.saved.items():
+        if tier.failures and name != MEMORY and (entry is None or entry["tier"] != name):
+            newest = "nothing is there yet" if tier.step is None else f"the newest there is step {tier.step}"
+            found.append(
+                f"copying to the {name} tier failed, {count(tier.failures, 'time')} in a row ({newest}): "
+                f"step {tier.failed_step}: {tier.error}"
+            )
+    if life.kind == "unknown":
+        found.append(f"whether {life.job or 'the run'} still runs is not known: {life.detail}")
+    last = watcher.tail.last_t
+    if unwritten:
+        age = f"what is shown here is {duration(now - last)} old" if last else "nothing can be shown here"
+        where = watcher.directory.journal
+        found.append(f"the journal in {where} cannot be written ({unwritten}): {age}; the run goes on")
+    elif last is not None and life.kind == "alive" and now - last > _quiet_limit_s(state, now, told):
+        found.append(f"the journal is {duration(now - last)} old: no step since, or the journal is behind")
+    usable = [node for node in state.nodes.values() if node.usable and node.name not in state.placement]
+    if state.spares and state.placement and not usable and not state.ended:
+        found.append("no spare is left: the next lost node costs a requeue")
+    return found
+
+
+def _quiet_limit_s(state: RunState, now: float, told: Condition | None) -> float:
+    """From a journal that is older than this a step is missing."""
+    if state.phase is not Phase.RUNNING or (told is not None and told.step > shown_step(state)):
+        return math.inf
+    return QUIET_S if told is not None else max(QUIET_S, 2 * pause_s(state, now))
+
+
+def next_save(state: RunState) -> int | None:
+    """The step that is saved next; None where that is not known."""
+    if state.phase is not Phase.RUNNING or state.first_step_at is None:
+        return None
+    agreed, every = state.cadence, state.settings.cadence_steps
+    own = None if every is None else next_save_step(state.step, every)
+    if agreed is None:
+        return own
+    schedule = Schedule(agreed.number, agreed.from_step, agreed.first_step, agreed.every_steps)
+    due = schedule.due_after(state.step)
+    return own if due == NEVER else min(due, own or due)
+
+
+def cadence_json(state: RunState, plan: RunPlan, now: float) -> dict[str, Any]:
+    """Status' key `cadence`. What is not agreed or measured yet is null."""
+    agreed = state.cadence
+    shared = state.settings.shared_every_s
+    if shared is None and (written := state.saved.get(SHARED)):
+        best_s = durable_every_s(state, written.seconds, state.now)
+        shared = None if best_s is None else max(best_s, (1.0 + IDLE_SHARE) * written.seconds)
+    values: dict[str, Any] = {
+        "every_steps": state.settings.cadence_steps, "every_seconds": state.settings.cadence_s,
+        "from_step": None, "next_save_step": next_save(state), "reason": None, "asked_by": None,
+        "stall_seconds": None, "durable_every_seconds": shared, "mtbf_seconds": None,
+        "cost_if_rate_twice": None, "rate": _rate(state, plan, now),
+    }  # fmt: skip
+    if agreed is None:
+        return values
+    saving = Saving(agreed.stall_s, agreed.copy_s, agreed.slowdown)
+    every_s = agreed.every_steps * agreed.step_s or None
+    if shared is not None and every_s is not None:  # what is copied is what was saved
+        values["durable_every_seconds"] = max(shared, every_s)
+    known = bool(agreed.stall_s and agreed.mtbf_s and every_s)
+    values.update(
+        every_steps=agreed.every_steps or values["every_steps"], every_seconds=every_s,
+        from_step=agreed.from_step, reason=agreed.reason, asked_by=agreed.by or None,
+        stall_seconds=agreed.stall_s or None, mtbf_seconds=agreed.mtbf_s or None,
+        cost_if_rate_twice=cost_if(every_s, saving, agreed.mtbf_s) if known and every_s else None,
+    )  # fmt: skip
+    return values
+
+
+def _rate(state: RunState, plan: RunPlan, now: float) -> dict[str, Any] | None:
+    """Failures per 1,000 node-days with the interval of its posterior, and what that rests on."""
+    found = failure_rate(state, state.now if state.ended else max(now, state.now))
+    if found is None:
+        return None
+    low, high = found.interval(RATE_LEVEL)
+    return {
+        "mean": found.rate, "low": low, "high": high, "level": RATE_LEVEL,
+        "failures": len(failure_times(state.incidents)), "earlier": plan.earlier_text or None,
+        "node_days": found.exposure_node_days,
+    }  # fmt: skip
+
+
+def cadence_lines(view: Mapping[str, Any]) -> list[str]:
+    """For people: the cadence, then the rate."""
+    found = view["cadence"]
+    rate = found["rate"]
+    if rate is None:
+        return []
+    lines = [f"saves      {told}"] if (told := _saves(found)) else []
+    earlier = f", {rate['earlier']}" if rate["earlier"] else ""
+    lines.append(
+        f"failures   {_number(rate['mean'])} per 1,000 node-days expected "
+        f"({100 * rate['level']:.0f} %: {_number(rate['low'])} to {_number(rate['high'])}), "
+        f"after {count(rate['failures'], 'failure')} here{earlier}"
+    )
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100.0 else f"{value:.2g}"
+
+
+def _saves(found: Mapping[str, Any]) -> str:
+    parts = []
+    if found["every_steps"]:
+        time = f" ({duration(found['every_seconds'])})" if found["every_seconds"] else ""
+        parts.append(f"every {count(found['every_steps'], 'step')}{time}")
+    elif found["every_seconds"]:
+        parts.append(f"every {duration(found['every_seconds'])}")
+    if found["next_save_step"] is not None:
+        parts.append(f"next at step {found['next_save_step']}")
+    if found["durable_every_seconds"]:
+        parts.append(f"durable every {duration(found['durable_every_seconds'])}")
+    if found["reason"]:
+        parts.append(str(found["reason"]))
+    if found["cost_if_rate_twice"] is not None:
+        parts.append(f"twice the failures would cost {100 * found['cost_if_rate_twice']:.1g} points")
+    return ", ".join(parts)
+
+
+def status_blocks(view: View, *, now: float, everything: bool = False) -> list[Block]:
+    """What `jurymast status` shows. `now`: seconds since the epoch."""
+    word = view["state"]
+    blocks: list[Block] = [
+        Line(f"run        {view['run']}", "bold"),
+        Line(f"state      {word}{_state_detail(view, now)}", STYLES.get(word, "")),
+        Line(f"training   {_training(view, now)}"),
+    ]
+    blocks += [Line(text) for text in cadence_lines(view)]
+    jobs = ", ".join(view["slurm_jobs"]) or ("none yet" if view["cluster"] == "slurm" else view["job"]["id"])
+    if jobs:
+        blocks.append(Line(f"{'job' if len(view['slurm_jobs']) < 2 else 'jobs':<10} {jobs}"))
+    blocks.append(Line(f"directory  {view['directory']}"))
+    blocks += [Line(f"warning    {text}", "bold yellow") for text in view["warnings"]]
+    alerts = view["alerts"] if everything else view["alerts"][-ALERTS_LISTED:]
+    blocks += [
+        Line(f"alert      {_clock(a['at'])} on {some(a['nodes'])}: {a['message']}", "bold yellow")
+        for a in alerts
+    ]
+    if word == "failed" and view["incidents"]:
+        blocks += cause_blocks(view["incidents"][-1])
+    blocks += _node_blocks(view, everything)
+    blocks += _incident_blocks(view, everything)
+    notes = view["notes"] if everything else view["notes"][-3:]
+    blocks += [Line("")] if notes else []
+    blocks += [Line(f"note {_clock(note['at'])}  {_cut(note['message'])}") for note in notes]
+    return blocks
+
+
+def _state_detail(view: View, now: float) -> str:
+    if view["ended_at"] and not view["next"]:
+        spent = _seconds(view["ended_at"]) - _seconds(view["submitted_at"])
+        code = f"exit code {view['exit_code']}"
+        return f", {duration(spent)} after its submission, {code}: {_ended_by(view)}"
+    if view["exit_code"] is not None and not view["next"]:
+        return f": {_ended_by(view)}"
+    text = f", attempt {view['attempt']}" if view["attempt"] else ""
+    if view["restarts"]:
+        text += f", {count(view['restarts'], 'requeue')}"
+    text += f", submitted {duration(max(0.0, now - _seconds(view['submitted_at'])))} ago"
+    return f"{text}; {view['next']}" if view["next"] else text
+
+
+def _ended_by(view: View) -> str:
+    """What the block on the cause does not say anyway."""
+    last = view["incidents"][-1] if view["state"] == "failed" and view["incidents"] else None
+    told = last is not None and last["reason"] == view["end_reason"]
+    return _cut(own_words(last) if last is not None and told else view["end_reason"])
+
+
+def _training(view: View, now: float) -> str:
+    text = f"step {view['step']}" if view["step"] else "no step done yet"
+    if view["step_seconds"]:
+        text += f", {duration(view['step_seconds'])} a step"
+    saved = view["saved_step"]
+    if saved is None:
+        return f"{text}, no checkpoint yet"
+    tiers = view["tiers"]
+    where = [f"{name} {tier['step']}" for name, tier in tiers.items() if tier["step"] is not None]
+    return f"{text}, newest checkpoint step {saved}" + (f" ({', '.join(where)})" if len(tiers) > 1 else "")
+
+
+def cause_blocks(incident: View) -> list[Block]:
+    """Why a run failed: cause, node, rank, evidence and the traceback."""
+    where = [f"rank {incident['rank']}"] if incident["rank"] is not None else []
+    where += [f"node {incident['node']}"] if incident["node"] else []
+    told = CAUSES.get(incident["cause"])
+    blocks: list[Block] = [
+        Line(""),
+        Line(f"cause      {incident['cause']}" + (f" ({', '.join(where)})" if where else ""), "bold red"),
+        *([Line(f"meaning    {told.meaning}" + (f"; {told.todo}" if told.todo else ""))] if told else []),
+        Line(f"evidence   {one_line(incident['evidence'], EVIDENCE_CHARACTERS)}"),
+        Line(f"decision   {incident['action'] or 'none yet'}: {own_words(incident)}"),
+    ]
+    if incident["traceback"]:
+        lines = incident["traceback"].rstrip().splitlines()
+        blocks += [Line(one_line(f"  {line}", EVIDENCE_CHARACTERS)) for line in lines]
+    return blocks
+
+
+def _node_blocks(view: View, everything: bool) -> list[Block]:
+    nodes = view["nodes"]
+    if not nodes:
+        return []
+    shown = nodes
+    if len(nodes) > NODES_LISTED_MAX and not everything:
+        shown = [node for node in nodes if node["role"] not in ("active", "spare")]
+    blocks: list[Block] = [Line("")]
+    if shown:
+        rows = [[n["name"], n["role"], _clock(n["since"]), _cut(n["reason"])] for n in shown]
+        blocks.append(Table(("NODE", "ROLE", "SINCE", "REASON"), rows))
+    if len(shown) < len(nodes):
+        roles = [node["role"] for node in nodes]
+        told = ", ".join(f"{roles.count(r)} {r}" for r in ("active", "spare") if r in roles)
+        blocks.append(Line(f"and {told} (--all lists every node)"))
+    return blocks
+
+
+def _incident_blocks(view: View, everything: bool) -> list[Block]:
+    incidents = view["incidents"] if everything else view["incidents"][-INCIDENTS_LISTED:]
+    if not incidents:
+        return []
+    earlier = len(view["incidents"]) - len(incidents)
+    rows = [
+        [
+            str(i["id"]), _clock(i["at"]), _cause(i), i["node"] or "-",
+            i["action"] or "-", _steps(i), _took(i),
+            short_reason(i["reason"], i["evidence"], TEXT_CHARACTERS),
+        ]
+        for i in incidents
+    ]  # fmt: skip
+    headers = ("#", "AT", "CAUSE", "NODE", "ACTION", "STEPS", "TOOK", "WHY")
+    blocks: list[Block] = [Line(""), Table(headers, rows, right=frozenset({0}))]
+    return [*blocks, Line(f"and {count(earlier, 'earlier incident')} (--all)")] if earlier else blocks
+
+
+def _cut(text: str) -> str:
+    """What somebody else may have written at length; `--json` and the report have all of it."""
+    return one_line(text, TEXT_CHARACTERS)
+
+
+def _cause(incident: View) -> str:
+    return incident["cause"] or ("(being found)" if incident["open"] else "-")
+
+
+def _took(incident: View) -> str:
+    return duration(sum(incident["seconds"].values())) + (" so far" if incident["open"] else "")
+
+
+def _steps(incident: View) -> str:
+    """Steps lost: from where, back to where."""
+    if incident["step_restored"] is None:
+        return str(incident["step_lost_from"])
+    return f"{incident['step_lost_from']} -> {incident['step_restored']}"
+
+
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _clock(text: str | None) -> str:
+    """HH:MM:SS, with the date when it is not today's."""
+    if text is None:
+        return "-"
+    at = datetime.fromisoformat(text)
+    return at.strftime("%H:%M:%S" if at.date() == datetime.now(at.tzinfo).date() else "%m-%d %H:%M:%S")

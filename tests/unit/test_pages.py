@@ -1,0 +1,211 @@
+"""The goodput report as a page: whole by itself, whatever a run's texts contain."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import html.parser
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jurymast.core.goodput.accounting import CATEGORIES, Interval
+from jurymast.core.run.state import TierState
+from jurymast.report.goodput import account_of, report_view
+from jurymast.report.liveness import Liveness
+from jurymast.report.pages import charts
+from jurymast.report.pages.report import page, report_page
+from jurymast.report.status import Watcher, read_status
+from support.commands import crash_loop, swapped
+from support.stories import Story
+
+ALIVE, ENDED = Liveness("alive", "RUNNING", "17"), Liveness("ended")
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def watcher(story: Story, tmp_path: Path) -> Watcher:
+    return read_status(story.write(tmp_path / "run"))
+
+
+class Page(html.parser.HTMLParser):
+    """Collects tags, and checks that they are closed in order."""
+
+    VOID = frozenset({"meta", "br", "link", "img", "input"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&"
+
+
+def test_the_page_is_whole_loads_nothing_and_escapes_everything(tmp_path: Path) -> None:
+    story = Story().running()
+    story.failed(1, error="ValueError", message=EVIL, trace=f"Traceback\n{EVIL}\n")
+    story.stopped()
+    story.recovered(0, 30)
+    watching = watcher(story, tmp_path)
+    report = report_view(watching, ALIVE, story.t)
+    report["provenance"]["script"] = EVIL
+    written = page(report, account_of(watching, ALIVE, story.t), watching.state)
+    parser = Page()
+    parser.feed(written)
+    assert parser.open == []
+    assert "alert(1)" in written
+    assert not re.search(r"<script>alert|<img|onerror=alert\(1\)>", written)
+    kinds = [tag for tag, _ in parser.tags]
+    assert kinds.count("script") == 2, "the page's own, and its figures"
+    assert kinds.count("style") == 1
+    assert "svg" in kinds
+    for _, attributes in parser.tags:
+        assert not {"src", "srcset", "style", "onclick", "onload", "onerror"} & set(attributes)
+        assert (attributes.get("href") or "#").startswith("#")
+    assert not re.search(r"url\(|@import|https?://", written.split('id="report">')[0])
+    embedded = written.split('id="report">')[1].split("</script>")[0]
+    assert json.loads(embedded) == json.loads(json.dumps(report))
+
+
+def test_a_browser_obeys_no_style_or_script_but_the_pages_own(tmp_path: Path) -> None:
+    story = swapped()
+    watching = watcher(story, tmp_path)
+    written = page(
+        report_view(watching, ALIVE, story.t), account_of(watching, ALIVE, story.t), watching.state
+    )
+    allowed = re.search(r"Content-Security-Policy\"\s+content=\"([^\"]+)\"", written)
+    assert allowed is not None
+    rules = dict(rule.split(" ", 1) for rule in html.unescape(allowed[1]).split("; "))
+    assert rules["default-src"] == "'none'"
+    for tag in ("style", "script"):
+        (own,) = re.findall(rf"<{tag}>(.*?)</{tag}>", written, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+        assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+def test_hostile_names_are_shown_as_they_are_and_do_nothing(tmp_path: Path) -> None:
+    """A run's name, script and arguments are somebody's, and so are the errors of its training."""
+    story = Story().running()
+    story.failed(1, error=EVIL, message=EVIL, trace=f"\x1b[2J{EVIL}\x00\n")
+    watching = watcher(story, tmp_path)
+    report = report_view(watching, ALIVE, story.t)
+    for key in ("run", "name", "state", "end_reason"):
+        report[key] = EVIL
+    report["warnings"] = [EVIL]
+    report["incidents"][0].update(
+        cause=EVIL, node=EVIL, action=EVIL, reason=EVIL, evidence=EVIL, tiers={EVIL: 1}
+    )
+    report["provenance"] = {EVIL: [EVIL], "directory": EVIL, **dict.fromkeys(report["provenance"], EVIL)}
+    report["categories"][EVIL] = 1.0
+    watching.state.incidents[0].cause = watching.state.incidents[0].node = EVIL
+    watching.state.saved[EVIL] = TierState(step=1, failures=1, error=EVIL)
+    account = account_of(watching, ALIVE, story.t)
+    account.stays[EVIL] = account.stays["n1"]
+    written = page(report, account, watching.state)
+    parser = Page()
+    parser.feed(written)
+    assert parser.open == []
+    assert {tag for tag, _ in parser.tags}.isdisjoint({"img", "iframe", "object", "embed", "form", "base"})
+    assert [tag for tag, _ in parser.tags].count("script") == 2
+    assert html.unescape(written).count(EVIL) > 10
+    assert EVIL not in written
+    assert "\x1b" not in written
+    assert "\x00" not in written
+    for _, attributes in parser.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+
+
+def test_every_category_has_a_colour(tmp_path: Path) -> None:
+    story = swapped()
+    watching = watcher(story, tmp_path)
+    written = page(
+        report_view(watching, ALIVE, story.t), account_of(watching, ALIVE, story.t), watching.state
+    )
+    coloured = set(re.findall(r"\.(c-\w+)\{--c:", written))
+    assert coloured == {charts.kind(category.name) for category in CATEGORIES} | {charts.kind("of tomorrow")}
+
+
+def test_the_page_shows_what_happened_before_all_else(tmp_path: Path) -> None:
+    story = crash_loop()
+    watching = watcher(story, tmp_path)
+    found = report_page(report_view(watching, ENDED), account_of(watching, ENDED, story.t), watching.state)
+    assert (found.state, found.tone) == ("failed", "bad")
+    assert found.failure is not None
+    assert (found.failure.cause, found.failure.todo) == ("worker_exception", "read the traceback")
+    assert "ValueError: bad" in (found.failure.traceback or "")
+    assert [each.total for each in found.incidents] == [
+        pytest.approx(sum(each.seconds)) for each in found.incidents
+    ]
+    assert sum(each.share for each in found.slices) == pytest.approx(1.0)
+    assert found.slices[-1].x + found.slices[-1].share == pytest.approx(1.0)
+    assert found.summary.startswith("12.8 % of 71.1 node-s went into steps that counted. Most of the rest: ")
+    assert found.timeline is not None
+    assert [flag.id for flag in found.timeline.flags] == [1, 2, 3]
+
+
+def test_flags_too_close_for_a_number_keep_their_line(tmp_path: Path) -> None:
+    story = Story().running()
+    for error in ("ValueError", "KeyError"):
+        story.failed(1, error=error)
+        story.stopped()
+        story.recovered(0, story.state.best_step + 1)
+    story.stepped(100_000)
+    watching = watcher(story, tmp_path)
+    drawn = charts.timeline(account_of(watching, ALIVE, story.t), watching.state.incidents)
+    assert drawn is not None
+    assert [flag.number for flag in drawn.flags] == [True, False]
+
+
+def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
+    story = Story(active=600, spares=20).allocated().ranks_up().restored(0).stepped(1)
+    done = 1
+    for round_ in range(30):
+        for _ in range(20):
+            done += 10
+            story.stepped(done).saved(done)
+        if round_ % 3 == 0:
+            story.lost(story.state.placement[round_])
+            story.stopped()
+            story.recovered(done, done + 1)
+            done += 1
+    watching = watcher(story, tmp_path)
+    report = report_view(watching, ALIVE, story.t)
+    account = account_of(watching, ALIVE, story.t)
+    rows, left_out = charts.rows_of(account)
+    assert left_out == 0
+    assert len(rows) < 40
+    assert any(row.label.endswith("x like n11") or " x like " in row.label for row in rows)
+    written = page(report, account, watching.state)
+    assert len(written) < 300_000
+    assert written.count("<rect") < 3000
+
+
+def test_coarse_intervals_keep_order_and_gaps() -> None:
+    marks = [(0, 10, "step"), (10, 11, "rework"), (11, 30, "step"), (60, 99, "hang")]
+    fine = [Interval(*mark) for mark in marks]
+    merged = charts.coarse(fine, 0, 100, 10)
+    assert [(i.start, i.end, i.category) for i in merged] == [(0, 30, "step"), (60, 100, "hang")]
