@@ -55,7 +55,7 @@ def test_the_probe_is_found_and_reports_a_marked_node(folder: Path, marked: bool
     metadata = folder / "acme_probe-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-probe\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[{group}]\n{point}\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\n{point}\n".replace('"', ""))
     mark = folder / "mark"
     if marked:
         mark.write_text("fan 3 is slow\n")
