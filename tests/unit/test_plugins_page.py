@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from support.runs import ROOT
 
 PAGE = (ROOT / "docs" / "plugins.md").read_text()
