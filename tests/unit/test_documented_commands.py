@@ -19,7 +19,6 @@ HERE = ("jurymast plan ", "jurymast simulate ")
 ELSEWHERE = {
     "make install": "what runs these tests was made by it",
     "make demo": "tests/local/test_demo.py",
-    "jurymast demo": "tests/local/test_demo.py",
     "jurymast submit --nodes ": "tests/slurm/test_documents.py",
     "jurymast submit --spares 2 job.sbatch": "tests/slurm/test_documents.py",
     "jurymast submit job.sbatch": "tests/slurm/test_documents.py",
