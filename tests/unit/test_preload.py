@@ -15,7 +15,7 @@ import pytest
 PACKAGE = {
     "torch/__init__.py": """
         import logging, os, warnings
-        import colorsys
+        import asyncio, colorsys
         LOG = logging.getLogger("torch")
         THREADS = os.environ.get("OMP_NUM_THREADS")
         LEVEL = os.environ.get("TORCH_LEVEL")
@@ -30,7 +30,7 @@ PACKAGE = {
 BEGIN = """
 import sys
 loaded = frozenset(sys.modules)
-import os, warnings
+import concurrent, os, warnings
 from jurymast.worker import preload
 filters = list(warnings.filters)
 own = preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in loaded})
@@ -89,6 +89,18 @@ assert late is stages[2].modules["torch.late"] and torch.late is late
 assert "colorsys" not in sys.modules
 import colorsys
 assert colorsys is stages[1].modules["colorsys"]
+""",
+    )
+
+
+def test_pythons_own_modules_have_what_they_imported(run: Path) -> None:
+    """asyncio is loaded with torch, its package concurrent before: nothing imports its futures once more."""
+    check(
+        run,
+        """
+assert "asyncio" not in sys.modules and "concurrent.futures" not in sys.modules
+import asyncio
+assert asyncio.base_events.concurrent.futures.ThreadPoolExecutor
 """,
     )
 

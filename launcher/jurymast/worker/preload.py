@@ -150,8 +150,11 @@ class Hidden:
         self._watch_torch = "torch" not in self._group_of
 
     def hide(self) -> None:
-        """From now on they are not there."""
+        """From now on they are not there. Python's own packages keep their parts as attributes: others of its
+        modules, which are not run again, count on what they imported."""
         for group, modules in self._groups.items():
+            if group[0] in sys.stdlib_module_names:
+                continue
             self._detached[group] = [
                 (holder, child, module)
                 for name, module in modules.items()
