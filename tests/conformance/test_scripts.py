@@ -34,6 +34,7 @@ CASES = [
     Case("unguarded", ("unguarded",), ("train.py", "--name", "a b", "")),
     Case("processes", ("processes.py",), ("processes.py",)),
     Case("module", ("package",), ("-m", "trainer.train", "--steps", "2", "--", "--rest")),
+    Case("directory", ("folder",), ("app", "x")),
     Case("literal", ("variables_literal.py",), ("variables_literal.py",)),
     Case("computed", ("variables_computed.py",), ("variables_computed.py", "x")),
     Case("compiled", ("compiled.py",), ("compiled.py",)),

@@ -155,6 +155,7 @@ def test_variables_that_contradict_jurymast_are_refused(script: Path) -> None:
     ("behind", "error", "says"),
     [
         (("nowhere.py",), ScriptError, "nowhere.py does not exist"),
+        (("/",), ScriptError, "/ is a directory without a __main__.py"),
         (("-m",), UsageError, "needs a module name"),
         (("--lr", "1"), UsageError, "where the training script should"),
     ],

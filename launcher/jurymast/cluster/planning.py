@@ -182,16 +182,16 @@ def _script(words: list[str]) -> tuple[str, list[str], bool]:
 
 
 def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
-    """The script as ranks that start in `directory` name it: as it was typed, if that finds it there. Raises
-    ScriptError."""
+    """The script as ranks that start in `directory` name it: as it was typed, if that finds it there. Like
+    Python, it takes a directory that has a `__main__.py`. Raises ScriptError."""
     tried = [directory / script, submitted_from / script]
-    path = next((path for path in tried if os.path.isfile(path)), tried[0])
+    path = next((path for path in tried if os.path.exists(path)), tried[0])
     try:
-        path.open("rb").close()
+        (path / "__main__.py" if path.is_dir() else path).open("rb").close()
     except OSError as error:
-        what = (
-            "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        )
+        what = f"cannot be read: {error.strerror}"
+        if isinstance(error, FileNotFoundError):
+            what = "is a directory without a __main__.py" if path.is_dir() else "does not exist"
         raise ScriptError(
             f"the training script {script} {what}", hint=f"looked for {path}; for a module say -- -m MODULE"
         ) from error
