@@ -26,7 +26,9 @@ POLL_S = 0.1
 @json_option
 @runs_option
 def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
-    """Have all ranks save at their next common step, and wait until that is complete."""
+    """Have all ranks save at their next common step, and wait until all have that step in memory. Replicas
+    and copies on storage follow."""
+    from jurymast.core.checkpoints.copies import MEMORY
     from jurymast.report.status import read_status
 
     directory = the_run(run, runs)
@@ -43,7 +45,8 @@ def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
     if as_json:
         show_json({"run": directory.root.name, "step": step, "tier": tier})
     else:
-        click.echo(f"step {step} of {directory.root.name} is saved in the {tier} tier")
+        follow = "; replicas and copies on storage follow" if tier == MEMORY else ""
+        click.echo(f"step {step} of {directory.root.name} is saved in the {tier} tier{follow}")
 
 
 def _await_save(watcher: Watcher, done: int, limit_s: float) -> tuple[int, str] | None:
