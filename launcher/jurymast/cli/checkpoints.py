@@ -68,7 +68,7 @@ DAMAGED_EXIT_CODE = CheckpointError.exit_code
     help="Look into this object store too (s3://bucket/prefix); default: the policy's.",
 )
 @click.option("--delete", is_flag=True, help="After a rollback: delete what it set aside.")
-@click.option("--unsealed", is_flag=True, help="Fetch a checkpoint for which the run's key does not vouch.")
+@click.option("--unsealed", is_flag=True, help="Fetch a checkpoint that is not signed with the run's key.")
 @json_option
 @runs_option
 def command(

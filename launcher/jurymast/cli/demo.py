@@ -35,9 +35,9 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 @click.option("-N", "--nodes", type=click.IntRange(1, 32), default=4, metavar="N", help="Active nodes.  [4]")
 @click.option("--spares", type=click.IntRange(0, 8), default=1, metavar="N", help="Spare nodes.  [1]")
 @click.option("--steps", type=click.IntRange(30), default=240, metavar="N", help="Steps to train.  [240]")
-@click.option("--no-fault", is_flag=True, help="Break nothing.")
+@click.option("--no-fault", is_flag=True, help="Run without a fault.")
 @click.option("--keep", is_flag=True, help="Keep the run directory, in $JURYMAST_RUNS or ./runs.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the story goes to stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
 def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_json: bool) -> int:
     """Train a small GPT on this machine, kill a node on the way, and see it go on.
 

@@ -29,12 +29,12 @@ ALIKE_SHOWN = 3
 
 @click.command(epilog=examples("jurymast events 4711 --follow"))
 @run_argument
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
-@click.option("-a", "--all", "everything", is_flag=True, help="Each node's word and each step report too.")
+@click.option("-f", "--follow", is_flag=True, help="Continue until the run ends.")
+@click.option("-a", "--all", "everything", is_flag=True, help="Also routine reports of every node and step.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with `at` and `text`.")
 @runs_option
 def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path | None) -> None:
-    """Tell what happened in a run, and what was decided and why (=>)."""
+    """Show what happened in a run, and what was decided (=>) and why."""
     from jurymast.report.status import Watcher
 
     watcher = Watcher(the_run(run, runs, only_look=True))

@@ -25,16 +25,18 @@ WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
     "--limit", type=click.FloatRange(0.1), metavar="S",
     help="Seconds for a look; one that takes longer is tried once more.  [look-limit-s: 30]",
 )  # fmt: skip
-@click.option("--explain", type=int, metavar="XID", help="Tell what a Xid code of NVIDIA's driver means.")
+@click.option("--explain", type=int, metavar="XID", help="Explain an Xid code of NVIDIA's driver.")
 @click.option("--thresholds", is_flag=True, help="List the probes' limits.")
-@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="With this policy's limits.")
+@click.option(
+    "--policy", type=click.Path(path_type=Path), metavar="FILE", help="Use the limits of this policy."
+)
 @json_option
 @click.pass_context
 def command(
     click_context: click.Context, names: tuple[str, ...], limit: float | None, explain: int | None,
     thresholds: bool, policy: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Look at this machine through every probe, now.
+    """Check this machine with every probe, now.
 
     Ends with 0: nothing that a run would act on. 1: something is suspect. 2: something is bad.
     3: nothing could be seen. The kernel's log, where it may be read, counts for the last hour.

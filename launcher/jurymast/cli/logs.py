@@ -39,9 +39,9 @@ FILES_A_SECOND = 2000.0
 )  # fmt: skip
 @click.option("--all", "everything", is_flag=True, help="All ranks, however many there are.")
 @click.option("-a", "--attempt", type=click.IntRange(1), metavar="A", help="Which attempt.  [the newest]")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends, through later attempts.")
+@click.option("-f", "--follow", is_flag=True, help="Continue through later attempts until the run ends.")
 @click.option("-n", "--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines of each rank.")
-@click.option("--job", is_flag=True, help="The job's own log instead: supervisor, agents and Slurm.")
+@click.option("--job", is_flag=True, help="The log of the job instead: supervisor, agents and Slurm.")
 @runs_option
 def command(
     run: str, rank: tuple[int, ...], everything: bool, attempt: int | None, follow: bool, tail: int | None,

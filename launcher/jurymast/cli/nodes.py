@@ -15,9 +15,7 @@ from jurymast.errors import RunDirectoryError, UsageError
 
 @click.command(epilog=examples("jurymast nodes --all", "jurymast nodes --forgive node012"))
 @click.option("-a", "--all", "everything", is_flag=True, help="Also nodes without an incident.")
-@click.option(
-    "--forgive", metavar="NODE", help="NODE was repaired: what it did so far keeps it out no longer."
-)
+@click.option("--forgive", metavar="NODE", help="NODE was repaired: its history no longer excludes it.")
 @json_option
 @runs_option
 def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | None) -> None:

@@ -45,7 +45,7 @@ runs_option: Callable[[Any], Any] = click.option(
     "--runs", type=click.Path(path_type=Path), metavar="DIR",
     help="Where run directories are kept.  [$JURYMAST_RUNS, or ./runs]",
 )  # fmt: skip
-json_option: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+json_option: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def examples(*lines: str) -> str:

@@ -45,7 +45,12 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
     "--rate", type=POSITIVE, metavar="R",
     help="Failures per 1,000 node-days.  [the policy's, or what fleets report: 5, 90 % between 1 and 11]",
 )  # fmt: skip
-@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="What to do about failures.")
+@click.option(
+    "--policy",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Policy file: what to do about failures.",
+)
 @click.option(
     "--restart-s", type=click.FloatRange(0.0), metavar="S",
     help="From a failure to new steps.  [as measured, and 30 for the training's own start]",
@@ -61,7 +66,9 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
     "--target", type=click.FloatRange(0.5, 1.0, max_open=True), metavar="SHARE",
     help="Goodput to find the storage's bandwidth for.  [0.95]",
 )  # fmt: skip
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with pictures.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts."
+)
 @json_option
 def command(
     policy: Path | None, figures: Path | None, html: Path | None, as_json: bool, **given: Any

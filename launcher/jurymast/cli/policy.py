@@ -14,7 +14,7 @@ from jurymast.errors import PolicyError, UsageError
 @click.group(invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Start a policy file, check it, or show what it comes to."""
+    """Create, check or show a policy."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 

@@ -26,7 +26,7 @@ from jurymast.errors import UsageError
 )
 @run_argument
 @click.option(
-    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page, all in one file."
+    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page in one file."
 )
 @click.option("--compare", metavar="RUN2", help="Show another run beside it.")
 @json_option

@@ -117,12 +117,14 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 @_time("--step", "One training step.")
 @_time("--repair", "From a failure until the node, or another, is a spare.")
 @_time("--requeue", "From a requeue to the next allocation.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with pictures.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts."
+)
 @json_option
 def command(
     nodes: int, days: float, seeds: int, policy: Path | None, html: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Run the state machine, the cadence and the accounting through simulated failures."""
+    """Run the state machine, the cadence and the accounting against simulated failures."""
     from jurymast.core.planning.spares import auto_spares
     from jurymast.report.simulation import simulate_blocks, simulated_lines
     from jurymast.sim.cadences import asked_cadence

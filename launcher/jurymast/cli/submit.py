@@ -99,13 +99,18 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
     help="Active nodes.  [as the batch script says, or 1]",
 )
 @click.option(
-    "--spares", callback=_spares, metavar="N|auto", help="Nodes kept warm besides, ready to step in."
+    "--spares", callback=_spares, metavar="N|auto", help="Spare nodes, kept warm to replace failed ones."
 )
 @click.option(
     "--nproc-per-node", "--nproc_per_node", type=click.IntRange(1), metavar="K",
     help="Ranks on each node.  [the node's GPUs as asked from Slurm, else 1]",
 )  # fmt: skip
-@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="What to do about failures.")
+@click.option(
+    "--policy",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Policy file: what to do about failures.",
+)
 @click.option(
     "--cluster", type=click.Choice(["slurm", "local"]), default="slurm",
     help="Submit to Slurm, or run on this machine.  [slurm]",

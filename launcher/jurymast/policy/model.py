@@ -90,13 +90,13 @@ class Section(BaseModel):
 class Nodes(Section):
     min: Annotated[
         int | None, BeforeValidator(values.none_or_one_or_more), _either({"type": "null"}, _ONE_OR_MORE)
-    ] = _key(None, "the run may shrink to this many active nodes; not supported yet, and refused")
+    ] = _key(None, "smallest number of active nodes; refused, not supported yet")
 
 
 class Detect(Section):
     heartbeat: Duration = _key("0.5s", "how often each node's agent reports")
     node_lost_after: AutoDuration = _key("auto", "silence after which a node counts as lost")
-    hang: AutoOffDuration = _key("auto", "time without a step after which ranks count as hung; or off")
+    hang: AutoOffDuration = _key("auto", "time without a step after which ranks count as hung, or off")
     start_within: Duration = _key("30m", "time to the first step of an attempt")
     join_within: Duration = _key("5m", "time for all nodes' agents to report after the job starts")
 
@@ -131,10 +131,10 @@ class Object(Section):
 
 class Tiers(Section):
     memory: Annotated[Memory | None, BeforeValidator(_switch), _Switch(on=True)] = _key(
-        {}, "this node's memory; or off"
+        {}, "memory of the rank's own node, or off"
     )
     peer: Annotated[Peer | None, BeforeValidator(_switch), _Switch(on=True)] = _key(
-        {}, "another node's memory; or off"
+        {}, "memory of another node, or off"
     )
     local: Annotated[Local | None, BeforeValidator(_switch), _Switch()] = _key(False, "the node's own disk")
     shared: Annotated[Shared, BeforeValidator(lambda value: {} if value is None else value)] = _key(
@@ -151,7 +151,7 @@ class Checkpoint(Section):
             _AUTO, _TIME, {"type": "string", "pattern": r"^\s*\d+\s*steps?\s*$", "examples": ["200 steps"]}
         ),
     ] = _key("auto", 'how often to save: auto, "200 steps", "10m"')
-    max_loss: Duration = _key("15m", "most training time a failure may cost; bounds an auto cadence")
+    max_loss: Duration = _key("15m", "most training time that a failure may cost; limits an auto cadence")
     tiers: Tiers = _key({}, "where checkpoints are kept")
 
 
@@ -165,27 +165,27 @@ class Failures(Section):
         float | None,
         BeforeValidator(values.auto_or_rate),
         _either(_AUTO, {"type": "number", "exclusiveMinimum": 0}),
-    ] = _key("auto", "failures per 1,000 node-days, if you know it")
-    half_life: Duration = _key("14d", "after this long a failure counts half in the rate that was learnt")
-    burst: Duration = _key("10m", "failures this soon after one are the same trouble")
+    ] = _key("auto", "failures per 1,000 node-days, if known")
+    half_life: Duration = _key("14d", "age at which a past failure counts half in the failure rate")
+    burst: Duration = _key("10m", "failures within this time of each other count as one")
     restarts: RestartBudgets = _key({}, "how many restarts in how much time")
     requeues: Annotated[
         int | None, BeforeValidator(values.unlimited_or_count), _either({"const": "unlimited"}, _COUNT)
     ] = _key("unlimited", "how often the Slurm job may go back to the queue")
     stop_grace: Duration = _key(
-        "1s", "how long ranks that get a SIGTERM have until they are killed; torchrun waits 30 s"
+        "1s", "time from SIGTERM to SIGKILL when ranks are stopped; torchrun waits 30 s"
     )
 
 
 class Health(Section):
-    skip: list[str] = _key([], "probes that do not run, by name: nvidia, amd, infiniband, host, storage")
+    skip: list[str] = _key([], "names of probes that do not run: nvidia, amd, infiniband, host, storage")
     xid: dict[XidCode, Literal["ok", "suspect", "bad", "application", "sympathetic"]] = _key(
-        {}, "your own reading of NVIDIA's Xid codes; jurymast health --explain XID shows the packaged one"
+        {}, "your own classification of NVIDIA's Xid codes; jurymast health --explain XID shows the default"
     )
     thresholds: dict[ThresholdName, float] = _key(
-        {}, "your own limits; jurymast health --thresholds lists them"
+        {}, "your own limits; jurymast health --thresholds lists all"
     )
-    data: list[str] = _key([], "paths with training data that must respond on every node")
+    data: list[str] = _key([], "paths of training data that must respond on every node")
     preflight: AutoOffDuration = _key(
         "auto", "time for tests of nodes before their first attempt: auto (with GPUs only), off, or how long"
     )
@@ -193,10 +193,8 @@ class Health(Section):
         float,
         BeforeValidator(values.off_or_factor),
         _either(_OFF, {"type": "number", "exclusiveMinimum": 1}),
-    ] = _key(1.5, "swap out a rank that stays this many times slower than the others; or off")
-    workaround: OnOff = _key(
-        True, "on: ranks leave out a failing network device of a node that has another one; or off"
-    )
+    ] = _key(1.5, "swap out a rank that stays this many times slower than the others, or off")
+    workaround: OnOff = _key(True, "on: ranks avoid a failing network device if the node has another one")
 
 
 class NodesPolicy(Section):
@@ -208,18 +206,20 @@ class NodesPolicy(Section):
             {"type": "number", "minimum": 0, "maximum": 1},
             {"type": "string", "pattern": r"^\d+(?:\.\d+)?%$", "examples": ["2%"]},
         ),
-    ] = _key("2%", "largest share of the run's nodes that may be blamed at a time; one always may")
-    expire: Duration = _key("24h", "when an exclusion is forgotten")
+    ] = _key("2%", "largest share of the run's nodes that may be blamed at a time; one node always may")
+    expire: Duration = _key("24h", "time after which an exclusion ends")
     together: Duration = _key(
-        "3m", "the same on many nodes within this time is nobody's fault; Slurm gets a bad node back after it"
+        "3m",
+        "the same fault on many nodes within this time blames no node; Slurm gets a bad node back after it",
     )
     spool: str = _key(
-        "/var/spool/jurymast", "with drain: where the site's health check looks for word of bad nodes"
+        "/var/spool/jurymast",
+        "with drain: the directory in which the site's health check finds reports of bad nodes",
     )
 
 
 class Network(Section):
-    encrypt: OnOff = _key(False, "on: images are hidden on their way between nodes")
+    encrypt: OnOff = _key(False, "on: images are encrypted between nodes")
 
 
 class Notification(Section):
@@ -229,10 +229,10 @@ class Notification(Section):
 
 class Policy(Section):
     spares: Annotated[int | None, BeforeValidator(values.auto_or_count), _either(_AUTO, _COUNT)] = _key(
-        "auto", "nodes kept warm beside the active ones: auto, or a number"
+        "auto", "spare nodes kept warm: auto, or a number"
     )
     start: Literal["warm", "cold"] = _key(
-        "warm", "warm: ranks find torch loaded already; cold: each loads it by itself, as under torchrun"
+        "warm", "warm: ranks start with torch loaded; cold: each rank loads it, as under torchrun"
     )
     nodes: Nodes = _key({}, "bounds on the number of active nodes")
     detect: Detect = _key({}, "when something counts as failed")
@@ -241,4 +241,4 @@ class Policy(Section):
     nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes")
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     network: Network = _key({}, "what nodes send each other")
-    notify: list[Notification] = _key([], "programs to call; not supported yet, and refused")
+    notify: list[Notification] = _key([], "programs to call; refused, not supported yet")

@@ -22,7 +22,7 @@ def schema() -> dict[str, Any]:
     names = {"type": "string", "minLength": 1}
     made["properties"] = {
         "extends": {
-            "description": "the file, or files, that this one is laid over; relative to this one",
+            "description": "files whose values this one overrides; paths are relative to this file",
             "anyOf": [names, {"type": "array", "items": names}],
         },
         **made["properties"],
