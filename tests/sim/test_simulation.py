@@ -160,8 +160,9 @@ def test_without_a_spare_the_run_goes_back_to_the_queue() -> None:
 
 
 def test_a_script_that_fails_again_and_again_ends_the_run() -> None:
+    """Each time after new steps: else it would be a crash loop."""
     setup = Setup(nodes=4, spares=0, seconds=10_000, settings=Settings())
-    outcome = ran(setup, [Fault(1000.0 + 100 * i, kind="script") for i in range(6)])
+    outcome = ran(setup, [Fault(1000.0 + 800 * i, kind="script") for i in range(6)])
     assert outcome.state == "failed"
     assert "application budget spent" in outcome.reason
     assert len(outcome.incidents) == 4
