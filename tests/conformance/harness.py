@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jurymast.core import events as ev
-from support.runs import RunUnderTest, end_all, tree, wait_gone
+from support.runs import RunUnderTest, end_all, telling_where, tree, wait_gone
 from support.s3_server import free_port
 from support.waiting import wait_until
 
@@ -180,8 +180,13 @@ def jurymast_run(case: Case, folder: Path, *, policy: str = POLICY) -> Iterator[
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     submitted = json.loads(done.stdout)
+    run = RunUnderTest(Path(submitted["directory"]))
     try:
-        yield RunUnderTest(Path(submitted["directory"]))
+        with telling_where(submitted["pid"]):
+            yield run
+    except BaseException:
+        print(run.story())
+        raise
     finally:
         end_all(tree(submitted["pid"]))
 

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import runpy
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from support.runs import stacks
 
 LIMIT_S = 300.0
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "jurymast.checkpoint.checkpointer"]
@@ -67,25 +68,18 @@ def run_all(what: str, processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.start()
     end = time.monotonic() + LIMIT_S
-    stacks = ""
+    told = ""
     try:
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
     finally:
         for process in processes:
             if process.is_alive():
-                stacks += _stack(process)
+                told += stacks(process.pid or 0)
                 process.kill()
                 process.join()
     failed = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode != 0}
-    assert not failed, f"{what}: exit codes of the ranks that failed: {failed}\n{stacks}"
-
-
-def _stack(process: BaseProcess) -> str:
-    """Where it stands."""
-    command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--native", "--pid", str(process.pid)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout
+    assert not failed, f"{what}: exit codes of the ranks that failed: {failed}\n{told}"
 
 
 def run_script(script: Path, size: int, *arguments: str, folder: Path, each: int | None = None) -> None:

@@ -140,7 +140,8 @@ def local_run(
     seen: dict[int, psutil.Process] = {}
     pid = json.loads((run.directory.submission / "local.json").read_text())["pid"]
     try:
-        yield run
+        with telling_where(pid):
+            yield run
     finally:
         for process in tree(pid):
             seen[process.pid] = process
@@ -181,6 +182,36 @@ def wait_gone(directory: Path, limit_s: float = 60.0) -> None:
             end_all(left)
             raise AssertionError(f"left over after the run: {told}")
         time.sleep(POLL_S)
+
+
+@contextmanager
+def telling_where(pid: int) -> Iterator[None]:
+    """When a test fails within this, print where all processes of `pid` stand: a wait that never ended has no
+    other witness."""
+    try:
+        yield
+    except BaseException:
+        for process in tree(pid):
+            print(stacks(process.pid))
+        raise
+
+
+def stacks(pid: int) -> str:
+    """Where a process stands, in Python and below, as far as can be seen."""
+    kernel = [_read(Path("/proc", str(pid), name)) for name in ("comm", "wchan")]
+    command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--native", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{pid} {kernel}: {error}"
+    return f"{pid} {kernel}: {done.stdout or done.stderr}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError as error:
+        return str(error.strerror)
 
 
 def result(path: Path) -> dict[str, Any]:

@@ -272,11 +272,27 @@ IDLE = (
     Frame("/x/site-packages/torch/utils/data/_utils/worker.py", 320, "_worker_loop"),
     Frame("/home/me/train.py", 20, "main"),
 )
+IMPORTS = (Frame("<frozen importlib._bootstrap>", 1027, "acquire"), *IDLE[1:])
+NOT_BEGUN = (
+    Frame("/usr/lib/python3.11/multiprocessing/util.py", 170, "_run_after_forkers"),
+    Frame("/usr/lib/python3.11/multiprocessing/popen_fork.py", 71, "_launch"),
+    Frame("/home/me/train.py", 20, "main"),
+)
 STUCK = (
     Frame("/usr/lib/python3.11/threading.py", 5, "wait"),
     Frame("/home/me/data.py", 7, "__getitem__"),
     *IDLE[1:],
 )
+
+
+def test_torchdatas_loader_is_a_loader() -> None:
+    stack = (
+        Frame("/usr/lib/python3.11/selectors.py", 415, "select"),
+        Frame("/x/site-packages/torchdata/stateful_dataloader/stateful_dataloader.py", 1215, "_try_get_data"),
+        Frame("/x/site-packages/lightning/pytorch/trainer/trainer.py", 560, "fit"),
+        Frame("/home/me/train.py", 20, "main"),
+    )
+    assert place(stack) == IN_LOADER
 
 
 @pytest.mark.parametrize(
@@ -288,6 +304,18 @@ STUCK = (
             (LoaderWorker(0, "S", IDLE), LoaderWorker(1, "S", STUCK)),
             LOADER,
             "waits at train.py:20 for its DataLoader worker 1, which is in __getitem__ at data.py:7",
+        ),
+        (
+            (LoaderWorker(0, "S", IMPORTS),),
+            LOADER,
+            "waits at train.py:20 for its DataLoader worker 0, which is in acquire at "
+            "<frozen importlib._bootstrap>:1027",
+        ),
+        (
+            (LoaderWorker(0, "S", NOT_BEGUN),),
+            LOADER,
+            "waits at train.py:20 for its DataLoader worker 0, which has not begun: "
+            "in _run_after_forkers at util.py:170",
         ),
         (
             (LoaderWorker(0, "T"), LoaderWorker(1, "S", STUCK)),

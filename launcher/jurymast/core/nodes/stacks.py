@@ -118,7 +118,9 @@ _MAIN_THREAD = re.compile(r'^(Current thread |Thread .*"MainThread")')
 _THREAD = re.compile(r"^(Current thread |Thread )")
 # Neither the user's script nor what it is made of.
 _NOT_THE_USERS = re.compile(r"^<|/lib/python3[^/]*/|/(site|dist)-packages/|/jurymast/(worker|checkpoint)/")
-_WORKER_LOOP = "_worker_loop"  # torch's, of a process that loads data
+# torch's and torchdata's, of a process that loads data, and where it stands while it has nothing to load
+_WORKER_LOOP = "_worker_loop"
+_AWAITS_WORK = re.compile(r"/multiprocessing/(queues|connection)\.py$|/selectors\.py$")
 # By a frame's file; the innermost frame that is in this table, or the user's, says where the rank stands.
 _AUTOGRAD = re.compile(r"/torch/autograd/")
 _IN_COLLECTIVE = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)")
@@ -128,7 +130,7 @@ _PLACES = (
     (re.compile(r"/torch/distributed/checkpoint/"), CODE),  # writes and reads files
     (_IN_COLLECTIVE, COLLECTIVE),
     (_AUTOGRAD, BACKWARD),
-    (re.compile(r"/torch/utils/data/"), LOADER),
+    (re.compile(r"/torch/utils/data/|/torchdata/"), LOADER),
 )
 _SAID = {COLLECTIVE: "", BACKWARD: "backward", LOADER: "the data loader"}
 # Decorators, and what a collective is made of.
@@ -177,12 +179,20 @@ class LoaderWorker:
             return "has ended"
         if self.state == "T":
             return "is stopped (state T)"
+        if not self.stack:
+            return f"gave no stack (state {self.state})"
         inner = [frame.function for frame in self.stack]
-        own = self.stack[: inner.index(_WORKER_LOOP)] if _WORKER_LOOP in inner else self.stack
-        users = next((frame for frame in own if not _NOT_THE_USERS.search(frame.file)), None)
-        if users is not None:
-            return f"is in {users.function} at {users.place}"
-        return "" if self.stack else f"gave no stack (state {self.state})"
+        begun = _WORKER_LOOP in inner
+        # Below its loop there is only what its rank did when it was forked.
+        own = self.stack[: inner.index(_WORKER_LOOP)] if begun else self.stack[:1]
+        if begun and all(_AWAITS_WORK.search(frame.file) for frame in own):
+            return ""
+        at = next((frame for frame in own if not _NOT_THE_USERS.search(frame.file)), self.stack[0])
+        return (
+            f"is in {at.function} at {at.place}"
+            if begun
+            else f"has not begun: in {at.function} at {at.place}"
+        )
 
 
 def behind(at: Place, workers: Sequence[LoaderWorker]) -> Place:
