@@ -243,6 +243,26 @@ def test_who_learns_of_a_reset_at_its_next_heartbeat_is_not_lost(heartbeat_s: fl
     assert ears.lost() == ["n3"]
 
 
+def test_the_time_to_come_back_after_a_reset_begins_when_the_next_heartbeat_is_due() -> None:
+    ears = Ears()
+    ears.passes(0.3, beating=("n1", "n2"))  # n3's next is due in 0.2 s
+    ears.closes("n3", reset=True)
+    ears.passes(0.2 + RECONNECT_GRACE_S, beating=("n1", "n2"))
+    assert ears.lost() == []
+    ears.passes(0.1, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+
+
+def test_a_node_that_was_late_before_a_reset_has_a_whole_heartbeat_to_come_back() -> None:
+    ears = Ears()
+    ears.passes(0.6, beating=("n1", "n2"))
+    ears.closes("n3", reset=True)
+    ears.passes(ears.state.settings.heartbeat_s + RECONNECT_GRACE_S - 0.05, beating=("n1", "n2"))
+    assert ears.lost() == []
+    ears.passes(0.15, beating=("n1", "n2"))
+    assert ears.lost() == ["n3"]
+
+
 def test_what_is_told_of_an_older_connection_says_nothing_of_the_node() -> None:
     ears = Ears()
     ears.joins("n3", 2)
@@ -513,7 +533,7 @@ def test_one_voice_is_enough_to_hear_that_others_are_dead() -> None:
     assert ears.lost() == [], "it has its time anew"
     ears.passes(0.3, beating=("n1", "n2"))
     assert ears.lost() == ["n3"]
-    ears.passes(3.0, beating=("n1",))  # a single other node that is silent may as well be dead
+    ears.passes(3.1, beating=("n1",))  # a single other node that is silent may as well be dead
     assert ears.lost() == ["n3", "n2"]
     assert ears.pulses() == [False, True]
 

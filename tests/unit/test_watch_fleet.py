@@ -2,7 +2,8 @@
 seconds, and nodes that really die. No healthy node may be lost, and every dead one must be, in time.
 
 What is taken for granted: a heartbeat is at most `SPIKE_S` late; when a single connection breaks, both ends
-learn it at once, and nothing holds the agent up that comes back. To play a seed again: `-k 'fleet and [17]'`.
+learn it at once (after a reset the agent with its next heartbeat), and nothing holds the agent up that comes
+back. To play a seed again: `-k 'fleet and [17]'`.
 """
 
 from __future__ import annotations
@@ -193,6 +194,8 @@ class Fleet:
     def beat(self, agent: Agent, line: Line) -> None:
         if agent.line is line and agent.died_at is None:
             self.says(line, lambda: self.do(self.watch.beat(agent.name, beat_of(1, []), self.now)))
+            if line.broken:  # what it has said is answered by another reset
+                self.after(self.random.uniform(0.0, DELAY_S), lambda: self.broke(agent, line))
             self.after(HEARTBEAT_S, lambda: self.beat(agent, line))
 
     def wait(self, agent: Agent, line: Line) -> None:
@@ -230,8 +233,8 @@ class Fleet:
 
         reset = self.random.random() < 0.5  # then it learns it when it speaks next
         self.after(self.random.uniform(0.0, DELAY_S), lambda: self.hears(closed))
-        learns_s = self.random.uniform(0.0, DELAY_S + (HEARTBEAT_S if reset else 0.0))
-        self.after(learns_s, lambda: self.broke(agent, line))
+        if not reset or line.arrived > self.now:  # what is under way meets the reset, too
+            self.after(self.random.uniform(0.0, DELAY_S), lambda: self.broke(agent, line))
 
     def storms(self) -> None:
         """Many connections break, and some tries to come back are lost for a while."""

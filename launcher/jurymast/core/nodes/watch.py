@@ -53,8 +53,8 @@ ISOLATED = 0.6
 # A supervisor that hears no other node waits this long for a successor before it believes its ears.
 ISOLATION_LIMIT_S = 15.0
 # An agent whose connection was closed in order, as by its process's end, but that lives is back sooner than
-# this (up to the second where ticks of the supervisor are late), and after a reset, of which it learns when
-# it says something next, a heartbeat later,
+# this (up to the second where ticks of the supervisor are late); after a reset, of which it learns when it
+# says something next, that time begins when its next heartbeat is due,
 RECONNECT_GRACE_S, RECONNECT_LIMIT_S = 0.25, 1.0
 # (many that come back together, so many seconds) unless so many connections broke within so many seconds,
 MANY, MANY_WITHIN_S, MANY_LIMIT_S = 3, 1.0, 2.0
@@ -97,7 +97,7 @@ class NodeWatch:
 
 class Watch:
     """`now` is the supervisor's clock. It must tick about every `STEADY_INTERVAL_S`, or sooner; all else that
-    is measured in seconds is as of the newest tick of the watcher's own clock."""
+    is measured in seconds is of the watcher's own clock."""
 
     def __init__(self, state: RunState, now: float) -> None:
         self._state = state
@@ -151,7 +151,7 @@ class Watch:
         if not self._is_newest(node, connection):
             return []
         at, effects = self.clock.at(now), list[Effect]()
-        grace_s = RECONNECT_GRACE_S + (self._heartbeat_s if reset else 0.0)
+        grace_s = RECONNECT_GRACE_S + (self._next_beat_s(node, at) if reset else 0.0)
         self._put(node, NodeWatch(self.nodes[node].arrivals, away=Away(at, grace_s, "closed")))
         self._broken[node] = None
         self._broke_at.append(at)
@@ -170,6 +170,12 @@ class Watch:
                 if (away := self.nodes[name].away) and not away.many:
                     away.limit_s, away.many = self._many_limit_s(), True
         return effects
+
+    def _next_beat_s(self, node: str, at: float) -> float:
+        """Until the node's next heartbeat is due. Of one that is late already nothing is known: it may come a
+        whole interval from now."""
+        due_s = self.nodes[node].arrivals.last + self._heartbeat_s - at
+        return due_s if due_s >= 0 else self._heartbeat_s
 
     def _many_limit_s(self) -> float:
         return rejoin_limit_s(len(self._state.nodes), MANY_LIMIT_S)
@@ -228,7 +234,7 @@ class Watch:
         watch = self.nodes.get(node)
         if watch is None:
             return []
-        watch.arrivals.beat(self.clock.now)
+        watch.arrivals.beat(self.clock.at(now))
         self.reports.beat(node, beat)
         if now < watch.answered_at + EARLY * self._lateness.answer_every_s:
             return []
