@@ -55,6 +55,7 @@ def test_a_trainer_goes_on_from_its_newest_checkpoint(
         wait_gone(run.directory.root)
     assert state.phase is Phase.SUCCEEDED, run.story()
     _assert_one_rank_was_killed(run)
+    assert not [event for event in run.events() if isinstance(event, ev.ColdStart)]
     assert [i.step_restored for i in state.incidents] == [RESTORED[script] if more else None]
     assert _weights(tmp_path / "jurymast") == torchruns_weights(script, session_folder)
 

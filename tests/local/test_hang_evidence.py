@@ -67,9 +67,16 @@ def test_a_stopped_rank_does_not_hold_the_look_up(tmp_path: Path, monkeypatch: p
     assert incident.seconds()["diagnose"] < 6
 
 
-def test_a_loader_worker_that_stops_before_the_first_step_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [(), pytest.param(("stateful",), marks=pytest.mark.long)])
+def test_a_loader_worker_that_stops_before_the_first_step_is_named(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     """The ranks themselves are well; the others wait for the one, that for its worker."""
-    with local_run(tmp_path / "runs", "--nodes", "2", "--spares", "0", script="loader_stops.py") as run:
+    if arguments:
+        pytest.importorskip("torchdata")
+    with local_run(
+        tmp_path / "runs", "--nodes", "2", "--spares", "0", script="loader_stops.py", arguments=arguments
+    ) as run:
         state = run.wait_end()
         wait_gone(run.directory.root)
     assert state.exit_code == 0, run.story()

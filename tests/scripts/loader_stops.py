@@ -1,4 +1,5 @@
-"""Loads data by one worker process, which in the first attempt stops before the first step; no main guard."""
+"""Loads data by one worker process, which in the first attempt stops before the first step; no main guard.
+With an argument the loader is torchdata's."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
+
+if sys.argv[1:]:
+    from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader  # type: ignore[no-redef, unused-ignore]
 
 FIRST = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 

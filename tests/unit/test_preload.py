@@ -145,6 +145,7 @@ assert torch is ahead
         ("del os.environ['TORCH_LEVEL']", ["TORCH_LEVEL"]),
         ("os.environ['TORCH_LEVEL'] = '1'", []),  # what it was
         ("os.environ['TORCH_NCCL_X'] = '1'", []),  # read when a process group is made
+        ("os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'", []),  # asked for by Python code, each time
         ("os.environ['WANDB_PROJECT'] = 'mine'", []),
         ("os.environ['TORCHINDUCTOR_X'] = '1'", []),  # not by this import
     ],

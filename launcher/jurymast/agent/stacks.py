@@ -39,6 +39,7 @@ LIMIT_S = 2.0
 POLL_S = 0.02
 WORKER_LIMIT_S = 0.3
 LOADER_WORKER = "pt_data_worker"
+SPAWNED = "--multiprocessing-fork"
 # A file that has not grown for so many looks is complete: faulthandler writes no end mark.
 STILL_LOOKS = 2
 STACK_BYTES_MAX = 256 * 1024
@@ -247,13 +248,15 @@ def _ask(ranks: list[_Rank], end: float) -> None:
 def _ask_workers(rank: _Rank, end: float) -> None:
     """Those that were forked from the rank answer into the same file; each has it to itself for a moment."""
     own, found = rank.text, list[stacks.LoaderWorker]()
-    for number, pid in enumerate(_loader_workers(rank.pid)):
+    for pid in _loader_workers(rank.pid):
         worker = _Rank(rank.rank, pid, rank.dump)
         if _can_answer(worker) and stack_signal.listens(pid):
             _ask_one(worker, min(end, time.monotonic() + WORKER_LIMIT_S))
         text = worker.text or _from_outside(pid, end - time.monotonic())
-        state = process_state(pid)[0]
-        found.append(stacks.LoaderWorker(number, state, tuple(stacks.frames(text))))
+        stack, state, number = tuple(stacks.frames(text)), process_state(pid)[0], len(found)
+        if stack and not stacks.loads_data(stack):
+            continue
+        found.append(stacks.LoaderWorker(number, state, stack))
         own += f"\nloader worker {number}, process {pid} (state {state or 'gone'}):\n{text}"
     rank.text, rank.workers = own, found
 
@@ -267,13 +270,19 @@ def _ask_one(process: _Rank, end: float) -> None:
 
 
 def _loader_workers(pid: int) -> list[int]:
-    """A rank's processes that load data, in the order of their starts. torch names them."""
-    found = []
-    for child in _family(pid):
-        with suppress(psutil.Error):
-            if child.name() == LOADER_WORKER:
-                found.append((child.create_time(), child.pid))
-    return [worker for _, worker in sorted(found)]
+    """A rank's processes that load data, in the order of their starts. torch names them; where none has that
+    name (torchdata's have not), whatever multiprocessing has started may be one."""
+    named, started = list[tuple[float, int]](), list[tuple[float, int]]()
+    with suppress(psutil.Error):
+        command = psutil.Process(pid).cmdline()
+        for child in _family(pid):
+            with suppress(psutil.Error):
+                age = (child.create_time(), child.pid)
+                if child.name() == LOADER_WORKER:
+                    named.append(age)
+                elif (own := child.cmdline()) == command or SPAWNED in own:
+                    started.append(age)
+    return [worker for _, worker in sorted(named or started)]
 
 
 def _family(pid: int) -> list[psutil.Process]:

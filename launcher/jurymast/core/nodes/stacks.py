@@ -125,12 +125,13 @@ _AWAITS_WORK = re.compile(r"/multiprocessing/(queues|connection)\.py$|/selectors
 _AUTOGRAD = re.compile(r"/torch/autograd/")
 _IN_COLLECTIVE = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py)")
 _COMPILES = re.compile(r"/torch/_(inductor|dynamo)/|/subprocess\.py$")  # or waits for a program of its own
+_LOADS = re.compile(r"/torch/utils/data/|/torchdata/")
 _PLACES = (
     (_COMPILES, CODE),
     (re.compile(r"/torch/distributed/checkpoint/"), CODE),  # writes and reads files
     (_IN_COLLECTIVE, COLLECTIVE),
     (_AUTOGRAD, BACKWARD),
-    (re.compile(r"/torch/utils/data/|/torchdata/"), LOADER),
+    (_LOADS, LOADER),
 )
 _SAID = {COLLECTIVE: "", BACKWARD: "backward", LOADER: "the data loader"}
 # Decorators, and what a collective is made of.
@@ -188,11 +189,14 @@ class LoaderWorker:
         if begun and all(_AWAITS_WORK.search(frame.file) for frame in own):
             return ""
         at = next((frame for frame in own if not _NOT_THE_USERS.search(frame.file)), self.stack[0])
-        return (
-            f"is in {at.function} at {at.place}"
-            if begun
-            else f"has not begun: in {at.function} at {at.place}"
-        )
+        where = f"in {at.function} at {at.place}"
+        return f"is {where}" if begun else f"has not begun: {where}"
+
+
+def loads_data(stack: Sequence[Frame]) -> bool:
+    """Whether a process with this stack was started to load data: that is what its rank did when it forked
+    it."""
+    return any(_LOADS.search(frame.file) for frame in stack)
 
 
 def behind(at: Place, workers: Sequence[LoaderWorker]) -> Place:
