@@ -110,7 +110,7 @@ class Follower:
             if incident.decided_at is None or incident.decided_at > until:
                 return
             self._told += 1
-            why = short_reason(incident.reason, incident.evidence, REASON_CHARACTERS)
+            why = short_reason(incident.evidence, incident.why, REASON_CHARACTERS)
             self._progress.say(f"incident {incident.id}: {incident.cause}: {why}", incident.decided_at)
 
 

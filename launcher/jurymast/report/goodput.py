@@ -18,7 +18,7 @@ from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.report.layout import Block, Line, Table, one_line
 from jurymast.report.liveness import Liveness, look, slurm_jobs
-from jurymast.report.sentences import own_words
+from jurymast.report.sentences import decision
 from jurymast.report.status import Watcher, data_gaps, incident_json, public_state, shown_step
 from jurymast.report.words import amounts, count, duration, iso, node_time, percent, plain_seconds, size
 
@@ -207,7 +207,7 @@ def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
             steps += f": {amounts(i['tiers'])}" if i["tiers"] else ""
         blocks.append(Line(f"  #{i['id']} {i['evidence']} ({steps})"))
         if i["action"]:
-            blocks.append(Line(f"     {i['action']}: {own_words(i)}"))
+            blocks.append(Line(f"     {decision(i)}"))
         blocks += [Line(f"       {line}") for line in (i["traceback"] or "").rstrip().splitlines()[-3:]]
     return blocks
 

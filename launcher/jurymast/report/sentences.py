@@ -8,6 +8,7 @@ from typing import Any
 from jurymast.core.checkpoints.copies import MEMORY
 from jurymast.core.nodes.findings import APPLICATION, SYMPATHETIC
 from jurymast.core.run.attribution import describe_exit
+from jurymast.core.run.incident import because
 from jurymast.journal import single
 from jurymast.report.layout import one_line
 from jurymast.report.words import amounts, count, duration, size, some
@@ -37,18 +38,15 @@ def sentence(entry: Entry) -> str:
     return say(entry) if say else f"({entry.get('event')}, of a newer version of jurymast)"
 
 
-def own_words(incident: Entry) -> str:
-    """A decision's reason without the evidence in it, for where that is shown beside it."""
-    reason, evidence = str(incident["reason"]), str(incident["evidence"])
-    return (reason.replace(evidence, "").strip("; ") if evidence else "") or reason
+def short_reason(evidence: str, why: str, most: int) -> str:
+    """A decision's reason on one line of about `most` characters: of the evidence, so much as fits."""
+    return one_line(because(one_line(evidence, max(most // 2, most - len(why) - 2)), why))
 
 
-def short_reason(reason: str, evidence: str, most: int) -> str:
-    """A decision's reason on one line of about `most` characters: of the evidence in it, so much as fits."""
-    if evidence and len(reason) > most:
-        room = max(most // 2, most - (len(reason) - len(evidence)))
-        reason = reason.replace(evidence, one_line(evidence, room))
-    return one_line(reason)
+def decision(incident: Entry) -> str:
+    """What was decided and why, for where the evidence is shown beside it."""
+    action = str(incident["action"] or "none yet")
+    return f"{action}: {incident['why']}" if incident["why"] else action
 
 
 def _run_started(e: Entry) -> str:

@@ -24,7 +24,7 @@ from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.layout import STYLES, Block, Line, Table, one_line
 from jurymast.report.liveness import Liveness, hear, look, slurm_jobs
-from jurymast.report.sentences import own_words, short_reason
+from jurymast.report.sentences import decision, short_reason
 from jurymast.report.tail import JournalTail
 from jurymast.report.words import count, duration, iso, some
 from jurymast.rundir import RunDirectory
@@ -426,8 +426,8 @@ def _state_detail(view: View, now: float) -> str:
 def _ended_by(view: View) -> str:
     """What the block on the cause does not say anyway."""
     last = view["incidents"][-1] if view["state"] == "failed" and view["incidents"] else None
-    told = last is not None and last["reason"] == view["end_reason"]
-    return _cut(own_words(last) if last is not None and told else view["end_reason"])
+    stopped = last is not None and last["action"] == "stop"
+    return _cut(last["why"] if last is not None and stopped else view["end_reason"])
 
 
 def _training(view: View, now: float) -> str:
@@ -452,7 +452,7 @@ def cause_blocks(incident: View) -> list[Block]:
         Line(f"cause      {incident['cause']}" + (f" ({', '.join(where)})" if where else ""), "bold red"),
         *([Line(f"meaning    {told.meaning}" + (f"; {told.todo}" if told.todo else ""))] if told else []),
         Line(f"evidence   {one_line(incident['evidence'], EVIDENCE_CHARACTERS)}"),
-        Line(f"decision   {incident['action'] or 'none yet'}: {own_words(incident)}"),
+        Line(f"decision   {decision(incident)}"),
     ]
     if incident["traceback"]:
         lines = incident["traceback"].rstrip().splitlines()
@@ -487,7 +487,7 @@ def _incident_blocks(view: View, everything: bool) -> list[Block]:
         [
             str(i["id"]), _clock(i["at"]), _cause(i), i["node"] or "-",
             i["action"] or "-", _steps(i), _took(i),
-            short_reason(i["reason"], i["evidence"], TEXT_CHARACTERS),
+            short_reason(i["evidence"], i["why"], TEXT_CHARACTERS),
         ]
         for i in incidents
     ]  # fmt: skip

@@ -6,9 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def because(evidence: str, why: str) -> str:
+    """A decision's whole reason as one sentence: what was found, and what followed from it."""
+    return "; ".join(part for part in (evidence, why) if part)
+
+
 @dataclass
 class Incident:
-    """Times are seconds since the epoch, None until known. Steps are the training's own."""
+    """Times are seconds since the epoch, None until known. Steps are the training's own. `why`: what `action`
+    follows from, beside the evidence."""
 
     id: int
     fault_at: float
@@ -23,7 +29,7 @@ class Incident:
     traceback: str = ""
     signature: str = ""
     action: str = ""
-    reason: str = ""
+    why: str = ""
     stopped_at: float | None = None
     decided_at: float | None = None
     launched_at: float | None = None
@@ -34,6 +40,10 @@ class Incident:
     recovered_at: float | None = None
     ended_at: float | None = None
     tiers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> str:
+        return because(self.evidence, self.why)
 
     @property
     def open(self) -> bool:
@@ -63,8 +73,8 @@ class Incident:
         return {
             "id": self.id, "cause": self.cause, "node": self.node or None, "rank": self.rank,
             "evidence": self.evidence, "traceback": self.traceback or None, "charged": self.charged,
-            "action": self.action, "reason": self.reason, "attempt": self.attempt, "at": self.fault_at,
-            "recovered_at": self.recovered_at, "open": self.open,
+            "action": self.action, "why": self.why, "reason": self.reason, "attempt": self.attempt,
+            "at": self.fault_at, "recovered_at": self.recovered_at, "open": self.open,
             "seconds": {name: round(value, 6) for name, value in self.seconds().items()},
             "step_lost_from": self.step_lost_from, "step_restored": self.step_restored, "tiers": self.tiers,
         }  # fmt: skip

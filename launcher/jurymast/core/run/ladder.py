@@ -35,11 +35,11 @@ PATIENT_WINDOW_S = 3600.0
 
 @dataclass(frozen=True)
 class Decision:
-    """`action`: restart, swap, requeue or stop; `bad`: nodes that leave the placement, those of `blames` for
-    a finding."""
+    """`action`: restart, swap, requeue or stop; `why`: what it follows from, beside the cause's evidence;
+    `bad`: nodes that leave the placement, those of `blames` for a finding."""
 
     action: str
-    reason: str
+    why: str
     bad: tuple[str, ...] = ()
     backoff_s: float = 0.0
     exit_code: int = 0
@@ -61,41 +61,32 @@ def decide(state: RunState, cause: Cause) -> Decision:
         why += "; on the occasion out: " + ", ".join(f"{b.node} ({b.evidence})" for b in aside)
     if not bad:
         wait_s = patient_s(_patient_tries(state, cause)) if cause.kind in PATIENT else wait_s
-        return Decision("restart", f"{cause.evidence}; {why}", backoff_s=wait_s)
+        return Decision("restart", why, backoff_s=wait_s)
     coming = [node for node in state.nodes.values() if node.coming]
     unblamed = [node for node in coming if node.role is not Role.SUSPECT and node.name not in bad]
     if len(spares) + len(unblamed) >= len(bad):
         names = some(bad, NODES_TOLD)
-        return Decision(
-            "swap", f"{cause.evidence}; {why}: {names} out, a spare in", bad, wait_s, blames=blames
-        )
+        return Decision("swap", f"{why}: {names} out, a spare in", bad, wait_s, blames=blames)
     lost = any(state.nodes[name].role is Role.FAILED for name in bad)
     must_go = lost or cause.kind == "drain_asked" or any(b.bad for b in blames)
     if not must_go or (blames and not lost and not state.may_requeue):
         # Blamed but alive, and nothing to put in its place: a requeue costs more than another try.
-        return Decision(
-            "restart",
-            f"{cause.evidence}; {why}, but no spare is left: tried again in place",
-            backoff_s=wait_s,
-        )
+        return Decision("restart", f"{why}, but no spare is left: tried again in place", backoff_s=wait_s)
     # Of those, who lacks no more than a torchrun host takes its own place again, and so does a lost one that
     # has come back; and a suspect that is about to be ready is better than a requeue.
     back = [node for node in state.nodes.values() if node.usable and node.name in bad]
     if len(spares) + len(back) + len(coming) >= len(bad) and not blames:
         names = some(bad, NODES_TOLD)
-        return Decision("swap", f"{cause.evidence}; {why}: {names} out, or back soon", bad, wait_s)
+        return Decision("swap", f"{why}: {names} out, or back soon", bad, wait_s)
     if state.may_requeue:
         return Decision(
             "requeue",
-            f"{cause.evidence}; {count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready",
+            f"{count(len(bad), 'node')} to replace, {count(len(spares), 'spare')} ready",
             bad,
             blames=blames,
         )
     return Decision(
-        "stop",
-        f"{cause.evidence}; no spare is left and requeueing is not allowed",
-        bad,
-        exit_code=job_exit_code(cause),
+        "stop", "no spare is left and requeueing is not allowed", bad, exit_code=job_exit_code(cause)
     )
 
 
@@ -134,15 +125,15 @@ def _give_up(state: RunState, cause: Cause) -> Decision | None:
     if repeated >= most and cause.kind not in ("node_lost", "node_crash"):
         return Decision(
             "stop",
-            f"crash loop: the same failure {repeated} times without a new step; {cause.evidence}",
+            f"crash loop: the same failure {repeated} times without a new step",
             exit_code=exit_code,
         )
     alike = repeats_at_step(state.incidents, cause)
     if alike >= most and not state.absolute and cause.kind not in ("node_lost", "node_crash"):
         return Decision(
             "stop",
-            f"crash loop: the same failure {alike} times, each after {state.incidents[-1].step_lost_from} "
-            f"steps; {cause.evidence}",
+            f"crash loop: the same failure {alike} times, each after "
+            f"{state.incidents[-1].step_lost_from} steps",
             exit_code=exit_code,
         )
     budget = state.settings.application if cause.charged == "application" else state.settings.infrastructure
@@ -150,7 +141,7 @@ def _give_up(state: RunState, cause: Cause) -> Decision | None:
     if budget.count is not None and used > budget.count:
         return Decision(
             "stop",
-            f"{cause.charged} budget spent, {budget.count} per {budget.window_s:.0f} s; {cause.evidence}",
+            f"{cause.charged} budget spent, {budget.count} per {budget.window_s:.0f} s",
             exit_code=exit_code,
         )
     return None

@@ -126,7 +126,7 @@ def others_run(state: RunState, names: Collection[str]) -> bool:
 
 def settle(state: RunState, cause: str, evidence: str, action: str, charged: str = INFRASTRUCTURE) -> None:
     incident = state.incidents[-1]
-    incident.cause, incident.evidence, incident.action, incident.reason = cause, evidence, action, evidence
+    incident.cause, incident.evidence, incident.action = cause, evidence, action
     incident.charged, incident.signature = charged, cause
     incident.stopped_at = incident.decided_at = state.now
     _count_failure(state, incident)
@@ -175,7 +175,7 @@ def _diagnose(state: RunState) -> list[Instruction]:
     incident.stopped_at = incident.decided_at = state.now
     _count_failure(state, incident)
     decision = decide(state, cause)
-    incident.action, incident.reason = decision.action, decision.reason
+    incident.action, incident.why = decision.action, decision.why
     return _alert_on(state, cause) + _carry_out(state, decision)
 
 
@@ -222,23 +222,23 @@ def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
 
 def _carry_out(state: RunState, decision: Decision) -> list[Instruction]:
     instructions: list[Instruction] = []
-    state.findings = Findings()
+    incident, state.findings = state.incidents[-1], Findings()
     for blamed in decision.blames:
         instructions += blame.put_out(state, blamed)
         if not blamed.bad:
-            instructions.append(Dismiss(node=blamed.node, reason=decision.reason))
+            instructions.append(Dismiss(node=blamed.node, reason=incident.reason))
     for name in decision.bad:
         node = state.nodes[name]
         if any(blamed.node == name for blamed in decision.blames):
             continue
         if node.role is not Role.FAILED:
-            node.drained = state.incidents[-1].cause == "drain_asked"
-            node.become(Role.FAILED if node.drained else Role.SUSPECT, decision.reason, state.now)
-            instructions.append(Dismiss(node=name, reason=decision.reason))
+            node.drained = incident.cause == "drain_asked"
+            node.become(Role.FAILED if node.drained else Role.SUSPECT, incident.reason, state.now)
+            instructions.append(Dismiss(node=name, reason=incident.reason))
     if decision.action == "stop":
-        return [*instructions, finish(state, "failed", decision.exit_code, decision.reason)]
+        return [*instructions, finish(state, "failed", decision.exit_code, incident.reason)]
     if decision.action == "requeue":
-        return [*instructions, _requeue(state, decision.reason)]
+        return [*instructions, _requeue(state, incident.reason)]
     state.phase, state.deadline = Phase.WAITING, None
     state.not_before = state.now + decision.backoff_s
     return instructions + _replace(state)
@@ -346,7 +346,7 @@ def _replace(state: RunState) -> list[Instruction]:
         return _fill(state, open_places, [node.name for node in spares])
     incident = state.incidents[-1]
     incident.action = "requeue"
-    incident.reason += "; no spare came in time"
+    incident.why += "; no spare came in time"
     if state.may_requeue:
         return [_requeue(state, incident.reason)]
     incident.action = "stop"

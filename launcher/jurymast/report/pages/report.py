@@ -13,7 +13,6 @@ from jurymast.core.run.state import RunState
 from jurymast.report.goodput import PARTS, cadence_text, mtbf_text, reach
 from jurymast.report.pages import render
 from jurymast.report.pages.charts import Bar, Slice, Timeline, kind, slices, timeline
-from jurymast.report.sentences import own_words
 from jurymast.report.status import tiers_json
 from jurymast.report.words import count, duration, node_time, percent
 
@@ -52,7 +51,7 @@ class IncidentView:
     node: str | None
     rank: int | None
     action: str | None
-    reason: str
+    why: str
     evidence: str
     traceback: str | None
     open: bool
@@ -203,7 +202,7 @@ def _incident(incident: Mapping[str, Any]) -> IncidentView:
         node=incident["node"],
         rank=incident["rank"],
         action=incident["action"] or None,
-        reason=own_words(incident),
+        why=incident["why"],
         evidence=incident["evidence"],
         traceback=incident["traceback"],
         open=incident["open"],
