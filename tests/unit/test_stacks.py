@@ -266,7 +266,7 @@ def test_a_compilation_under_ddp_is_no_wait_for_others() -> None:
     assert place(stack) == Place(CODE, "in step at train.py:56")
 
 
-IN_LOADER = Place(LOADER, "in the data loader at train.py:20")
+IN_LOADER = Place(LOADER, "in the data loader at train.py:20", "train.py:20")
 IDLE = (
     Frame("/usr/lib/python3.11/multiprocessing/connection.py", 5, "poll"),
     Frame("/x/site-packages/torch/utils/data/_utils/worker.py", 320, "_worker_loop"),

@@ -18,7 +18,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # agents do without, and start sooner so
@@ -151,10 +151,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands: `kind` of those above, `text` for people: "in all_reduce at train.py:57"."""
+    """Where a rank stands: `kind` of those above, `text` for people: "in all_reduce at train.py:57", with the
+    line as `where` ("" when it is not known)."""
 
     kind: str
     text: str
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,7 @@ def behind(at: Place, workers: Sequence[LoaderWorker]) -> Place:
     told = ", ".join(f"worker {worker.number}, which {worker.trouble()}" for worker in holding[:PLACES_TOLD])
     if at.kind == UNKNOWN:
         return Place(UNKNOWN, f"{at.text}, may wait for its DataLoader {told}")
-    where = at.text.rpartition(" at ")[2]
-    return Place(BLOCKED if dead else LOADER, f"waits at {where} for its DataLoader {told}")
+    return Place(BLOCKED if dead else LOADER, f"waits at {at.where} for its DataLoader {told}", at.where)
 
 
 def stand(stack: Sequence[Frame], at: Place, busy: int = 0) -> Stand:
@@ -251,9 +252,9 @@ def place(stack: Sequence[Frame], process: str = "") -> Place:
             break
         if kind:
             where = (users or frame).place
-            return Place(kind, f"in {_SAID[kind] or _collective(stack, frame)} at {where}")
+            return Place(kind, f"in {_SAID[kind] or _collective(stack, frame)} at {where}", where)
     innermost = users or stack[0]
-    return Place(CODE, f"in {innermost.function} at {innermost.place}")
+    return Place(CODE, f"in {innermost.function} at {innermost.place}", innermost.place)
 
 
 def _collective(stack: Sequence[Frame], innermost: Frame) -> str:
