@@ -38,7 +38,6 @@ DUPLICATE_S = 5.0
 # A node's clock may be off by so much, and the supervisor starts some seconds after the job.
 CLOCK_SLACK_S = 30.0
 ALERTS_KEPT = 100
-MANY = "many "  # the subject of an alert, before the group of findings
 
 ACTING_KINDS = (findings.HARDWARE, findings.NETWORK, findings.HOST)
 ACTING_VERDICTS = (Verdict.BAD, Verdict.SUSPECT)
@@ -54,12 +53,13 @@ _UNIT = re.compile(r"GPC\W*(\d+)\D+TPC\W*(\d+)", re.IGNORECASE)
 @dataclass(frozen=True)
 class Ruling:
     """What is to be done about a finding: `out`, its node leaves the active ones for `finding`; `alert`: tell
-    people instead; or `note` it."""
+    people instead, once for all nodes if `many` show the like (their group of findings); or `note` it."""
 
     finding: Finding
     out: bool = False
     note: str = ""
     alert: tuple[str, str] | None = None  # subject, message
+    many: str = ""
 
 
 def take(state: RunState, event: HealthFound) -> Finding | None:
@@ -100,7 +100,8 @@ def rule(state: RunState, node: Node, raw: Finding) -> Ruling:
     finding = escalated(state, node.name, raw)
     common = on_many(state, finding)
     if common:
-        return Ruling(finding, alert=(f"{MANY}{_group(finding)}", common))
+        group = _group(finding)
+        return Ruling(finding, alert=(_shown_by_many(group), common), many=group)
     if finding.code == STORAGE_FULL and finding.verdict in ACTING_VERDICTS:
         message = f"{describe(finding)}; what the run writes there waits for room, and no node is blamed"
         return Ruling(finding, alert=("storage full", message))
@@ -235,7 +236,7 @@ def on_many(state: RunState, finding: Finding) -> str:
     if finding.kind == findings.APPLICATION or not (sympathetic or finding.verdict in ACTING_VERDICTS):
         return ""
     group, run_nodes, together_s = _group(finding), state.active + state.spares, state.settings.together_s
-    alert = _open_alert(state, f"{MANY}{group}")
+    alert = _open_alert(state, _shown_by_many(group))
     if alert is None:
         most = FEW_NODES if sympathetic else max(FEW_NODES, MANY_FRACTION * run_nodes)
         nodes: set[str] = set()
@@ -304,25 +305,31 @@ def blame_for(state: RunState, name: str, finding: Finding) -> Blame:
     return Blame(name, state.now, causes.of_finding(finding), describe(finding), bad, _group(finding))
 
 
-def raise_alert(state: RunState, subject: str, message: str, nodes: Collection[str]) -> list[Instruction]:
-    """Tell people, once for what comes together. When many nodes show the same, those that were the first to
-    be blamed for it are cleared."""
-    group = subject.removeprefix(MANY)
+def raise_alert(
+    state: RunState, subject: str, message: str, nodes: Collection[str], many: str = ""
+) -> list[Instruction]:
+    """Tell people, once for what comes together. When many nodes show findings of one group, `many`, those
+    that were the first to be blamed for it are cleared."""
     alert = _open_alert(state, subject)
     if alert is not None:
         alert.nodes.update(dict.fromkeys(nodes))
         alert.until = state.now
-        if group != subject:
-            _forgive(state, nodes, group)
+        if many:
+            _forgive(state, nodes, many)
         return []
     seen = dict.fromkeys(nodes)
-    if group != subject:
+    if many:
         since = state.now - state.settings.together_s
-        seen = dict.fromkeys(s.node for s in state.recent if s.group == group and s.t >= since) | seen
-        _take_back(state, group, message)
-        _forgive(state, seen, group)
+        seen = dict.fromkeys(s.node for s in state.recent if s.group == many and s.t >= since) | seen
+        _take_back(state, many, message)
+        _forgive(state, seen, many)
     state.alerts = [*state.alerts[1 - ALERTS_KEPT :], Alert(subject, state.now, state.now, message, seen)]
     return [RaiseAlert(nodes=tuple(seen), reason=message)]
+
+
+def _shown_by_many(group: str) -> str:
+    """The subject of the alert."""
+    return f"many {group}"
 
 
 def _open_alert(state: RunState, subject: str) -> Alert | None:

@@ -396,7 +396,7 @@ def _health_found(state: RunState, event: ev.HealthFound) -> list[Instruction]:
     instructions: list[Instruction] = []
     if ruling.alert is not None:
         subject, message = ruling.alert
-        instructions += blame.raise_alert(state, subject, message, (node.name,))
+        instructions += blame.raise_alert(state, subject, message, (node.name,), ruling.many)
     if ruling.note:
         state.notes.append((event.t, ruling.note))
     if not ruling.out:
