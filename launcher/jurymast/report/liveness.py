@@ -44,11 +44,16 @@ WAITING_STATES = frozenset(
 @dataclass(frozen=True)
 class Liveness:
     """`kind`: ended (the journal says so), alive, pending, gone or unknown; `detail` is Slurm's word for it
-    (PENDING comes with the reason); `job` is what was looked at: a Slurm job id, or pid N."""
+    (PENDING comes with the reason). What was looked at is a Slurm `job`, or the local process `pid`."""
 
     kind: str
     detail: str = ""
     job: str = ""
+    pid: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"pid {self.pid}" if self.pid else self.job
 
 
 def slurm_jobs(directory: RunDirectory, state: RunState) -> list[tuple[str, str]]:
@@ -106,16 +111,16 @@ def _written_at(path: Path) -> float:
 def _local(directory: RunDirectory) -> Liveness:
     try:
         record = foreign.load(directory.submission / "local.json")
-        job, host = f"pid {int(record['pid'])}", record.get("host")
+        pid, host = int(record["pid"]), record.get("host")
     except (OSError, ValueError, KeyError, TypeError):
         return Liveness("unknown", "slurm/local.json cannot be read")
     if host != socket.gethostname():
-        return Liveness("unknown", f"it runs on {host}", job)
+        return Liveness("unknown", f"it runs on {host}", pid=pid)
     from jurymast.cluster.local import local_process
 
     if local_process(directory) is None:
-        return Liveness("gone", "its process has ended", job)
-    return Liveness("alive", "RUNNING", job)
+        return Liveness("gone", "its process has ended", pid=pid)
+    return Liveness("alive", "RUNNING", pid=pid)
 
 
 def slurm_state(job: str, cluster: str = "") -> Liveness:

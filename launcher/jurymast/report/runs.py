@@ -73,7 +73,7 @@ def run_row(watcher: Watcher, known: Mapping[str, list[str]]) -> Row:
     row = _empty(state.run or plan.run)
     ended_at = state.ended_at or (None if life.kind != "gone" else state.now or plan.submitted_at)
     row.update(
-        job=jobs[-1][0] if jobs else life.job.removeprefix("pid ") or None, name=state.name or plan.name,
+        job=jobs[-1][0] if jobs else str(life.pid or "") or None, name=state.name or plan.name,
         user=_owner(watcher.directory), st=CODES[word], state=word, step=shown_step(state),
         nodes=len(state.nodes) or plan.nodes, nodelist=_nodelist(state.placement or tuple(state.nodes)),
         time=squeue_time((ended_at or time.time()) - (state.submitted_at or plan.submitted_at)),

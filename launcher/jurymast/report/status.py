@@ -131,7 +131,7 @@ def exit_code_of(state: RunState, life: Liveness) -> int | None:
 
 
 def _job(life: Liveness) -> str:
-    return f"Slurm job {life.job}" if life.job.isdigit() else f"the local run ({life.job})"
+    return f"Slurm job {life.job}" if life.job else f"the local run ({life.id})"
 
 
 def shown_step(state: RunState) -> int:
@@ -175,7 +175,7 @@ def status_view(watcher: Watcher, life: Liveness, now: float, told: Condition | 
         "supervisor": {**asdict(place), "hosts": list(place.hosts)} if place else None,
         "notes": [{"at": iso(t), "message": message} for t, message in state.notes],
         "warnings": warnings(watcher, life, now, told),
-        "job": {"id": life.job, "kind": life.kind, "detail": life.detail},
+        "job": {"id": life.id, "kind": life.kind, "detail": life.detail},
         "submitted_at": iso(state.submitted_at or plan.submitted_at),
         "updated_at": iso(watcher.tail.last_t), "ended_at": iso(ended_at),
         "exit_code": exit_code_of(state, life), "end_reason": why,
@@ -266,7 +266,7 @@ def warnings(watcher: Watcher, life: Liveness, now: float, told: Condition | Non
                 f"step {tier.failed_step}: {tier.error}"
             )
     if life.kind == "unknown":
-        found.append(f"whether {life.job or 'the run'} still runs is not known: {life.detail}")
+        found.append(f"whether {life.id or 'the run'} still runs is not known: {life.detail}")
     last = watcher.tail.last_t
     if unwritten:
         age = f"what is shown here is {duration(now - last)} old" if last else "nothing can be shown here"
