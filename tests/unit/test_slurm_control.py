@@ -23,8 +23,8 @@ from jurymast.cluster.lift import start_time
         ({"JobState": "COMPLETING", "Restarts": "2"}, "requeued"),
         ({"JobState": "PENDING"}, "requeued"),
         ({"JobState": "COMPLETING", "TimeLimit": "UNLIMITED", "RunTime": "9-00:00:00"}, "cancelled"),
-        ({"JobState": "SPECIAL_EXIT"}, "unknown (SPECIAL_EXIT)"),
-        ({}, "unknown ()"),
+        ({"JobState": "SPECIAL_EXIT"}, "special_exit"),
+        ({}, "unknown"),
     ],
 )
 def test_why_a_job_ends(job: dict[str, str], reason: str) -> None:

@@ -159,7 +159,8 @@ def where_options(options: Sequence[str]) -> list[str]:
 
 
 def why_ending(allocation: Allocation) -> str:
-    """After a SIGTERM: cancelled, timeout, preempted, requeued, running, or unknown with Slurm's own word.
+    """After a SIGTERM: cancelled, timeout, preempted, requeued, running, or Slurm's own word for another
+    state; unknown without an answer.
 
     Slurm signals whatever runs in the job, so the first question may be killed as well.
     """
@@ -188,7 +189,7 @@ def reason_of(job: dict[str, str], restarts: int) -> str:
     limit_s, ran_s = seconds_of(job.get("TimeLimit", "")), seconds_of(job.get("RunTime", ""))
     if limit_s is not None and ran_s is not None and ran_s >= limit_s:
         return "timeout"
-    return "cancelled" if "COMPLETING" in states else f"unknown ({job.get('JobState', '')})"
+    return "cancelled" if "COMPLETING" in states else job.get("JobState", "").lower() or "unknown"
 
 
 def seconds_of(text: str) -> int | None:

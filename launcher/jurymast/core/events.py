@@ -294,7 +294,7 @@ class Asked(Event):
 @dataclass(frozen=True, kw_only=True)
 class Signalled(Event):
     """Slurm signalled the job: `signal` is SIGTERM (it ends), SIGUSR2 (its time limit is near), or, once
-    Slurm was asked why it ends, timeout, preempted or unknown (with Slurm's own word)."""
+    Slurm was asked why it ends, timeout, preempted, or Slurm's own word for another reason."""
 
     signal: str
 

@@ -47,7 +47,9 @@ from jurymast.errors import never
 # While a run just runs, only silence is looked for at every tick; the rest at every so many.
 STEADY_LOOKS = 3
 # Slurm's answer when a job does not end at all, and how that begins when it gives none or no useful one.
-STILL_RUNNING, UNKNOWN = "running", "unknown"
+STILL_RUNNING = "running"
+# Why Slurm ends a job, as far as that is known.
+ENDINGS = frozenset({STILL_RUNNING, "cancelled", "timeout", "preempted", "requeued"})
 ASK_AGAIN_S = 2.0
 # Who asks for a restart, and why, after a take-over.
 HALF_TOLD = "the supervisor that took over: not all nodes were told of the launch before"
@@ -414,7 +416,7 @@ class Supervision:
                 return self.terminated(now)
             left = "its agent got a SIGTERM"
             return self._do(self.watch.left(asked.node, asked.connection, left, now), now)
-        before, self.departure.unexplained = self.departure.unexplained, why.startswith(UNKNOWN)
+        before, self.departure.unexplained = self.departure.unexplained, why not in ENDINGS
         if self.departure.unexplained:
             self._ask_at = now + ASK_AGAIN_S
             if before:
