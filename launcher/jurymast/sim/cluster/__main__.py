@@ -76,7 +76,7 @@ def main() -> int:
     for result in every(range(arguments.seed, arguments.seed + arguments.plans), arguments.processes):
         done, seconds = done + 1, seconds + result.seconds
         if result.broken:
-            broken[result.broken.partition(":")[0]] += 1
+            broken[result.rule] += 1
             tell(result, as_json=arguments.json)
         if time.monotonic() > told_at + TOLD_EVERY_S:
             told_at = time.monotonic()

@@ -32,16 +32,22 @@ WATCHED_LIVES = 3
 
 @dataclass(frozen=True)
 class Result:
-    """`broken`: the rule that was, and how, or ""; `lives`: of the job, one more than it was requeued."""
+    """`rule`: the one that was broken, or "", and `how`; `lives`: of the job, one more than it was
+    requeued."""
 
     plan: Plan
-    broken: str
+    rule: str
+    how: str
     seconds: float  # of simulated time
     events: int
     steps: int
     restores: tuple[str, ...]
     state: str  # the run's, as people see it
     lives: int
+
+    @property
+    def broken(self) -> str:
+        return f"{self.rule}: {self.how}" if self.rule else ""
 
 
 class Cluster:
@@ -374,19 +380,20 @@ class Cluster:
 
 def run(plan: Plan) -> Result:
     """What came of it. An error of a machine is a broken rule as well."""
-    broken = ""
+    rule = how = ""
     cluster = Cluster(plan)
     try:
         cluster.run()
     except Violation as error:
-        broken = str(error)
+        rule, how = error.args
     except Exception as error:
-        broken = f"0: a machine failed: {type(error).__name__}: {error} (at {cluster.world.now:.3f} s)"
+        rule = "0: a machine failed"
+        how = f"{type(error).__name__}: {error} (at {cluster.world.now:.3f} s)"
     oracle = cluster.oracle
     state = oracle.supervisor.state.public_state if oracle.supervisor is not None else ""
     restores = tuple(oracle.restores_from)
     return Result(
-        plan, broken, cluster.world.now, cluster.world.events, oracle.steps, restores, state,
+        plan, rule, how, cluster.world.now, cluster.world.events, oracle.steps, restores, state,
         cluster.restarts + 1,
     )  # fmt: skip
 
@@ -395,6 +402,6 @@ def smallest(result: Result) -> Result:
     """Faults are left out as long as the same rule is broken."""
     for plan in smaller(result.plan):
         tried = run(plan)
-        if tried.broken.partition(":")[0] == result.broken.partition(":")[0]:
+        if tried.rule == result.rule:
             return smallest(tried)
     return result

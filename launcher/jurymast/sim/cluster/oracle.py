@@ -11,7 +11,7 @@ from jurymast.core import effects as do
 from jurymast.core import events as ev
 from jurymast.core.checkpoints.copies import MEMORY, Key, age
 from jurymast.core.checkpoints.retention import Rollback
-from jurymast.core.run.instructions import Finish, Requeue
+from jurymast.core.run.instructions import Finish, Requeue, StopWorkers
 from jurymast.core.run.state import Phase
 from jurymast.sim.cluster.keeper import Image, SimKeeper, whole
 
@@ -52,6 +52,9 @@ KEYS_MAX, IMAGES_PER_RANK_MAX, LINES_A_SECOND = 8, 4, 8.0
 class Violation(AssertionError):
     """A rule was broken. `args`: the rule, and how."""
 
+    def __str__(self) -> str:
+        return ": ".join(self.args)
+
 
 @dataclass
 class Oracle:
@@ -68,6 +71,7 @@ class Oracle:
         self._complete: dict[Key, float] = {}
         self._planned: dict[int, int] = {}
         self._newest: Group | None = None
+        self._unfound: set[int] = set()  # attempts whose ranks saw no checkpoint, and knew of one
         self._rollbacks: list[Rollback] = []
         self._word_at = self._step_at = self._supervised_at = self._supervises_since = 0.0
         self._unfindable_at = 0.0
@@ -76,7 +80,7 @@ class Oracle:
         self.steps = 0
 
     def fail(self, rule: str, how: str) -> None:
-        raise Violation(f"{rule}: {how} (at {self.cluster.world.now:.3f} s)")
+        raise Violation(rule, f"{how} (at {self.cluster.world.now:.3f} s)")
 
     @property
     def _ending(self) -> bool:
@@ -155,8 +159,10 @@ class Oracle:
                 self._choice(supervisor, event)
             case ev.NodeLost():
                 self._blamed(supervisor, event)
-            case ev.RanksHung() if "did not start" in event.evidence and not self.storage_fine(60.0):
-                self.fail(NO_BLAME, f"ranks are said to hang while storage does: {event.evidence}")
+            case ev.Tick() if any(isinstance(one, StopWorkers) for one in entry.decided):
+                hung = supervisor.state.findings.hung
+                if hung is not None and not self.storage_fine(60.0):
+                    self.fail(NO_BLAME, f"ranks are said to hang while storage does: {hung.evidence}")
 
     def _choice(self, supervisor: SimSupervisor, event: ev.RestorePlanned) -> None:
         self._planned[event.attempt] = event.step
@@ -186,7 +192,7 @@ class Oracle:
             for site in self.cluster.sites.values()
             if self._is_known(site) and self.untouched(site.name, STILL_LIMIT_S, seen_from=node)
         ]
-        if "there is no checkpoint in sight" in decided.reason or self._ending:
+        if state.incidents and state.incidents[-1].attempt in self._unfound or self._ending:
             return  # as good as if it had told people to mount it; and who ends the job is no node
         if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
             self.fail(NO_BLAME, f"the run is {state.public_state}, {fine} are fine: {decided.reason}")
@@ -241,6 +247,9 @@ class Oracle:
     def group_started(self, group: Group) -> None:
         if self._newest is None or group.attempt >= self._newest.attempt:
             self._newest = group
+
+    def unfound(self, group: Group) -> None:
+        self._unfound.add(group.attempt)
 
     def restores(self, group: Group, found: list[tuple[Key, Token]]) -> None:
         if len({key for key, _ in found}) > 1 or len({token.history for _, token in found}) > 1:

@@ -162,6 +162,7 @@ class Group:
         elif key is not None:
             self._begin(key, self.cluster.disk.shared[key][1], SHARED)
         elif self.order.saved:
+            self.cluster.oracle.unfound(self)
             self.fail_all(
                 f"step {self.order.saved} of this run was saved, and there is no checkpoint in sight"
             )
