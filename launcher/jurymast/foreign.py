@@ -220,7 +220,7 @@ def _open(path: os.PathLike[str] | str, flags: int = 0) -> int:
     return descriptor
 
 
-class _Asked(FileIO):
+class _Waiting(FileIO):
     """A file that says when it waits for its storage."""
 
     def __init__(self, descriptor: int, path: os.PathLike[str] | str) -> None:
@@ -237,7 +237,7 @@ class _Asked(FileIO):
 
 
 def _buffered(descriptor: int, path: os.PathLike[str] | str) -> BufferedReader:
-    return BufferedReader(_Asked(descriptor, path))
+    return BufferedReader(_Waiting(descriptor, path))
 
 
 def _all_of(file: BufferedReader, path: Path | str, most: int) -> bytes:

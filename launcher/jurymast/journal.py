@@ -174,8 +174,8 @@ def first_events(directory: RunDirectory, t: float, version: str) -> list[ev.Eve
 def read(directory: RunDirectory) -> Iterator[Entry]:
     """All entries that count, oldest first, those of several nodes still together (see `single`).
 
-    An epoch ends where the next begins (see `Begin`): what a supervisor that had been stopped for a while
-    still wrote after its successor had started, nobody acted on.
+    An epoch ends where the next begins (see `EpochBegin`): what a supervisor that had been stopped for a
+    while still wrote after its successor had started, nobody acted on.
     """
     files = list(directory.journal_files())
     yield from _replaced(files)
@@ -188,7 +188,7 @@ def _replaced(files: Sequence[Path]) -> Iterator[Entry]:
     yield from counting([read_file(path) for path in files], [begin_of(read_file(path)) for path in files])
 
 
-def counting(files: Sequence[Iterable[Entry]], begins: Sequence[Begin]) -> Iterator[Entry]:
+def counting(files: Sequence[Iterable[Entry]], begins: Sequence[EpochBegin]) -> Iterator[Entry]:
     """Of these epochs' files, each with its beginning, all that counts but the last one's."""
     for number, entries in enumerate(files[:-1]):
         later = begins[number + 1 :]
@@ -196,7 +196,7 @@ def counting(files: Sequence[Iterable[Entry]], begins: Sequence[Begin]) -> Itera
 
 
 @dataclass(frozen=True)
-class Begin:
+class EpochBegin:
     """How an epoch begins: when, by its supervisor's clock, and what that one had `read` until then: the last
     line of each epoch before; None if it does not say. Clocks of two nodes may differ by more than it
     takes to take over."""
@@ -211,11 +211,11 @@ class Begin:
         return bool(entry.get("n", 0) <= self.read.get(str(entry.get("epoch")), 0))
 
 
-def begin_of(entries: Iterable[Entry]) -> Begin:
+def begin_of(entries: Iterable[Entry]) -> EpochBegin:
     """By the first lines of its file."""
-    begin = Begin()
+    begin = EpochBegin()
     for entry in islice(entries, FIRST_LINES):
-        begin = Begin(min(begin.t, entry["t"]), entry.get("read"))
+        begin = EpochBegin(min(begin.t, entry["t"]), entry.get("read"))
         if entry.get("event") == ev.SupervisorStarted.__name__:
             break
     return begin

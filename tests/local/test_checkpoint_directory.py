@@ -246,7 +246,7 @@ class Agent:
         monkeypatch.setenv(link.EVENTS_VARIABLE, f"/proc/self/fd/{self._writer}")
         monkeypatch.setenv("LOCAL_RANK", "0")
 
-    def slot(self) -> link.Beat:
+    def slot(self) -> link.RankBeat:
         return link.read_slot(self._page, 0)
 
     def events(self) -> list[dict[str, Any]]:

@@ -15,24 +15,24 @@ import pytest
 from jurymast.core.checkpoints.copies import ALL, MEMORY
 from jurymast.core.messages.keepers import BytesFollow
 from jurymast.keeper import serve
-from jurymast.keeper.copies import Copies, Copy
+from jurymast.keeper.copies import CopyTable, StoredCopy
 from jurymast.keeper.manifest import Manifest
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.memory import MappedBuffer
 from support.keepers import ACCESS, COMMON_BYTES, SIZE, image_bytes, use_small_blocks
 
 step, rank, world, block_bytes, stop_after = map(int, sys.argv[1:])
 use_small_blocks(pytest.MonkeyPatch(), block_bytes)
-buffer = Buffer(SIZE)
+buffer = MappedBuffer(SIZE)
 buffer.map[:SIZE] = image_bytes(step, rank)
 manifest = Manifest(step, 1, rank, world, "2.13", SIZE, COMMON_BYTES).with_blocks(buffer.view(0, SIZE))
-copies = Copies()
-copies.add(Copy(manifest, MEMORY, ALL, buffer))
+copies = CopyTable()
+copies.add(StoredCopy(manifest, MEMORY, ALL, buffer))
 
 sent = 0
 send_from = serve._send_from
 
 
-def send_until_stopped(peer: serve.Peer, copy: Copy, at: int, length: int, way: str) -> None:
+def send_until_stopped(peer: serve.Peer, copy: StoredCopy, at: int, length: int, way: str) -> None:
     global sent
     if stop_after and sent >= stop_after:
         peer.send(BytesFollow(length=length, way=way))

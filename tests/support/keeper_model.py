@@ -13,7 +13,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, age
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.copies import Copy, Image
+from jurymast.core.keeper.copies import Image, KeptCopy
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.slots import SLOTS
 from jurymast.core.keeper.work import Fetched, Found
@@ -75,7 +75,7 @@ class KeeperNode:
         self.free = self.chance.choice([PLENTY, PLENTY, 60 * MIB, 30 * MIB])
         self.buffers: dict[int, tuple[int, int]] = {}  # capacity, and memory taken
         self.content: dict[int, Content] = {}
-        self.served: set[Copy] = set()
+        self.served: set[KeptCopy] = set()
         self.waiting: list[Waiting] = []
         self.hurried: set[int] = set()
         self.works: dict[int, Content] = {}  # what was verified, by number
@@ -90,8 +90,8 @@ class KeeperNode:
         self.kept = {self.safe}  # what the newest attempt may need
         self.states: list[tuple[int, int]] = []
         self.asked: set[tuple[Image, str, tuple[int, ...]]] = set()
-        self.may_go: Callable[[Copy], bool] = lambda copy: False
-        self.gone: list[Copy] = []
+        self.may_go: Callable[[KeptCopy], bool] = lambda copy: False
+        self.gone: list[KeptCopy] = []
         self.restored = self.replicated = self.failed = 0
 
     def live(self, events: int) -> None:
@@ -181,7 +181,7 @@ class KeeperNode:
         if fails or image[2] != effect.rank:
             self.act(self.machine.unhashed(*where, effect.rank, image[0], SIZE, "it is damaged"))
         else:
-            copy = Copy(report(image, MEMORY, ALL, self.world), effect.buffer)
+            copy = KeptCopy(report(image, MEMORY, ALL, self.world), effect.buffer)
             self.act(self.machine.hashed(*where, copy))
 
     def verify(self, effect: do.Verify, fails: bool) -> None:
@@ -213,7 +213,7 @@ class KeeperNode:
             content[part] = "half" if fails else effect.image
         self.take(effect.buffer, effect.start, effect.end)
         allocated = self.buffers[effect.buffer][1]
-        copy = Copy(report(effect.image, effect.tier, effect.part, self.world), effect.buffer)
+        copy = KeptCopy(report(effect.image, effect.tier, effect.part, self.world), effect.buffer)
         self.failed += fails
         whole = not (fails and lacking)
         behind = BEHIND if effect.behind and self.buffers[effect.buffer][0] >= SIZE + BEHIND else 0
@@ -232,7 +232,7 @@ class KeeperNode:
         self.content[effect.buffer].update(
             dict.fromkeys(parts(effect.part), "half" if fails else (image, members))
         )
-        copy = Copy(report(image, PEER, effect.part, self.world, members), effect.buffer)
+        copy = KeptCopy(report(image, PEER, effect.part, self.world, members), effect.buffer)
         fetched = Fetched(None if fails else copy, allocated=self.buffers[effect.buffer][1])
         self.act(self.machine.fetched(effect.number, fetched, 1.0))
 
@@ -321,7 +321,7 @@ class KeeperNode:
             rank.number = number
         self.act(self.machine.launch(self.attempt, numbers, self.world, restore, 0.0))
 
-    def may_make_room(self, copy: Copy) -> bool:
+    def may_make_room(self, copy: KeptCopy) -> bool:
         """For what the newest attempt restores."""
         if copy.tier == PEER:
             return copy.age < max(self.kept)
@@ -429,7 +429,7 @@ class KeeperNode:
         if self.states:
             image = (*self.chance.choice(self.states), self.chance.randrange(self.world))
             if image not in {copy.image for copy in known}:
-                found.append(Copy(report(image, LOCAL, ALL, self.world), 0))
+                found.append(KeptCopy(report(image, LOCAL, ALL, self.world), 0))
         self.may_go = lambda copy: copy.tier == LOCAL
         self.act(self.machine.scanned(found))
 

@@ -361,7 +361,7 @@ def launched(rank: int) -> AgentMachine:
 
 
 def test_the_node_of_rank_0_is_ready_to_write_once_its_script_checkpoints() -> None:
-    event = within.Checkpoints(directory="/shared", keep=2)
+    event = within.CheckpointsKept(directory="/shared", keep=2)
     assert do.WarmWriter() in launched(rank=0).rank_said(event, 14.0)
     assert do.WarmWriter() not in launched(rank=1).rank_said(event, 14.0)
 

@@ -51,7 +51,7 @@ def test_sizes_are_told_once_all_ranks_of_the_node_have_foreseen_theirs() -> Non
 
 
 def test_only_the_node_of_rank_0_warms_its_writer_and_once() -> None:
-    event = within.Checkpoints(directory="/shared", keep=2)
+    event = within.CheckpointsKept(directory="/shared", keep=2)
     lead, other = Writes(1), Writes(1)
     lead.launch(launch(1, rank=0))
     other.launch(launch(1, rank=1))

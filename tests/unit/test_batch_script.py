@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.batch_script import BatchScript, find_script, parse, read_script, wrapped
-from jurymast.cluster.planning import Asked, make_script_plan
+from jurymast.cluster.planning import OwnOptions, make_script_plan
 from jurymast.cluster.request import build_request
 from jurymast.cluster.sbatch_options import split_command_line
 from jurymast.core.settings import RunPlan
@@ -47,7 +47,7 @@ def plan(
 ) -> RunPlan:
     line = split_command_line([*words, "job.sbatch", "--epochs", "3"], OWN)
     return make_script_plan(
-        Asked(nodes=nodes, runs=Path("/shared/runs"), cluster=cluster),
+        OwnOptions(nodes=nodes, runs=Path("/shared/runs"), cluster=cluster),
         script(text),
         line,
         resolve([pairs_layer("command line", [("spares", spares)])]),

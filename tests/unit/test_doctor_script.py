@@ -10,12 +10,12 @@ import psutil
 import pytest
 
 import jurymast
-from jurymast.report.doctor import NO, NOTE, YES, Check, examine_script
+from jurymast.report.doctor import NO, NOTE, YES, DoctorCheck, examine_script
 
 HERE = sorted(psutil.net_if_addrs())[0]
 
 
-def told(**environment: str) -> dict[str, Check]:
+def told(**environment: str) -> dict[str, DoctorCheck]:
     path = os.path.dirname(sys.executable)
     given = {"SLURM_JOB_ID": "7", "PATH": path, **environment}
     return {check.name: check for check in examine_script(given)}

@@ -14,7 +14,7 @@ from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper.memory import ROUND_BYTES
 from jurymast.keeper import loans, tasks
 from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.page import SLOTS, Restore, SlotWord, Word
 from support.keepers import (
     BLOCK,
@@ -42,7 +42,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_buffer_is_sealed_touched_and_leaves_nothing() -> None:
-    buffer = Buffer(3 << 20)
+    buffer = MappedBuffer(3 << 20)
     assert buffer.capacity == 2 * ROUND_BYTES
     assert buffer.allocated == 0
     buffer.map[5] = 7
@@ -181,7 +181,7 @@ def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
     monkeypatch: pytest.MonkeyPatch, during: str
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
-    written: list[Buffer] = []
+    written: list[MappedBuffer] = []
     copying = loans._copy
 
     def halted() -> None:
@@ -193,7 +193,7 @@ def test_a_loan_that_is_cancelled_gives_nothing_away_that_a_thread_still_uses(
             halted()
         return Room(1 << 40, "plenty")
 
-    def copy(source: Buffer, target: Buffer, size: int) -> None:
+    def copy(source: MappedBuffer, target: MappedBuffer, size: int) -> None:
         written.append(target)
         if during == "the copy":
             halted()

@@ -231,10 +231,10 @@ def test_memory_granted_but_not_yet_taken_is_not_granted_twice() -> None:
 
 
 def test_the_kernel_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(self: node_memory.Buffer, start: int, end: int) -> None:
+    def no_memory(self: node_memory.MappedBuffer, start: int, end: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(node_memory.Buffer, "reserve", no_memory)
+    monkeypatch.setattr(node_memory.MappedBuffer, "reserve", no_memory)
 
     async def work() -> None:
         async with keeper() as (one, told):

@@ -13,10 +13,10 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL
-from jurymast.keeper.copies import Copy
+from jurymast.keeper.copies import StoredCopy
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.page import Restore
 from support.keepers import (
     COMMON_BYTES,
@@ -206,7 +206,7 @@ class Cluster:
                 assert buffer not in places
                 assert not buffer.readers
             for copy in one.copies:
-                assert isinstance(copy.place, Buffer)
+                assert isinstance(copy.place, MappedBuffer)
                 if copy.group:
                     assert xor_of(copy) == bytes(copy.place.view(0, copy.manifest.size_bytes))
                     continue
@@ -215,7 +215,7 @@ class Cluster:
                 assert bytes(copy.place.view(start, end)) == content(*copy.image)[start:end]
 
 
-def xor_of(copy: Copy) -> bytes:
+def xor_of(copy: StoredCopy) -> bytes:
     start = 0 if copy.part == ALL else COMMON_BYTES
     step, attempt, _ = copy.image
     images = [int.from_bytes(content(step, attempt, rank)[start:], "big") for rank in copy.group]

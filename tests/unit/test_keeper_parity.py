@@ -13,7 +13,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import gathering, tasks
 from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.page import Restore
 from support.keepers import (
     BLOCK,
@@ -92,7 +92,7 @@ async def restored(one: Keeper, rank: int, sources: list[msg.Source]) -> FakeRan
 def flip(one: Keeper, at: int, group: tuple[int, ...] = ()) -> None:
     """A bit turns in what it holds, whatever that is."""
     (copy,) = [copy for copy in one.copies if copy.group == group]
-    assert isinstance(copy.place, Buffer)
+    assert isinstance(copy.place, MappedBuffer)
     copy.place.map[at] ^= 1
 
 

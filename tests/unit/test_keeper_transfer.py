@@ -30,7 +30,7 @@ from jurymast.core.messages.keepers import (
 )
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import serve
-from jurymast.keeper.copies import Copies
+from jurymast.keeper.copies import CopyTable
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import Restore, Word
@@ -265,7 +265,7 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
 ) -> None:
     monkeypatch.setattr(serve, "UNPROVEN_MAX", 4)
     monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
-    server = serve.Server(Copies(), ACCESS, "a", lambda copy: None)
+    server = serve.Server(CopyTable(), ACCESS, "a", lambda copy: None)
     server.listen_at("127.0.0.1")
     with ExitStack() as closed:
         closed.callback(server.close)
@@ -292,7 +292,7 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
 def test_a_keeper_that_may_start_no_thread_for_a_while_is_heard_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = serve.Server(Copies(), ACCESS, "a", lambda copy: None)
+    server = serve.Server(CopyTable(), ACCESS, "a", lambda copy: None)
     server.listen_at("127.0.0.1")
     start = threading.Thread.start
     refused: list[str] = []

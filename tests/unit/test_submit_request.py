@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.local import local_process, submit_local
-from jurymast.cluster.planning import Asked, make_plan, new_run_id, time_limit_s
+from jurymast.cluster.planning import OwnOptions, make_plan, new_run_id, time_limit_s
 from jurymast.cluster.request import (
     Request,
     build_request,
@@ -54,7 +54,7 @@ def plan(
 ) -> RunPlan:
     line = split_command_line([*words, "--", *(behind or (script.name, "--lr", "1"))], {})
     return make_plan(
-        Asked(nodes=nodes, runs=runs, cluster=cluster, name=name),
+        OwnOptions(nodes=nodes, runs=runs, cluster=cluster, name=name),
         line,
         resolve([pairs_layer("command line", [("spares", spares)])]),
         environment=environment or {},

@@ -210,7 +210,7 @@ class Agent:
                 case Strange():
                     self._strangers.heard("a rank", event)
                 case _:
-                    if isinstance(event, within.Checkpoints):
+                    if isinstance(event, within.CheckpointsKept):
                         self._keeping.checkpoints_at(event)
                     self._driver.act(self._machine.rank_said(event, self._driver.now))
 

@@ -78,7 +78,7 @@ class Keeping:
         """What ranks have published or asked for since; at every heartbeat."""
         self._keeper.look()
 
-    def checkpoints_at(self, event: within.Checkpoints) -> None:
+    def checkpoints_at(self, event: within.CheckpointsKept) -> None:
         self._shared, self._keep = Path(event.directory), event.keep
 
     def image_published(self, event: within.Image) -> None:

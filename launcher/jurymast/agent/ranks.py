@@ -12,7 +12,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.messages import CadenceReport, RankReport, Times
 from jurymast.core.nodes.silence import IDLE_SHARE
-from jurymast.worker.link import SLOT_BYTES, Beat, read_slot
+from jurymast.worker.link import SLOT_BYTES, RankBeat, read_slot
 from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
 
 # What the ranks' steps are made of is told less often than that they step: nobody waits for it (seconds).
@@ -77,7 +77,7 @@ class RankMemory:
             return None
         return CadenceReport(self._schedule.number, self._schedule.decided, asked.steps, asked.seconds)
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[RankBeat]:
         return [read_slot(self.page, local_rank) for local_rank in range(self.ranks)]
 
     def trains(self, pids: Sequence[int]) -> list[int]:

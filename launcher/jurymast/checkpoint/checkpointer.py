@@ -357,7 +357,7 @@ class Checkpointer:
             self._follower = self._follow(self._group)
             self._memory = MemoryTier.open(self._state, self._group, self._attempt)
             if self._memory is not None:  # the agent copies to storage what is in memory
-                self._link.emit(within.Checkpoints(directory=str(self._directory), keep=self._keep))
+                self._link.emit(within.CheckpointsKept(directory=str(self._directory), keep=self._keep))
         return self._group
 
     def _follow(self, group: Group) -> Follower | None:

@@ -95,7 +95,7 @@ def command(
     if unsealed and action != "fetch":
         raise UsageError(f"--unsealed is for fetch, not for {action}")
     step = _number(words[0]) if words else None
-    asked = _Asked(the_run(run, runs, only_look=action in LOOKS), as_json, url)
+    asked = _Call(the_run(run, runs, only_look=action in LOOKS), as_json, url)
     with _findings():
         if action == "ls":
             return asked.ls()
@@ -134,7 +134,7 @@ def _findings() -> Iterator[None]:
         raise CheckpointError(f"{error.filename or 'the storage'}: {error.strerror or error}") from error
 
 
-class _Asked:
+class _Call:
     """One call of the command. Methods return the exit code."""
 
     def __init__(self, run: RunDirectory, as_json: bool, url: str | None) -> None:

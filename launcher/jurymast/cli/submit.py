@@ -28,7 +28,7 @@ from jurymast.cluster.sbatch_options import CommandLine, split_command_line
 from jurymast.errors import UsageError
 
 if TYPE_CHECKING:
-    from jurymast.cluster.planning import Asked
+    from jurymast.cluster.planning import OwnOptions
     from jurymast.cluster.request import Request, Submitted
     from jurymast.core.settings import RunPlan
     from jurymast.policy.resolve import Resolved
@@ -194,11 +194,11 @@ def _request(
 ) -> Request:
     """Everything that can be found wrong without asking Slurm is found here."""
     from jurymast.cluster.earlier import keep_out, with_earlier
-    from jurymast.cluster.planning import Asked
+    from jurymast.cluster.planning import OwnOptions
     from jurymast.cluster.request import build_request, check_runs_directory
     from jurymast.report.layout import clean
 
-    asked = Asked(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
+    asked = OwnOptions(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
     plan = _plan(asked, line, script, policy)
     check_runs_directory(runs)
     plan = with_earlier(plan, runs, plan.submitted_at)
@@ -209,7 +209,7 @@ def _request(
     return build_request(plan, policy, script)
 
 
-def _plan(asked: Asked, line: CommandLine, script: BatchScript | None, policy: Resolved) -> RunPlan:
+def _plan(asked: OwnOptions, line: CommandLine, script: BatchScript | None, policy: Resolved) -> RunPlan:
     here: dict[str, Any] = {
         "environment": os.environ, "working_directory": Path.cwd(), "python": sys.executable,
     }  # fmt: skip

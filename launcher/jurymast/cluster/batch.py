@@ -121,7 +121,7 @@ LOOK_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
-class Batch:
+class BatchProcess:
     """One allocation, or a training step of one."""
 
     def __init__(
@@ -244,12 +244,16 @@ def main(run_directory: str) -> int:
     plan = directory.plan()
     if plan.cluster == "slurm":
         allocation = from_slurm_environment()
-        outcome = Batch(directory, plan, allocation, SrunAgents(run_directory, len(allocation.nodes))).run()
+        outcome = BatchProcess(
+            directory, plan, allocation, SrunAgents(run_directory, len(allocation.nodes))
+        ).run()
         return outcome.exit_code
     restarts, excluded = 0, set[str]()
     while True:
         allocation = local_allocation(plan, restarts, excluded)
-        outcome = Batch(directory, plan, allocation, LocalAgents(run_directory, allocation.nodes)).run()
+        outcome = BatchProcess(
+            directory, plan, allocation, LocalAgents(run_directory, allocation.nodes)
+        ).run()
         if not outcome.requeued:
             return outcome.exit_code
         restarts += 1

@@ -46,7 +46,7 @@ _LAUNCHERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun
 
 
 @dataclass(frozen=True)
-class Asked:
+class OwnOptions:
     """Our own options of `submit`, as given. `spares` is in the policy by now."""
 
     nodes: int | None = None
@@ -57,7 +57,7 @@ class Asked:
 
 
 def make_plan(
-    asked: Asked,
+    asked: OwnOptions,
     line: CommandLine,
     policy: Resolved,
     *,
@@ -257,7 +257,7 @@ class Size:
 
 
 def make_script_plan(
-    asked: Asked,
+    asked: OwnOptions,
     script: BatchScript,
     line: CommandLine,
     policy: Resolved,

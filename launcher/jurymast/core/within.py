@@ -83,7 +83,7 @@ class Cadence(FromRank, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
-class Checkpoints(FromRank, frozen=True, kw_only=True):
+class CheckpointsKept(FromRank, frozen=True, kw_only=True):
     """Where the script has its checkpoints, and how many of them it keeps."""
 
     directory: str
@@ -106,7 +106,7 @@ class Image(FromRank, frozen=True, kw_only=True):
 
 
 ForSupervisor = Saved | Restored | RestoreWaits | ColdStart | Skipped
-ForKeeper = Checkpoints | Foreseen | Image
+ForKeeper = CheckpointsKept | Foreseen | Image
 FromRanks = ForSupervisor | ForKeeper | Cadence | Strange
 
 read_rank: Callable[[bytes], FromRanks] = reader(ForSupervisor | ForKeeper | Cadence)

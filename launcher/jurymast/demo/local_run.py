@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from jurymast.cluster.local import local_process
-from jurymast.cluster.planning import Asked, make_plan
+from jurymast.cluster.planning import OwnOptions, make_plan
 from jurymast.cluster.request import Request, build_request, submit
 from jurymast.cluster.sbatch_options import CommandLine
 from jurymast.policy.load import pairs_layer
@@ -49,7 +49,7 @@ def request_for(asked: Wanted, runs: Path, working_directory: Path) -> Request:
     """The request that `jurymast submit --cluster local` would make; no site policy plays a part."""
     policy = resolve([pairs_layer("the demo", [("spares", asked.spares)])])
     plan = make_plan(
-        Asked(nodes=asked.nodes, nproc_per_node=1, name="demo", cluster="local", runs=runs),
+        OwnOptions(nodes=asked.nodes, nproc_per_node=1, name="demo", cluster="local", runs=runs),
         CommandLine(own=[], sbatch=[], script=[str(SCRIPT), *asked.arguments]),
         policy,
         environment={},

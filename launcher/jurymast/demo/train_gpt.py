@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Block(nn.Module):  # type: ignore[misc]  # torch's types are not followed
+class TransformerBlock(nn.Module):  # type: ignore[misc]  # torch's types are not followed
     """Attention and a feed-forward layer, each after a norm and added to its input."""
 
     def __init__(self, width: int) -> None:
@@ -74,7 +74,7 @@ class GPT(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         for embedding in (self.token, self.position):
             nn.init.normal_(embedding.weight, std=0.02)

@@ -12,9 +12,9 @@ NICE = 19
 
 def main() -> None:
     output = become_helper(NICE)  # before the imports: they take longer than a round of looks
-    from jurymast.health.child import Child
+    from jurymast.health.child import ProbeChild
 
-    Child(json.loads(sys.stdin.readline()), output).run()
+    ProbeChild(json.loads(sys.stdin.readline()), output).run()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Turn:
     probe: Probe | None = None
 
 
-class Child:
+class ProbeChild:
     def __init__(self, order: dict[str, Any], output: int) -> None:
         self._context = Context(**order["context"])
         self._names: Sequence[str] = order["probes"]

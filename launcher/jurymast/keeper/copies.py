@@ -17,7 +17,7 @@ from jurymast.core.keeper.gathering import parts_of
 from jurymast.core.keeper.holding import TIERS
 from jurymast.foreign import NotOurs, check_private, open_own, read_own
 from jurymast.keeper.manifest import BLOCK_BYTES, BadImage, Manifest, hash_block
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.memory import MappedBuffer
 
 _STEP_NAME = re.compile(r"step-(\d+)\.a(\d+)")
 _RANK_NAME = re.compile(r"rank-(\d+)\.manifest")
@@ -68,7 +68,7 @@ def trusted(data: bytes, key: Key) -> Manifest:
     return manifest
 
 
-class Copy(core.Copy):
+class StoredCopy(core.KeptCopy):
     """One image or part of one. Its bytes lie where the manifest says, in a buffer as in a file.
 
     With `members` it is the XOR of that part of their images, block by block, and `manifest` is its own: it
@@ -80,12 +80,12 @@ class Copy(core.Copy):
         manifest: Manifest,
         tier: str,
         part: str,
-        place: Buffer | Path,
+        place: MappedBuffer | Path,
         *,
         manifest_bytes: bytes = b"",
         members: Sequence[Manifest] = (),
     ) -> None:
-        number = place.number if isinstance(place, Buffer) else 0
+        number = place.number if isinstance(place, MappedBuffer) else 0
         super().__init__(report_of(manifest, tier, part, members), number)
         self.manifest = manifest
         self.place = place
@@ -96,11 +96,11 @@ class Copy(core.Copy):
     @property
     def path(self) -> str:
         """A file that begins with the image; only a copy of all of it has every byte of that."""
-        return self.place.path if isinstance(self.place, Buffer) else str(self.place)
+        return self.place.path if isinstance(self.place, MappedBuffer) else str(self.place)
 
     @property
     def capacity(self) -> int:
-        return self.place.capacity if isinstance(self.place, Buffer) else 0
+        return self.place.capacity if isinstance(self.place, MappedBuffer) else 0
 
     def has(self, at: int, length: int) -> bool:
         start, end = 0, self.manifest.size_bytes
@@ -126,7 +126,7 @@ def report_of(manifest: Manifest, tier: str, part: str, members: Sequence[Manife
 
 
 @dataclass
-class Copies:
+class CopyTable:
     """The table of copies, and the readers of each buffer. Every method may be called from any thread.
 
     A buffer that is read stays as it is: who drops its copy asks with `when_idle` to be told when the last
@@ -134,29 +134,29 @@ class Copies:
     """
 
     idle: Callable[[Callable[[], None]], None] = lambda then: then()
-    _copies: dict[core.Entry, Copy] = field(default_factory=dict)
-    _waiting: dict[Buffer, Callable[[], None]] = field(default_factory=dict)
+    _copies: dict[core.Entry, StoredCopy] = field(default_factory=dict)
+    _waiting: dict[MappedBuffer, Callable[[], None]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __iter__(self) -> Iterator[Copy]:
+    def __iter__(self) -> Iterator[StoredCopy]:
         with self._lock:
             return iter(list(self._copies.values()))
 
     def __contains__(self, copy: object) -> bool:
         with self._lock:
-            return isinstance(copy, Copy) and self._copies.get(copy.entry) is copy
+            return isinstance(copy, StoredCopy) and self._copies.get(copy.entry) is copy
 
-    def add(self, copy: Copy) -> None:
+    def add(self, copy: StoredCopy) -> None:
         with self._lock:
             self._copies[copy.entry] = copy
 
-    def remove(self, copy: Copy) -> None:
+    def remove(self, copy: StoredCopy) -> None:
         """Nobody finds it any more; who reads it goes on."""
         with self._lock:
             if self._copies.get(copy.entry) is copy:
                 del self._copies[copy.entry]
 
-    def find(self, key: Key, tiers: tuple[str, ...] = TIERS, group: Group = ()) -> list[Copy]:
+    def find(self, key: Key, tiers: tuple[str, ...] = TIERS, group: Group = ()) -> list[StoredCopy]:
         """Copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
         with self._lock:
             found = [
@@ -175,14 +175,16 @@ class Copies:
         members = [one for copy in self if copy.image[:2] == key[:2] for one in copy.members]
         return next(((one, 0) for one in members if one.rank == key[2]), None) if not group else None
 
-    def acquire(self, key: Key, at: int = 0, length: int | None = None, group: Group = ()) -> Copy | None:
+    def acquire(
+        self, key: Key, at: int = 0, length: int | None = None, group: Group = ()
+    ) -> StoredCopy | None:
         """A copy that has these bytes (by default all), which stay as they are until `release`."""
         for copy in self.find(key, group=group):
             if copy.has(at, copy.manifest.size_bytes - at if length is None else length) and self.read(copy):
                 return copy
         return None
 
-    def acquire_image(self, key: Key) -> list[Copy]:
+    def acquire_image(self, key: Key) -> list[StoredCopy]:
         """Copies that have all of the image together: one, or its own part's after the common part's, which
         may be another rank's. They stay as they are until each is released. Empty when there are none."""
         if whole := self.acquire(key):
@@ -198,25 +200,25 @@ class Copies:
                 self.release(common)
         return []
 
-    def read(self, copy: Copy) -> bool:
+    def read(self, copy: StoredCopy) -> bool:
         """Become a reader of this very copy; False when it was dropped. Ends with `release`."""
         with self._lock:
             if self._copies.get(copy.entry) is not copy:
                 return False
-            if isinstance(copy.place, Buffer):
+            if isinstance(copy.place, MappedBuffer):
                 copy.place.readers += 1
             return True
 
-    def release(self, copy: Copy) -> None:
+    def release(self, copy: StoredCopy) -> None:
         buffer = copy.place
-        if isinstance(buffer, Buffer):
+        if isinstance(buffer, MappedBuffer):
             with self._lock:
                 buffer.readers -= 1
                 then = self._waiting.pop(buffer, None) if not buffer.readers else None
             if then is not None:
                 self.idle(then)
 
-    def when_idle(self, buffer: Buffer, then: Callable[[], None]) -> None:
+    def when_idle(self, buffer: MappedBuffer, then: Callable[[], None]) -> None:
         """Call `then` when no reader is left: at once, or through `idle`."""
         with self._lock:
             if buffer.readers:
@@ -225,13 +227,13 @@ class Copies:
         then()
 
 
-def local_copies(root: Path) -> list[Copy]:
+def local_copies(root: Path) -> list[StoredCopy]:
     """The complete images under a local directory; their contents are verified only when used.
 
     The manifest is written last: an image without one is none, and neither is one of another size, nor what
     another user may have put there.
     """
-    found: list[Copy] = []
+    found: list[StoredCopy] = []
     try:
         check_private(root.parent)
     except (FileNotFoundError, NotOurs):
@@ -247,7 +249,7 @@ def local_copies(root: Path) -> list[Copy]:
             with open(open_own(image), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
             if size == manifest.size_bytes:
-                found.append(Copy(manifest, LOCAL, ALL, image, manifest_bytes=data))
+                found.append(StoredCopy(manifest, LOCAL, ALL, image, manifest_bytes=data))
         except (OSError, BadImage):
             continue
     return found

@@ -37,7 +37,7 @@ from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.foreign import open_own
 from jurymast.keeper.copies import Block, Group, blocks_of, trusted
 from jurymast.keeper.manifest import BadImage, Manifest, hash_block
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.memory import MappedBuffer
 from jurymast.wire import stream
 from jurymast.wire.handshake import keeper_of
 from jurymast.wire.shield import Access
@@ -97,7 +97,7 @@ class Filling:
     """
 
     manifest: Manifest
-    buffer: Buffer
+    buffer: MappedBuffer
     part: str = ALL
     missing: list[Block] = field(default_factory=list)
     got: dict[str, int] = field(default_factory=dict)

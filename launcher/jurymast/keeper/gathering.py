@@ -21,10 +21,10 @@ from jurymast.core.keeper import gathering as core
 from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.gathering import Ingredient, ManifestSearch, ingredients
 from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.keeper.copies import Block, Copies, Copy, Group, blocks_of
+from jurymast.keeper.copies import Block, CopyTable, Group, StoredCopy, blocks_of
 from jurymast.keeper.fetch import Filling, Peer
 from jurymast.keeper.manifest import BadImage, Manifest
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.threads import in_thread
 from jurymast.wire.shield import Access
 
@@ -56,7 +56,7 @@ class Mix:
             if self.stop.is_set():
                 return
             length = sum(block.length for block in window)
-            scratch = await in_thread(Buffer, length)
+            scratch = await in_thread(MappedBuffer, length)
             try:
                 filling = Filling(
                     manifest, scratch, part, list(window), stop=self.stop, origin=window[0].at,
@@ -97,7 +97,7 @@ def empty(members: Sequence[Manifest], part: str) -> Manifest:
 async def build(
     gathering: Gathering,
     manifest: Manifest,
-    buffer: Buffer,
+    buffer: MappedBuffer,
     part: str,
     members: Iterable[tuple[Ingredient, Manifest]],
     stop: threading.Event,
@@ -181,7 +181,7 @@ def _numpy() -> Any:
     return numpy
 
 
-def _clear(buffer: Buffer, at: int, length: int) -> None:
+def _clear(buffer: MappedBuffer, at: int, length: int) -> None:
     """Not by a slice: that would hold the GIL."""
     if length:
         first = ctypes.c_char.from_buffer(buffer.map, at)
@@ -196,10 +196,10 @@ def peer_of(source: msg.Source) -> Peer:
 class Gathering:
     """For the agent's loop; the work is done in threads. `distrust` is told of copies here that are bad."""
 
-    copies: Copies
+    copies: CopyTable
     access: Access
     node: str
-    distrust: Callable[[Copy, str], None]
+    distrust: Callable[[StoredCopy, str], None]
 
     async def manifest(
         self, key: Key, sources: Sequence[msg.Source], passed_over: list[str], group: Group = ()

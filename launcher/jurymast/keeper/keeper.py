@@ -24,11 +24,11 @@ from jurymast.core.keeper.slots import State
 from jurymast.core.keeper.work import Fetched, Found
 from jurymast.errors import never
 from jurymast.keeper import memory
-from jurymast.keeper.copies import Copies, Copy, local_copies
+from jurymast.keeper.copies import CopyTable, StoredCopy, local_copies
 from jurymast.keeper.gathering import Gathering
 from jurymast.keeper.loans import Loan, lend
 from jurymast.keeper.manifest import BadImage, Manifest
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.page import RankRecord, Restore, SlotRecord, SlotWord, Word, create_page
 from jurymast.keeper.serve import Server
 from jurymast.keeper.tasks import Works, read_again, scrub
@@ -58,8 +58,8 @@ class Keeper:
         self.tell = tell
         self.port = 0
         self.machine = KeeperMachine(node, ranks_per_node)
-        self.copies = Copies(self._in_loop)
-        self.buffers: dict[int, Buffer] = {}
+        self.copies = CopyTable(self._in_loop)
+        self.buffers: dict[int, MappedBuffer] = {}
         self._room = room
         self._page_fd, page = create_page(ranks_per_node)
         self._records = [RankRecord(page, local) for local in range(ranks_per_node)]
@@ -68,7 +68,7 @@ class Keeper:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._works = Works(self.copies, Gathering(self.copies, access, node, self.distrust))
-        self._borrowers: dict[int, asyncio.Future[Buffer | None]] = {}
+        self._borrowers: dict[int, asyncio.Future[MappedBuffer | None]] = {}
         self._numbers = itertools.count(1)
         self._due: deque[do.Effect] = deque()
         self._acting = self._closed = False
@@ -146,11 +146,11 @@ class Keeper:
             else:
                 self.machine.stalled(local_rank, slot, stall_s)
 
-    def distrust(self, copy: Copy, why: str) -> None:
+    def distrust(self, copy: StoredCopy, why: str) -> None:
         """Its bytes are not what they were when it was taken: then it is no copy."""
         self.act(self.machine.distrusted(copy, why))
 
-    def doubt(self, copy: Copy) -> None:
+    def doubt(self, copy: StoredCopy) -> None:
         """Another agent got bytes from it that were wrong, or became so on the way: read it again."""
         self.spawn(read_again(self.copies, copy, self.distrust))
 
@@ -171,19 +171,19 @@ class Keeper:
         """All of an image for a storage process; None when it is not here."""
         return await lend(self, (step, attempt, rank))
 
-    def is_slot(self, copy: Copy) -> bool:
+    def is_slot(self, copy: StoredCopy) -> bool:
         """Whether it keeps a slot from its rank."""
         return self.machine.holding.slot_of(copy) is not None
 
-    async def borrow(self, size: int, asked: str) -> Buffer | None:
+    async def borrow(self, size: int, asked: str) -> MappedBuffer | None:
         """Memory for a while, until `give_back`; None where it is short."""
         number = next(self._numbers)
-        borrower: asyncio.Future[Buffer | None] = asyncio.get_running_loop().create_future()
+        borrower: asyncio.Future[MappedBuffer | None] = asyncio.get_running_loop().create_future()
         self._borrowers[number] = borrower
         self.act(self.machine.borrow(number, size, asked))
         return await borrower
 
-    def give_back(self, buffer: Buffer) -> None:
+    def give_back(self, buffer: MappedBuffer) -> None:
         self.act(self.machine.returned(buffer.number))
 
     def _lend(self, effect: do.Lend) -> None:
@@ -214,11 +214,11 @@ class Keeper:
             case do.Measure() | do.Make() | do.Reserve() | do.Unmake() | do.Lend():
                 self._for_memory(effect)
             case do.Serve():
-                assert isinstance(effect.copy, Copy)
+                assert isinstance(effect.copy, StoredCopy)
                 effect.copy.verified_at = time.monotonic()
                 self.copies.add(effect.copy)
             case do.Unserve():
-                assert isinstance(effect.copy, Copy)
+                assert isinstance(effect.copy, StoredCopy)
                 self.copies.remove(effect.copy)
             case do.AwaitReaders():
                 number = effect.buffer
@@ -317,10 +317,10 @@ class Keeper:
 
     def _make(self, effect: do.Make) -> str:
         """Why that fails, or ""."""
-        made: dict[int, Buffer] = {}
+        made: dict[int, MappedBuffer] = {}
         try:
             for number in effect.buffers:
-                made[number] = Buffer(effect.capacity, number)
+                made[number] = MappedBuffer(effect.capacity, number)
         except OSError as error:
             for buffer in made.values():
                 buffer.close()
@@ -392,7 +392,7 @@ class Keeper:
                 pass  # the loop is closed, and the agent with it
 
 
-def _read_image(buffer: Buffer, size: int, manifest_size: int, step: int, rank: int) -> Copy:
+def _read_image(buffer: MappedBuffer, size: int, manifest_size: int, step: int, rank: int) -> StoredCopy:
     """An image and the manifest that lies behind it, with hashes made now. Raises BadImage."""
     if size < 0 or manifest_size < 0 or size + manifest_size > buffer.capacity:
         raise BadImage("it does not fit into its slot")
@@ -401,4 +401,4 @@ def _read_image(buffer: Buffer, size: int, manifest_size: int, step: int, rank: 
         raise BadImage("its manifest is another image's")
     if not 0 <= manifest.common_bytes <= size:
         raise BadImage("its manifest is damaged: a part is larger than the whole")
-    return Copy(manifest.with_blocks(buffer.view(0, size)), MEMORY, ALL, buffer)
+    return StoredCopy(manifest.with_blocks(buffer.view(0, size)), MEMORY, ALL, buffer)

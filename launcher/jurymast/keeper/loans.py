@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.texts import memory_size
-from jurymast.keeper.copies import Copy
+from jurymast.keeper.copies import StoredCopy
 from jurymast.keeper.manifest import Manifest
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.threads import in_thread
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ async def lend(keeper: Keeper, key: Key) -> Loan | None:
     return Loan(own.path, manifest, give_back, common[0].path if common else "")
 
 
-async def _lend(keeper: Keeper, copy: Copy) -> _File:
+async def _lend(keeper: Keeper, copy: StoredCopy) -> _File:
     """This one, which is read by us, until it is given back."""
     place, size = copy.place, copy.manifest.size_bytes
 
     def release() -> None:
         keeper.copies.release(copy)
 
-    if not keeper.is_slot(copy) or not isinstance(place, Buffer):
+    if not keeper.is_slot(copy) or not isinstance(place, MappedBuffer):
         return _File(copy.path, release)
     asked = f"a copy for storage of rank {copy.image[2]}, {memory_size(size)}"
     making = asyncio.ensure_future(_copied(keeper, place, size, asked))
@@ -88,7 +88,7 @@ async def _lend(keeper: Keeper, copy: Copy) -> _File:
     return _File(buffer.path, lambda: keeper.give_back(buffer))
 
 
-async def _copied(keeper: Keeper, source: Buffer, size: int, asked: str) -> Buffer | None:
+async def _copied(keeper: Keeper, source: MappedBuffer, size: int, asked: str) -> MappedBuffer | None:
     """A buffer with the same image, None when there is no memory for one."""
     buffer = await keeper.borrow(size, asked)
     if buffer is None:
@@ -105,7 +105,7 @@ async def _copied(keeper: Keeper, source: Buffer, size: int, asked: str) -> Buff
     return buffer
 
 
-def _copy(source: Buffer, target: Buffer, size: int) -> None:
+def _copy(source: MappedBuffer, target: MappedBuffer, size: int) -> None:
     """Not by slices: those hold the GIL, and with it the agent's heartbeats."""
     if size:
         first, last = (ctypes.c_char.from_buffer(buffer.map) for buffer in (source, target))

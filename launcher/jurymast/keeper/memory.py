@@ -73,7 +73,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class Buffer:
+class MappedBuffer:
     """`capacity` bytes at most; only what was reserved takes memory. Raises OSError when made. `number`: the
     keeper's for it.
 
@@ -158,12 +158,12 @@ def discard_unpublished(words: SlotRecord) -> None:
     words[SlotWord.SEQ] = words[SlotWord.FREED]
 
 
-def offer(words: SlotRecord, buffer: Buffer) -> None:
+def offer(words: SlotRecord, buffer: MappedBuffer) -> None:
     """The rank may write into it."""
     _show(words, buffer, words[SlotWord.SEQ])
 
 
-def install(words: SlotRecord, buffer: Buffer) -> None:
+def install(words: SlotRecord, buffer: MappedBuffer) -> None:
     """An image that the rank has not written: it finds it here, and cannot write."""
     _show(words, buffer, words[SlotWord.SEQ] - 2)
 
@@ -187,7 +187,7 @@ def detach(words: SlotRecord) -> None:
     words[SlotWord.FD] = 0
 
 
-def _show(words: SlotRecord, buffer: Buffer, freed: int) -> None:
+def _show(words: SlotRecord, buffer: MappedBuffer, freed: int) -> None:
     words[SlotWord.FREED] = freed
     words[SlotWord.CAPACITY] = buffer.capacity
     words[SlotWord.GENERATION] = buffer.number

@@ -23,8 +23,8 @@ from jurymast.core.messages.keepers import (
 )
 from jurymast.errors import AuthenticationError, ProtocolError, never
 from jurymast.foreign import open_own
-from jurymast.keeper.copies import Copies, Copy
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.copies import CopyTable, StoredCopy
+from jurymast.keeper.memory import MappedBuffer
 from jurymast.wire import addresses, stream
 from jurymast.wire.handshake import keeper_of
 from jurymast.wire.shield import Access, agreed
@@ -45,7 +45,9 @@ class Server:
     `doubt` is called, in such a thread, with a copy from which somebody got wrong bytes.
     """
 
-    def __init__(self, copies: Copies, access: Access, node: str, doubt: Callable[[Copy], None]) -> None:
+    def __init__(
+        self, copies: CopyTable, access: Access, node: str, doubt: Callable[[StoredCopy], None]
+    ) -> None:
         self._copies = copies
         self._doubt = doubt
         self._access = access
@@ -169,8 +171,8 @@ def _key(image: ImageName) -> Key:
     return image.step, image.attempt, image.rank
 
 
-def _send_from(peer: Peer, copy: Copy, at: int, length: int, way: str) -> None:
-    if isinstance(copy.place, Buffer):
+def _send_from(peer: Peer, copy: StoredCopy, at: int, length: int, way: str) -> None:
+    if isinstance(copy.place, MappedBuffer):
         peer.send(BytesFollow(length=length, way=way))
         with copy.place.view(at, at + length) as view:
             peer.send_bytes(view, way)

@@ -14,11 +14,11 @@ from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.gathering import members
 from jurymast.core.keeper.work import Fetched, Found
-from jurymast.keeper.copies import Copies, Copy, blocks_of, is_intact, report_of
+from jurymast.keeper.copies import CopyTable, StoredCopy, blocks_of, is_intact, report_of
 from jurymast.keeper.fetch import Filling
 from jurymast.keeper.gathering import Gathering, build, empty
 from jurymast.keeper.manifest import Manifest
-from jurymast.keeper.memory import Buffer
+from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.threads import in_thread
 
 SCRUB_EVERY_S = 600.0
@@ -26,16 +26,16 @@ SCRUB_LOOK_S = 1.0
 # Of one core.
 SCRUB_SHARE = 0.1
 
-Distrust = Callable[[Copy, str], None]
+Distrust = Callable[[StoredCopy, str], None]
 
 
-async def scrub(copies: Copies, distrust: Distrust, every_s: float = SCRUB_EVERY_S) -> None:
+async def scrub(copies: CopyTable, distrust: Distrust, every_s: float = SCRUB_EVERY_S) -> None:
     """Each copy in memory once in `every_s`, one after another."""
     while True:
         due = [
             one
             for one in copies
-            if isinstance(one.place, Buffer) and one.verified_at + every_s < time.monotonic()
+            if isinstance(one.place, MappedBuffer) and one.verified_at + every_s < time.monotonic()
         ]
         if due:
             await read_again(copies, min(due, key=lambda one: one.verified_at), distrust, SCRUB_SHARE)
@@ -43,13 +43,13 @@ async def scrub(copies: Copies, distrust: Distrust, every_s: float = SCRUB_EVERY
             await asyncio.sleep(min(SCRUB_LOOK_S, every_s))
 
 
-async def read_again(copies: Copies, copy: Copy, distrust: Distrust, share: float = 1.0) -> None:
+async def read_again(copies: CopyTable, copy: StoredCopy, distrust: Distrust, share: float = 1.0) -> None:
     """Hash a copy again, using `share` of a core; `distrust` it at the first block that is wrong.
 
     It is a reader for a block at a time only: a slot that becomes free does not wait for this.
     """
     buffer = copy.place
-    if not isinstance(buffer, Buffer):
+    if not isinstance(buffer, MappedBuffer):
         return
     for block in blocks_of(copy.manifest, copy.part):
         started = time.monotonic()
@@ -78,7 +78,7 @@ class _Going:
 class Works:
     """Each by its number. For the agent's loop; what takes time runs in threads."""
 
-    def __init__(self, copies: Copies, gathering: Gathering) -> None:
+    def __init__(self, copies: CopyTable, gathering: Gathering) -> None:
         self._copies, self._gathering = copies, gathering
         self._going: dict[int, _Going] = {}
 
@@ -110,8 +110,8 @@ class Works:
     async def verify(self, effect: do.Verify) -> bool:
         """False also when it is not held any more."""
         going, copy = self._of(effect.number), effect.copy
-        assert isinstance(copy, Copy)
-        assert isinstance(copy.place, Buffer)
+        assert isinstance(copy, StoredCopy)
+        assert isinstance(copy.place, MappedBuffer)
         if not self._copies.read(copy):
             return False
         try:
@@ -120,19 +120,19 @@ class Works:
         finally:
             self._copies.release(copy)
 
-    async def fetch(self, effect: do.Fetch, buffer: Buffer) -> Fetched:
+    async def fetch(self, effect: do.Fetch, buffer: MappedBuffer) -> Fetched:
         going = self._of(effect.number)
         filling = going.filling or Filling(going.manifests[0], buffer, effect.part, stop=going.stop)
         filling_it = self._gathering.fill(filling, effect.image, effect.sources)
         why = await _reserve_and(filling_it, buffer, effect.start, effect.end)
         copy, behind = None, 0
         if filling.complete and not why:
-            copy = await in_thread(Copy, filling.manifest, effect.tier, effect.part, buffer)
+            copy = await in_thread(StoredCopy, filling.manifest, effect.tier, effect.part, buffer)
             behind = await in_thread(_add_manifest, copy, buffer) if effect.behind else 0
         passed_over = tuple(filling.passed_over)
         return Fetched(copy, behind, filling.got, passed_over, why, buffer.allocated)
 
-    async def mix(self, effect: do.Mix, buffer: Buffer) -> Fetched:
+    async def mix(self, effect: do.Mix, buffer: MappedBuffer) -> Fetched:
         going, why = self._of(effect.number), list[str]()
         try:
             await in_thread(buffer.reserve, 0, effect.size)
@@ -144,11 +144,11 @@ class Works:
         made = await build(self._gathering, manifest, buffer, effect.part, taken, going.stop, why)
         copy = None
         if made is not None:
-            copy = Copy(made, PEER, effect.part, buffer, members=going.manifests)
+            copy = StoredCopy(made, PEER, effect.part, buffer, members=going.manifests)
         return Fetched(copy, passed_over=tuple(why), allocated=buffer.allocated)
 
 
-async def _reserve_and(work: Coroutine[Any, Any, None], buffer: Buffer, start: int, end: int) -> str:
+async def _reserve_and(work: Coroutine[Any, Any, None], buffer: MappedBuffer, start: int, end: int) -> str:
     """Take the memory for a part of the buffer, and at the same time fetch into it. Why the kernel has none,
     or "", when nobody writes into the buffer any more."""
     reserving = asyncio.ensure_future(in_thread(buffer.reserve, start, end))
@@ -173,7 +173,7 @@ def slot_bytes(manifest: Manifest, capacity: int) -> int:
     return manifest.size_bytes + values + 2 * len(manifest.to_bytes()) + (4 << 20)
 
 
-def _add_manifest(copy: Copy, buffer: Buffer) -> int:
+def _add_manifest(copy: StoredCopy, buffer: MappedBuffer) -> int:
     """The manifest goes behind the image, without hashes if those have no room. Its size; 0: no room."""
     start = copy.manifest.size_bytes
     for data in (copy.manifest_bytes, replace(copy.manifest, blocks={}).to_bytes()):

@@ -39,7 +39,7 @@ YES, NO, NOTE = "yes", "no", "note"
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """`answer`: yes, no (something to do), or note (works, but less well; or could not be seen)."""
 
     name: str
@@ -60,11 +60,11 @@ class Site:
     conf: dict[str, str]
 
 
-def examine(runs: Path, spool: Path) -> Iterator[Check]:
+def examine(runs: Path, spool: Path) -> Iterator[DoctorCheck]:
     """All checks, in the order in which to put things right."""
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
-        yield Check(
+        yield DoctorCheck(
             "slurm commands", NO, f"not in PATH: {', '.join(missing)}",
             "install Slurm's commands here or load their module; without Slurm only --cluster local works",
         )  # fmt: skip
@@ -72,7 +72,7 @@ def examine(runs: Path, spool: Path) -> Iterator[Check]:
     site = Site(runs, spool, conf)
     if not missing:
         yield _slurm(conf, trouble)
-    checks: Sequence[Callable[[Site], Check]] = (
+    checks: Sequence[Callable[[Site], DoctorCheck]] = (
         _runs_directory, _torch, _gpu_library, _munge, _requeue, _shrink, _kill_wait, _node_timeout, _drain,
         _health_check, _spool, _clock,
     )  # fmt: skip
@@ -90,19 +90,21 @@ def slurm_conf() -> tuple[dict[str, str], str]:
     return {key.strip(): value.strip() for key, value in pairs}, ""
 
 
-def _slurm(conf: dict[str, str], trouble: str) -> Check:
+def _slurm(conf: dict[str, str], trouble: str) -> DoctorCheck:
     if not conf:
-        return Check("slurm", NO, trouble, "is slurmctld up, and is SLURM_CONF right? try: scontrol ping")
+        return DoctorCheck(
+            "slurm", NO, trouble, "is slurmctld up, and is SLURM_CONF right? try: scontrol ping"
+        )
     version = conf.get("SLURM_VERSION", "")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_SLURM:
-        return Check(
+        return DoctorCheck(
             "slurm", NOTE, version, "older than 22.05, which is the oldest that jurymast is tested with"
         )
-    return Check("slurm", YES, f"{version}, cluster {conf.get('ClusterName', '?')}")
+    return DoctorCheck("slurm", YES, f"{version}, cluster {conf.get('ClusterName', '?')}")
 
 
-def _runs_directory(site: Site) -> Check:
+def _runs_directory(site: Site) -> DoctorCheck:
     name, place = "runs directory", site.runs
     while not foreign.exists(place) and place != place.parent:
         place = place.parent
@@ -111,14 +113,14 @@ def _runs_directory(site: Site) -> Check:
         probe.create()
         shutil.rmtree(probe.root)
     except (RunDirectoryError, OSError) as error:
-        return Check(name, NO, str(error), "choose another with --runs DIR or JURYMAST_RUNS")
+        return DoctorCheck(name, NO, str(error), "choose another with --runs DIR or JURYMAST_RUNS")
     kind = filesystem(place)
     if not kind.startswith(SHARED):
-        return Check(
+        return DoctorCheck(
             name, NOTE, f"{site.runs} can be written, on {kind or 'an unknown file system'}",
             "make sure that every node sees the same directory; the supervisor's successor needs it, too",
         )  # fmt: skip
-    return Check(name, YES, f"{site.runs} can be written, on {kind}")
+    return DoctorCheck(name, YES, f"{site.runs} can be written, on {kind}")
 
 
 def filesystem(path: Path) -> str:
@@ -135,21 +137,21 @@ def filesystem(path: Path) -> str:
     return kind
 
 
-def _torch(site: Site) -> Check:
+def _torch(site: Site) -> DoctorCheck:
     """By its metadata: importing it takes seconds."""
     python = f"{sys.executable} (Python {sys.version_info.major}.{sys.version_info.minor})"
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return Check(
+        return DoctorCheck(
             "torch", NO, f"none in {python}", "pip install torch beside jurymast, where all nodes see it"
         )
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TORCH:
-        return Check("torch", NO, f"{version} in {python}", "torch 2.6 or newer is needed")
+        return DoctorCheck("torch", NO, f"{version} in {python}", "torch 2.6 or newer is needed")
     if closed := closed_above(Path(sys.executable)):
-        return Check("torch", NO, f"{python} lies below {closed}, which others cannot enter",
+        return DoctorCheck("torch", NO, f"{python} lies below {closed}, which others cannot enter",
                      "install it where the nodes and other users can read it")  # fmt: skip
-    return Check("torch", YES, f"{version} in {python}")
+    return DoctorCheck("torch", YES, f"{version} in {python}")
 
 
 def closed_above(path: Path) -> Path | None:
@@ -161,7 +163,7 @@ def closed_above(path: Path) -> Path | None:
     return None
 
 
-def _gpu_library(site: Site) -> Check:
+def _gpu_library(site: Site) -> DoctorCheck:
     """Login nodes seldom have one; what counts is on the nodes."""
     code = "import pynvml as p; p.nvmlInit(); print(p.nvmlSystemGetDriverVersion(), p.nvmlDeviceGetCount())"
     try:
@@ -169,78 +171,80 @@ def _gpu_library(site: Site) -> Check:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False
         )
     except subprocess.TimeoutExpired:
-        return Check("gpu library", NO, "NVML does not answer", "the driver hangs: reboot this machine")
+        return DoctorCheck("gpu library", NO, "NVML does not answer", "the driver hangs: reboot this machine")
     if done.returncode == 0:
         driver, gpus = done.stdout.split()
-        return Check("gpu library", YES, f"driver {driver}, {count(int(gpus), 'GPU')} here")
+        return DoctorCheck("gpu library", YES, f"driver {driver}, {count(int(gpus), 'GPU')} here")
     what = "pynvml is not installed" if "No module" in done.stderr else "no NVIDIA driver on this machine"
     todo = "on the GPU nodes: pip install 'jurymast[nvidia]', then srun jurymast health"
-    return Check("gpu library", NOTE, what, todo)
+    return DoctorCheck("gpu library", NOTE, what, todo)
 
 
-def _munge(site: Site) -> Check:
+def _munge(site: Site) -> DoctorCheck:
     try:
         seal(b"doctor")
     except ClusterUnavailableError as error:
         todo = "start munged, or install munge's commands; only nodes_policy.bad: drain needs them"
-        return Check("munge", NO if site.conf else NOTE, str(error), todo)
-    return Check("munge", YES, "makes credentials")
+        return DoctorCheck("munge", NO if site.conf else NOTE, str(error), todo)
+    return DoctorCheck("munge", YES, "makes credentials")
 
 
-def _requeue(site: Site) -> Check:
+def _requeue(site: Site) -> DoctorCheck:
     if not site.conf:
         return _unseen("requeue")
     allowed = site.conf.get("JobRequeue", "1") == "1"
     found = f"JobRequeue={site.conf.get('JobRequeue', '?')}"
-    return Check("requeue", YES, found + ("" if allowed else "; jurymast asks for --requeue itself"))
+    return DoctorCheck("requeue", YES, found + ("" if allowed else "; jurymast asks for --requeue itself"))
 
 
-def _shrink(site: Site) -> Check:
+def _shrink(site: Site) -> DoctorCheck:
     if not site.conf:
         return _unseen("give nodes back")
     if "disable_job_shrink" in site.conf.get("SchedulerParameters", ""):
-        return Check(
+        return DoctorCheck(
             "give nodes back", NOTE, "SchedulerParameters has disable_job_shrink",
             "a sick node stays in the job, idle, until that ends; take it out of slurm.conf to change this",
         )  # fmt: skip
-    return Check("give nodes back", YES, "a running job may give a sick node back")
+    return DoctorCheck("give nodes back", YES, "a running job may give a sick node back")
 
 
-def _kill_wait(site: Site) -> Check:
+def _kill_wait(site: Site) -> DoctorCheck:
     wait_s = seconds(site.conf.get("KillWait", ""))
     if wait_s is None:
         return _unseen("time to save")
     if wait_s < LEAST_KILL_WAIT_S:
-        return Check(
+        return DoctorCheck(
             "time to save", NOTE, f"KillWait={wait_s} s",
             f"{LEAST_KILL_WAIT_S} s or more leave time to bring the last checkpoint to storage",
         )  # fmt: skip
-    return Check("time to save", YES, f"KillWait={wait_s} s")
+    return DoctorCheck("time to save", YES, f"KillWait={wait_s} s")
 
 
-def _node_timeout(site: Site) -> Check:
+def _node_timeout(site: Site) -> DoctorCheck:
     wait_s = seconds(site.conf.get("SlurmdTimeout", ""))
     if wait_s is None:
         return _unseen("lost nodes")
     found = f"SlurmdTimeout={wait_s} s; jurymast notices by itself, within seconds"
     if wait_s == 0:
-        return Check("lost nodes", NOTE, found, "with 0 Slurm never takes a dead node out of the job")
-    return Check("lost nodes", YES, found)
+        return DoctorCheck("lost nodes", NOTE, found, "with 0 Slurm never takes a dead node out of the job")
+    return DoctorCheck("lost nodes", YES, found)
 
 
-def _drain(site: Site) -> Check:
+def _drain(site: Site) -> DoctorCheck:
     """Which way a bad node can be taken out of service."""
     if not site.conf:
         return _unseen("drain")
     level = _admin_level()
     if os.geteuid() == 0 or level == "Administrator":
-        return Check(
+        return DoctorCheck(
             "drain", YES, "you are Slurm's administrator; runs use the site's health check all the same"
         )
     program = site.conf.get("HealthCheckProgram", "(null)")
     if _is_ours(program):
-        return Check("drain", YES, "by the site's health check, on munge's word: nodes_policy.bad: drain")
-    return Check(
+        return DoctorCheck(
+            "drain", YES, "by the site's health check, on munge's word: nodes_policy.bad: drain"
+        )
+    return DoctorCheck(
         "drain", NOTE, "not for users; runs exclude bad nodes from themselves (nodes_policy.bad: exclude)",
         "ask the site to install slurm/site/healthcheck if bad nodes should be drained for everybody",
     )  # fmt: skip
@@ -263,39 +267,43 @@ def _is_ours(program: str) -> bool:
         return "jurymast" in program
 
 
-def _health_check(site: Site) -> Check:
+def _health_check(site: Site) -> DoctorCheck:
     if not site.conf:
         return _unseen("health check")
     program, every = (site.conf.get(f"HealthCheck{key}", "(null)") for key in ("Program", "Interval"))
     if program == "(null)":
-        return Check("health check", NOTE, "HealthCheckProgram is not set", "see slurm/site/README.md")
+        return DoctorCheck("health check", NOTE, "HealthCheckProgram is not set", "see slurm/site/README.md")
     if not _is_ours(program):
-        return Check(
+        return DoctorCheck(
             "health check", NOTE, f"{program} is not jurymast's", "let it call slurm/site/healthcheck, too"
         )
     if seconds(every) == 0:
-        return Check("health check", NO, f"{program}, HealthCheckInterval=0", "set HealthCheckInterval=300")
+        return DoctorCheck(
+            "health check", NO, f"{program}, HealthCheckInterval=0", "set HealthCheckInterval=300"
+        )
     if not os.access(program, os.X_OK):
-        return Check("health check", NOTE, f"{program} is not on this machine", "it must be on every node")
-    return Check("health check", YES, f"{program}, every {every}")
+        return DoctorCheck(
+            "health check", NOTE, f"{program} is not on this machine", "it must be on every node"
+        )
+    return DoctorCheck("health check", YES, f"{program}, every {every}")
 
 
-def _spool(site: Site) -> Check:
+def _spool(site: Site) -> DoctorCheck:
     spool, name = site.spool, "verdicts"
     try:
         status = spool.lstat()
     except OSError:
         todo = f"on every node, as root: install -d -m 1733 -o root {spool}; only drain needs it"
-        return Check(name, NOTE, f"{spool} is not on this machine", todo)
+        return DoctorCheck(name, NOTE, f"{spool} is not on this machine", todo)
     if status.st_uid != 0 or stat.S_IMODE(status.st_mode) != SPOOL_MODE:
         todo = f"as root: chown root {spool} && chmod 1733 {spool}"
-        return Check(
+        return DoctorCheck(
             name, NO, f"{spool} has mode {stat.S_IMODE(status.st_mode):o}, uid {status.st_uid}", todo
         )
-    return Check(name, YES, f"{spool} takes them")
+    return DoctorCheck(name, YES, f"{spool} takes them")
 
 
-def _clock(site: Site) -> Check:
+def _clock(site: Site) -> DoctorCheck:
     """Against the controller's: scontrol ends its answer with when slurmctld answered."""
     if not site.conf:
         return _unseen("clocks")
@@ -311,14 +319,14 @@ def _clock(site: Site) -> Check:
         return _unseen("clocks")
     offset = theirs - min(max(theirs, int(before)), after)
     if abs(offset) > CLOCKS_AGREE_S:
-        return Check(
+        return DoctorCheck(
             "clocks", NO, f"this machine and slurmctld differ by {offset:.0f} s", "repair NTP: munge needs it"
         )
-    return Check("clocks", YES, "this machine and slurmctld agree to the second")
+    return DoctorCheck("clocks", YES, "this machine and slurmctld agree to the second")
 
 
-def _unseen(name: str) -> Check:
-    return Check(name, NOTE, "not known without Slurm's answer")
+def _unseen(name: str) -> DoctorCheck:
+    return DoctorCheck(name, NOTE, "not known without Slurm's answer")
 
 
 def seconds(text: str) -> int | None:
@@ -327,7 +335,7 @@ def seconds(text: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def doctor_blocks(checks: Sequence[Check]) -> list[Block]:
+def doctor_blocks(checks: Sequence[DoctorCheck]) -> list[Block]:
     """A table, then what to do."""
     rows = [(check.name, check.answer, check.found) for check in checks]
     blocks: list[Block] = [Table(("CHECK", "READY", "FOUND"), rows)]
@@ -350,7 +358,7 @@ print("%d.%d" % sys.version_info[:2], version("jurymast"), version("torch"), sys
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def examine_script(environment: Mapping[str, str]) -> Iterator[Check]:
+def examine_script(environment: Mapping[str, str]) -> Iterator[DoctorCheck]:
     """Nothing outside a Slurm job."""
     if "SLURM_JOB_ID" not in environment:
         return
@@ -360,30 +368,32 @@ def examine_script(environment: Mapping[str, str]) -> Iterator[Check]:
             yield _interface(variable, environment[variable], set(psutil.net_if_addrs()))
 
 
-def _python(environment: Mapping[str, str]) -> Check:
+def _python(environment: Mapping[str, str]) -> DoctorCheck:
     name = "the script's python"
     path = environment.get("PATH", os.defpath)
     found = shutil.which("python", path=path) or shutil.which("python3", path=path)
     if found is None:
-        return Check(name, NO, f"none on PATH: {path}", "load its module or environment before")
+        return DoctorCheck(name, NO, f"none on PATH: {path}", "load its module or environment before")
     try:
         command = [found, "-c", LOOK]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=False)
         python, ours, torch, place = done.stdout.strip().split(" ", 3)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return Check(name, NO, f"{found} does not run: {type(error).__name__}", "try: python -c pass")
+        return DoctorCheck(name, NO, f"{found} does not run: {type(error).__name__}", "try: python -c pass")
     told = f"{place} (Python {python}, torch {torch}, jurymast {ours})"
     missing = [package for package, version in (("jurymast", ours), ("torch", torch)) if version == "none"]
     if missing:
-        return Check(name, NO, told, f"{place} -m pip install {' '.join(missing)}")
+        return DoctorCheck(name, NO, told, f"{place} -m pip install {' '.join(missing)}")
     from jurymast import __version__
 
     if ours != __version__:
-        return Check(name, NOTE, told, f"this one is {__version__}, in {sys.executable}: install the same")
-    return Check(name, YES, told)
+        return DoctorCheck(
+            name, NOTE, told, f"this one is {__version__}, in {sys.executable}: install the same"
+        )
+    return DoctorCheck(name, YES, told)
 
 
-def _interface(variable: str, value: str, here: set[str]) -> Check:
+def _interface(variable: str, value: str, here: set[str]) -> DoctorCheck:
     """As NCCL reads it: names begin so; `=` before them means all of the name, `^` others than these. gloo
     knows names only."""
     exact, others = "=" in value[:2], value.startswith("^")
@@ -394,6 +404,6 @@ def _interface(variable: str, value: str, here: set[str]) -> Check:
         return any(interface == name if whole else interface.startswith(name) for name in names)
 
     if any(is_named(interface) != others for interface in here):
-        return Check(variable, YES, value)
+        return DoctorCheck(variable, YES, value)
     found = f"{value}, which is none of {', '.join(sorted(here))}"
-    return Check(variable, NO, found, "name one that all nodes have")
+    return DoctorCheck(variable, NO, found, "name one that all nodes have")

@@ -9,7 +9,7 @@ from jurymast import foreign
 from jurymast.core.events import Event
 from jurymast.core.goodput.ledger import Ledger
 from jurymast.core.run.state import RunState
-from jurymast.journal import Begin, Entry, FileTail, begin_of, entry_of, initial_state, read_file, take
+from jurymast.journal import Entry, EpochBegin, FileTail, begin_of, entry_of, initial_state, read_file, take
 from jurymast.report.words import some
 from jurymast.rundir import RunDirectory
 
@@ -59,7 +59,7 @@ class JournalTail:
         self.ledger = Ledger(initial_state(directory.plan()))
         self.last_t: float | None = None
         self._epochs: dict[str, _EpochTail] = {}
-        self._begins: dict[str, Begin] = {}
+        self._begins: dict[str, EpochBegin] = {}
 
     @property
     def state(self) -> RunState:
@@ -91,11 +91,11 @@ class JournalTail:
                     take(self.state, entry, self._feed)
                     yield entry
 
-    def _begin(self, path: Path) -> Begin:
+    def _begin(self, path: Path) -> EpochBegin:
         """Of that epoch, as soon as it says so."""
         if path.name not in self._begins:
             begin = begin_of(read_file(path))
-            if begin == Begin():
+            if begin == EpochBegin():
                 return begin
             self._begins[path.name] = begin
         return self._begins[path.name]

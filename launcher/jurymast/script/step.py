@@ -21,7 +21,7 @@ from typing import Any
 
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
-from jurymast.cluster.batch import SIGNALS, SURVIVE, Batch, end_srun
+from jurymast.cluster.batch import SIGNALS, SURVIVE, BatchProcess, end_srun
 from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision.batch import Outcome
@@ -253,7 +253,7 @@ class Step:
         path = run.submission / f"job-{allocation.job}.log"
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            return Batch(run, plan, allocation, agents, log).run()
+            return BatchProcess(run, plan, allocation, agents, log).run()
         finally:
             os.close(log)
             for number in SIGNALS:

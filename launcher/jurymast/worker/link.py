@@ -48,7 +48,7 @@ EVENTS_VARIABLE = "JURYMAST_EVENTS"
 
 
 @dataclass(frozen=True)
-class Beat:
+class RankBeat:
     """One rank's slot as the agent reads it; times in seconds on CLOCK_MONOTONIC."""
 
     step: int
@@ -63,11 +63,11 @@ class Beat:
     timed: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
 
 
-def read_slot(page: Page, local_rank: int) -> Beat:
+def read_slot(page: Page, local_rank: int) -> RankBeat:
     offset = local_rank * SLOT_BYTES
     step, beats, pid, phase, beat_at, longest_s, phase_at = SLOT.unpack_from(page, offset)
     (settled,) = SETTLED.unpack_from(page, offset + SLOT.size)
-    return Beat(
+    return RankBeat(
         step,
         beats,
         pid,

@@ -208,9 +208,9 @@ class AgentMachine:
         return self._out(self._said(self.ranks.host_ended(code, evidence, now)), now)
 
     def rank_said(
-        self, event: within.ForSupervisor | within.Checkpoints | within.Foreseen, now: float
+        self, event: within.ForSupervisor | within.CheckpointsKept | within.Foreseen, now: float
     ) -> list[Effect]:
-        if isinstance(event, within.Checkpoints | within.Foreseen):
+        if isinstance(event, within.CheckpointsKept | within.Foreseen):
             return self._out(self.writes.rank_said(event, now), now)
         return self._out(self._said(self.ranks.rank_said(event, now)), now)
 

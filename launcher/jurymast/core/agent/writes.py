@@ -53,8 +53,8 @@ class Writes:
         self._cancelled.discard(id)
         return []
 
-    def rank_said(self, event: within.Checkpoints | within.Foreseen, now: float) -> list[Effect]:
-        if isinstance(event, within.Checkpoints):
+    def rank_said(self, event: within.CheckpointsKept | within.Foreseen, now: float) -> list[Effect]:
+        if isinstance(event, within.CheckpointsKept):
             warm, self._warm = self._leads and not self._warm, self._leads or self._warm
             return [WarmWriter()] if warm else []
         self._foreseen[event.local_rank] = event

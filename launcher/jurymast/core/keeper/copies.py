@@ -10,7 +10,7 @@ Image = tuple[int, int, int]
 Entry = tuple[Image, str, str, tuple[int, ...]]
 
 
-class Copy:
+class KeptCopy:
     """One image or part of one, or with a `group` the XOR of that part of these ranks' images. `buffer`: the
     number of the one that it lies in; 0: it is on the node's own disk. Whoever drives the machine adds what
     it needs."""

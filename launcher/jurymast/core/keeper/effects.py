@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from jurymast.core import messages as msg
-from jurymast.core.keeper.copies import Copy
+from jurymast.core.keeper.copies import KeptCopy
 
 
 class Tell(Struct, frozen=True):
@@ -58,13 +58,13 @@ class Lend(Struct, frozen=True):
 class Serve(Struct, frozen=True):
     """Whoever asks for it finds it from now on."""
 
-    copy: Copy
+    copy: KeptCopy
 
 
 class Unserve(Struct, frozen=True):
     """Nobody finds it any more; who reads it goes on."""
 
-    copy: Copy
+    copy: KeptCopy
 
 
 class AwaitReaders(Struct, frozen=True):
@@ -179,7 +179,7 @@ class Verify(Struct, frozen=True):
     """Whether what this copy has is intact. Answered by `verified`."""
 
     number: int
-    copy: Copy
+    copy: KeptCopy
 
 
 class Fetch(Struct, frozen=True):

@@ -9,7 +9,7 @@ import msgspec
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.copies import Copy, Entry, Image
+from jurymast.core.keeper.copies import Entry, Image, KeptCopy
 from jurymast.core.keeper.memory import Buffer, Do, Memory
 from jurymast.core.keeper.slots import EASE, RankSlots, Slot, State
 
@@ -27,7 +27,7 @@ class Holding:
         self._memory = memory
         self._ranks = ranks
         self.attempt = 0
-        self.copies: dict[Entry, Copy] = {}
+        self.copies: dict[Entry, KeptCopy] = {}
         self.committed = NOTHING
         self.busy: set[Buffer] = set()
         self.leaving: set[Buffer] = set()  # until nobody reads them
@@ -55,10 +55,10 @@ class Holding:
 
     # ---- what there is
 
-    def has(self, copy: Copy) -> bool:
+    def has(self, copy: KeptCopy) -> bool:
         return self.copies.get(copy.entry) is copy
 
-    def find(self, image: Image, tiers: Sequence[str], group: tuple[int, ...] = ()) -> list[Copy]:
+    def find(self, image: Image, tiers: Sequence[str], group: tuple[int, ...] = ()) -> list[KeptCopy]:
         """Copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
         found = [
             copy
@@ -67,16 +67,16 @@ class Holding:
         ]
         return sorted(found, key=lambda copy: (copy.part != ALL, TIERS.index(copy.tier)))
 
-    def buffer_of(self, copy: Copy) -> Buffer | None:
+    def buffer_of(self, copy: KeptCopy) -> Buffer | None:
         return self._memory.buffers.get(copy.buffer)
 
-    def slot_of(self, copy: Copy) -> Slot | None:
+    def slot_of(self, copy: KeptCopy) -> Slot | None:
         return next((slot for slot in self._slots() if slot.copy is copy), None)
 
-    def copy_in(self, buffer: Buffer) -> Copy | None:
+    def copy_in(self, buffer: Buffer) -> KeptCopy | None:
         return next((copy for copy in self.copies.values() if copy.buffer == buffer.number), None)
 
-    def counts(self, copy: Copy) -> bool:
+    def counts(self, copy: KeptCopy) -> bool:
         """False for an image of ranks that are dead, of a step that cannot be complete, or of one passed."""
         step, attempt, _ = copy.image
         if attempt != self.attempt or (step, attempt) in self._void:
@@ -85,7 +85,7 @@ class Holding:
 
     # ---- what comes and goes
 
-    def hold(self, copy: Copy) -> None:
+    def hold(self, copy: KeptCopy) -> None:
         """It counts from now on."""
         older = self.copies.get(copy.entry)
         if older is not None:
@@ -93,16 +93,16 @@ class Holding:
         self._serve(copy)
         self._do(do.Tell(msg.Held(copies=(copy.report,))))
 
-    def _serve(self, copy: Copy) -> None:
+    def _serve(self, copy: KeptCopy) -> None:
         self.copies[copy.entry] = copy
         self._do(do.Serve(copy))
 
-    def remove(self, copy: Copy) -> None:
+    def remove(self, copy: KeptCopy) -> None:
         """It counts no more, and whoever calls this cares for its buffer and slot."""
         del self.copies[copy.entry]
         self._do(do.Unserve(copy))
 
-    def drop(self, copy: Copy, why: str = "", *, say: bool = True) -> None:
+    def drop(self, copy: KeptCopy, why: str = "", *, say: bool = True) -> None:
         """It counts no more; its memory is free when the last reader is done."""
         if not self.has(copy):
             return
@@ -115,7 +115,7 @@ class Holding:
         if say:
             self._do(do.Tell(msg.Dropped(copy=copy.report, why=why)))
 
-    def _drop_where(self, gone: Callable[[Copy], bool]) -> None:
+    def _drop_where(self, gone: Callable[[KeptCopy], bool]) -> None:
         for copy in [copy for copy in self.copies.values() if gone(copy)]:
             self.drop(copy, say=False)
 
@@ -152,7 +152,7 @@ class Holding:
         rank = self._ranks[slot.local].rank
         self._do(do.Hash(slot.local, slot.number, slot.buffer.number, rank))
 
-    def hashed(self, slot: Slot, buffer: Buffer, copy: Copy | None) -> None:
+    def hashed(self, slot: Slot, buffer: Buffer, copy: KeptCopy | None) -> None:
         self.busy.discard(buffer)
         if slot.buffer is not buffer:  # the slot was needed for a restore meanwhile
             self.leave(buffer)
@@ -288,7 +288,7 @@ class Holding:
         if self.committed[1] > step:
             self.committed = NOTHING
 
-    def scanned(self, found: Sequence[Copy]) -> None:
+    def scanned(self, found: Sequence[KeptCopy]) -> None:
         """What the local disk has now."""
         there = {copy.image for copy in found}
         known = {copy.image: copy for copy in self.copies.values() if copy.tier == LOCAL}

@@ -13,7 +13,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY, age
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.copies import Copy
+from jurymast.core.keeper.copies import KeptCopy
 from jurymast.core.keeper.growth import Growth, Loan
 from jurymast.core.keeper.holding import Holding
 from jurymast.core.keeper.memory import Memory
@@ -115,7 +115,7 @@ class KeeperMachine:
                 Growth(self._effects.append, self.memory, self.holding, self.ranks, mine, want)
         return self._out()
 
-    def hashed(self, local: int, number: int, buffer: int, copy: Copy) -> list[do.Effect]:
+    def hashed(self, local: int, number: int, buffer: int, copy: KeptCopy) -> list[do.Effect]:
         self.holding.hashed(self.ranks[local].slots[number], self.memory.buffers[buffer], copy)
         return self._out()
 
@@ -168,12 +168,12 @@ class KeeperMachine:
 
     # What is held.
 
-    def scanned(self, found: Sequence[Copy]) -> list[do.Effect]:
+    def scanned(self, found: Sequence[KeptCopy]) -> list[do.Effect]:
         """What the local disk has now."""
         self.holding.scanned(found)
         return self._out()
 
-    def distrusted(self, copy: Copy, why: str) -> list[do.Effect]:
+    def distrusted(self, copy: KeptCopy, why: str) -> list[do.Effect]:
         """Its bytes are not what they were when it was taken: then it is no copy."""
         self.holding.drop(copy, why)
         return self._out()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, PEER
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.copies import Copy, Image
+from jurymast.core.keeper.copies import Image, KeptCopy
 from jurymast.core.keeper.holding import Holding
 from jurymast.core.keeper.memory import Buffer, kernel_refusal
 from jurymast.core.keeper.work import Fetched, Found, Work, Works
@@ -119,7 +119,7 @@ class Replicas:
         assert {id(one) for one in self.wanted.values()} <= going, "an order is forgotten"
         assert not any(one.stopped for one in self.wanted.values())
 
-    def here(self, name: Name) -> list[Copy]:
+    def here(self, name: Name) -> list[KeptCopy]:
         image, part, group = name
         found = self._holding.find(image, (MEMORY, PEER), group)
         return [copy for copy in found if copy.part in (ALL, part)]

@@ -9,7 +9,7 @@ import msgspec
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.copies import Copy, Image
+from jurymast.core.keeper.copies import Image, KeptCopy
 from jurymast.core.keeper.memory import Buffer, kernel_refusal
 from jurymast.core.keeper.slots import RankSlots, Slot, State
 from jurymast.core.keeper.work import Fetched, Found, Work, Works
@@ -68,7 +68,7 @@ class Bringing(Work):
             else:
                 self._from_others(self._claim)
 
-    def _distrust(self, base: Copy) -> None:
+    def _distrust(self, base: KeptCopy) -> None:
         """What is good of it serves, but it is no copy, and nobody's slot until it is whole."""
         holder = self.holding.slot_of(base)
         if holder is not None:
@@ -173,7 +173,7 @@ class Bringing(Work):
         slots = [one for one in self._mine.slots if one.buffer is self.buffer]
         return self.slot.state in (State.FILLING, State.HELD) and all(one.copy is not None for one in slots)
 
-    def _ready(self, copy: Copy, fetched: Fetched, now: float) -> None:
+    def _ready(self, copy: KeptCopy, fetched: Fetched, now: float) -> None:
         buffer, holding = self.buffer, self.holding
         assert buffer is not None
         base = holding.copy_in(buffer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from jurymast.core.keeper.copies import Copy
+from jurymast.core.keeper.copies import KeptCopy
 from jurymast.core.keeper.memory import Buffer
 
 SLOTS = 2
@@ -33,7 +33,7 @@ class Slot:
     number: int
     state: State = State.EMPTY
     buffer: Buffer | None = None
-    copy: Copy | None = None
+    copy: KeptCopy | None = None
     following: Buffer | None = None
     stall_s: float = 0.0
 
@@ -60,7 +60,7 @@ class RankSlots:
     slots: list[Slot] = field(default_factory=list)
     growing: bool = False
     refused: int = 0  # the wish that this node could not fulfil
-    restored: Copy | None = None  # of this attempt
+    restored: KeptCopy | None = None  # of this attempt
 
     def __post_init__(self) -> None:
         self.slots = [Slot(self.local, number) for number in range(SLOTS)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jurymast.core import messages as msg
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.copies import Copy
+from jurymast.core.keeper.copies import KeptCopy
 from jurymast.core.keeper.holding import Holding
 from jurymast.core.keeper.memory import Buffer, Do, Memory
 
@@ -29,7 +29,7 @@ class Fetched:
     if that was wanted and has room. `got`: bytes by tier; `refused`: why the kernel has no memory for it,
     `allocated`: what memory the buffer takes now."""
 
-    copy: Copy | None
+    copy: KeptCopy | None
     behind: int = 0
     got: Mapping[str, int] = field(default_factory=dict)
     passed_over: tuple[str, ...] = ()

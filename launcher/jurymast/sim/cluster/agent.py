@@ -13,7 +13,7 @@ from jurymast.core.messages import CadenceReport, Endpoint, RankReport, beat_of
 from jurymast.core.nodes.heartbeat import beat_every_s
 from jurymast.core.nodes.stacks import COLLECTIVE, Stand
 from jurymast.sim.cluster.keeper import SimKeeper
-from jurymast.sim.cluster.network import Connection
+from jurymast.sim.cluster.network import SimConnection
 from jurymast.sim.cluster.storage import SimWrite
 from jurymast.sim.cluster.training import Group, Member, Page, follower
 from jurymast.sim.cluster.world import BEGINNING, Process
@@ -185,7 +185,7 @@ class SimAgent:
         cluster.keepers[site.name, self.data_port] = self.keeper
         self.page = Page()
         self.host: SimHost | None = None
-        self.connection: Connection | None = None
+        self.connection: SimConnection | None = None
         self.met = False  # a supervisor, ever
         self._stands_by = self._ready = False  # a process that may become the next
         self._tries = self._beats = self._wakes = 0
@@ -366,11 +366,11 @@ class SimAgent:
         if self.process.alive:
             self._carry_out(self.machine.supervisor_ended(self.now))
 
-    def hear(self, connection: Connection, message: Any) -> None:
+    def hear(self, connection: SimConnection, message: Any) -> None:
         if connection is self.connection:
             self._carry_out(self.machine.heard(message, self.now))
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimConnection) -> None:
         if connection is self.connection:
             self.connection = None
             self._carry_out(self.machine.lost(self.now))

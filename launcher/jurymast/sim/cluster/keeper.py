@@ -47,7 +47,7 @@ class Restored(Enum):
     FAILED = "failed"
 
 
-class Image(core.Copy):
+class Image(core.KeptCopy):
     """What a keeper holds. `tokens`: what is in it, by rank; more than one in an XOR."""
 
     def __init__(

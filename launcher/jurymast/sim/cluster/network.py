@@ -27,16 +27,16 @@ class End(Protocol):
     @property
     def site(self) -> Site: ...
 
-    def hear(self, connection: Connection, message: Any) -> None: ...
+    def hear(self, connection: SimConnection, message: Any) -> None: ...
 
-    def closed(self, connection: Connection) -> None: ...
+    def closed(self, connection: SimConnection) -> None: ...
 
 
 class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self._cut: dict[frozenset[str], float] = {}  # until when
-        self.connections: list[Connection] = []
+        self.connections: list[SimConnection] = []
 
     def cut(self, one: str, other: str, until: float) -> None:
         pair = frozenset((one, other))
@@ -57,9 +57,9 @@ class Network:
         late_s = LATE_S * chance.random() if chance.random() < LATE_SHARE else 0.0
         return DELAY_S[0] + (DELAY_S[1] - DELAY_S[0]) * chance.random() ** 3 + late_s
 
-    def connect(self, one: End, other: End) -> Connection:
+    def connect(self, one: End, other: End) -> SimConnection:
         self.connections = [kept for kept in self.connections if any(kept.open)]
-        connection = Connection(self, (one, other))
+        connection = SimConnection(self, (one, other))
         self.connections.append(connection)
         return connection
 
@@ -70,7 +70,7 @@ class Network:
                 connection.close(end)
 
 
-class Connection:
+class SimConnection:
     """Between two processes. `open`: by end, whether it thinks so."""
 
     def __init__(self, network: Network, ends: tuple[End, End]) -> None:

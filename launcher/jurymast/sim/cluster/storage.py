@@ -31,7 +31,7 @@ from jurymast.core.run.instructions import Instruction
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import RunState
 from jurymast.core.settings import RunPlan
-from jurymast.journal import Begin, begin_of, counting, initial_state, take, together
+from jurymast.journal import EpochBegin, begin_of, counting, initial_state, take, together
 from jurymast.sim.cluster.world import Process, World
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class RunDisk:
         """As `journal.replay` reads it, of what was really written."""
         files = [self._file(epoch) for epoch in sorted(self.journal)]
         state = initial_state(self.plan)
-        for entry in counting([*files, []], [*map(begin_of, files), Begin()]):
+        for entry in counting([*files, []], [*map(begin_of, files), EpochBegin()]):
             take(state, entry, lambda event: step(state, event))
         return state
 

@@ -15,7 +15,7 @@ from jurymast.core.messages import Endpoint
 from jurymast.core.run.state import RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import FLUSH_LIMIT_S
-from jurymast.sim.cluster.network import Connection
+from jurymast.sim.cluster.network import SimConnection
 from jurymast.sim.cluster.storage import Item
 from jurymast.wire.endpoint import PULSE_INTERVAL_S
 
@@ -105,8 +105,8 @@ class SimSupervisor:
         self._offset = 0.0
         self._asked_at: float | None = None  # the run directory, of whatever it has not answered yet
         self._silent = False
-        self._channels: dict[str, Connection] = {}
-        self._numbers: dict[Connection, tuple[str, int]] = {}  # node, and number
+        self._channels: dict[str, SimConnection] = {}
+        self._numbers: dict[SimConnection, tuple[str, int]] = {}  # node, and number
         self._number = 0
         self._todo: deque[do.Effect] = deque()
         self._blocked = self._working = False
@@ -341,7 +341,7 @@ class SimSupervisor:
 
     # ---- agents
 
-    def hear(self, connection: Connection, message: Any) -> None:
+    def hear(self, connection: SimConnection, message: Any) -> None:
         known = self._numbers.get(connection)
         if isinstance(message, msg.Hello):
             self._number += 1
@@ -355,10 +355,10 @@ class SimSupervisor:
         elif known is not None:
             self._do(self.machine.heard(known[0], known[1], message, self.now))
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimConnection) -> None:
         self._lost(connection)
 
-    def _lost(self, connection: Connection) -> None:
+    def _lost(self, connection: SimConnection) -> None:
         known = self._numbers.pop(connection, None)
         if known is None:
             return
