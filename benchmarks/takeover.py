@@ -32,7 +32,7 @@ from benchmarks.side_by_side.systems import ACTIVE, STEP_S, Place, Started, subm
 from benchmarks.side_by_side.trial import clear
 from jurymast.core import events as ev
 from jurymast.core.run.state import RunState
-from jurymast.journal import Follower, events, read
+from jurymast.journal import JournalFollower, events, read
 from jurymast.rundir import RunDirectory
 from testcluster import Cluster, ClusterError
 from testcluster.faults import Fault
@@ -85,7 +85,7 @@ class Run:
     def __init__(self, started: Started) -> None:
         assert started.run is not None
         self._directory = RunDirectory(started.run)
-        self._journal = Follower(self._directory)
+        self._journal = JournalFollower(self._directory)
 
     def state(self) -> RunState:
         return self._journal.catch_up()

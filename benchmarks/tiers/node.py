@@ -23,7 +23,7 @@ from jurymast.core import messages as msg
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
-from jurymast.storage.orders import Failed, Image, WriteLocal
+from jurymast.storage.orders import ImageAt, StorageFailed, WriteLocal
 from jurymast.storage.processes import StorageProcesses
 from jurymast.wire.shield import BLAKE2B, GCM, GMAC, Access
 from jurymast.worker import link
@@ -90,7 +90,7 @@ class Node:
     def _hear(self) -> None:
         for line in os.read(self._events, 1 << 16).splitlines():
             event = json.loads(line)
-            if event["event"] == "Image":
+            if event["event"] == "ImageAt":
                 self._keeper.image_published(event["local_rank"], event["slot"], event["stall_s"])
 
     def _tell(self, message: msg.FromKeeper) -> None:
@@ -143,7 +143,7 @@ class Node:
         began = time.monotonic()
         loans = await self._lend(order)
         images = tuple(
-            Image(
+            ImageAt(
                 rank=loan.manifest.rank,
                 path=loan.path,
                 common_path=loan.common_path,
@@ -156,7 +156,7 @@ class Node:
         seconds = time.monotonic() - began
         for loan in loans:
             loan.give_back()
-        if isinstance(answer, Failed):
+        if isinstance(answer, StorageFailed):
             raise OSError(first_line(answer.why))
         return {"seconds": seconds, "bytes": answer.bytes}
 

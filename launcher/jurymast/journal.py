@@ -365,7 +365,7 @@ class FileTail:
         return data[:end].splitlines()
 
 
-class Follower:
+class JournalFollower:
     """The state that the journal leads to, as it grows: `catch_up` reads what is new."""
 
     def __init__(self, directory: RunDirectory) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord, Manifest, hash_file
+from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifest, FileRecord, hash_file
 from jurymast.rundir import RunDirectory
 from jurymast.storage import object_store
 from jurymast.storage.object_store import ObjectStore
@@ -39,7 +39,7 @@ def make_checkpoint(
         name = f"__{number}_0.distcp" if number < len(sizes) else ".metadata"
         (place / name).write_bytes(os.urandom(size))
         records.append(FileRecord(name, *hash_file(place / name), number))
-    directory.seal(place, Manifest(step, attempt, len(sizes), "2.13.0", tuple(records)))
+    directory.seal(place, CheckpointManifest(step, attempt, len(sizes), "2.13.0", tuple(records)))
     directory.publish(place, step)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from jurymast.agent.probing import Probing
 from jurymast.core import events as ev
-from jurymast.core.messages import Health
+from jurymast.core.messages import HealthFound
 from jurymast.core.nodes.own_health import OFFSETS
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.health.probe import Context, Finding
@@ -305,7 +305,7 @@ class Told:
             run="r1", name="r", directory=str(folder), cluster="local", active=1, spares=0, ranks_per_node=1,
             script="x.py", settings=Settings(**settings),
         )  # fmt: skip
-        self.said: list[Health] = []
+        self.said: list[HealthFound] = []
         self.probing = Probing(RunDirectory(folder), plan, "n1", self.said.append)
 
     def clocks(self, ahead_s: float) -> None:

@@ -28,9 +28,9 @@ from jurymast.storage.orders import (
     Answer,
     Cancel,
     Done,
-    Failed,
-    Image,
+    ImageAt,
     Job,
+    StorageFailed,
     StorageFailure,
     Warm,
     WriteShared,
@@ -76,7 +76,7 @@ def test_torch_is_loaded_as_fast_as_ranks_run_and_only_writes_stand_back(tmp_pat
         assert niceness(process) == {here, min(here + 10, 19)}
 
 
-def shared_orders(root: Path, images: Sequence[Image], **more: Any) -> list[WriteShared]:
+def shared_orders(root: Path, images: Sequence[ImageAt], **more: Any) -> list[WriteShared]:
     """One order for each of two nodes, with half of the images each."""
     half = (len(images) + 1) // 2
     step = json.loads(images[0].manifest.partition("\n")[2])["step"]
@@ -100,7 +100,7 @@ def done_together(processes: list[StorageProcess], orders: Sequence[WriteShared]
 
 def failed_together(processes: list[StorageProcess], orders: Sequence[WriteShared]) -> list[str]:
     answers = together(processes, orders)
-    whys = [answer.why for answer in answers if isinstance(answer, Failed)]
+    whys = [answer.why for answer in answers if isinstance(answer, StorageFailed)]
     assert len(whys) == len(orders), answers
     return whys
 
@@ -161,7 +161,7 @@ def test_a_checkpointer_restores_what_storage_processes_wrote(
         sharded=sharded,
     )
     root = tmp_path / "checkpoints"
-    done_together(processes, shared_orders(root, [Image(**one["image"]) for one in saved]))
+    done_together(processes, shared_orders(root, [ImageAt(**one["image"]) for one in saved]))
     for size in (2, 1, 3):
         restored = run_ranks(
             SCRIPTS / "checkpoint_ranks.py", "restore", size, tmp_path, directory=str(root), sharded=sharded
@@ -431,7 +431,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_complete(
         return
     assert not any(name.startswith("step-") for name in names(root))
     if victim == 1:
-        assert isinstance(survivor, Failed)
+        assert isinstance(survivor, StorageFailed)
         assert names(root) == set()
     done_together(processes, shared_orders(root, images, nonce="00ac"))
     assert names(root) == {"step-00000010"}
@@ -443,7 +443,7 @@ def test_a_cancelled_write_leaves_nothing(tmp_path: Path, processes: list[Storag
     number = processes[0].give(order)
     wait_until("directory", lambda: any(names(path) for path in root.glob(".writing-*")))
     processes[0].tell(Cancel(id=number))
-    assert processes[0].answer() == Failed(id=number, why="it was cancelled")
+    assert processes[0].answer() == StorageFailed(id=number, why="it was cancelled")
     assert names(root) == set()
 
 
@@ -501,7 +501,7 @@ def test_the_agents_side(tmp_path: Path) -> None:
             # storage that hangs: reading this manifest never ends
             unread = msgspec.structs.replace(images[0], manifest=str(hang))
             failed = await storage.carry_out(to_local(tmp_path / "run", [unread], limit_s=0.5))
-            assert isinstance(failed, Failed)
+            assert isinstance(failed, StorageFailed)
             assert f"local storage hangs at {tmp_path / 'run'}" in failed.why
             assert isinstance(await storage.carry_out(to_local(tmp_path / "again", images)), Done)
             # cancelled, and the process is there for the next order
@@ -523,7 +523,7 @@ def test_the_agents_side(tmp_path: Path) -> None:
             child = storage._tiers["shared"]._child
             assert child is not None
             os.kill(child.pid, signal.SIGKILL)
-            assert await task == Failed(why="the storage process was killed by SIGKILL")
+            assert await task == StorageFailed(why="the storage process was killed by SIGKILL")
             done = await storage.carry_out(to_shared(tmp_path / "c", images, world=1, lead=True))
             assert isinstance(done, Done), done
         finally:

@@ -16,7 +16,7 @@ from jurymast.core.planning.optimum import goodput
 from jurymast.core.settings import Settings
 from jurymast.sim.cadences import asked_cadence
 from jurymast.sim.durations import Durations, Parts
-from jurymast.sim.faults import PATTERNS, Fault, FaultModel
+from jurymast.sim.faults import PATTERNS, FaultModel, TraceFault
 from jurymast.sim.names import names_needed
 from jurymast.sim.results import GOODPUT, simulate, summary
 from jurymast.sim.simulation import Outcome, Setup, Simulation
@@ -33,7 +33,7 @@ class Checked(Simulation):
         assert self.state.phase is self.ledger.state.phase
 
 
-def ran(setup: Setup, faults: list[Fault], cadence: Cadence = Cadence(seconds=600.0)) -> Outcome:  # noqa: B008
+def ran(setup: Setup, faults: list[TraceFault], cadence: Cadence = Cadence(seconds=600.0)) -> Outcome:  # noqa: B008
     return Checked(setup, faults, cadence).run()
 
 
@@ -97,7 +97,7 @@ def test_a_few_names_stand_for_all_nodes(pattern: str) -> None:
     seen: set[int] = set()
     faults = []
     for fault in drawn:
-        faults.append(Fault(fault.t, tuple(node for node in fault.nodes if node not in seen)))
+        faults.append(TraceFault(fault.t, tuple(node for node in fault.nodes if node not in seen)))
         seen |= set(fault.nodes)
     faults = [fault for fault in faults if fault.nodes]
     assert len(faults) > 10
@@ -135,7 +135,7 @@ def test_one_fault_costs_what_its_parts_take() -> None:
     )
     setup = Setup(nodes=20, spares=1, seconds=10_000, durations=durations)
     # Restored at 35 s, step 1 at 40 s, step 601 and a save at 640 s, step 1,201 and a save at 1,250 s.
-    outcome = ran(setup, [Fault(1350.0, (3,))])
+    outcome = ran(setup, [TraceFault(1350.0, (3,))])
     assert node_seconds(outcome, "detection") == 20 * 2  # the dead node among them: nobody knows it yet
     assert node_seconds(outcome, "diagnosis") == 19 * 1
     assert node_seconds(outcome, "relaunch") == 20 * 5
@@ -153,7 +153,7 @@ def test_one_fault_costs_what_its_parts_take() -> None:
 
 def test_without_a_spare_the_run_goes_back_to_the_queue() -> None:
     setup = Setup(nodes=20, spares=0, seconds=10_000, durations=Durations(requeue_s=600))
-    outcome = ran(setup, [Fault(2000.0, (3,))])
+    outcome = ran(setup, [TraceFault(2000.0, (3,))])
     assert outcome.requeues == 1
     assert outcome.incidents[0].action == "requeue"
     assert node_seconds(outcome, "requeue_wait") == 20 * 600
@@ -162,7 +162,7 @@ def test_without_a_spare_the_run_goes_back_to_the_queue() -> None:
 def test_a_script_that_fails_again_and_again_ends_the_run() -> None:
     """Each time after new steps: else it would be a crash loop."""
     setup = Setup(nodes=4, spares=0, seconds=10_000, settings=Settings())
-    outcome = ran(setup, [Fault(1000.0 + 800 * i, kind="script") for i in range(6)])
+    outcome = ran(setup, [TraceFault(1000.0 + 800 * i, kind="script") for i in range(6)])
     assert outcome.state == "failed"
     assert "application budget spent" in outcome.reason
     assert len(outcome.incidents) == 4
@@ -171,7 +171,7 @@ def test_a_script_that_fails_again_and_again_ends_the_run() -> None:
 def test_a_save_protects_only_when_it_is_complete() -> None:
     """The fault comes while the second save is being copied: back to the first."""
     setup = Setup(nodes=4, spares=1, seconds=5000, durations=Durations(step_s=1, stall_s=1, copy_s=60))
-    outcome = ran(setup, [Fault(35.0 + 1 + 600 + 1 + 600 + 1 + 30, (0,))])
+    outcome = ran(setup, [TraceFault(35.0 + 1 + 600 + 1 + 600 + 1 + 30, (0,))])
     assert outcome.incidents[0].step_restored == 601
 
 

@@ -25,7 +25,7 @@ from jurymast.sim.durations import (
     Parts,
     read_measured,
 )
-from jurymast.sim.faults import Fault, FaultModel
+from jurymast.sim.faults import FaultModel, TraceFault
 from jurymast.sim.simulation import Outcome, Setup, Simulation
 from jurymast.sim.tiers import SimTiers
 
@@ -40,7 +40,9 @@ TIMES = Durations(
 HOLDER, STEPS_IN = 23, 20
 
 
-def ran(faults: list[Fault], *, spares: int = 4, durations: Durations = TIMES, **settings: object) -> Outcome:
+def ran(
+    faults: list[TraceFault], *, spares: int = 4, durations: Durations = TIMES, **settings: object
+) -> Outcome:
     setup = Setup(
         nodes=20, spares=spares, seconds=3000, durations=durations,
         settings=Settings(shared_every_s=500.0, **settings),  # type: ignore[arg-type]
@@ -53,7 +55,7 @@ def restored(outcome: Outcome) -> list[int | None]:
 
 
 def test_one_lost_node_costs_the_steps_since_the_last_save_in_memory() -> None:
-    outcome = ran([Fault(1000.0, (3,))])
+    outcome = ran([TraceFault(1000.0, (3,))])
     assert (restored(outcome), outcome.restores) == ([901], {MEMORY: 1})
 
 
@@ -61,7 +63,8 @@ def test_a_save_on_its_way_to_other_nodes_outlives_dead_ranks_but_no_lost_node()
     """Step 901 is in each node's own memory at 945 s, and on other nodes at 955 s."""
     saved_at = 36.0 + 9 * 101
     lost, raised = (
-        ran([Fault(saved_at + 5, nodes, kind=kind)]) for nodes, kind in (((3,), NODE_CRASH), ((), SCRIPT))
+        ran([TraceFault(saved_at + 5, nodes, kind=kind)])
+        for nodes, kind in (((3,), NODE_CRASH), ((), SCRIPT))
     )
     assert (restored(lost), restored(raised)) == ([801], [901])
 
@@ -85,37 +88,37 @@ def test_what_the_lost_nodes_held_decides(
     settings: dict[str, object], nodes: tuple[int, ...], tier: str
 ) -> None:
     """Step 101 goes to storage when its stall is over, and 500 s later, at 637 s, the newest: step 501."""
-    outcome = ran([Fault(1000.0, nodes)], **settings)  # type: ignore[arg-type]
+    outcome = ran([TraceFault(1000.0, nodes)], **settings)  # type: ignore[arg-type]
     assert restored(outcome) == [901 if tier == MEMORY else 501]
     assert outcome.restores == {tier: 1}
     assert outcome.incidents[0].seconds()["restore"] == (30 if tier == MEMORY else 200)
 
 
 def test_the_newest_save_is_restored_however_long_that_takes() -> None:
-    outcome = ran([Fault(1200.0, (3,))], durations=replace(TIMES, restore_s=400.0))
+    outcome = ran([TraceFault(1200.0, (3,))], durations=replace(TIMES, restore_s=400.0))
     assert outcome.restores == {MEMORY: 1}
 
 
 def test_a_second_loss_during_the_recovery_counts_with_the_first() -> None:
     """Without spares for it, place 3's replica is at place 13."""
-    again = ran([Fault(1000.0, (3,)), Fault(1020.0, (13,))], prefer_spares=False)
-    other = ran([Fault(1000.0, (3,)), Fault(1020.0, (5,))], prefer_spares=False)
+    again = ran([TraceFault(1000.0, (3,)), TraceFault(1020.0, (13,))], prefer_spares=False)
+    other = ran([TraceFault(1000.0, (3,)), TraceFault(1020.0, (5,))], prefer_spares=False)
     assert (restored(again), restored(other)) == ([None, 501], [None, 901])
 
 
 def test_a_second_loss_once_copies_are_made_again_does_not() -> None:
-    outcome = ran([Fault(1000.0, (3,)), Fault(1070.0, (13,))], prefer_spares=False)
+    outcome = ran([TraceFault(1000.0, (3,)), TraceFault(1070.0, (13,))], prefer_spares=False)
     assert restored(outcome) == [901, 901]
 
 
 def test_who_steps_in_holds_what_the_lost_one_held() -> None:
     """The spare that stepped in for node 3 is lost together with the one that holds place 3's replica."""
-    outcome = ran([Fault(1000.0, (3,)), Fault(2000.0, (STEPS_IN, HOLDER))])
+    outcome = ran([TraceFault(1000.0, (3,)), TraceFault(2000.0, (STEPS_IN, HOLDER))])
     assert outcome.restores == {MEMORY: 1, SHARED: 1}
 
 
 def test_before_a_requeue_the_newest_save_gets_to_storage() -> None:
-    outcome = ran([Fault(1000.0, (3,))], spares=0)
+    outcome = ran([TraceFault(1000.0, (3,))], spares=0)
     assert (restored(outcome), outcome.restores, outcome.requeues) == ([901], {SHARED: 1}, 1)
     # 600 s in the queue, after 50 s of writing.
     assert outcome.categories["requeue_wait"] == 20 * 650 * 1_000_000
@@ -123,17 +126,17 @@ def test_before_a_requeue_the_newest_save_gets_to_storage() -> None:
 
 def test_a_hang_is_found_by_the_hang_detector() -> None:
     """All ranks idle: after 5 s and twice the longest gap between steps, a step and a stall, and a look."""
-    outcome = ran([Fault(1000.0, kind=HANG)])
+    outcome = ran([TraceFault(1000.0, kind=HANG)])
     (incident,) = outcome.incidents
     assert (incident.cause, incident.action, incident.step_restored) == ("hang", "restart", 901)
     assert incident.seconds()["detect"] == pytest.approx(5 + 2 * (1 + 1) + 1)
     assert outcome.categories["hang"] == 20 * 10 * 1_000_000
-    (later,) = ran([Fault(1000.0, kind=HANG)], hang_s=60.0).incidents
+    (later,) = ran([TraceFault(1000.0, kind=HANG)], hang_s=60.0).incidents
     assert later.seconds()["detect"] == pytest.approx(60.0)
 
 
 def test_a_hang_that_a_lost_node_ends_is_one_incident() -> None:
-    outcome = ran([Fault(1000.0, kind=HANG), Fault(1003.0, (2,))])
+    outcome = ran([TraceFault(1000.0, kind=HANG), TraceFault(1003.0, (2,))])
     assert [incident.cause for incident in outcome.incidents] == ["node_lost"]
 
 
@@ -144,7 +147,7 @@ def test_each_kind_of_failure_takes_its_own_time() -> None:
     )  # fmt: skip
     found = {}
     for kind in (WORKER_KILL, NODE_CRASH):
-        (incident,) = ran([Fault(1000.0, (1,), kind=kind)], durations=times).incidents
+        (incident,) = ran([TraceFault(1000.0, (1,), kind=kind)], durations=times).incidents
         parts = incident.seconds()
         found[kind] = (incident.action, parts["detect"], parts["diagnose"], parts["launch"])
     assert found == {WORKER_KILL: ("restart", 0, 0.5, 0.25), NODE_CRASH: ("swap", 0.125, 2, 0)}
@@ -153,7 +156,7 @@ def test_each_kind_of_failure_takes_its_own_time() -> None:
 def test_a_fault_can_wait_for_a_step() -> None:
     """At step 950, the first time: after the restart at step 901 it comes again, and nothing happens. Then
     saves are 99 steps apart, as a step took 1.01 s with its share of a save."""
-    outcome = ran([Fault(0.0, (1,), kind=WORKER_KILL, step=950), Fault(0.0, (2,), step=1500)])
+    outcome = ran([TraceFault(0.0, (1,), kind=WORKER_KILL, step=950), TraceFault(0.0, (2,), step=1500)])
     assert [(i.cause, i.step_lost_from, i.step_restored) for i in outcome.incidents] == [
         ("worker_killed", 950, 901),
         ("node_lost", 1500, 1397),

@@ -20,7 +20,7 @@ from jurymast.core.run.incident import Incident
 from jurymast.core.run.state import RunState
 from jurymast.journal import initial_state
 from jurymast.sim.durations import POWER_LOSS, WORKER_KILL, Durations, Parts
-from jurymast.sim.faults import Fault
+from jurymast.sim.faults import TraceFault
 from jurymast.sim.simulation import Outcome, Setup, Simulation
 from support.slurm_runs import SlurmRun, kill_rank, power_loss, submit
 from testcluster import Cluster
@@ -33,8 +33,8 @@ HEARTBEAT_S = 0.5
 TRAIN = ("--steps", str(STEPS), "--step-time", str(STEP_S), "--save-every", f"{EVERY} steps")
 # Half-way between two saves, so that neither which one is restored nor how far is a matter of milliseconds.
 PLAN = (
-    Fault(0.0, (1,), kind=WORKER_KILL, step=60),
-    Fault(0.0, (2,), kind=POWER_LOSS, step=180),
+    TraceFault(0.0, (1,), kind=WORKER_KILL, step=60),
+    TraceFault(0.0, (2,), kind=POWER_LOSS, step=180),
 )
 HURT = {WORKER_KILL: kill_rank, POWER_LOSS: power_loss}
 

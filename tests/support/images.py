@@ -20,8 +20,8 @@ from jurymast.storage.orders import (
     Answer,
     AnyOrder,
     Done,
-    Failed,
-    Image,
+    ImageAt,
+    StorageFailed,
     Told,
     WriteLocal,
     WriteShared,
@@ -81,12 +81,12 @@ def _add(data: bytearray, path: Key, value: Any) -> Item:
     return item
 
 
-def put_image(folder: Path, data: bytes, manifest: Manifest) -> Image:
+def put_image(folder: Path, data: bytes, manifest: Manifest) -> ImageAt:
     """What an order says of an image in a file."""
     folder.mkdir(exist_ok=True)
     path = folder / f"image-{manifest.step}-{manifest.attempt}-{manifest.rank}"
     path.write_bytes(data)
-    return Image(rank=manifest.rank, path=str(path), manifest=manifest.to_bytes().decode())
+    return ImageAt(rank=manifest.rank, path=str(path), manifest=manifest.to_bytes().decode())
 
 
 def simple_images(
@@ -97,7 +97,7 @@ def simple_images(
     world: int = 1,
     size: int = 1000,
     fill: float | None = None,
-) -> list[Image]:
+) -> list[ImageAt]:
     """Data-parallel ranks: a replicated weight, a sharded one, and a value of each rank's own."""
     images = []
     value = float(step) if fill is None else fill
@@ -124,13 +124,13 @@ def simple_images(
 
 
 def to_local(
-    root: Path, images: Sequence[Image], *, step: int = 10, attempt: int = 1, limit_s: float = 100.0
+    root: Path, images: Sequence[ImageAt], *, step: int = 10, attempt: int = 1, limit_s: float = 100.0
 ) -> WriteLocal:
     return WriteLocal(root=str(root), step=step, attempt=attempt, images=tuple(images), limit_s=limit_s)
 
 
 def to_shared(
-    root: Path, images: Sequence[Image], *, world: int, lead: bool, nonce: str = "00ab", step: int = 10,
+    root: Path, images: Sequence[ImageAt], *, world: int, lead: bool, nonce: str = "00ab", step: int = 10,
     attempt: int = 1, keep: int = 0, limit_s: float = 100.0,
 ) -> WriteShared:  # fmt: skip
     return WriteShared(
@@ -170,7 +170,7 @@ class StorageProcess:
         """The next one; what it has not done or said before its end has failed."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = read_answer(line) if line else Failed(why="the process has ended")
+        found = read_answer(line) if line else StorageFailed(why="the process has ended")
         assert not isinstance(found, Strange), found
         return found
 
@@ -185,7 +185,7 @@ class StorageProcess:
 
     def failure(self, order: AnyOrder) -> str:
         answer = self.carry_out(order)
-        assert isinstance(answer, Failed), answer
+        assert isinstance(answer, StorageFailed), answer
         return answer.why
 
     def kill(self) -> None:

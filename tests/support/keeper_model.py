@@ -16,7 +16,7 @@ from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Image, KeptCopy
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.slots import SLOTS
-from jurymast.core.keeper.work import Fetched, Found
+from jurymast.core.keeper.work import Filled, Found
 
 MIB = 1 << 20
 SIZE, COMMON_BYTES, BEHIND = 5 * MIB, 3 * MIB, 1000
@@ -59,7 +59,7 @@ class Rank:
     slots: list[View] = field(default_factory=lambda: [View() for _ in range(SLOTS)])
 
 
-Waiting = do.Measure | do.Reserve | do.Hash | do.Find | do.Verify | do.Fetch | do.Mix | msg.AskSources
+Waiting = do.Measure | do.Reserve | do.Hash | do.FindImages | do.Verify | do.Fetch | do.Mix | msg.AskSources
 
 
 class KeeperNode:
@@ -157,7 +157,7 @@ class KeeperNode:
                 self.act(self.machine.reserved(buffer, self.buffers[buffer][1], "no pages" if fails else ""))
             case do.Hash():
                 self.hash(effect, fails)
-            case do.Find(number, step, attempt, wanted):
+            case do.FindImages(number, step, attempt, wanted):
                 count = self.chance.randrange(len(wanted)) if fails else len(wanted)
                 images = [(step, attempt, one.rank) for one in wanted[:count]]
                 reports = tuple(report(image, PEER, ALL, self.world) for image in images)
@@ -218,7 +218,7 @@ class KeeperNode:
         whole = not (fails and lacking)
         behind = BEHIND if effect.behind and self.buffers[effect.buffer][0] >= SIZE + BEHIND else 0
         refused = "no pages" if fails and self.chance.random() < 0.2 else ""
-        fetched = Fetched(
+        fetched = Filled(
             copy if whole and not refused else None, behind, {PEER: SIZE}, ("a line",) if fails else (),
             refused, allocated,
         )  # fmt: skip
@@ -233,7 +233,7 @@ class KeeperNode:
             dict.fromkeys(parts(effect.part), "half" if fails else (image, members))
         )
         copy = KeptCopy(report(image, PEER, effect.part, self.world, members), effect.buffer)
-        fetched = Fetched(None if fails else copy, allocated=self.buffers[effect.buffer][1])
+        fetched = Filled(None if fails else copy, allocated=self.buffers[effect.buffer][1])
         self.act(self.machine.fetched(effect.number, fetched, 1.0))
 
     def take(self, buffer: int, start: int, end: int) -> None:
@@ -456,7 +456,15 @@ class KeeperNode:
         match effect:
             case do.Tell(message):
                 self.told(message)
-            case do.Measure() | do.Reserve() | do.Hash() | do.Find() | do.Verify() | do.Fetch() | do.Mix():
+            case (
+                do.Measure()
+                | do.Reserve()
+                | do.Hash()
+                | do.FindImages()
+                | do.Verify()
+                | do.Fetch()
+                | do.Mix()
+            ):
                 self.waiting.append(effect)
             case do.Make(buffers, capacity):
                 if self.chance.random() < 0.03 and self.free < PLENTY:
@@ -484,7 +492,7 @@ class KeeperNode:
                     return self.machine.unread(buffer)
             case do.Hurry(number):
                 self.hurried.add(number)
-            case do.End(number):
+            case do.EndWork(number):
                 self.works.pop(number, None)
                 self.finding.pop(number, None)
                 self.hurried.discard(number)
@@ -499,7 +507,7 @@ class KeeperNode:
                 rank.restore, rank.refused, rank.found = "pending", False, None
             case do.Elsewhere():
                 rank.restore = "elsewhere"
-            case do.Fail():
+            case do.FailRestore():
                 assert rank.restore == "pending"
                 rank.restore = "failed"
             case do.Refuse():

@@ -220,7 +220,7 @@ class Node:
                 else:
                     refused = self.chance.random() < 0.5
                     self.carry_out(self.machine.unreached(self.now, refused=refused))
-            case do.Find():
+            case do.FindSupervisor():
                 self.epoch += self.chance.random() < 0.2
                 newest = Endpoint(self.epoch, ("h",), 1, "n9", "17.0", 1)
                 self.carry_out(self.machine.found(self.chance.choice([None, newest]), self.now))
@@ -279,7 +279,9 @@ class Node:
                 self.said(message)
             case do.Greet():
                 self.line, self.arrived = [], 0
-                self.waiting = [one for one in self.waiting if not isinstance(one, do.Connect | do.Find)]
+                self.waiting = [
+                    one for one in self.waiting if not isinstance(one, do.Connect | do.FindSupervisor)
+                ]
                 if self.machine.ranks.state in ("warming", "waiting", "finished"):
                     self.stops.clear()  # the hello tells
             case do.HangUp():
@@ -323,7 +325,7 @@ class Node:
             case do.ReadPulse():
                 assert effect not in self.waiting, "two readings at a time"
                 self.waiting.append(effect)
-            case do.Connect() | do.Find() | do.TakeStacks():
+            case do.Connect() | do.FindSupervisor() | do.TakeStacks():
                 self.waiting.append(effect)
             case _:
                 pass

@@ -19,7 +19,7 @@ import psutil
 from jurymast.cli.find import find_run
 from jurymast.core import events as ev
 from jurymast.core.run.state import RunState
-from jurymast.journal import Follower, events, read
+from jurymast.journal import JournalFollower, events, read
 from jurymast.rundir import RunDirectory
 from support.waiting import wait_until
 
@@ -35,7 +35,7 @@ class RunUnderTest:
 
     def __init__(self, directory: Path) -> None:
         self.directory = RunDirectory(directory)
-        self._journal = Follower(self.directory)  # tests ask many times a second
+        self._journal = JournalFollower(self.directory)  # tests ask many times a second
         self._events: tuple[int, list[ev.Event]] = (-1, [])  # as of so many bytes
 
     def events(self) -> list[ev.Event]:

@@ -8,7 +8,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent import link as machine
-from jurymast.core.agent.link import Hearing, Link
+from jurymast.core.agent.link import Hearing, SupervisorLink
 from jurymast.core.agent.machine import PROBE_ANYWAY_S, AgentMachine
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.checkpoints.cadence import Schedule
@@ -30,13 +30,15 @@ def connect(port: int) -> do.Connect:
 
 def link(
     hint: tuple[str, int] | None = None, nodes: int = 1, ranks: Ranks | None = None, node: str = "n1"
-) -> Link:
-    return Link(node, "17.0", hint, PATIENCE_S, nodes, 0.5, ranks or Ranks(5.0), Hearing(ANSWER_INTERVAL_S))
+) -> SupervisorLink:
+    return SupervisorLink(
+        node, "17.0", hint, PATIENCE_S, nodes, 0.5, ranks or Ranks(5.0), Hearing(ANSWER_INTERVAL_S)
+    )
 
 
-def connected(made: Link | None = None) -> Link:
+def connected(made: SupervisorLink | None = None) -> SupervisorLink:
     made = made or link()
-    assert made.start(10.0) == [do.Find()]
+    assert made.start(10.0) == [do.FindSupervisor()]
     assert made.found(at(7), 10.1) == [connect(7)]
     assert made.connected_to(10.2) == [do.Greet()]
     made.check()
@@ -47,7 +49,7 @@ def test_the_last_supervisor_and_the_newest_are_tried_at_the_same_time() -> None
     made = connected()
     assert made.lost(20.0) == [connect(7)], "a moment before all look at once"
     assert made.unreached(20.0) == []
-    assert made.tick(made.wake_at) == [connect(7), do.Find()]
+    assert made.tick(made.wake_at) == [connect(7), do.FindSupervisor()]
     assert made.found(at(8), 20.3) == [connect(8)]
     assert made.unreached(20.4) == []
     assert made.wake_at == pytest.approx(20.3 + machine.PEEK_EVERY_S), "one try goes on"
@@ -61,7 +63,7 @@ def test_who_is_found_again_is_not_tried_twice() -> None:
     made = connected()
     made.lost(20.0)
     made.unreached(20.0)
-    assert made.tick(20.2) == [connect(7), do.Find()]
+    assert made.tick(20.2) == [connect(7), do.FindSupervisor()]
     assert made.found(at(7), 20.3) == []
     assert made.unreached(20.4) == []
     assert made.wake_at == pytest.approx(20.4 + machine.RECONNECT_S)
@@ -72,7 +74,7 @@ def test_a_supervisor_of_another_allocation_is_not_ours() -> None:
     made.start(10.0)
     assert made.found(at(7, "16.0"), 10.1) == []
     hinted = link(("h", 5))
-    assert hinted.start(10.0) == [do.Connect((("h", 5),)), do.Find()]
+    assert hinted.start(10.0) == [do.Connect((("h", 5),)), do.FindSupervisor()]
     assert hinted.found(at(7, "16.0"), 10.1) == [do.Connect((("h", 5),))]
 
 
@@ -80,7 +82,7 @@ def test_storage_that_does_not_answer_ends_nothing() -> None:
     made = link()
     made.start(10.0)
     assert made.found(None, 12.0) == []
-    assert made.tick(made.wake_at) == [do.Find()]
+    assert made.tick(made.wake_at) == [do.FindSupervisor()]
 
 
 def test_thousands_share_the_looks_into_the_run_directory() -> None:
@@ -92,7 +94,7 @@ def test_thousands_share_the_looks_into_the_run_directory() -> None:
     while now < 100.0 + 4 * every_s:
         made.unreached(now)
         now = made.wake_at
-        if do.Find() in made.tick(now):
+        if do.FindSupervisor() in made.tick(now):
             made.found(None, now)
             finds.append(now)
     assert finds[0] == pytest.approx(100.0 + every_s / 2, abs=machine.RECONNECT_S), "by its share"
@@ -106,7 +108,7 @@ def test_silence_is_the_end_of_a_supervisor() -> None:
     made.heard(msg.Dismiss(), 15.0)
     now = 15.0
     while (now := made.wake_at) < 24.0:
-        assert made.tick(now) == [do.Find()], "is there another?"
+        assert made.tick(now) == [do.FindSupervisor()], "is there another?"
         assert made.found(at(7), now) == []
     hangs_up, *others = made.tick(now)
     assert hangs_up == do.Send(msg.HangsUp()), "one that was only late must not take it for an end"
@@ -115,7 +117,7 @@ def test_silence_is_the_end_of_a_supervisor() -> None:
     made.check()
 
 
-def answered(made: Link, every_s: float = ANSWER_INTERVAL_S, epoch: int = 1) -> float:
+def answered(made: SupervisorLink, every_s: float = ANSWER_INTERVAL_S, epoch: int = 1) -> float:
     """By a supervisor that answers so often; when it did so last."""
     now = 10.2
     for _ in range(KNOWN_AFTER + 1):
@@ -129,11 +131,11 @@ def test_a_supervisor_that_is_silent_for_longer_than_usual_is_left_for_a_newer_o
     last = answered(made)
     assert made.wake_at == pytest.approx(last + BEATS * ANSWER_INTERVAL_S, abs=0.01)
     now = made.wake_at
-    assert made.tick(now) == [do.Find()]
+    assert made.tick(now) == [do.FindSupervisor()]
     assert made.wake_at == last + 60.0, "one look at a time"
     assert made.found(at(7), now + 0.1) == [], "it is still the newest"
     now = made.wake_at
-    assert made.tick(now) == [do.Find()]
+    assert made.tick(now) == [do.FindSupervisor()]
     effects = made.found(at(8, epoch=2), now)
     newer = at(8, epoch=2)
     assert effects == [do.Send(msg.HangsUp(newer=newer)), do.HangUp(), connect(8)], "it may not know"
@@ -178,7 +180,7 @@ def test_a_look_that_is_answered_after_the_connection_was_lost_ends_no_other_try
     made = connected()
     answered(made)
     now = made.wake_at
-    assert made.tick(now) == [do.Find()]
+    assert made.tick(now) == [do.FindSupervisor()]
     assert made.lost(now) == [connect(7)]
     assert made.found(at(7), now) == []
     assert made.unreached(now) == []
@@ -191,10 +193,10 @@ def test_a_newer_supervisor_is_found_while_the_last_one_only_seems_to_listen() -
     made = connected()
     assert made.lost(20.0) == [connect(7)]
     for _ in range(2):
-        assert made.tick(made.wake_at) == [do.Find()]
+        assert made.tick(made.wake_at) == [do.FindSupervisor()]
         assert made.wake_at == do.NEVER, "one look at a time"
         assert made.found(at(7), 20.1) == []
-    assert made.tick(made.wake_at) == [do.Find()]
+    assert made.tick(made.wake_at) == [do.FindSupervisor()]
     assert made.found(at(8, epoch=2), 20.7) == [connect(8)]
     assert made.connected_to(20.8) == [do.Greet()]
     made.check()
@@ -245,7 +247,7 @@ def test_what_waits_has_a_limit() -> None:
     assert len(made.connected_to(11.0)) == 1 + machine.KEPT_MAX
 
 
-def left_after(made: Link, now: float, until: float) -> float | None:
+def left_after(made: SupervisorLink, now: float, until: float) -> float | None:
     """Seconds from `now`, when the connection is lost, until the agent leaves; None: not before `until`."""
     effects, since = made.lost(now), now
     while do.Leave() not in effects:

@@ -25,7 +25,7 @@ from jurymast.core.run.machine import step as take
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
 from jurymast.worker.link import Link, open_page
-from jurymast.worker.schedule import Follower
+from jurymast.worker.schedule import ScheduleFollower
 from support.reports import reported
 from support.waiting import wait_until
 
@@ -42,7 +42,7 @@ class Rank:
         self.link.explicit_steps = True
         schedule = self.link.schedule
         assert schedule is not None
-        self.follower = Follower(schedule, self.link.settled, wait=wait)
+        self.follower = ScheduleFollower(schedule, self.link.settled, wait=wait)
         self.at = 0
         self.blocked = False
         self.saved: list[int] = []
@@ -180,11 +180,11 @@ def test_a_schedule_names_the_same_steps_from_wherever_it_is_asked() -> None:
     assert Schedule(1, 10, 12, 0).due_after(12) == NEVER
 
 
-def follower(memory: RankMemory, **options: Any) -> tuple[Follower, list[int]]:
+def follower(memory: RankMemory, **options: Any) -> tuple[ScheduleFollower, list[int]]:
     link = Link(open_page(memory.page_path), "", 0)
     assert link.schedule is not None
     settled: list[int] = []
-    return Follower(link.schedule, settled.append, **options), settled
+    return ScheduleFollower(link.schedule, settled.append, **options), settled
 
 
 def order(memory: RankMemory, schedule: Schedule, decided: int = 0) -> None:

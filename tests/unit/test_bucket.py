@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from jurymast.checkpoint.directory import MANIFEST, BadCheckpoint, CheckpointDirectory, FileRecord, Manifest
+from jurymast.checkpoint.directory import (
+    MANIFEST,
+    BadCheckpoint,
+    CheckpointDirectory,
+    CheckpointManifest,
+    FileRecord,
+)
 from jurymast.storage import object_store
 from jurymast.storage.object_store import SEAL, BucketKey, ObjectStore
 from jurymast.storage.orders import Job, StorageFailure
@@ -38,7 +44,7 @@ def test_no_file_outside_of_the_checkpoint_is_written(tmp_path: Path, name: str)
     outside = tmp_path / "home/.bashrc"
     name = str(outside) if name == OUTSIDE else name
     record = FileRecord(name, len(LOOT), xxhash.xxh3_64_hexdigest(LOOT))
-    store = bucket(tmp_path / "deep", Manifest(STEP, 1, 1, "2.13.0", (record,)).to_bytes())
+    store = bucket(tmp_path / "deep", CheckpointManifest(STEP, 1, 1, "2.13.0", (record,)).to_bytes())
     inside = tmp_path / f"deep/bucket/run-1/step-{STEP:08d}{outside}"
     for source in (tmp_path / ".bashrc", inside):  # where these names lead to in the bucket
         source.parent.mkdir(parents=True, exist_ok=True)
@@ -59,13 +65,13 @@ def test_no_file_outside_of_the_checkpoint_is_written(tmp_path: Path, name: str)
     ],
 )  # fmt: skip
 def test_a_manifest_of_other_kinds_is_refused(change: dict[str, object]) -> None:
-    values = json.loads(Manifest(STEP, 1, 1, "2.13.0", ()).to_bytes())
+    values = json.loads(CheckpointManifest(STEP, 1, 1, "2.13.0", ()).to_bytes())
     del values["manifest_xxh3_64"]
     values |= change
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     values["manifest_xxh3_64"] = xxhash.xxh3_64_hexdigest(text.encode())
     with pytest.raises(BadCheckpoint):
-        Manifest.from_bytes(json.dumps(values).encode())
+        CheckpointManifest.from_bytes(json.dumps(values).encode())
 
 
 def test_a_manifest_without_an_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +86,7 @@ def saved(root: Path, data: bytes) -> CheckpointDirectory:
     place = directory.begin(STEP, 1)
     (place / ".metadata").write_bytes(data)
     record = FileRecord(".metadata", len(data), xxhash.xxh3_64_hexdigest(data))
-    directory.seal(place, Manifest(STEP, 1, 1, "2.13.0", (record,)))
+    directory.seal(place, CheckpointManifest(STEP, 1, 1, "2.13.0", (record,)))
     directory.publish(place, STEP)
     return directory
 
@@ -102,7 +108,7 @@ def swapped(place: Path, _seal: Path) -> None:
     """With a hash that fits: xxh3 is no secret."""
     (place / ".metadata").write_bytes(LOOT)
     record = FileRecord(".metadata", len(LOOT), xxhash.xxh3_64_hexdigest(LOOT))
-    (place / MANIFEST).write_bytes(Manifest(STEP, 1, 1, "2.13.0", (record,)).to_bytes())
+    (place / MANIFEST).write_bytes(CheckpointManifest(STEP, 1, 1, "2.13.0", (record,)).to_bytes())
 
 
 @pytest.mark.parametrize("change", [not_sealed, sealed_by_another_run, of_another_step, swapped])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.agent.workaround import NetworkWorkaround, interfaces, rdma_ports
-from jurymast.core.messages import Health
+from jurymast.core.messages import HealthFound
 from jurymast.core.nodes.devices import leave_out, lets_through, names, work_around
 from jurymast.core.nodes.findings import HARDWARE, NETWORK, Finding, Verdict
 from support.sysfs_trees import Sysfs
@@ -132,7 +132,7 @@ def test_the_agent_reads_names_only(tmp_path: Path) -> None:
 
 def test_the_policy_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
-    told: list[Health] = []
+    told: list[HealthFound] = []
     for enabled, wanted in ((False, {}), (True, {"NCCL_IB_HCA": "^=mlx9_1"})):
         workaround = NetworkWorkaround(enabled, lambda: [finding("mlx9_1:1")], told.append)
         assert workaround.environment(2) == wanted

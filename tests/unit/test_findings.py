@@ -171,7 +171,7 @@ def test_of_a_driver_that_hangs() -> None:
 
 def test_of_a_clock(tmp_path: Path) -> None:
     directory = Story().running().write(tmp_path / "run")
-    told: list[msg.Health] = []
+    told: list[msg.HealthFound] = []
     probing = Probing(directory, directory.plan(), "n1", told.append)
     for _ in range(OFFSETS):
         probing.clock(time.time() - 3600.0)

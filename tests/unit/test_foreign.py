@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from jurymast import foreign
-from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord, Manifest, hash_file
+from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifest, FileRecord, hash_file
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import State
@@ -73,7 +73,7 @@ def malicious_checkpoint(run: RunDirectory, proof: Path) -> None:
     (place / ".metadata").write_bytes(pickle.dumps(Runs(proof)))
     size, digest = hash_file(place / ".metadata")
     files = (FileRecord(".metadata", size, digest),)
-    directory.seal(place, Manifest(100, 1, 1, torch.__version__, files))
+    directory.seal(place, CheckpointManifest(100, 1, 1, torch.__version__, files))
     directory.publish(place, 100)
 
 

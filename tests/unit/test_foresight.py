@@ -12,7 +12,7 @@ from jurymast.checkpoint.state import State
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Foreseen, Need, Room, needs
-from jurymast.core.checkpoints.parity import Keeping, keeping
+from jurymast.core.checkpoints.parity import Protection, keeping
 from jurymast.core.checkpoints.shortages import Shortages
 from jurymast.core.effects import Record
 
@@ -20,7 +20,7 @@ GIB = 1 << 30
 NODES = ("n1", "n2")
 
 
-def kept(*spares: str, copies: int = 1, parity: int = 0) -> Keeping:
+def kept(*spares: str, copies: int = 1, parity: int = 0) -> Protection:
     return keeping(NODES, 2, spares, {}, copies=copies, parity=parity)
 
 

@@ -26,7 +26,7 @@ from jurymast import journal
 from jurymast.agent import flight_record
 from jurymast.checkpoint import group as ranks
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord
-from jurymast.checkpoint.directory import Manifest as StoredManifest
+from jurymast.checkpoint.directory import CheckpointManifest as StoredManifest
 from jurymast.checkpoint.owner import OWNER, owner
 from jurymast.core import events as ev
 from jurymast.core import messages as msg

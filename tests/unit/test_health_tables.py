@@ -12,7 +12,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.effects import Effect, Record
 from jurymast.core.nodes.findings import KINDS, Finding, Verdict
-from jurymast.core.nodes.health import Health
+from jurymast.core.nodes.health import NodeHealth
 from jurymast.errors import PolicyError
 from jurymast.health.probe import Context
 from jurymast.health.tables import READINGS, reading, threshold, xid_finding
@@ -147,7 +147,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.events: list[ev.Event] = []
-        self.health = Health()
+        self.health = NodeHealth()
 
     def take(self, effects: list[Effect]) -> None:
         self.events += [effect.event for effect in effects if isinstance(effect, Record)]

@@ -18,7 +18,7 @@ from jurymast.core.run.instructions import Finish
 from jurymast.core.run.state import Phase
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
-from jurymast.journal import VERSION, Follower, JournalWriter, events, read, read_file, replay
+from jurymast.journal import VERSION, JournalFollower, JournalWriter, events, read, read_file, replay
 from jurymast.report.tail import JournalTail
 from jurymast.rundir import RunDirectory
 from support.runs import ROOT
@@ -115,7 +115,7 @@ def test_a_journal_of_another_version_is_refused_by_name(
 ) -> None:
     writer.event(note(1))
     assert writer.flush()
-    follower, tail = Follower(directory), JournalTail(directory)
+    follower, tail = JournalFollower(directory), JournalTail(directory)
     follower.catch_up()
     assert len(tail.poll()) == 1
     with open(writer.path, "a") as file:
@@ -219,7 +219,7 @@ def test_replay_rebuilds_the_state(directory: RunDirectory, writer: JournalWrite
 def test_who_follows_a_journal_has_what_a_replay_says(directory: RunDirectory, writer: JournalWriter) -> None:
     """Also after a new supervisor has begun, while the last one still writes, and between two halves of a
     line."""
-    follower = Follower(directory)
+    follower = JournalFollower(directory)
     assert follower.catch_up() == replay(directory)
 
     def write(to: JournalWriter, *events: ev.Event) -> None:
@@ -291,7 +291,7 @@ def test_what_a_successor_had_not_read_does_not_count_however_clocks_differ(
     successor = JournalWriter(directory.journal, 2)
     successor.event(ev.SupervisorStarted(t=6.0, epoch=2, node="n2", read=read))
     successor.close()
-    tail, follower = JournalTail(directory), Follower(directory)
+    tail, follower = JournalTail(directory), JournalFollower(directory)
     tail.poll()
     for state in (tail.state, follower.catch_up(), replay(directory)):
         assert [message for _, message in state.notes] == ["read"]

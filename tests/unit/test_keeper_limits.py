@@ -10,7 +10,7 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.memory import ROUND_BYTES, Buffer, Memory
+from jurymast.core.keeper.memory import ROUND_BYTES, Buffer, BufferPool
 from jurymast.keeper import memory as node_memory
 from jurymast.keeper.page import SLOTS, Restore, Word
 from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
@@ -202,7 +202,7 @@ class Asking:
 
 def test_memory_granted_but_not_yet_taken_is_not_granted_twice() -> None:
     effects: list[do.Effect] = []
-    memory = Memory(effects.append)
+    memory = BufferPool(effects.append)
 
     def take(count: int, capacity: int) -> Asking:
         asking = Asking()

@@ -31,7 +31,7 @@ from jurymast.core.messages.keepers import (
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper import serve
 from jurymast.keeper.copies import CopyTable
-from jurymast.keeper.fetch import Filling, Peer
+from jurymast.keeper.fetch import Filling, ImagePeer
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.page import Restore, Word
 from jurymast.wire import stream
@@ -584,13 +584,15 @@ def test_a_block_counts_only_when_it_is_whole() -> None:
             assert buffer is not None
             filling = Filling(manifest, buffer)
             await asyncio.to_thread(
-                filling.from_peer, Peer("a", ("127.0.0.1",), a.port), ACCESS, (10, 1, 1), "all", "peer"
+                filling.from_peer, ImagePeer("a", ("127.0.0.1",), a.port), ACCESS, (10, 1, 1), "all", "peer"
             )
             assert not filling.complete
             assert filling.got == {}
             assert "not held" in filling.passed_over[0]
             hosts = ("127.0.0.2:0", "127.0.0.1")  # the first is no address
-            await asyncio.to_thread(filling.from_peer, Peer("a", hosts, a.port), ACCESS, KEY, "all", "peer")
+            await asyncio.to_thread(
+                filling.from_peer, ImagePeer("a", hosts, a.port), ACCESS, KEY, "all", "peer"
+            )
             assert filling.complete
             a.give_back(buffer)
 

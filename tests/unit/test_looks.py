@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jurymast.core.nodes.findings import HOST, STORAGE, Finding, Verdict
-from jurymast.core.nodes.own_health import PAUSES_S, SAME_EVENT_S, STARVED_MAX, After, End, ProbeLooks
+from jurymast.core.nodes.own_health import PAUSES_S, SAME_EVENT_S, STARVED_MAX, After, ChildEnd, ProbeLooks
 
-HUNG = End("hung", "acme", "no answer for 3 s, in state S")
+HUNG = ChildEnd("hung", "acme", "no answer for 3 s, in state S")
 
 
 def finding(
@@ -60,13 +60,13 @@ def test_a_look_between_two_hangs_takes_the_first_back() -> None:
 @pytest.mark.parametrize(
     ("end", "verdict", "kind"),
     [
-        (End("hung", "nvidia", undead=True), Verdict.BAD, HOST),
-        (End("hung", "nvidia", on_storage=True, undead=True), Verdict.UNKNOWN, STORAGE),
-        (End("crashed", "nvidia", undead=True), Verdict.UNKNOWN, HOST),
+        (ChildEnd("hung", "nvidia", undead=True), Verdict.BAD, HOST),
+        (ChildEnd("hung", "nvidia", on_storage=True, undead=True), Verdict.UNKNOWN, STORAGE),
+        (ChildEnd("crashed", "nvidia", undead=True), Verdict.UNKNOWN, HOST),
     ],
 )
 def test_what_cannot_be_doubted_counts_at_once_for_what_it_says(
-    end: End, verdict: Verdict, kind: str
+    end: ChildEnd, verdict: Verdict, kind: str
 ) -> None:
     (found,) = ProbeLooks(["nvidia"]).ended(end, 1.0).news
     assert (found.verdict, found.kind) == (verdict, kind)
@@ -74,7 +74,7 @@ def test_what_cannot_be_doubted_counts_at_once_for_what_it_says(
 
 def test_children_that_never_say_anything_are_started_less_often_and_then_no_more() -> None:
     looks = ProbeLooks(["acme"])
-    gone = End("gone", detail="killed by signal 9")
+    gone = ChildEnd("gone", detail="killed by signal 9")
     assert [looks.ended(gone, 1.0).pause_s for _ in PAUSES_S] == list(PAUSES_S)
     after = looks.ended(gone, 2.0)
     assert after.over
@@ -85,15 +85,15 @@ def test_one_that_did_is_followed_by_another_soon() -> None:
     looks = ProbeLooks(["acme"])
     for _ in range(2 * len(PAUSES_S)):
         looks.looked("acme", "looked", [], 1.0)
-        assert looks.ended(End("gone", "acme"), 2.0) == After(pause_s=PAUSES_S[0])
+        assert looks.ended(ChildEnd("gone", "acme"), 2.0) == After(pause_s=PAUSES_S[0])
 
 
 def test_one_look_each_is_enough_when_no_more_are_wanted() -> None:
     looks = ProbeLooks(["acme", "other"], once=True)
     looks.looked("acme", "nothing", [], 1.0)
     assert looks.wanted() == ["other"]
-    assert looks.ended(End("gone"), 2.0).pause_s == 0.0
-    assert looks.ended(End("done"), 3.0).over
+    assert looks.ended(ChildEnd("gone"), 2.0).pause_s == 0.0
+    assert looks.ended(ChildEnd("done"), 3.0).over
 
 
 def test_a_child_that_only_lacks_a_processor_has_more_time_but_not_for_ever() -> None:

@@ -11,8 +11,8 @@ from jurymast.core.checkpoints.meeting import (
     CAUSE_FIRST_S,
     THERE,
     Announced,
+    Complete,
     Do,
-    End,
     Fail,
     Meeting,
     Next,
@@ -131,7 +131,7 @@ class Node:
 
     @property
     def over(self) -> bool:
-        return isinstance(self.next, End | Fail)
+        return isinstance(self.next, Complete | Fail)
 
     def step(self, fails: float) -> None:
         """`fails`: how likely."""
@@ -208,7 +208,7 @@ def test_whatever_fails_it_is_published_whole_or_not_at_all_and_nobody_waits_for
                 continue
             chance.choice(left).step(fails)
         assert all(node.over for node in nodes), f"seed {seed}: {[node.next for node in nodes]}"
-        ends = [isinstance(node.next, End) for node in nodes]
+        ends = [isinstance(node.next, Complete) for node in nodes]
         assert place.published or not ends[0], f"seed {seed}: the lead ends well"
         assert not place.there, f"seed {seed}: something is left"
         published, failed = published + place.published, failed + (not all(ends))

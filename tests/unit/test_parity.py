@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import parity
 from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Copies, Copy, Member, Source
-from jurymast.core.checkpoints.parity import Keeping, keeping
+from jurymast.core.checkpoints.parity import Protection, keeping
 
 KEY = (10, 1)
 SIZE, COMMON_SIZE = 1000, 600
@@ -28,7 +28,7 @@ def saved(placement: tuple[str, ...], per_node: int, common: str = "same") -> Co
     return held
 
 
-def obey(held: Copies, placement: tuple[str, ...], per_node: int, kept: Keeping) -> list[cp.Replication]:
+def obey(held: Copies, placement: tuple[str, ...], per_node: int, kept: Protection) -> list[cp.Replication]:
     """All agents do as they are told."""
     orders = parity.missing(held, KEY, placement, per_node, kept)
     for order in orders:
@@ -112,7 +112,7 @@ def test_members_are_on_different_switches_where_there_are_enough() -> None:
 def test_two_lost_members_are_too_many() -> None:
     placement = nodes(3)
     held = saved(placement, 1)
-    obey(held, placement, 1, Keeping({}, {(0, 1, 2): "s0"}))
+    obey(held, placement, 1, Protection({}, {(0, 1, 2): "s0"}))
     held.drop_where(node="n1")
     assert held.restorable(KEY)
     held.drop_where(node="n2")
@@ -123,7 +123,7 @@ def test_two_lost_members_are_too_many() -> None:
 def test_a_common_part_that_nobody_else_has_is_in_the_xor() -> None:
     placement = nodes(3)
     for common, part in (("same", OWN), ("", ALL)):
-        orders = obey(saved(placement, 1, common), placement, 1, Keeping({}, {(0, 1): "n2"}))
+        orders = obey(saved(placement, 1, common), placement, 1, Protection({}, {(0, 1): "n2"}))
         assert [(one.holder, one.group, one.part) for one in orders] == [("n2", (0, 1), part)]
         assert [member.rank for member in orders[0].members] == [0, 1]
 
@@ -131,14 +131,14 @@ def test_a_common_part_that_nobody_else_has_is_in_the_xor() -> None:
 def test_parity_on_a_node_that_has_become_a_member_s_is_made_again() -> None:
     held = saved(("n0", "s0", "n2"), 1)
     held.hold(Copy("s0", PEER, *KEY, 0, 3, OWN, SIZE, COMMON_SIZE, "same", (0, 1)))
-    orders = parity.missing(held, KEY, ("n0", "s0", "n2"), 1, Keeping({}, {(0, 1): "n2"}))
+    orders = parity.missing(held, KEY, ("n0", "s0", "n2"), 1, Protection({}, {(0, 1): "n2"}))
     assert [order.holder for order in orders] == ["n2"]
 
 
 def test_the_source_of_a_lost_part_names_everybody_else() -> None:
     placement = nodes(3)
     held = saved(placement, 1)
-    obey(held, placement, 1, Keeping({}, {(0, 1): "s0"}))
+    obey(held, placement, 1, Protection({}, {(0, 1): "s0"}))
     held.drop_where(node="n1")
     (source,) = (one for one in held.sources(KEY, 1, "fresh") if one.group)
     assert source == Source(PEER, "s0", OWN, 1, (0, 1), (Member(0, (Source(PEER, "n0", ALL, 0),)),))
@@ -149,18 +149,18 @@ def test_whole_replicas_while_there_is_memory_and_groups_of_those_for_whom_there
     assert keeping(placement, 1, ["s0"], {}, copies=1, parity=0).parity == {}
     full = {*placement, "s0"}
     kept = keeping(placement, 2, ["s0"], {}, copies=1, parity=0, full=full)
-    assert kept == Keeping(dict.fromkeys(placement, ()), {(0, 2, 4, 6): "s0", (1, 3, 5, 7): "s0"})
+    assert kept == Protection(dict.fromkeys(placement, ()), {(0, 2, 4, 6): "s0", (1, 3, 5, 7): "s0"})
     packed = keeping(placement, 1, ["s0"], {}, copies=1, parity=0, full=full, packed={"s0"})
     assert set(packed.parity) == {(0, 2), (1, 3)}
     assert keeping(placement, 1, ["s0"], {}, copies=1, parity=0, full=full, packed=full).bare == set(
         placement
     )
     assert keeping(nodes(2), 1, [], {}, copies=1, parity=0, full=full).parity == {}
-    assert keeping(placement, 1, [], {}, copies=0, parity=2) == Keeping(dict.fromkeys(placement, ()), {})
+    assert keeping(placement, 1, [], {}, copies=0, parity=2) == Protection(dict.fromkeys(placement, ()), {})
 
 
 def test_an_xor_counts_once_in_what_replicas_take() -> None:
     placement = nodes(3)
     held = saved(placement, 1)
-    obey(held, placement, 1, Keeping({"n2": ("s0",)}, {(0, 1): "s0"}))
+    obey(held, placement, 1, Protection({"n2": ("s0",)}, {(0, 1): "s0"}))
     assert held.replica_bytes(KEY) == (SIZE + 1 - COMMON_SIZE) + (SIZE + 2 - COMMON_SIZE)

@@ -17,7 +17,7 @@ from jurymast.core.run.alert import Alert
 from jurymast.core.settings import Settings
 from jurymast.journal import VERSION, FileTail
 from jurymast.report import follow
-from jurymast.report.follow import Follower, Progress, end_lines, wait
+from jurymast.report.follow import Narrator, Progress, end_lines, wait
 from jurymast.report.goodput import account_of, compare, compare_blocks, report_blocks, report_view
 from jurymast.report.layout import Block, Line, Table, clean, render
 from jurymast.report.liveness import Liveness, judge
@@ -362,7 +362,7 @@ def test_on_a_terminal_progress_is_one_line_that_is_drawn_over(tmp_path: Path) -
         + time.strftime("%H:%M:%S", time.localtime(START))
         + " something happened\n"
     )
-    follower = Follower(swapped().write(tmp_path / "run"), Progress(Terminal()))
+    follower = Narrator(swapped().write(tmp_path / "run"), Progress(Terminal()))
     follower.poll()
     assert end_lines(follower, Liveness("gone", "TIMEOUT", "17"))[0].startswith(
         "the run failed: Slurm job 17"

@@ -14,8 +14,8 @@ from jurymast.checkpoint.directory import (
     ROLLBACK,
     BadCheckpoint,
     CheckpointDirectory,
+    CheckpointManifest,
     FileRecord,
-    Manifest,
     hash_file,
 )
 from jurymast.core.checkpoints.retention import superfluous
@@ -213,7 +213,7 @@ def save(directory: CheckpointDirectory, step: int, attempt: int = 1) -> None:
     place = directory.begin(step, attempt)
     (place / "file").write_bytes(b"content")
     records = (FileRecord("file", *hash_file(place / "file")),)
-    directory.seal(place, Manifest(step, attempt, 1, "2.13.0", records))
+    directory.seal(place, CheckpointManifest(step, attempt, 1, "2.13.0", records))
     directory.publish(place, step)
 
 

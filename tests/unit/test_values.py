@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jurymast.checkpoint.directory import BadCheckpoint, FileRecord, Manifest
+from jurymast.checkpoint.directory import BadCheckpoint, CheckpointManifest, FileRecord
 from jurymast.checkpoint.group import from_bytes, to_bytes
 from jurymast.checkpoint.tier import Candidate, Saved
 from jurymast.errors import CheckpointError
@@ -18,7 +18,7 @@ from jurymast.errors import CheckpointError
 RECORD = FileRecord("__0_0.distcp", 7, "0" * 16, 3)
 TOLD: list[Any] = [
     None, True, 3, -1.5, "text \udc80", [], (), {}, (1, [2, (3,)], {"a": {"b": None}}), {5: "damaged"},
-    Path("/a/b c"), RECORD, Manifest(1, 2, 3, "2.13.0", (RECORD,), {"net": {"per_rank": False}}),
+    Path("/a/b c"), RECORD, CheckpointManifest(1, 2, 3, "2.13.0", (RECORD,), {"net": {"per_rank": False}}),
     [Candidate(1, 2, 3, {"x": {"kind": "y"}})], Saved(ok=False, error="why"), ([RECORD], {"x": {}}),
 ]  # fmt: skip
 
@@ -56,7 +56,7 @@ def test_what_is_no_value_of_ours_is_neither_told_nor_taken() -> None:
     for data in (
         pickle.dumps(print),
         b'["os.system", "true"]',
-        b'["Manifest"]',
+        b'["CheckpointManifest"]',
         b"[" * 100_000,
         b'["dict", 1]',
     ):

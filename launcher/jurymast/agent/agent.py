@@ -113,7 +113,7 @@ class Agent:
                 self._obey(effect.order)
             case do.Connect():
                 self._connecting.connect(effect.targets)
-            case do.Find():
+            case do.FindSupervisor():
                 self._connecting.find()
             case do.Greet():
                 self._greet()

@@ -19,7 +19,16 @@ from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
 from jurymast.rundir import RunDirectory
 from jurymast.storage import local
-from jurymast.storage.orders import Answer, Done, Failed, Image, Upload, Warm, WriteLocal, WriteShared
+from jurymast.storage.orders import (
+    Answer,
+    Done,
+    ImageAt,
+    StorageFailed,
+    Upload,
+    Warm,
+    WriteLocal,
+    WriteShared,
+)
 from jurymast.storage.processes import StorageProcesses
 from jurymast.wire.shield import Access
 
@@ -116,7 +125,7 @@ class Keeping:
             for rank in order.ranks:
                 loan = await self._keeper.lend(order.step, order.attempt, rank)
                 if loan is None:
-                    answer: Answer = Failed(why=f"the image of rank {rank} is not here any more")
+                    answer: Answer = StorageFailed(why=f"the image of rank {rank} is not here any more")
                     break
                 loans.append(loan)
             else:
@@ -138,7 +147,7 @@ class Keeping:
                 root=str(self._shared), step=step, url=url, run=run, run_directory=str(self._run_directory)
             )
         images = tuple(
-            Image(
+            ImageAt(
                 rank=loan.manifest.rank,
                 path=loan.path,
                 common_path=loan.common_path,

@@ -27,7 +27,7 @@ class Probing:
     what nobody hears is in the next hello."""
 
     def __init__(
-        self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[msg.Health], None]
+        self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[msg.HealthFound], None]
     ) -> None:
         self._tell = tell
         self._context = context_for(directory, plan, node, os.environ, time.time())
@@ -76,7 +76,7 @@ class Probing:
 
     def _found(self, finding: Finding) -> None:
         if self._own.found(finding):
-            self._tell(msg.Health(finding=finding))
+            self._tell(msg.HealthFound(finding=finding))
 
     async def close(self) -> None:
         await self._watcher.close()

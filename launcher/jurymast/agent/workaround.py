@@ -20,7 +20,10 @@ class NetworkWorkaround:
     findings of the agent, which never act and are over with the first attempt that has the device back."""
 
     def __init__(
-        self, enabled: bool, findings: Callable[[], Sequence[Finding]], tell: Callable[[msg.Health], None]
+        self,
+        enabled: bool,
+        findings: Callable[[], Sequence[Finding]],
+        tell: Callable[[msg.HealthFound], None],
     ) -> None:
         self._enabled = enabled
         self._findings = findings
@@ -45,7 +48,7 @@ class NetworkWorkaround:
             probe="agent", code=WORKED_AROUND, verdict=verdict, kind=NETWORK, device=device, message=message,
             at=time.time(),
         )  # fmt: skip
-        self._tell(msg.Health(finding=found))
+        self._tell(msg.HealthFound(finding=found))
 
 
 def _told(attempt: int, device: str, around: WorkAround) -> str:

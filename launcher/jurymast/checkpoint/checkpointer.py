@@ -23,7 +23,7 @@ from jurymast.core.planning.failure_rate import default_mtbf_s
 from jurymast.errors import CheckpointError, RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.worker import link
-from jurymast.worker.schedule import Follower
+from jurymast.worker.schedule import ScheduleFollower
 
 log = logging.getLogger("jurymast.checkpoint")
 
@@ -84,7 +84,7 @@ class Checkpointer:
         # What training stood still for the newest save, until that is accounted for.
         self._stall_s: float | None = None
         # Where agents are, they say when to save.
-        self._follower: Follower | None = None
+        self._follower: ScheduleFollower | None = None
 
     # ---- what scripts call
 
@@ -360,7 +360,7 @@ class Checkpointer:
                 self._link.emit(within.CheckpointsKept(directory=str(self._directory), keep=self._keep))
         return self._group
 
-    def _follow(self, group: Group) -> Follower | None:
+    def _follow(self, group: Group) -> ScheduleFollower | None:
         """Collective among ranks of agents; None when some rank does not hear its agent."""
         if link.PAGE_VARIABLE not in os.environ:
             return None
@@ -368,7 +368,7 @@ class Checkpointer:
         heard = all(group.gather(schedule is not None))
         if schedule is None or not heard:
             return None
-        return Follower(schedule, self._link.settled, repeat=self._cadence.steps is None)
+        return ScheduleFollower(schedule, self._link.settled, repeat=self._cadence.steps is None)
 
     def _stale(self) -> str:
         """Why this attempt may not publish checkpoints any more, or "". While that is unknown it may not

@@ -65,7 +65,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What a complete checkpoint consists of. `entries` says of each entry how it was saved."""
 
     step: int
@@ -87,7 +87,7 @@ class Manifest:
         return json.dumps(values, indent=1).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
+    def from_bytes(cls, data: bytes) -> CheckpointManifest:
         """Raises BadCheckpoint."""
         try:
             values: dict[str, Any] = foreign.parse(data)
@@ -115,7 +115,7 @@ def _record(values: dict[str, Any]) -> FileRecord:
     return record
 
 
-def _checked(manifest: Manifest) -> Manifest:
+def _checked(manifest: CheckpointManifest) -> CheckpointManifest:
     """Raises TypeError."""
     numbers = (manifest.step, manifest.attempt, manifest.world_size)
     if not all(type(number) is int and number >= 0 for number in numbers):
@@ -174,7 +174,7 @@ class CheckpointDirectory:
             return []
         return sorted((step for name in names if (step := step_of(name)) is not None), reverse=True)
 
-    def manifest(self, step: int) -> Manifest:
+    def manifest(self, step: int) -> CheckpointManifest:
         """Raises BadCheckpoint when there is none, or it is damaged or of another step."""
         try:
             data = foreign.read(self.path(step) / MANIFEST)
@@ -182,14 +182,14 @@ class CheckpointDirectory:
             raise BadCheckpoint(f"it has no {MANIFEST}: incomplete, or not ours") from error
         except OSError as error:
             raise BadCheckpoint(f"{MANIFEST} cannot be read: {error.strerror}") from error
-        manifest = Manifest.from_bytes(data)
+        manifest = CheckpointManifest.from_bytes(data)
         if manifest.step != step:
             raise BadCheckpoint(f"{MANIFEST} is of step {manifest.step}")
         if self.void(step, manifest.attempt):
             raise BadCheckpoint("it was rolled back")
         return manifest
 
-    def check_sizes(self, step: int, manifest: Manifest) -> None:
+    def check_sizes(self, step: int, manifest: CheckpointManifest) -> None:
         """The cheap check: every file is there in full length. Raises BadCheckpoint."""
         for record in manifest.files:
             try:
@@ -220,7 +220,7 @@ class CheckpointDirectory:
         """Steps whose checkpoint is whole, newest first. Raises OSError."""
         return [step for step in self.steps() if self.whole(step) is not None]
 
-    def whole(self, step: int) -> Manifest | None:
+    def whole(self, step: int) -> CheckpointManifest | None:
         """The manifest of a step that has all files in full length, and no damage that the last full check
         found; None: it does not count."""
         # Looked up first: what is set aside between the two looks is not there at the second.
@@ -286,7 +286,7 @@ class CheckpointDirectory:
         temporary.mkdir(mode=0o700)
         return temporary
 
-    def seal(self, temporary: Path, manifest: Manifest) -> None:
+    def seal(self, temporary: Path, manifest: CheckpointManifest) -> None:
         """Write the manifest, the last file, and wait until names and content are on disk. Raises OSError."""
         for record in manifest.files:
             size = foreign.status(temporary / record.name).st_size

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 
 from jurymast import foreign
-from jurymast.checkpoint.directory import BadCheckpoint, FileRecord, Manifest, one_line
+from jurymast.checkpoint.directory import BadCheckpoint, CheckpointManifest, FileRecord, one_line
 from jurymast.checkpoint.tier import Candidate, Saved
 from jurymast.errors import CheckpointError
 
-KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Candidate, FileRecord, Manifest, Saved)}
+KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Candidate, FileRecord, CheckpointManifest, Saved)
+}
 
 
 def to_bytes(value: Any) -> bytes:

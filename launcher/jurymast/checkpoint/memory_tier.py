@@ -46,7 +46,7 @@ _MADV_POPULATE_READ = 22  # Linux 5.14
 
 
 @dataclass(frozen=True)
-class Held:
+class ReadySlot:
     """What the agent has ready for this rank; sizes in bytes."""
 
     step: int
@@ -87,7 +87,7 @@ class MemoryTier:
         self._mapped: list[_Mapped | None] = [None] * SLOTS
         self._mapping = threading.Lock()
         self._mapper: threading.Thread | None = None
-        self._held: Held | None = None
+        self._held: ReadySlot | None = None
         self._wrote = False
         self._copies: Any = None
 
@@ -119,7 +119,7 @@ class MemoryTier:
             return [], {}
         return [Candidate(self._held.step, self._held.image_bytes, self._group.size)], {}
 
-    def wait_restore(self, limit_s: float = RESTORE_LIMIT_S) -> Held | None:
+    def wait_restore(self, limit_s: float = RESTORE_LIMIT_S) -> ReadySlot | None:
         """Wait until the agent has what is to be restored, or knows that there is nothing. Where it cannot
         be brought the supervisor ends the attempt. Raises CheckpointError after `limit_s`."""
         started = time.monotonic()
@@ -137,7 +137,7 @@ class MemoryTier:
         if answer != Restore.READY:
             return None
         record = self._record
-        return Held(
+        return ReadySlot(
             record[Word.RESTORE_STEP],
             record[Word.RESTORE_ATTEMPT],
             record[Word.RESTORE_SLOT],

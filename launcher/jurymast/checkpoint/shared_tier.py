@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from jurymast import foreign
-from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory, FileRecord, Manifest, one_line
+from jurymast.checkpoint.directory import (
+    BadCheckpoint,
+    CheckpointDirectory,
+    CheckpointManifest,
+    FileRecord,
+    one_line,
+)
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
 from jurymast.checkpoint.reading import reader
@@ -174,7 +180,7 @@ class SharedTier:
             self._claim()
             self._clear_away()
             present = group.on_first(lambda: self._present(step))
-            if isinstance(present, Manifest):
+            if isinstance(present, CheckpointManifest):
                 problems = self._verify(present)
                 if not problems:
                     return Saved(ok=True, size_bytes=present.size_bytes, existing=True)
@@ -190,7 +196,7 @@ class SharedTier:
         records = [record for theirs, _ in gathered for record in theirs]
         # pipeline stages may have entries that other ranks do not have
         entries = {key: entry for _, theirs in gathered for key, entry in theirs.items()}
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=step,
             attempt=self._attempt,
             world_size=group.size,
@@ -200,7 +206,7 @@ class SharedTier:
         )
         return group.on_first(lambda: self._finish(temporary, manifest))
 
-    def _present(self, step: int) -> Manifest | None:
+    def _present(self, step: int) -> CheckpointManifest | None:
         """What is under the final name already, as far as it can be told without reading it all."""
         try:
             return self._directory.manifest(step)
@@ -239,7 +245,7 @@ class SharedTier:
             raise CheckpointError(f"the state cannot be saved: {text}") from error
         return ""
 
-    def _finish(self, temporary: Path, manifest: Manifest) -> Saved:
+    def _finish(self, temporary: Path, manifest: CheckpointManifest) -> Saved:
         """Rank 0: publish what all ranks have written."""
         step = manifest.step
         try:
@@ -335,7 +341,7 @@ class SharedTier:
                 return f"rank {rank}: {one_line(failure[0])}"
         return self._on_all(lambda: state.apply(template, candidate.entries))
 
-    def _verify(self, manifest: Manifest) -> list[str]:
+    def _verify(self, manifest: CheckpointManifest) -> list[str]:
         """Read and hash all files, each rank its share: those that the same rank number wrote."""
         group = self._group
         mine = [record for record in manifest.files if record.rank % group.size == group.rank]

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from jurymast.core.settings import Settings
     from jurymast.policy.resolve import Resolved
     from jurymast.sim.durations import Durations, Measured
-    from jurymast.sim.faults import Fault
+    from jurymast.sim.faults import TraceFault
 
-    Draw = Callable[[int, Random], list[Fault]]
+    Draw = Callable[[int, Random], list[TraceFault]]
 
 POSITIVE = click.FloatRange(min=0.0, min_open=True)
 # Of the page's curves.
@@ -239,7 +239,7 @@ def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tupl
         trace = read_trace(options["trace"], options["trace_nodes"])
         repair = options["trace_repairs"]
 
-        def replay(nodes: int, rng: Random) -> list[Fault]:
+        def replay(nodes: int, rng: Random) -> list[TraceFault]:
             return trace.draw(nodes, seconds, rng, repair=repair)
 
         return trace.rate, f"faults as in {options['trace']}", replay

@@ -13,7 +13,7 @@ from typing import Any
 
 from jurymast.child import Child
 from jurymast.core.nodes.findings import Finding
-from jurymast.core.nodes.own_health import End, ProbeLooked, ProbeLooks
+from jurymast.core.nodes.own_health import ChildEnd, ProbeLooked, ProbeLooks
 from jurymast.health.probe import Context, installed
 from jurymast.health.readings import stands_in, waits_for_storage
 
@@ -61,7 +61,7 @@ class Watcher:
             try:
                 end = await self._follow(await self._start(names))
             except OSError as error:
-                end = End("gone", detail=f"it cannot be started: {error}")
+                end = ChildEnd("gone", detail=f"it cannot be started: {error}")
             after = self._looks.ended(end, time.time())
             for finding in after.news:
                 self._found(finding)
@@ -90,7 +90,7 @@ class Watcher:
         child.tell(json.dumps(order).encode())
         return child
 
-    async def _follow(self, child: Child) -> End:
+    async def _follow(self, child: Child) -> ChildEnd:
         """Hear the child until it ends, or says nothing for longer than it may."""
         looking, limit_s, starved = "", START_LIMIT_S, 0
         # Not for ever: a cancelled `wait_for` may still give a line, and lose the cancellation.
@@ -106,7 +106,7 @@ class Watcher:
                 detail = f"no answer for {limit_s * (starved + 1):.0f} s, in state {state}"
                 detail += f" in {where}" if where else ""
                 undead = not await child.kill(GONE_S)
-                return End("hung", looking, detail, waits_for_storage(where), undead)
+                return ChildEnd("hung", looking, detail, waits_for_storage(where), undead)
             except ValueError:
                 message = {}
             if not message:
@@ -120,17 +120,19 @@ class Watcher:
                     self._found(finding)
                 looking, limit_s = "", float(message["next_s"]) + START_LIMIT_S
         await child.kill(GONE_S)
-        return End("done")
+        return ChildEnd("done")
 
-    async def _ended(self, child: Child, looking: str) -> End:
+    async def _ended(self, child: Child, looking: str) -> ChildEnd:
         if not await child.gone(GONE_S):  # it has only closed its end
             await child.kill(GONE_S)
         code = child.code
         if code == 0 and not looking:
-            return End("done")
+            return ChildEnd("done")
         if code in FROM_OUTSIDE:
-            return End("gone", looking, f"it was killed by signal {-(code or 0)}")
-        return End("crashed", looking, f"exit code {code}" if (code or 0) >= 0 else f"signal {-(code or 0)}")
+            return ChildEnd("gone", looking, f"it was killed by signal {-(code or 0)}")
+        return ChildEnd(
+            "crashed", looking, f"exit code {code}" if (code or 0) >= 0 else f"signal {-(code or 0)}"
+        )
 
 
 def names_to_ask(off: Collection[str]) -> list[str]:

@@ -52,7 +52,7 @@ _BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
 
 
 @dataclass(frozen=True)
-class Peer:
+class ImagePeer:
     """Another node's data server; `hosts` are tried in this order."""
 
     node: str
@@ -162,7 +162,7 @@ class Filling:
         self.passed_over.append(f"{name}: {why}")
         return why
 
-    def from_peer(self, peer: Peer, access: Access, key: Key, part: str, tier: str) -> None:
+    def from_peer(self, peer: ImagePeer, access: Access, key: Key, part: str, tier: str) -> None:
         """`key`: the image there whose part this is; a common part may be another rank's."""
         wanted = self.wanted(part)
         good, why = pull(peer, access, _named(key, self.group), wanted, self.view, self.stop)
@@ -181,7 +181,7 @@ class Filling:
 
 
 def pull(
-    peer: Peer,
+    peer: ImagePeer,
     access: Access,
     image: ImageName,
     wanted: Sequence[Block],

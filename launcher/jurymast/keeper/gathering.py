@@ -22,7 +22,7 @@ from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.gathering import Ingredient, ManifestSearch, ingredients
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.keeper.copies import Block, CopyTable, Group, StoredCopy, blocks_of
-from jurymast.keeper.fetch import Filling, Peer
+from jurymast.keeper.fetch import Filling, ImagePeer
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.threads import in_thread
@@ -43,7 +43,7 @@ class Mix:
     they are not wanted. `failed`: places for which some ingredient could not be had, `why`: a line each.
     """
 
-    gathering: Gathering
+    gathering: Gatherer
     target: Callable[[Place, int], memoryview | None]
     stop: threading.Event
     why: list[str]
@@ -95,7 +95,7 @@ def empty(members: Sequence[Manifest], part: str) -> Manifest:
 
 
 async def build(
-    gathering: Gathering,
+    gathering: Gatherer,
     manifest: Manifest,
     buffer: MappedBuffer,
     part: str,
@@ -118,7 +118,7 @@ async def build(
     return await in_thread(manifest.with_blocks, buffer.view(0, manifest.size_bytes))
 
 
-async def rebuild(gathering: Gathering, filling: Filling, key: Key, source: msg.Source) -> None:
+async def rebuild(gathering: Gatherer, filling: Filling, key: Key, source: msg.Source) -> None:
     """The blocks that `filling` misses, out of the XOR at `source` and the same part of its other members."""
     wanted = {place_of(filling.manifest, block): block for block in filling.wanted(source.part)}
 
@@ -188,12 +188,12 @@ def _clear(buffer: MappedBuffer, at: int, length: int) -> None:
         ctypes.memset(ctypes.addressof(first), 0, length)
 
 
-def peer_of(source: msg.Source) -> Peer:
-    return Peer(source.node, source.hosts, source.port)
+def peer_of(source: msg.Source) -> ImagePeer:
+    return ImagePeer(source.node, source.hosts, source.port)
 
 
 @dataclass(frozen=True)
-class Gathering:
+class Gatherer:
     """For the agent's loop; the work is done in threads. `distrust` is told of copies here that are bad."""
 
     copies: CopyTable

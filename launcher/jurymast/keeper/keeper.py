@@ -21,11 +21,11 @@ from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.slots import State
-from jurymast.core.keeper.work import Fetched, Found
+from jurymast.core.keeper.work import Filled, Found
 from jurymast.errors import never
 from jurymast.keeper import memory
 from jurymast.keeper.copies import CopyTable, StoredCopy, local_copies
-from jurymast.keeper.gathering import Gathering
+from jurymast.keeper.gathering import Gatherer
 from jurymast.keeper.loans import Loan, lend
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.memory import MappedBuffer
@@ -67,7 +67,7 @@ class Keeper:
         self._server = Server(self.copies, access, node, lambda copy: self._in_loop(lambda: self.doubt(copy)))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._works = Works(self.copies, Gathering(self.copies, access, node, self.distrust))
+        self._works = Works(self.copies, Gatherer(self.copies, access, node, self.distrust))
         self._borrowers: dict[int, asyncio.Future[MappedBuffer | None]] = {}
         self._numbers = itertools.count(1)
         self._due: deque[do.Effect] = deque()
@@ -223,11 +223,11 @@ class Keeper:
             case do.AwaitReaders():
                 number = effect.buffer
                 self.copies.when_idle(self.buffers[number], lambda: self.act(self.machine.unread(number)))
-            case do.Find() | do.Verify() | do.Fetch() | do.Mix():
+            case do.FindImages() | do.Verify() | do.Fetch() | do.Mix():
                 self.spawn(self._work(effect))
             case do.Hurry():
                 self._works.hurry(effect.number)
-            case do.End():
+            case do.EndWork():
                 self._works.end(effect.number)
             case _:
                 self._for_ranks(effect)
@@ -275,7 +275,7 @@ class Keeper:
                 self._ready(record, effect)
             case do.Elsewhere():
                 record[Word.RESTORE] = Restore.ELSEWHERE
-            case do.Fail():
+            case do.FailRestore():
                 record[Word.RESTORE] = Restore.FAILED
             case _:
                 never(effect)
@@ -336,7 +336,7 @@ class Keeper:
             why = str(error)
         self.act(self.machine.reserved(number, buffer.allocated, why))
 
-    async def _work(self, effect: do.Find | do.Verify | do.Fetch | do.Mix) -> None:
+    async def _work(self, effect: do.FindImages | do.Verify | do.Fetch | do.Mix) -> None:
         """What goes wrong in it, whatever that is, is its answer as well: others wait for their turn."""
         number = effect.number
         try:
@@ -344,25 +344,25 @@ class Keeper:
         except Exception as error:
             why = (f"{type(error).__name__}: {error}",)
             match effect:
-                case do.Find():
+                case do.FindImages():
                     self.act(self.machine.found(number, Found((), passed_over=why)))
                 case do.Verify():
                     self.act(self.machine.verified(number, None))
                 case do.Fetch() | do.Mix():
                     allocated = self.buffers[effect.buffer].allocated
-                    nothing = Fetched(None, passed_over=why, allocated=allocated)
+                    nothing = Filled(None, passed_over=why, allocated=allocated)
                     self.act(self.machine.fetched(number, nothing, time.monotonic()))
             raise
         if isinstance(answer, Found):
             self.act(self.machine.found(number, answer))
-        elif isinstance(answer, Fetched):
+        elif isinstance(answer, Filled):
             self.act(self.machine.fetched(number, answer, time.monotonic()))
         else:
             self.act(self.machine.verified(number, answer))
 
-    async def _answer(self, effect: do.Find | do.Verify | do.Fetch | do.Mix) -> Found | Fetched | bool:
+    async def _answer(self, effect: do.FindImages | do.Verify | do.Fetch | do.Mix) -> Found | Filled | bool:
         match effect:
-            case do.Find():
+            case do.FindImages():
                 return await self._works.find(effect)
             case do.Verify():
                 return await self._works.verify(effect)

@@ -13,10 +13,10 @@ from typing import Any
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.gathering import members
-from jurymast.core.keeper.work import Fetched, Found
+from jurymast.core.keeper.work import Filled, Found
 from jurymast.keeper.copies import CopyTable, StoredCopy, blocks_of, is_intact, report_of
 from jurymast.keeper.fetch import Filling
-from jurymast.keeper.gathering import Gathering, build, empty
+from jurymast.keeper.gathering import Gatherer, build, empty
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.threads import in_thread
@@ -78,7 +78,7 @@ class _Going:
 class Works:
     """Each by its number. For the agent's loop; what takes time runs in threads."""
 
-    def __init__(self, copies: CopyTable, gathering: Gathering) -> None:
+    def __init__(self, copies: CopyTable, gathering: Gatherer) -> None:
         self._copies, self._gathering = copies, gathering
         self._going: dict[int, _Going] = {}
 
@@ -95,7 +95,7 @@ class Works:
     def _of(self, number: int) -> _Going:
         return self._going.setdefault(number, _Going())
 
-    async def find(self, effect: do.Find) -> Found:
+    async def find(self, effect: do.FindImages) -> Found:
         going, why, slot = self._of(effect.number), list[str](), 0
         for one in effect.wanted:
             key = (effect.step, effect.attempt, one.rank)
@@ -120,7 +120,7 @@ class Works:
         finally:
             self._copies.release(copy)
 
-    async def fetch(self, effect: do.Fetch, buffer: MappedBuffer) -> Fetched:
+    async def fetch(self, effect: do.Fetch, buffer: MappedBuffer) -> Filled:
         going = self._of(effect.number)
         filling = going.filling or Filling(going.manifests[0], buffer, effect.part, stop=going.stop)
         filling_it = self._gathering.fill(filling, effect.image, effect.sources)
@@ -130,14 +130,14 @@ class Works:
             copy = await in_thread(StoredCopy, filling.manifest, effect.tier, effect.part, buffer)
             behind = await in_thread(_add_manifest, copy, buffer) if effect.behind else 0
         passed_over = tuple(filling.passed_over)
-        return Fetched(copy, behind, filling.got, passed_over, why, buffer.allocated)
+        return Filled(copy, behind, filling.got, passed_over, why, buffer.allocated)
 
-    async def mix(self, effect: do.Mix, buffer: MappedBuffer) -> Fetched:
+    async def mix(self, effect: do.Mix, buffer: MappedBuffer) -> Filled:
         going, why = self._of(effect.number), list[str]()
         try:
             await in_thread(buffer.reserve, 0, effect.size)
         except OSError as error:
-            return Fetched(None, refused=str(error), allocated=buffer.allocated)
+            return Filled(None, refused=str(error), allocated=buffer.allocated)
         manifest = empty(going.manifests, effect.part)
         first = going.manifests[0]
         taken = zip(members(first.step, first.attempt, effect.members), going.manifests, strict=True)
@@ -145,7 +145,7 @@ class Works:
         copy = None
         if made is not None:
             copy = StoredCopy(made, PEER, effect.part, buffer, members=going.manifests)
-        return Fetched(copy, passed_over=tuple(why), allocated=buffer.allocated)
+        return Filled(copy, passed_over=tuple(why), allocated=buffer.allocated)
 
 
 async def _reserve_and(work: Coroutine[Any, Any, None], buffer: MappedBuffer, start: int, end: int) -> str:

@@ -70,7 +70,7 @@ class Progress:
             self._drawn = False
 
 
-class Follower:
+class Narrator:
     """Turns new journal entries into lines."""
 
     def __init__(self, directory: RunDirectory, progress: Progress) -> None:
@@ -130,7 +130,7 @@ def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
     """
     directory = RunDirectory(run_directory)
     progress = Progress(sys.stderr if stream is None else stream)
-    follower = Follower(directory, progress)
+    follower = Narrator(directory, progress)
     try:
         life = _follow(follower, progress)
     finally:
@@ -140,7 +140,7 @@ def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
     return exit_code_of(follower.state, life) or 0
 
 
-def _follow(follower: Follower, progress: Progress) -> Liveness:
+def _follow(follower: Narrator, progress: Progress) -> Liveness:
     """Until the run has ended, by its journal or by its job."""
     look_at, told, gone_at = time.monotonic() + FIRST_LOOK_S, "", 0.0
     life = Liveness("unknown")
@@ -161,7 +161,7 @@ def _follow(follower: Follower, progress: Progress) -> Liveness:
         time.sleep(POLL_S)
 
 
-def end_lines(follower: Follower, life: Liveness) -> list[str]:
+def end_lines(follower: Narrator, life: Liveness) -> list[str]:
     """How it ended; for a failure the cause with its traceback."""
     state = follower.state
     word, why = public_state(state, life)

@@ -16,7 +16,7 @@ from jurymast.core.planning.failure_rate import mtbf_s
 from jurymast.core.planning.optimum import Saving, optimal_s, young_s
 from jurymast.core.run.state import RunState
 from jurymast.sim.durations import Durations
-from jurymast.worker.schedule import SCHEDULE_BYTES, Follower, ScheduleRecord
+from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
 
 
 class SimRanks:
@@ -32,7 +32,7 @@ class SimRanks:
         self._attempt = self._state.attempt
         self._record = ScheduleRecord(memoryview(bytearray(SCHEDULE_BYTES)))
         self._settled = 0
-        self._follower = Follower(self._record, self._settle)
+        self._follower = ScheduleFollower(self._record, self._settle)
 
     def _settle(self, number: int) -> None:
         self._settled = number

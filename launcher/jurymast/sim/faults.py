@@ -26,7 +26,7 @@ BUNDLED_NODES, BUNDLED_DAYS = 400, 348.98
 
 
 @dataclass(frozen=True)
-class Fault:
+class TraceFault:
     """At `t` seconds from the start `nodes` are lost together (`kind`: power_loss or node_crash), a rank on
     one of them is killed (worker_kill), the script fails, or all ranks hang. `down_s`: until lost nodes are
     repaired (None: as long as repairs take). With a `step` it strikes when that was done for the first time,
@@ -59,9 +59,9 @@ class FaultModel:
     application_rate: float = 0.0
     hang_rate: float = 0.0
 
-    def draw(self, nodes: int, seconds: float, rng: random.Random) -> list[Fault]:
+    def draw(self, nodes: int, seconds: float, rng: random.Random) -> list[TraceFault]:
         """A plan for `nodes` over `seconds`. Equal generators give equal plans."""
-        faults: list[Fault] = []
+        faults: list[TraceFault] = []
         nodes_per_incident = (1.0 + self.bursts * 2.0) * (1.0 + self.multi * 1.5)
         per_second = nodes * self.rate / 1000.0 / DAY_S
         for t in _arrivals(per_second / nodes_per_incident, self.shape, seconds, rng):
@@ -71,10 +71,10 @@ class FaultModel:
             for time in times:
                 count = 1 if rng.random() >= self.multi else rng.choice((2, 2, 3, 3))  # 2.5: 1.5 more
                 first = self._node(nodes, rng)
-                faults.append(Fault(time, tuple((first + i) % nodes for i in range(min(count, nodes)))))
+                faults.append(TraceFault(time, tuple((first + i) % nodes for i in range(min(count, nodes)))))
         for kind, rate in ((SCRIPT, self.application_rate), (HANG, self.hang_rate)):
             per_second = nodes * rate / 1000.0 / DAY_S
-            faults += [Fault(t, kind=kind) for t in _arrivals(per_second, 1.0, seconds, rng)]
+            faults += [TraceFault(t, kind=kind) for t in _arrivals(per_second, 1.0, seconds, rng)]
         return sorted((fault for fault in faults if fault.t < seconds), key=lambda fault: fault.t)
 
     def _node(self, nodes: int, rng: random.Random) -> int:
@@ -154,7 +154,7 @@ class Trace:
 
     def draw(
         self, nodes: int, seconds: float, rng: random.Random, *, repair: bool = False, shift: bool = True
-    ) -> list[Fault]:
+    ) -> list[TraceFault]:
         """A plan for `nodes` over `seconds`: time runs `nodes / self.nodes` times as quick, so that the rate
         per node stays; each recorded node stands for that many.
 
@@ -165,7 +165,7 @@ class Trace:
         copies = max(1, math.ceil(factor))
         start = rng.uniform(0.0, self.days) if shift else 0.0
         shifted = sorted(((day - start) % self.days, node, down) for day, node, down in self.faults)
-        plan: list[Fault] = []
+        plan: list[TraceFault] = []
         lap = 0
         while shifted:
             for day, node, down in shifted:
@@ -173,7 +173,7 @@ class Trace:
                 if t >= seconds:
                     return plan
                 number = (node + self.nodes * rng.randrange(copies)) % nodes
-                plan.append(Fault(t, (number,), down_s=down * DAY_S if repair else None))
+                plan.append(TraceFault(t, (number,), down_s=down * DAY_S if repair else None))
             lap += 1
         return plan
 

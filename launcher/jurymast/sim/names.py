@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from jurymast.core.run.attribution import MANY_LOST, MANY_LOST_FRACTION
-from jurymast.sim.faults import Fault
+from jurymast.sim.faults import TraceFault
 
 OTHERS = "others"
 NAMED = 6
@@ -22,7 +22,7 @@ WINDOW_S = 60.0
 TOGETHER_S = 15.0
 
 
-def names_needed(faults: Sequence[Fault]) -> int:
+def names_needed(faults: Sequence[TraceFault]) -> int:
     """Most nodes of a fault plan that are hit within a minute, and some names for those after them. Where
     several are hit at once, as many names as make them the share of the names that the state machine would
     take for a fault of the fabric only if it were one of the nodes, too."""
@@ -31,7 +31,7 @@ def names_needed(faults: Sequence[Fault]) -> int:
     return max(NAMED + _most_within(faults, WINDOW_S), wide)
 
 
-def _most_within(faults: Sequence[Fault], window_s: float) -> int:
+def _most_within(faults: Sequence[TraceFault], window_s: float) -> int:
     most = hit = first = 0
     for fault in faults:
         hit += len(fault.nodes)

@@ -10,11 +10,11 @@ from typing import Any
 from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.goodput.accounting import ordered
 from jurymast.core.run.incident import Incident
-from jurymast.sim.faults import Fault
+from jurymast.sim.faults import TraceFault
 from jurymast.sim.simulation import Outcome, Setup, Simulation
 
 GOODPUT = "runtime_goodput"
-Draw = Callable[[random.Random], list[Fault]]
+Draw = Callable[[random.Random], list[TraceFault]]
 
 
 def simulate(

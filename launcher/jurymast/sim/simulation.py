@@ -28,7 +28,7 @@ from jurymast.core.run.telling import copied
 from jurymast.core.settings import Settings
 from jurymast.sim.cadences import SimRanks
 from jurymast.sim.durations import HANG, NODE_CRASH, POWER_LOSS, START, WORKER_KILL, Durations
-from jurymast.sim.faults import Fault
+from jurymast.sim.faults import TraceFault
 from jurymast.sim.names import OTHERS, Names, names_needed
 from jurymast.sim.tiers import Restoring, SimTiers
 
@@ -82,7 +82,7 @@ class Simulation:
     has passed, now and then."""
 
     def __init__(
-        self, setup: Setup, faults: Sequence[Fault], cadence: Cadence,
+        self, setup: Setup, faults: Sequence[TraceFault], cadence: Cadence,
         told: Callable[[float], None] | None = None,
     ) -> None:  # fmt: skip
         self.setup, self._told = setup, told
@@ -230,7 +230,7 @@ class Simulation:
         self._feed(ev.NodeJoined(t=self.now, node=name, address=name, incarnation=incarnation))
         self._feed(ev.NodeReady(t=self.now, node=name, store_port=1))
 
-    def _fault(self, fault: Fault) -> None:
+    def _fault(self, fault: TraceFault) -> None:
         if self.state.phase in (Phase.QUEUED, Phase.REQUEUED):
             return
         if fault.kind in (POWER_LOSS, NODE_CRASH):
@@ -269,7 +269,7 @@ class Simulation:
                 )
             )  # fmt: skip
 
-    def _rank_fault(self, fault: Fault) -> None:
+    def _rank_fault(self, fault: TraceFault) -> None:
         """The script fails, or somebody kills a rank."""
         node: str | None = self.state.placement[0]
         killed = fault.kind == WORKER_KILL
@@ -295,7 +295,7 @@ class Simulation:
         nodes = self.state.nodes
         return {n for n in self.state.placement if nodes[n].role is Role.ACTIVE and n not in self._dead}
 
-    def _node_fault(self, number: int, fault: Fault, allocation: int) -> None:
+    def _node_fault(self, number: int, fault: TraceFault, allocation: int) -> None:
         if allocation != self._allocation or self.state.ended:
             return
         name = self._names.of(number, self._healthy())

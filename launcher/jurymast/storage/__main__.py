@@ -24,8 +24,8 @@ from jurymast.storage.orders import (
     AnyOrder,
     Cancel,
     Done,
-    Failed,
     Job,
+    StorageFailed,
     StorageFailure,
     Told,
     Upload,
@@ -81,10 +81,10 @@ def _carried_out(order: AnyOrder, job: Job) -> Answer:
         job.check()
         done = _carry_out(order, job)
     except StorageFailure as failure:
-        return Failed(why=str(failure))
+        return StorageFailed(why=str(failure))
     except Exception as error:  # a mistake of ours must be heard of, and must not end the others' work
         sys.excepthook(*sys.exc_info())
-        return Failed(why=f"unexpected {one_line(error)}")
+        return StorageFailed(why=f"unexpected {one_line(error)}")
     return msgspec.structs.replace(done, seconds=round(job.seconds, 3))
 
 

@@ -26,8 +26,8 @@ from jurymast.checkpoint.directory import (
     MANIFEST,
     BadCheckpoint,
     CheckpointDirectory,
+    CheckpointManifest,
     FileRecord,
-    Manifest,
     final_name,
     one_line,
     remove_trees,
@@ -118,13 +118,13 @@ class ObjectStore:
         found = [step for name in names if (step := step_of(name)) is not None]
         return [step for step in sorted(found, reverse=True) if self._is_complete(step)]
 
-    def manifest(self, step: int) -> Manifest:
+    def manifest(self, step: int) -> CheckpointManifest:
         return self._manifest(step)[0]
 
-    def _manifest(self, step: int) -> tuple[Manifest, bytes]:
+    def _manifest(self, step: int) -> tuple[CheckpointManifest, bytes]:
         data = self._read(step, MANIFEST)
         try:
-            return Manifest.from_bytes(data), data
+            return CheckpointManifest.from_bytes(data), data
         except BadCheckpoint as error:
             raise StorageFailure(f"step {step} in {self.url}: {error}") from error
 
@@ -149,7 +149,7 @@ class ObjectStore:
         path = self._path(step, MANIFEST)
         return bool(self._tried(path, lambda: self._files.exists(path)))
 
-    def _is_whole(self, step: int, manifest: Manifest) -> bool:
+    def _is_whole(self, step: int, manifest: CheckpointManifest) -> bool:
         """True when all files are there in full length."""
         place = self._path(step, "").rstrip("/")
         found = self._tried(place, lambda: self._files.ls(place, detail=True))

@@ -21,7 +21,7 @@ from jurymast.rundir import renew
 LIMIT_S = 1800.0
 
 
-class Image(msgspec.Struct, frozen=True, kw_only=True):
+class ImageAt(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's image, in the agent's memory (`/proc/PID/fd/N`) or in a file; `common_path` begins with its
     common part, unless `path` does. `manifest`: a path, or its content."""
 
@@ -46,7 +46,7 @@ class WriteLocal(_Order, frozen=True, kw_only=True):
     root: str
     step: int
     attempt: int
-    images: tuple[Image, ...]
+    images: tuple[ImageAt, ...]
 
 
 class WriteShared(_Order, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class WriteShared(_Order, frozen=True, kw_only=True):
     step: int
     attempt: int
     world: int
-    images: tuple[Image, ...]
+    images: tuple[ImageAt, ...]
     nonce: str
     lead: bool = False
     run: str = ""
@@ -101,7 +101,9 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="said", tag=kind
     published: bool = False
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="said", tag=kind_of, omit_defaults=True):
+class StorageFailed(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="said", tag=kind_of, omit_defaults=True
+):
     """Why, in one line that names the path and what to do."""
 
     id: int = 0
@@ -110,7 +112,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="said", tag=ki
 
 AnyOrder = WriteLocal | WriteShared | Warm | Upload
 Told = AnyOrder | Cancel
-Answer = Done | Failed
+Answer = Done | StorageFailed
 
 read_told: Callable[[bytes], Told | Strange] = reader(Told)
 read_answer: Callable[[bytes], Answer | Strange] = reader(Answer)

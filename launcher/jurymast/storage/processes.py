@@ -9,7 +9,7 @@ import msgspec
 
 from jurymast.child import Child
 from jurymast.core.message import Strange
-from jurymast.storage.orders import Answer, AnyOrder, Cancel, Failed, Told, read_answer
+from jurymast.storage.orders import Answer, AnyOrder, Cancel, StorageFailed, Told, read_answer
 
 # Beyond its limit an order gets this long to give up by itself, and a killed process to be gone.
 GRACE_S = 10.0
@@ -54,20 +54,20 @@ class _Tier:
         try:
             child = await self._ready()
         except OSError as error:
-            return Failed(why=f"the storage process cannot be started: {error}")
+            return StorageFailed(why=f"the storage process cannot be started: {error}")
         if child is None:
-            return Failed(why=f"{self._name} storage still hangs: a killed process waits for it")
+            return StorageFailed(why=f"{self._name} storage still hangs: a killed process waits for it")
         work = asyncio.ensure_future(self._talk(child, order))
         try:
             done, _ = await asyncio.wait([work], timeout=order.limit_s + grace_s)
             if not done:
                 await self.kill()
                 place = getattr(order, "root", "")
-                return Failed(
+                return StorageFailed(
                     why=f"{self._name} storage hangs at {place}: no end of it within {order.limit_s:.0f} s; "
                     "its process was killed"
                 )
-            return work.result() or Failed(why=await self._why_ended())
+            return work.result() or StorageFailed(why=await self._why_ended())
         except asyncio.CancelledError:
             self._tell(child, Cancel(id=order.id))
             done, _ = await asyncio.wait([work], timeout=grace_s)

@@ -29,16 +29,16 @@ from jurymast import foreign
 from jurymast.checkpoint.directory import (
     BadCheckpoint,
     CheckpointDirectory,
+    CheckpointManifest,
     FileRecord,
-    Manifest,
     one_line,
     remove_trees,
 )
 from jurymast.checkpoint.owner import Owner, claim
 from jurymast.core.checkpoints.meeting import (
     Announced,
+    Complete,
     Do,
-    End,
     Fail,
     Meeting,
     Next,
@@ -83,7 +83,7 @@ class _Part:
         """Raises StorageFailure."""
         try:
             following = self._begin()
-            while not isinstance(following, End | Fail):
+            while not isinstance(following, Complete | Fail):
                 following = self._one(following)
                 self._machine.check()
             if isinstance(following, Fail):
@@ -263,7 +263,7 @@ class _Part:
         for name in self._listed():
             if name not in kept:
                 (self._place / name).unlink()
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=self._step,
             attempt=self._attempt,
             world_size=self._world,

@@ -14,7 +14,7 @@ import xxhash
 
 from jurymast.core.checkpoints.copies import COMMON, OWN
 from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
-from jurymast.storage.orders import Image, StorageFailure, explain
+from jurymast.storage.orders import ImageAt, StorageFailure, explain
 
 Range = tuple[int, int]
 
@@ -48,7 +48,7 @@ class Source:
         self._images = {OWN: own, COMMON: common}
 
     @classmethod
-    def of_order(cls, image: Image, step: int, attempt: int) -> Source:
+    def of_order(cls, image: ImageAt, step: int, attempt: int) -> Source:
         """Raises StorageFailure."""
         text = image.manifest
         try:

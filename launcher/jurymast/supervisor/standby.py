@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jurymast.journal import Follower
+    from jurymast.journal import JournalFollower
 
 FOLLOW_EVERY_S = 2.0
 NICE = 5
@@ -27,7 +27,7 @@ NICE = 5
 class Standby:
     def __init__(self, run_directory: str) -> None:
         self._run_directory = run_directory
-        self._follower: Follower | None = None
+        self._follower: JournalFollower | None = None
 
     def wait(self) -> str:
         """What calls it, "" at the end of the input."""
@@ -44,11 +44,11 @@ class Standby:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux: of this thread alone
         import jurymast.supervisor.epoch  # noqa: F401
         from jurymast.errors import JurymastError
-        from jurymast.journal import Follower
+        from jurymast.journal import JournalFollower
         from jurymast.rundir import RunDirectory
 
         with suppress(OSError, JurymastError):
-            follower = Follower(RunDirectory(self._run_directory))
+            follower = JournalFollower(RunDirectory(self._run_directory))
             follower.catch_up()
             self._follower = follower
 

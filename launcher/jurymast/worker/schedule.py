@@ -91,7 +91,7 @@ def wait_for(known: Callable[[], bool]) -> None:
         time.sleep(POLL_S)
 
 
-class Follower:
+class ScheduleFollower:
     """One rank's side. `settled` is told the number of each schedule that this rank is done deciding about;
     a rank whose script has its own cadence does not `repeat` saves. `wait` waits, but not for ever."""
 

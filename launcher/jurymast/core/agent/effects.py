@@ -145,7 +145,7 @@ class Connect(Struct, frozen=True):
     targets: tuple[tuple[str, int], ...]
 
 
-class Find(Struct, frozen=True):
+class FindSupervisor(Struct, frozen=True):
     """See in the run directory where the newest supervisor listens. Answered by `found`, unless there was a
     Greet meanwhile."""
 
@@ -214,7 +214,7 @@ ToRanks = (
 ForTests = StartTests | TestDevices | TestTogether | EndTests
 ForCheckpoints = StartWrite | CancelWrite | WarmWriter | SayForeseen
 ToOthers = (
-    Send | Beat | Obey | Leave | Connect | Find | Greet | HangUp | ReadPulse | StandBy | EndStandby
+    Send | Beat | Obey | Leave | Connect | FindSupervisor | Greet | HangUp | ReadPulse | StandBy | EndStandby
     | StartSupervisor
 )  # fmt: skip
 Effect = WakeAt | ToOthers | ToRanks | ForTests | ForCheckpoints

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 
 from jurymast.core import messages as msg
-from jurymast.core.agent.effects import NEVER, Connect, Effect, Find, Greet, HangUp, Leave, Send
+from jurymast.core.agent.effects import NEVER, Connect, Effect, FindSupervisor, Greet, HangUp, Leave, Send
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.heartbeat import BEATS, Arrivals
@@ -66,7 +66,7 @@ TERMINATED_LIMIT_S = 25.0
 KEPT_MAX = 1000
 
 
-class Link:
+class SupervisorLink:
     """`now` is monotonic, in seconds.
 
     Without a connection it tries in rounds: where the last supervisor was, and at the same time where the
@@ -145,7 +145,7 @@ class Link:
         self._find_at = now + self._find_every_s
         self._finding = True
         self._tries += 1
-        return [Find()]
+        return [FindSupervisor()]
 
     def _connect(self, place: Endpoint | None) -> list[Effect]:
         targets: tuple[tuple[str, int], ...] = ()
@@ -255,7 +255,7 @@ class Link:
         if now >= self._hang_up_at:
             return self._hang_up(now)
         self._peeking, self._find_at = True, now + max(PEEK_EVERY_S, self._find_every_s)
-        return [Find()]
+        return [FindSupervisor()]
 
     def _hang_up(self, now: float, newer: Endpoint | None = None) -> list[Effect]:
         """One that was only late must not take this for an end; and it may not see that there is a newer one,

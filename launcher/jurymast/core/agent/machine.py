@@ -19,7 +19,7 @@ from jurymast.core.agent.effects import (
     StartProbes,
     WakeAt,
 )
-from jurymast.core.agent.link import Hearing, Link
+from jurymast.core.agent.link import Hearing, SupervisorLink
 from jurymast.core.agent.node_tests import NodeTests
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.agent.succession import Succession
@@ -50,12 +50,12 @@ class AgentMachine:
         gpus: int = 0,
         driver: bool = False,
     ) -> None:
-        """`nodes`: of the allocation, in its order. `hint`, `share`: see Link; `gpus`, `driver`: see
-        NodeTests."""
+        """`nodes`: of the allocation, in its order. `hint`, `share`: see SupervisorLink; `gpus`, `driver`:
+        see NodeTests."""
         patience = patience_s(plan.settings.heartbeat_s, plan.nodes)
         hearing = Hearing(answer_every_s(plan.settings.heartbeat_s, plan.nodes))
         self.ranks = Ranks(plan.settings.stop_grace_s)
-        self.link = Link(node, allocation, hint, patience, plan.nodes, share, self.ranks, hearing)
+        self.link = SupervisorLink(node, allocation, hint, patience, plan.nodes, share, self.ranks, hearing)
         self.succession = Succession(node, nodes, hearing, enabled=plan.cluster == "slurm")
         self.writes = Writes(plan.ranks_per_node)
         self.tests = NodeTests(plan, gpus, driver=driver)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jurymast.core.checkpoints.parity import Keeping
+from jurymast.core.checkpoints.parity import Protection
 
 # An image or replica stays until a newer one is whole and safe.
 AT_ONCE = 2
@@ -40,7 +40,7 @@ class Need:
 
 
 def needs(
-    foreseen: Mapping[str, Foreseen], placement: Sequence[str], ranks_per_node: int, kept: Keeping
+    foreseen: Mapping[str, Foreseen], placement: Sequence[str], ranks_per_node: int, kept: Protection
 ) -> dict[str, Need]:
     """By node. `foreseen` has every node of the placement. What ranks have alike counts as replicated."""
     held: dict[str, int] = {}

@@ -60,7 +60,7 @@ class Tell:
 
 
 @dataclass(frozen=True)
-class End:
+class Complete:
     """It went well. `published`: the checkpoint is there under its name, or was already (`existing`)."""
 
     existing: bool = False
@@ -75,8 +75,8 @@ class Fail:
 
 
 # All of it was there already.
-THERE = End(existing=True, published=True)
-Next = Do | Wait | Pause | ReadWhy | Tell | End | Fail
+THERE = Complete(existing=True, published=True)
+Next = Do | Wait | Pause | ReadWhy | Tell | Complete | Fail
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ class Meeting:
         """What holds between any two events. Raises AssertionError."""
         assert len(self._ranks) <= self._world, "more images than ranks"
         assert self._leads or not self._ranks, "who follows reads no layouts"
-        assert not self._closing or isinstance(self._closing[-1], End | Fail | ReadWhy), "no end is in sight"
+        assert not self._closing or isinstance(self._closing[-1], Complete | Fail | ReadWhy), (
+            "no end is in sight"
+        )
 
     def begin(self, *, unseen: str, rolled_back: bool, existing: bool) -> Next:
         """`unseen`: what this node does not see of the storage, or ""; `existing`: a complete checkpoint of
@@ -129,11 +131,11 @@ class Meeting:
             case Do.SHARE_OUT | Do.FIND_SHARES:
                 return self._do(Do.WRITE)
             case Do.WRITE:
-                return self._do(Do.READ_PARTS) if self._leads else End()
+                return self._do(Do.READ_PARTS) if self._leads else Complete()
             case Do.SEAL:
                 return self._do(Do.PUBLISH)
             case Do.PUBLISH:
-                return End(published=True)
+                return Complete(published=True)
             case _:
                 raise AssertionError(f"to {self._doing.value}: that has another answer")
 

@@ -32,7 +32,7 @@ _Load = tuple[bool, int, str]  # whether it is no spare with room, what it holds
 
 
 @dataclass(frozen=True)
-class Keeping:
+class Protection:
     """`whole`: for each active node the nodes that hold its replicas; `parity`: for each group of ranks the
     node that holds their XOR; `bare`: the nodes for which nobody has memory."""
 
@@ -52,17 +52,17 @@ def keeping(
     full: Collection[str] = (),
     packed: Collection[str] = (),
     apart: Collection[Pair] = (),
-) -> Keeping:
+) -> Protection:
     """Whole replicas unless groups of `parity` nodes are asked for. Nodes in `full` have refused memory, so
     that what finds no holder among the others is kept in groups; those in `packed` refused that too.
     Pairs in `apart` cannot copy: (holder, node); with node "" the holder cannot make XORs."""
     whole = holders(placement, spares, domains, copies, full, apart)
     packed = {*packed, *(holder for holder, node in apart if not node)}
     if not copies:
-        return Keeping(whole, {})
+        return Protection(whole, {})
     grouped = [node for node in placement if parity > 1 or not whole[node]]
     if parity < 2 and (len(grouped) < 2 or len({*placement, *spares}) < NODES_MIN):
-        return Keeping(whole, {}, frozenset(grouped))
+        return Protection(whole, {}, frozenset(grouped))
     no_room = {*full, *packed} if parity > 1 else set(packed)
     nodes = [node for node in dict.fromkeys([*spares, *placement]) if node not in no_room]
     count = -(-len(grouped) // (parity if parity > 1 else AUTO_NODES))
@@ -78,7 +78,7 @@ def keeping(
         for index, node in enumerate(placement)
         if not whole[node] and index * ranks_per_node not in held_ranks
     ]
-    return Keeping(whole, held, frozenset(bare))
+    return Protection(whole, held, frozenset(bare))
 
 
 def parity_groups(nodes: Sequence[str], count: int, domains: Mapping[str, str]) -> list[tuple[str, ...]]:
@@ -136,7 +136,7 @@ def _take(queue: list[_Load], members: Set[str], domains: Mapping[str, str]) -> 
 
 
 def missing(
-    copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, kept: Keeping
+    copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, kept: Protection
 ) -> list[Replication]:
     """What must be copied, or made, so that everything is held as `kept` says."""
     orders = missing_replicas(copies, key, placement, ranks_per_node, kept.whole)

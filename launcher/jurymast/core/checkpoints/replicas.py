@@ -32,7 +32,7 @@ class _Pass:
     group rank; so much was ordered. `kept`: who is to hold what, once the first node was looked at."""
 
     key: Key
-    kept: parity.Keeping | None = None
+    kept: parity.Protection | None = None
     place: int = 0
     ordered: int = 0
 
@@ -154,7 +154,7 @@ class Replicas:
         if self._pass is None:
             self._rest_until = now + REST_SHARE * self._took_s
 
-    def _missing(self, under_way: _Pass, kept: parity.Keeping) -> list[cp.Replication]:
+    def _missing(self, under_way: _Pass, kept: parity.Protection) -> list[cp.Replication]:
         placement, count = self._state.placement, self._state.ranks_per_node
         places = range(under_way.place, min(under_way.place + SLICE_NODES, len(placement)))
         under_way.place = places.stop
@@ -169,7 +169,7 @@ class Replicas:
             self._dirty, self._rest_until = True, now + REST_SHARE * self._took_s
             self._pass = None
 
-    def kept(self, now: float) -> parity.Keeping:
+    def kept(self, now: float) -> parity.Protection:
         """Which nodes are to hold whose replicas."""
         state, settings = self._state, self._state.settings
         return parity.keeping(

@@ -8,7 +8,7 @@ from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import foresight
 from jurymast.core.checkpoints.foresight import Foreseen, Need, Room
-from jurymast.core.checkpoints.parity import Keeping
+from jurymast.core.checkpoints.parity import Protection
 from jurymast.core.effects import Effect, Record
 from jurymast.core.texts import memory_size
 
@@ -39,7 +39,9 @@ class Shortages:
         """Whether every node of the placement has been heard."""
         return len(self._foreseen) >= len(placement) and all(node in self._foreseen for node in placement)
 
-    def look(self, placement: Sequence[str], ranks_per_node: int, kept: Keeping, now: float) -> list[Effect]:
+    def look(
+        self, placement: Sequence[str], ranks_per_node: int, kept: Protection, now: float
+    ) -> list[Effect]:
         """Once it is complete: tell each shortage once."""
         theirs = {node: self._foreseen[node] for node in placement}
         effects: list[Effect] = []

@@ -157,7 +157,7 @@ class Elsewhere(Struct, frozen=True):
     local: int
 
 
-class Fail(Struct, frozen=True):
+class FailRestore(Struct, frozen=True):
     """What the rank restores cannot be brought: it waits, for the supervisor decides."""
 
     local: int
@@ -166,7 +166,7 @@ class Fail(Struct, frozen=True):
 # Work.
 
 
-class Find(Struct, frozen=True):
+class FindImages(Struct, frozen=True):
     """What these ranks' images of a state are like, from whoever has them. Answered by `found`."""
 
     number: int
@@ -214,7 +214,7 @@ class Hurry(Struct, frozen=True):
     number: int
 
 
-class End(Struct, frozen=True):
+class EndWork(Struct, frozen=True):
     """This work is over."""
 
     number: int
@@ -223,7 +223,8 @@ class End(Struct, frozen=True):
 ForMemory = Measure | Make | Reserve | Unmake | Lend
 ForReaders = Serve | Unserve | AwaitReaders
 ForRanks = (
-    Begin | Mend | Offer | Install | Free | Withdraw | Detach | Hash | Refuse | Ready | Elsewhere | Fail
+    Begin | Mend | Offer | Install | Free | Withdraw | Detach | Hash | Refuse | Ready | Elsewhere
+    | FailRestore
 )  # fmt: skip
-ForWork = Find | Verify | Fetch | Mix | Hurry | End
+ForWork = FindImages | Verify | Fetch | Mix | Hurry | EndWork
 Effect = Tell | ForMemory | ForReaders | ForRanks | ForWork

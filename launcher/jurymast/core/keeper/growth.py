@@ -8,7 +8,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import LOCAL
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.holding import Holding
-from jurymast.core.keeper.memory import Buffer, Do, Memory
+from jurymast.core.keeper.memory import Buffer, BufferPool, Do
 from jurymast.core.keeper.slots import RankSlots
 from jurymast.core.texts import memory_size
 
@@ -17,7 +17,13 @@ class Growth:
     """Two slots of the size that a rank wants, or what lacks of them."""
 
     def __init__(
-        self, do: Do, memory: Memory, holding: Holding, ranks: Sequence[RankSlots], mine: RankSlots, want: int
+        self,
+        do: Do,
+        memory: BufferPool,
+        holding: Holding,
+        ranks: Sequence[RankSlots],
+        mine: RankSlots,
+        want: int,
     ) -> None:
         self._do, self._memory, self._holding = do, memory, holding
         self._mine, self._want, self._attempt = mine, want, holding.attempt
@@ -78,10 +84,12 @@ class Growth:
         self.fresh, self.ready = [], []
 
 
-class Loan:
+class LoanGrowth:
     """A buffer for a copy of an image that somebody will read for long."""
 
-    def __init__(self, do: Do, holding: Holding, memory: Memory, number: int, size: int, asked: str) -> None:
+    def __init__(
+        self, do: Do, holding: Holding, memory: BufferPool, number: int, size: int, asked: str
+    ) -> None:
         self._do, self._holding, self._number = do, holding, number
         memory.claim(self, asked, 1, size, (0, size))
 

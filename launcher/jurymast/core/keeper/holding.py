@@ -10,7 +10,7 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Entry, Image, KeptCopy
-from jurymast.core.keeper.memory import Buffer, Do, Memory
+from jurymast.core.keeper.memory import Buffer, BufferPool, Do
 from jurymast.core.keeper.slots import EASE, RankSlots, Slot, State
 
 # The order in which a reader is served.
@@ -22,7 +22,7 @@ class Holding:
     """`committed`: (attempt, step) of the newest state that is safe: of two states the newer one is greater.
     `busy`: buffers that somebody writes into or hashes, who returns them with `release`."""
 
-    def __init__(self, do: Do, memory: Memory, ranks: Sequence[RankSlots]) -> None:
+    def __init__(self, do: Do, memory: BufferPool, ranks: Sequence[RankSlots]) -> None:
         self._do = do
         self._memory = memory
         self._ranks = ranks

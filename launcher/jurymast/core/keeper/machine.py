@@ -14,13 +14,13 @@ from jurymast.core.checkpoints.copies import ALL, MEMORY, age
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import KeptCopy
-from jurymast.core.keeper.growth import Growth, Loan
+from jurymast.core.keeper.growth import Growth, LoanGrowth
 from jurymast.core.keeper.holding import Holding
-from jurymast.core.keeper.memory import Memory
+from jurymast.core.keeper.memory import BufferPool
 from jurymast.core.keeper.replicas import Replicas
 from jurymast.core.keeper.restores import Restores
 from jurymast.core.keeper.slots import RankSlots, State
-from jurymast.core.keeper.work import Fetched, Found, Works
+from jurymast.core.keeper.work import Filled, Found, Works
 from jurymast.errors import never
 
 
@@ -32,7 +32,7 @@ class KeeperMachine:
         self._effects: list[do.Effect] = []
         out = self._effects.append
         self.ranks = [RankSlots(local) for local in range(ranks_per_node)]
-        self.memory = Memory(out)
+        self.memory = BufferPool(out)
         self.holding = Holding(out, self.memory, self.ranks)
         self._works = Works(out, self.memory, self.holding)
         self.replicas = Replicas(self._works)
@@ -159,7 +159,7 @@ class KeeperMachine:
 
     def borrow(self, number: int, size: int, asked: str) -> list[do.Effect]:
         """Somebody wants a buffer for a while. Answered by Lend."""
-        Loan(self._effects.append, self.holding, self.memory, number, size, asked)
+        LoanGrowth(self._effects.append, self.holding, self.memory, number, size, asked)
         return self._out()
 
     def returned(self, buffer: int) -> list[do.Effect]:
@@ -215,6 +215,6 @@ class KeeperMachine:
         self._works.going[number].verified(intact)
         return self._out()
 
-    def fetched(self, number: int, fetched: Fetched, now: float) -> list[do.Effect]:
+    def fetched(self, number: int, fetched: Filled, now: float) -> list[do.Effect]:
         self._works.going[number].fetched(fetched, now)
         return self._out()

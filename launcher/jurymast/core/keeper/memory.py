@@ -63,7 +63,7 @@ class Claim:
         return self.also + self.count * length - sum(min(one.allocated, length) for one in self.taken)
 
 
-class Memory:
+class BufferPool:
     """Buffers in use belong to whoever took them; those given back wait here for the next who asks, because
     the first touch of new memory is ten times slower than a copy into old. One claim after the other."""
 

@@ -10,7 +10,7 @@ from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Image, KeptCopy
 from jurymast.core.keeper.holding import Holding
 from jurymast.core.keeper.memory import Buffer, kernel_refusal
-from jurymast.core.keeper.work import Fetched, Found, Work, Works
+from jurymast.core.keeper.work import Filled, Found, Work, Works
 from jurymast.core.texts import memory_size
 
 AT_ONCE = 2
@@ -36,7 +36,7 @@ class Replica(Work):
 
     def begin(self) -> None:
         step, attempt, _ = self.image
-        self.do(do.Find(self.number, step, attempt, self._wanted))
+        self.do(do.FindImages(self.number, step, attempt, self._wanted))
 
     def found(self, found: Found) -> None:
         self.why += found.passed_over
@@ -77,7 +77,7 @@ class Replica(Work):
         self.why.append(why)
         self._over()
 
-    def fetched(self, fetched: Fetched, now: float) -> None:
+    def fetched(self, fetched: Filled, now: float) -> None:
         self.took(fetched)
         if fetched.refused:
             self.refused(kernel_refusal(fetched.refused))

@@ -12,7 +12,7 @@ from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Image, KeptCopy
 from jurymast.core.keeper.memory import Buffer, kernel_refusal
 from jurymast.core.keeper.slots import RankSlots, Slot, State
-from jurymast.core.keeper.work import Fetched, Found, Work, Works
+from jurymast.core.keeper.work import Filled, Found, Work, Works
 from jurymast.core.texts import memory_size
 
 
@@ -110,7 +110,7 @@ class Bringing(Work):
     def _find(self) -> None:
         step, attempt, rank = self.image
         wanted = msg.Member(rank=rank, sources=self._sources)
-        self.do(do.Find(self.number, step, attempt, (wanted,)))
+        self.do(do.FindImages(self.number, step, attempt, (wanted,)))
 
     def found(self, found: Found) -> None:
         self.why += found.passed_over
@@ -152,7 +152,7 @@ class Bringing(Work):
         self.why.append(why)
         self._over()
 
-    def fetched(self, fetched: Fetched, now: float) -> None:
+    def fetched(self, fetched: Filled, now: float) -> None:
         self.took(fetched)
         copy = fetched.copy
         if fetched.refused:
@@ -173,7 +173,7 @@ class Bringing(Work):
         slots = [one for one in self._mine.slots if one.buffer is self.buffer]
         return self.slot.state in (State.FILLING, State.HELD) and all(one.copy is not None for one in slots)
 
-    def _ready(self, copy: KeptCopy, fetched: Fetched, now: float) -> None:
+    def _ready(self, copy: KeptCopy, fetched: Filled, now: float) -> None:
         buffer, holding = self.buffer, self.holding
         assert buffer is not None
         base = holding.copy_in(buffer)
@@ -213,7 +213,7 @@ class Bringing(Work):
         if self.slot.state is State.FILLING:
             self.slot.state = State.EMPTY
             self.holding.settle(self.slot)
-        self.do(do.Fail(self._mine.local))
+        self.do(do.FailRestore(self._mine.local))
         step, of, rank = self.image
         said = "; ".join((*self.why, *why)) or "nobody has all of it"
         self.do(

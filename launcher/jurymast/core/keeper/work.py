@@ -9,7 +9,7 @@ from jurymast.core import messages as msg
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import KeptCopy
 from jurymast.core.keeper.holding import Holding
-from jurymast.core.keeper.memory import Buffer, Do, Memory
+from jurymast.core.keeper.memory import Buffer, BufferPool, Do
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class Filled:
     """What came of filling a buffer: the `copy` if it is whole, with its manifest of `behind` bytes after it
     if that was wanted and has room. `got`: bytes by tier; `refused`: why the kernel has no memory for it,
     `allocated`: what memory the buffer takes now."""
@@ -40,7 +40,7 @@ class Fetched:
 class Works:
     """All that are under way, by number."""
 
-    def __init__(self, do: Do, memory: Memory, holding: Holding) -> None:
+    def __init__(self, do: Do, memory: BufferPool, holding: Holding) -> None:
         self.do, self.memory, self.holding = do, memory, holding
         self.going: dict[int, Work] = {}
         self.numbers = 0
@@ -65,14 +65,14 @@ class Work:
     def verified(self, intact: bool | None) -> None:
         raise NotImplementedError
 
-    def fetched(self, fetched: Fetched, now: float) -> None:
+    def fetched(self, fetched: Filled, now: float) -> None:
         raise NotImplementedError
 
     def own(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self.holding.busy.add(buffer)
 
-    def took(self, fetched: Fetched) -> None:
+    def took(self, fetched: Filled) -> None:
         self.why += fetched.passed_over
         if self.buffer is not None:
             self.memory.touched(self.buffer, fetched.allocated)
@@ -87,4 +87,4 @@ class Work:
             self.holding.release(self.buffer)
             self.buffer = None
         del self._works.going[self.number]
-        self.do(do.End(self.number))
+        self.do(do.EndWork(self.number))

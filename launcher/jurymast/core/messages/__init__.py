@@ -49,7 +49,7 @@ from jurymast.core.messages.checkpoints import (
 from jurymast.core.messages.nodes import (
     Beat,
     CadenceReport,
-    Health,
+    HealthFound,
     LeaveVerdict,
     Look,
     Looked,
@@ -94,11 +94,11 @@ __all__ = [
     "AboutCheckpoints", "Accepted", "Answer", "Ask", "AskSources", "Beat", "Cadence", "CadenceReport",
     "CancelWrite", "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss",
     "Dropped", "Endpoint", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper",
-    "GiveSlotsUp", "GoOn", "HangsUp", "Health", "Held", "Hello", "KeeperOrder", "Kept", "Launch", "Leave",
-    "LeaveVerdict", "Leaving", "Look", "Looked", "Member", "MemberReport", "Moved", "Order", "Prefetched",
-    "RankEvent", "RankReport", "RanksState", "Ready", "Refused", "Replicate", "Restore", "Said", "Source",
-    "Sources", "Stacks", "Started", "Stop", "Stopped", "Strange", "Terminated", "TestAlone", "TestOver",
-    "TestPair", "TestedAlone", "TestedPair", "Times", "ToAgent", "ToSupervisor", "Unreplicated",
+    "GiveSlotsUp", "GoOn", "HangsUp", "HealthFound", "Held", "Hello", "KeeperOrder", "Kept", "Launch",
+    "Leave", "LeaveVerdict", "Leaving", "Look", "Looked", "Member", "MemberReport", "Moved", "Order",
+    "Prefetched", "RankEvent", "RankReport", "RanksState", "Ready", "Refused", "Replicate", "Restore", "Said",
+    "Source", "Sources", "Stacks", "Started", "Stop", "Stopped", "Strange", "Terminated", "TestAlone",
+    "TestOver", "TestPair", "TestedAlone", "TestedPair", "Times", "ToAgent", "ToSupervisor", "Unreplicated",
     "Unrestorable", "VerdictLeft", "Void", "Write", "Written", "beat_of", "encode", "out_of_place",
     "read_answer", "read_order", "read_said",
 ]  # fmt: skip
@@ -108,7 +108,7 @@ Kept = Failed | RankEvent | AskSources | Unrestorable | Written
 
 _Said = (
     Hello | Ready | Started | Failed | Stopped | Finished | RankEvent | Terminated | HangsUp | Leaving
-    | Looked | Stacks | Health | VerdictLeft | TestedAlone | TestedPair | AboutCheckpoints | Ask
+    | Looked | Stacks | HealthFound | VerdictLeft | TestedAlone | TestedPair | AboutCheckpoints | Ask
 )  # fmt: skip
 _Order = (
     Launch | Stop | Dismiss | Cadence | GoOn | Moved | Leave | Look | LeaveVerdict | TestAlone | TestPair

@@ -104,7 +104,7 @@ class Stacks(ToSupervisor, frozen=True, kw_only=True):
     flights: tuple[Entered, ...] = ()
 
 
-class Health(ToSupervisor, frozen=True, kw_only=True):
+class HealthFound(ToSupervisor, frozen=True, kw_only=True):
     """A finding on the node that says so."""
 
     finding: Finding

@@ -20,7 +20,7 @@ _FIELDS = [
 Key = tuple[str, str, str, str]
 
 
-class Health:
+class NodeHealth:
     def __init__(self) -> None:
         self._known: dict[Key, Finding] = {}
 

@@ -33,7 +33,7 @@ Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class End:
+class ChildEnd:
     """Why a child is no more: `how` is done, hung, crashed or gone (for reasons outside it). `probe` is what
     it was looking through, `detail` what could be seen, `on_storage` that it waited for shared storage (where
     a look's imports may come from), `undead` that SIGKILL did not end it."""
@@ -113,7 +113,7 @@ class ProbeLooks:
         processor."""
         return limits < STARVED_MAX
 
-    def ended(self, end: End, now: float) -> After:
+    def ended(self, end: ChildEnd, now: float) -> After:
         """The child is no more."""
         if end.how == "done":
             return After(over=True)
@@ -125,7 +125,7 @@ class ProbeLooks:
             return After((self._leave_out("health", _no_child(end.detail, now)),), over=True)
         return After(pause_s=0.0 if self._once else PAUSES_S[max(0, self._failures - 1)])
 
-    def _strike(self, end: End, now: float) -> tuple[Finding, ...]:
+    def _strike(self, end: ChildEnd, now: float) -> tuple[Finding, ...]:
         """A hang or a crash during a look: another child is to confirm it, unless it cannot be doubted."""
         self._strikes[end.probe] = self._strikes.get(end.probe, 0) + 1
         if self._strikes[end.probe] < STRIKES and not end.undead:
@@ -140,7 +140,7 @@ class ProbeLooks:
         return finding
 
 
-def _wedged(end: End, now: float) -> Finding:
+def _wedged(end: ChildEnd, now: float) -> Finding:
     verdict, kind = WEDGED["storage" if end.on_storage else end.probe]
     again = "and SIGKILL does not end it" if end.undead else "twice, in two processes"
     return Finding(
@@ -150,7 +150,7 @@ def _wedged(end: End, now: float) -> Finding:
     )  # fmt: skip
 
 
-def _crashes(end: End, now: float) -> Finding:
+def _crashes(end: ChildEnd, now: float) -> Finding:
     return Finding(
         probe=end.probe, code="probe-crashes", verdict=Verdict.UNKNOWN, kind=HOST, at=now,
         message=f"a look through the probe {end.probe} ends its process, twice: {end.detail}; it is left out "

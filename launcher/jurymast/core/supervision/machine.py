@@ -22,7 +22,7 @@ from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.effects import Effect, GiveWay, Journal, Record, SaveFirst, Send, WhyEnding
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.hangs import Hangs
-from jurymast.core.nodes.health import Health, SickNodes
+from jurymast.core.nodes.health import NodeHealth, SickNodes
 from jurymast.core.nodes.preflight import Preflight
 from jurymast.core.nodes.stragglers import Stragglers
 from jurymast.core.nodes.watch import WATCH_INTERVAL_S, Watch
@@ -55,7 +55,7 @@ ASK_AGAIN_S = 2.0
 HALF_TOLD = "the supervisor that took over: not all nodes were told of the launch before"
 
 AboutNodes = (
-    msg.Health | msg.Looked | msg.VerdictLeft | msg.Terminated | msg.HangsUp | msg.Leaving
+    msg.HealthFound | msg.Looked | msg.VerdictLeft | msg.Terminated | msg.HangsUp | msg.Leaving
     | msg.TestedAlone | msg.TestedPair
 )  # fmt: skip
 AboutRanks = msg.Ready | msg.Started | msg.Failed | msg.Stacks | msg.Stopped | msg.Finished | msg.RankEvent
@@ -80,7 +80,7 @@ class Supervision:
         self._progress = Progress(state, self.watch.reports, self._saves)
         self._hangs = Hangs(state, self.watch.reports)
         self._rank_events = RankEvents(state, self.checkpoints)
-        self._health = Health()
+        self._health = NodeHealth()
         self._preflight = Preflight(state)
         self._stragglers = Stragglers(state)
         self._sick = SickNodes(state)
@@ -342,7 +342,7 @@ class Supervision:
 
     def _of_node(self, node: str, connection: int, message: AboutNodes, now: float) -> list[Effect]:
         match message:
-            case msg.Health():
+            case msg.HealthFound():
                 effects = self._health.found(node, message.finding, now)
             case msg.Looked():
                 self._hangs.looked(message)

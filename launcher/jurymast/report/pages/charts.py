@@ -226,7 +226,7 @@ def ticks(start: int, end: int) -> list[tuple[int, str]]:
 
 
 @dataclass(frozen=True)
-class Frame:
+class PlotArea:
     """A picture's size and margins in pixels; shares of its inside (0..1, upwards) become places."""
 
     height: int = 260
@@ -268,7 +268,7 @@ class Plot:
     """`chosen` is a place on the x axis that is marked."""
 
     label: str
-    frame: Frame
+    frame: PlotArea
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     areas: tuple[Shape, ...] = ()
@@ -277,7 +277,7 @@ class Plot:
     chosen: Tick | None = None
 
 
-def share_ticks(frame: Frame, low: float, high: float) -> tuple[Tick, ...]:
+def share_ticks(frame: PlotArea, low: float, high: float) -> tuple[Tick, ...]:
     """Round values of a y axis from `low` to `high`, both 0..1: three to seven of them."""
     steps = (number / 10**digits for digits in range(6, 0, -1) for number in (1, 2, 5))
     step = next(step for step in steps if (high - low) / step <= 6)
@@ -288,7 +288,7 @@ def share_ticks(frame: Frame, low: float, high: float) -> tuple[Tick, ...]:
     )
 
 
-def day_ticks(frame: Frame, days: float) -> tuple[Tick, ...]:
+def day_ticks(frame: PlotArea, days: float) -> tuple[Tick, ...]:
     step = next((s for s in (1, 2, 5, 10, 20, 50, 100) if days / s <= 12), 200) if days > 2 else days / 4
     return tuple(
         Tick(frame.x(i * step / days), f"day {i * step:g}") for i in range(int(days / step + 1e-9) + 1)

@@ -9,12 +9,12 @@ from typing import Any
 
 from jurymast.core.planning.forecast import Forecast, goodput_at
 from jurymast.report.pages import render
-from jurymast.report.pages.charts import Frame, Plot, Shape, Tick
+from jurymast.report.pages.charts import Plot, PlotArea, Shape, Tick
 from jurymast.report.pages.report import Card
 from jurymast.report.plan import WAYS, facts, gains, minutes
 from jurymast.report.words import count, duration, percent
 
-FRAME = Frame(height=300, bottom=50)
+FRAME = PlotArea(height=300, bottom=50)
 POINTS = 120
 # The curve reaches this far either way of the cadence that was chosen.
 REACH = 30.0

@@ -13,8 +13,8 @@ from jurymast.report.pages import render
 from jurymast.report.pages.charts import (
     DAY_S,
     Bar,
-    Frame,
     Plot,
+    PlotArea,
     Shape,
     Slice,
     Tick,
@@ -29,8 +29,8 @@ from jurymast.sim.durations import START
 from jurymast.sim.results import GOODPUT, quantile
 from jurymast.sim.simulation import Outcome
 
-FRAME = Frame()
-SPREAD = Frame(height=76, left=40, right=40, bottom=26)
+FRAME = PlotArea()
+SPREAD = PlotArea(height=76, left=40, right=40, bottom=26)
 LANE_PX, MARK_PX = 32, 3
 # Incidents of one run that are told in full.
 TOLD_MAX = 20
@@ -50,7 +50,7 @@ class Dot:
 class Spread:
     """A dot for each run, a bar from the 5th to the 95th percentile, a line at the mean."""
 
-    frame: Frame
+    frame: PlotArea
     box: Bar
     mean: float
     dots: tuple[Dot, ...]
@@ -69,7 +69,7 @@ class CauseLane:
 
 @dataclass(frozen=True)
 class Lanes:
-    frame: Frame
+    frame: PlotArea
     ticks: tuple[Tick, ...]
     lanes: tuple[CauseLane, ...]
 
@@ -218,7 +218,7 @@ def _lanes(outcome: Outcome, days: float) -> Lanes | None:
     if not outcome.incidents:
         return None
     causes = Counter(each.cause for each in outcome.incidents).most_common()
-    frame = Frame(height=14 + LANE_PX * len(causes) + 34, top=18)
+    frame = PlotArea(height=14 + LANE_PX * len(causes) + 34, top=18)
     lanes = []
     for place, (cause, number) in enumerate(causes):
         together: dict[int, list[Incident]] = {}

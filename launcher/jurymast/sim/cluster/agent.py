@@ -15,7 +15,7 @@ from jurymast.core.nodes.stacks import COLLECTIVE, Stand
 from jurymast.sim.cluster.keeper import SimKeeper
 from jurymast.sim.cluster.network import SimConnection
 from jurymast.sim.cluster.storage import SimWrite
-from jurymast.sim.cluster.training import Group, Member, Page, follower
+from jurymast.sim.cluster.training import Page, SimGroup, SimMember, follower
 from jurymast.sim.cluster.world import BEGINNING, Process
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ class SimHost:
         self.port = 0
         self.attempt = 0  # that runs
         self.stop_up_to = 0
-        self.member: Member | None = None
-        self.group: Group | None = None
+        self.member: SimMember | None = None
+        self.group: SimGroup | None = None
         self.world.after(self.world.between(*WARM_S), self.process, self._wait)
 
     def _wait(self) -> None:
@@ -115,14 +115,14 @@ class SimHost:
         self.attempt = order.attempt
         pids = tuple(cluster.new_port() for _ in range(cluster.ranks_per_node))
         page = self.agent.page = Page()
-        self.member = Member(self.agent, self, order, page, follower(cluster, page), self.world.now)
+        self.member = SimMember(self.agent, self, order, page, follower(cluster, page), self.world.now)
         self.group = cluster.group(order)
         self.agent.host_said(within.Started(attempt=order.attempt, pids=pids))
         self.world.after(
             self.world.between(0.02, 0.2), self.process, self._join, self.group, order, self.member
         )
 
-    def _join(self, group: Group, order: msg.Launch, member: Member) -> None:
+    def _join(self, group: SimGroup, order: msg.Launch, member: SimMember) -> None:
         if not member.gone:
             group.join(order.rank, member)
 
@@ -143,7 +143,7 @@ class SimHost:
             self.group.leave(self.member, loud=loud)
         self.attempt = 0
 
-    def fail(self, group: Group, code: int, why: str) -> None:
+    def fail(self, group: SimGroup, code: int, why: str) -> None:
         """A rank of the group ends badly, and the others of the node with it."""
         if self.group is not group or not self.attempt or self.member is None or self.member.gone:
             return
@@ -155,7 +155,7 @@ class SimHost:
         self.agent.host_failed(failed)
         self.world.after(self.world.between(0.02, 0.3), self.process, self._wait)
 
-    def finish(self, group: Group) -> None:
+    def finish(self, group: SimGroup) -> None:
         """All ranks of the node end well."""
         if self.group is not group or not self.attempt or self.member is None or self.member.gone:
             return
@@ -237,7 +237,7 @@ class SimAgent:
             case do.Connect():
                 (host, port), *_ = effect.targets
                 self._dial(host, port, self._tries, self.world.now + CONNECT_LIMIT_S)
-            case do.Find():
+            case do.FindSupervisor():
                 self._find()
             case do.Greet():
                 self._tries += 1

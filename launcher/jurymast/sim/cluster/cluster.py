@@ -13,12 +13,12 @@ from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.core.supervision.machine import STILL_RUNNING
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite
 from jurymast.sim.cluster.keeper import SimKeeper
-from jurymast.sim.cluster.network import Network
+from jurymast.sim.cluster.network import SimNetwork
 from jurymast.sim.cluster.oracle import Oracle, Violation
 from jurymast.sim.cluster.plans import AFTER_S, Fault, Plan, smaller
 from jurymast.sim.cluster.storage import RunDisk, Storage
 from jurymast.sim.cluster.supervisor import SimSupervisor
-from jurymast.sim.cluster.training import Group
+from jurymast.sim.cluster.training import SimGroup
 from jurymast.sim.cluster.world import World
 
 BATCH_LOOK_S = 0.5
@@ -69,7 +69,7 @@ class Cluster:
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,
             spares=wanted.spares, ranks_per_node=wanted.ranks, script="x", settings=settings,
         )  # fmt: skip
-        self.network = Network(self.world)
+        self.network = SimNetwork(self.world)
         self.storage = Storage(self.world)
         self.disk = RunDisk(self.storage, self.plan)
         self.oracle = Oracle(self)
@@ -79,7 +79,7 @@ class Cluster:
         self._port, self._nodes = 1000, 0
         self.ports: dict[tuple[str, int], SimSupervisor] = {}
         self.keepers: dict[tuple[str, int], SimKeeper] = {}
-        self.groups: dict[tuple[int, str, int], Group] = {}
+        self.groups: dict[tuple[int, str, int], SimGroup] = {}
         self.sites = dict(self._new_site() for _ in range(wanted.nodes))
         self._start_job()
         self._waiting: list[Fault] = []  # for a phase
@@ -182,10 +182,10 @@ class Cluster:
         self.oracle.allocated()
         self._start_job()
 
-    def group(self, order: msg.Launch) -> Group:
+    def group(self, order: msg.Launch) -> SimGroup:
         name = (order.attempt, order.master_address, order.master_port)
         if name not in self.groups:
-            self.groups[name] = Group(self, order, name)
+            self.groups[name] = SimGroup(self, order, name)
         return self.groups[name]
 
     # ---- faults

@@ -27,7 +27,7 @@ from jurymast.core.keeper.gathering import (
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.memory import round_up
 from jurymast.core.keeper.slots import SLOTS, State
-from jurymast.core.keeper.work import Fetched, Found
+from jurymast.core.keeper.work import Filled, Found
 from jurymast.sim.cluster.storage import Token
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Restored(Enum):
     FAILED = "failed"
 
 
-class Image(core.KeptCopy):
+class SimImage(core.KeptCopy):
     """What a keeper holds. `tokens`: what is in it, by rank; more than one in an XOR."""
 
     def __init__(
@@ -102,7 +102,7 @@ class _Going:
     key: Key = (0, 0)
     world: int = 0
     tokens: dict[int, Token] = field(default_factory=dict)
-    base: Image | None = None
+    base: SimImage | None = None
     stop: bool = False
     why: list[str] = field(default_factory=list)
 
@@ -118,12 +118,12 @@ class SimKeeper:
         count = agent.cluster.ranks_per_node
         self.machine = KeeperMachine(agent.site.name, count)
         self.bytes = SLOT_BYTES * ((SLOTS + 1) * count + room)
-        self.held: list[Image] = []
+        self.held: list[SimImage] = []
         self.status: dict[int, Restored] = {}  # by local rank
-        self.found: dict[int, Image] = {}
+        self.found: dict[int, SimImage] = {}
         self._allocated: dict[int, int] = {}  # by buffer
         self._capacity: dict[int, int] = {}
-        self._written: dict[int, Image] = {}  # by buffer
+        self._written: dict[int, SimImage] = {}  # by buffer
         self._going: dict[int, _Going] = {}
         self._due: deque[do.Effect] = deque()
         self._acting = False
@@ -131,11 +131,11 @@ class SimKeeper:
     def inventory(self) -> tuple[msg.CopyReport, ...]:
         return self.machine.inventory()
 
-    def of(self, key: Key, rank: int) -> list[Image]:
+    def of(self, key: Key, rank: int) -> list[SimImage]:
         """What serves as a copy of this image, or of a part of it."""
         return [image for image in self.held if image.image == (*key, rank) and not image.group]
 
-    def lend(self, key: Key, rank: int) -> Image | None:
+    def lend(self, key: Key, rank: int) -> SimImage | None:
         """What storage gets: the image, or its own part if its common part is here as well."""
         mine = [one for one in self.of(key, rank) if not one.corrupt]
         for one in sorted(mine, key=lambda one: one.part != ALL):
@@ -166,7 +166,7 @@ class SimKeeper:
         slot = next(slot for slot in mine.slots if slot.state is State.FREE)
         assert slot.buffer is not None
         number, rank = slot.buffer.number, mine.rank
-        self._written[number] = Image((*key, rank), world, MEMORY, ALL, number, {rank: token})
+        self._written[number] = SimImage((*key, rank), world, MEMORY, ALL, number, {rank: token})
         self.act(self.machine.published(local, slot.number, stall_s))
 
     def obey(self, order: msg.KeeperOrder) -> None:
@@ -178,10 +178,10 @@ class SimKeeper:
             oracle.forgotten(self, (order.step, order.attempt), order.ranks)
         self.act(effects)
 
-    def doubt(self, image: Image) -> None:
+    def doubt(self, image: SimImage) -> None:
         self.world.after(0.02, self.agent.process, self._doubted, image)
 
-    def _doubted(self, image: Image) -> None:
+    def _doubted(self, image: SimImage) -> None:
         if image.corrupt:
             self.act(self.machine.distrusted(image, "its hash does not match"))
 
@@ -219,15 +219,15 @@ class SimKeeper:
             case do.Unmake(buffer):
                 del self._allocated[buffer], self._capacity[buffer]
             case do.Serve():
-                assert isinstance(effect.copy, Image)
+                assert isinstance(effect.copy, SimImage)
                 self.held.append(effect.copy)
                 self.agent.cluster.oracle.held(self, effect.copy)
             case do.Unserve():
-                assert isinstance(effect.copy, Image)
+                assert isinstance(effect.copy, SimImage)
                 self.held.remove(effect.copy)
             case do.AwaitReaders(buffer):
                 self.act(machine.unread(buffer))
-            case do.Find():
+            case do.FindImages():
                 self._find(effect)
             case do.Verify():
                 self._later(HASH_S, lambda: self._verify(effect))
@@ -237,7 +237,7 @@ class SimKeeper:
                 self._mix(effect)
             case do.Hurry():
                 self._of(effect.number).stop = True
-            case do.End():
+            case do.EndWork():
                 self._going.pop(effect.number, None)
             case _:
                 self._for_ranks(effect)
@@ -249,11 +249,11 @@ class SimKeeper:
                 self.found.pop(local, None)
             case do.Elsewhere(local):
                 self.status[local] = Restored.ELSEWHERE
-            case do.Fail(local):
+            case do.FailRestore(local):
                 self.status[local] = Restored.FAILED
             case do.Ready(local):
                 copy = self.machine.ranks[local].restored
-                assert isinstance(copy, Image)
+                assert isinstance(copy, SimImage)
                 self.status[local], self.found[local] = Restored.READY, copy
             case do.Withdraw():
                 self.act(self.machine.withdrawn(effect.local, effect.slot, effect.buffer))
@@ -276,12 +276,12 @@ class SimKeeper:
         there = (one for one in self.held if one.key == key and rank in one.tokens)
         return next(((one.tokens[rank], one.world) for one in there), None)
 
-    def _find(self, effect: do.Find) -> None:
+    def _find(self, effect: do.FindImages) -> None:
         going = self._of(effect.number)
         going.key = effect.step, effect.attempt
         self._find_next(effect, going, deque(effect.wanted))
 
-    def _find_next(self, effect: do.Find, going: _Going, wanted: deque[msg.Member]) -> None:
+    def _find_next(self, effect: do.FindImages, going: _Going, wanted: deque[msg.Member]) -> None:
         """One rank after the other, from this node or the first source that knows its image."""
         if not wanted or going.stop:
             self._found(effect, going)
@@ -312,7 +312,7 @@ class SimKeeper:
 
         ask()
 
-    def _found(self, effect: do.Find, going: _Going) -> None:
+    def _found(self, effect: do.FindImages, going: _Going) -> None:
         reports = tuple(
             report((*going.key, rank), going.world, PEER, ALL, token) for rank, token in going.tokens.items()
         )
@@ -321,7 +321,7 @@ class SimKeeper:
 
     def _verify(self, effect: do.Verify) -> None:
         copy, going = effect.copy, self._of(effect.number)
-        assert isinstance(copy, Image)
+        assert isinstance(copy, SimImage)
         intact = copy in self.held and not copy.corrupt
         going.key, going.world = copy.key, copy.world
         going.tokens[copy.rank] = copy.token
@@ -338,7 +338,7 @@ class SimKeeper:
             copy = None
             if whole:
                 tokens = {rank: going.tokens[rank]}
-                copy = Image(effect.image, going.world, effect.tier, effect.part, effect.buffer, tokens)
+                copy = SimImage(effect.image, going.world, effect.tier, effect.part, effect.buffer, tokens)
                 copy.corrupt = base is not None and base.corrupt
             self._fetched(effect, copy, MANIFEST_BYTES if effect.behind else 0)
 
@@ -352,7 +352,7 @@ class SimKeeper:
         def over(whole: bool) -> None:
             image = (*going.key, ranks[0])
             tokens = {rank: going.tokens[rank] for rank in ranks}
-            copy = Image(image, going.world, PEER, effect.part, effect.buffer, tokens)
+            copy = SimImage(image, going.world, PEER, effect.part, effect.buffer, tokens)
             self._fetched(effect, copy if whole else None, 0)
 
         self._gather_all(going, [*members(*going.key, effect.members)], effect.part, over)
@@ -360,9 +360,9 @@ class SimKeeper:
     def _take(self, buffer: int, start: int, end: int) -> None:
         self._allocated[buffer] = min(self._capacity[buffer], max(self._allocated[buffer], end - start))
 
-    def _fetched(self, effect: do.Fetch | do.Mix, copy: Image | None, behind: int) -> None:
+    def _fetched(self, effect: do.Fetch | do.Mix, copy: SimImage | None, behind: int) -> None:
         why, allocated = tuple(self._of(effect.number).why), self._allocated[effect.buffer]
-        fetched = Fetched(copy, behind, {PEER: SIZE_BYTES}, why, allocated=allocated)
+        fetched = Filled(copy, behind, {PEER: SIZE_BYTES}, why, allocated=allocated)
         self.act(self.machine.fetched(effect.number, fetched, self.world.now))
 
     # ---- transfers
@@ -474,7 +474,7 @@ class SimKeeper:
         self._gather(going, first.image[2], set(parts_of(part)), first.sources, got)
 
 
-def whole(images: Iterable[Image], key: Key, world: int) -> bool:
+def whole(images: Iterable[SimImage], key: Key, world: int) -> bool:
     """Whether these give every rank's image of a state, or the others of its group and their XOR."""
     good = [image for image in images if image.key == key and not image.corrupt]
     own = {image.rank for image in good if image.has(OWN)}

@@ -19,7 +19,7 @@ class Site(Protocol):
     up: bool
 
 
-class End(Protocol):
+class SimEnd(Protocol):
     """A process that has connections."""
 
     process: Process
@@ -32,7 +32,7 @@ class End(Protocol):
     def closed(self, connection: SimConnection) -> None: ...
 
 
-class Network:
+class SimNetwork:
     def __init__(self, world: World) -> None:
         self.world = world
         self._cut: dict[frozenset[str], float] = {}  # until when
@@ -57,13 +57,13 @@ class Network:
         late_s = LATE_S * chance.random() if chance.random() < LATE_SHARE else 0.0
         return DELAY_S[0] + (DELAY_S[1] - DELAY_S[0]) * chance.random() ** 3 + late_s
 
-    def connect(self, one: End, other: End) -> SimConnection:
+    def connect(self, one: SimEnd, other: SimEnd) -> SimConnection:
         self.connections = [kept for kept in self.connections if any(kept.open)]
         connection = SimConnection(self, (one, other))
         self.connections.append(connection)
         return connection
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: SimEnd) -> None:
         """The process is gone and its node lives: its kernel says so."""
         for connection in self.connections:
             if end in connection.ends:
@@ -73,7 +73,7 @@ class Network:
 class SimConnection:
     """Between two processes. `open`: by end, whether it thinks so."""
 
-    def __init__(self, network: Network, ends: tuple[End, End]) -> None:
+    def __init__(self, network: SimNetwork, ends: tuple[SimEnd, SimEnd]) -> None:
         self.network, self.ends = network, ends
         self.open = [True, True]
         self.broken = False
@@ -81,7 +81,7 @@ class SimConnection:
         self._chance = Random(network.world.chance.random())
         self._arrived = [0.0, 0.0]  # the last message that is on its way to this end
 
-    def send(self, sender: End, message: Any) -> None:
+    def send(self, sender: SimEnd, message: Any) -> None:
         mine = self.ends.index(sender)
         if self.open[mine] and not self.broken:
             self._to(1 - mine, self._deliver, message)
@@ -104,7 +104,7 @@ class SimConnection:
         elif receiver.site.up:  # its kernel knows no such connection
             self._to(1 - end, self._learn)
 
-    def close(self, closer: End) -> None:
+    def close(self, closer: SimEnd) -> None:
         mine = self.ends.index(closer)
         if self.open[mine]:
             self.open[mine] = False

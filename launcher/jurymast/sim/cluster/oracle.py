@@ -13,14 +13,14 @@ from jurymast.core.checkpoints.copies import MEMORY, Key, age
 from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.run.instructions import Finish, Requeue, StopWorkers
 from jurymast.core.run.state import Phase
-from jurymast.sim.cluster.keeper import Image, SimKeeper, whole
+from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimSite
     from jurymast.sim.cluster.cluster import Cluster
     from jurymast.sim.cluster.storage import Token
     from jurymast.sim.cluster.supervisor import SimSupervisor
-    from jurymast.sim.cluster.training import Group
+    from jurymast.sim.cluster.training import SimGroup
 
 NOTHING_LOST = "1: no committed step is lost while it can be reached"
 ONE_STATE = "2: all ranks of an attempt restore the same state"
@@ -67,10 +67,10 @@ class Oracle:
     given_up: bool = False  # somebody had the run cancelled
 
     def __post_init__(self) -> None:
-        self._shadow: dict[SimKeeper, list[Image]] = {}  # that no order could take away rightly
+        self._shadow: dict[SimKeeper, list[SimImage]] = {}  # that no order could take away rightly
         self._complete: dict[Key, float] = {}
         self._planned: dict[int, int] = {}
-        self._newest: Group | None = None
+        self._newest: SimGroup | None = None
         self._unfound: set[int] = set()  # attempts whose ranks saw no checkpoint, and knew of one
         self._rollbacks: list[Rollback] = []
         self._word_at = self._step_at = self._supervised_at = self._supervises_since = 0.0
@@ -103,7 +103,7 @@ class Oracle:
 
     # ---- images
 
-    def held(self, keeper: SimKeeper, image: Image) -> None:
+    def held(self, keeper: SimKeeper, image: SimImage) -> None:
         self._shadow.setdefault(keeper, []).append(image)
         if image.tier == MEMORY and image.key not in self._complete:
             held = (one for other in self.cluster.keepers.values() for one in other.held)
@@ -244,18 +244,18 @@ class Oracle:
 
     # ---- the ranks
 
-    def group_started(self, group: Group) -> None:
+    def group_started(self, group: SimGroup) -> None:
         if self._newest is None or group.attempt >= self._newest.attempt:
             self._newest = group
 
-    def unfound(self, group: Group) -> None:
+    def unfound(self, group: SimGroup) -> None:
         self._unfound.add(group.attempt)
 
-    def restores(self, group: Group, found: list[tuple[Key, Token]]) -> None:
+    def restores(self, group: SimGroup, found: list[tuple[Key, Token]]) -> None:
         if len({key for key, _ in found}) > 1 or len({token.history for _, token in found}) > 1:
             self.fail(ONE_STATE, f"attempt {group.attempt} restores {found}")
 
-    def restored(self, group: Group, key: Key | None) -> None:
+    def restored(self, group: SimGroup, key: Key | None) -> None:
         step, planned = key[0] if key is not None else 0, self._planned.get(group.attempt, 0)
         self.restores_from.append(f"{group.attempt}:{key}")
         if step < planned:
@@ -272,7 +272,7 @@ class Oracle:
                 one for one in images if one.key == key or one.key[0] <= step or one.key[1] >= group.attempt
             ]
 
-    def stepped(self, group: Group) -> None:
+    def stepped(self, group: SimGroup) -> None:
         self.steps += 1
         self._step_at = self.cluster.world.now
         self._goes_back(group)
@@ -286,7 +286,7 @@ class Oracle:
         if not (cut_off and fenced):
             self.fail(ONE_WORLD, f"attempt {group.attempt} steps, and attempt {newest.attempt} has started")
 
-    def _goes_back(self, group: Group) -> None:
+    def _goes_back(self, group: SimGroup) -> None:
         """Whatever ranks do that were to go back is lost at their next fault."""
         supervisor, before = self.supervisor, self.cluster.world.now - BACK_LIMIT_S
         if supervisor is None or not supervisor.listens or self._supervises_since > before:
@@ -300,7 +300,7 @@ class Oracle:
     def saved(self, node: str) -> None:
         self._saved_at[node] = self.cluster.world.now
 
-    def skipped(self, group: Group, node: str) -> None:
+    def skipped(self, group: SimGroup, node: str) -> None:
         if self._ending:
             return  # what is in memory is being got to storage, and nothing newer is waited for
         now, supervisor = self.cluster.world.now, self.supervisor

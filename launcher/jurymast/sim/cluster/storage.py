@@ -14,8 +14,8 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import Key
 from jurymast.core.checkpoints.meeting import (
     Announced,
+    Complete,
     Do,
-    End,
     Fail,
     Meeting,
     Next,
@@ -244,7 +244,7 @@ class SimWrite:
         if self.cancelled:
             return
         match what:
-            case End():
+            case Complete():
                 self._over("")
             case Fail(why):
                 self._over(why)

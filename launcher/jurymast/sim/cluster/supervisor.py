@@ -28,7 +28,7 @@ WORK_S = 0.0005
 ASK_AGAIN_S = 0.5
 
 
-class Journal:
+class SimJournal:
     """Written on a thread: what was not on the disk when the process died is lost."""
 
     def __init__(self, supervisor: SimSupervisor, items: list[Item]) -> None:
@@ -151,7 +151,7 @@ class SimSupervisor:
     def _replayed(self, state: RunState) -> None:
         self.state = state
         self._offset = max(self.site.wall, state.now) - self.world.now
-        self._journal = Journal(self, self.cluster.disk.journal[self.epoch])
+        self._journal = SimJournal(self, self.cluster.disk.journal[self.epoch])
         self.machine = Supervision(state, "/run", self.now)
         plan, cluster = self.cluster.plan, self.cluster
         if state.epoch == 0:

@@ -13,7 +13,7 @@ from jurymast.core.checkpoints.copies import MEMORY, SHARED, Key
 from jurymast.core.messages import RankReport
 from jurymast.sim.cluster.keeper import SIZE_BYTES, Restored
 from jurymast.sim.cluster.storage import Token
-from jurymast.worker.schedule import SCHEDULE_BYTES, Follower, ScheduleRecord
+from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent, SimHost
@@ -39,27 +39,27 @@ class Page:
 
 
 @dataclass(eq=False)
-class Member:
+class SimMember:
     """One node's ranks in a group."""
 
     agent: SimAgent
     host: SimHost
     order: msg.Launch
     page: Page
-    follower: Follower
+    follower: ScheduleFollower
     joined_at: float
     hung: bool = False
     gone: bool = False
 
 
 @dataclass(eq=False)
-class Group:
+class SimGroup:
     """Ranks that met at one store."""
 
     cluster: Cluster
     order: msg.Launch
     name: tuple[int, str, int]
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, SimMember] = field(default_factory=dict)
     phase: str = "starting"
     step: int = 0
     beats: int = 0
@@ -85,7 +85,7 @@ class Group:
 
     # ---- meeting
 
-    def join(self, place: int, member: Member) -> None:
+    def join(self, place: int, member: SimMember) -> None:
         if self.over:
             return
         self.members[place] = member
@@ -94,7 +94,7 @@ class Group:
             self.cluster.oracle.group_started(self)
             self._restore()
 
-    def leave(self, member: Member, *, loud: bool) -> None:
+    def leave(self, member: SimMember, *, loud: bool) -> None:
         """Its ranks are gone; `loud`: and the others hear it."""
         if member.gone:
             return
@@ -223,7 +223,7 @@ class Group:
     def _save_if_due(self) -> None:
         if self.over:
             return
-        due: list[Member] = []
+        due: list[SimMember] = []
         try:
             for member in self.members.values():
                 if member.follower.due(self.step) or self._own_cadence():
@@ -246,7 +246,7 @@ class Group:
         keepers = (member.agent.keeper for member in self.members.values())
         return any(mine.refused for keeper in keepers for mine in keeper.machine.ranks)
 
-    def _save(self, member: Member) -> None:
+    def _save(self, member: SimMember) -> None:
         keeper, key = member.agent.keeper, (self.step, self.attempt)
         token = Token(self.step, self.history)
         stall_s = self.cluster.world.between(*STALL_S)
@@ -261,7 +261,7 @@ class Group:
 
     # ---- what is seen of them
 
-    def reports(self, member: Member) -> list[RankReport]:
+    def reports(self, member: SimMember) -> list[RankReport]:
         now = self.cluster.world.now
         since = self.beat_at or member.joined_at
         quiet_s = now - since
@@ -274,7 +274,7 @@ class Group:
         return [report] * self.cluster.ranks_per_node
 
 
-def follower(cluster: Cluster, page: Page) -> Follower:
+def follower(cluster: Cluster, page: Page) -> ScheduleFollower:
     def settled(number: int) -> None:
         page.settled = number
         page.doubts_since = None
@@ -287,4 +287,6 @@ def follower(cluster: Cluster, page: Page) -> Follower:
         if cluster.world.now < page.doubts_since + DOUBT_LIMIT_S:
             raise Waits
 
-    return Follower(page.record, settled, repeat=cluster.plan.settings.cadence_steps is None, wait=wait)
+    return ScheduleFollower(
+        page.record, settled, repeat=cluster.plan.settings.cadence_steps is None, wait=wait
+    )
