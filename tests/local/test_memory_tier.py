@@ -21,7 +21,7 @@ from jurymast.checkpoint import checkpointer
 from jurymast.checkpoint.directory import final_name
 from jurymast.checkpoint.image import Window
 from jurymast.errors import CheckpointError
-from jurymast.keeper.page import Restore, SlotWord, Word
+from jurymast.keeper.page import RestoreStatus, SlotWord, Word
 from jurymast.worker import link
 from support.checkpoints import Holder, same
 from support.keeper import Keeper
@@ -311,7 +311,7 @@ def test_what_was_restored_keeps_its_slot_until_it_is_freed(
 
 def test_restore_waits_for_the_agent(keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, image = saved(keeper, tmp_path / "c", {"n": 3}, 6)
-    keeper.records[0][Word.RESTORE] = Restore.PENDING
+    keeper.records[0][Word.RESTORE] = RestoreStatus.PENDING
     enter(keeper, monkeypatch)
     fresh: dict[str, Any] = {"n": 0}
     checkpoint = jurymast.Checkpointer(fresh, directory=tmp_path / "c")

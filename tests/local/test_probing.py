@@ -19,7 +19,7 @@ from jurymast.core.messages import HealthFound
 from jurymast.core.nodes.own_health import OFFSETS
 from jurymast.core.settings import RunPlan, Settings
 from jurymast.health.probe import Context, Finding
-from jurymast.health.watcher import Watcher
+from jurymast.health.watcher import ProbeWatcher
 from jurymast.rundir import RunDirectory
 from support.probes import Acme
 from support.runs import local_run, wait_gone
@@ -53,7 +53,7 @@ class Watched:
     ) -> None:
         self.told: list[Finding] = []
         context = Context(node="n1", thresholds={"look-limit-s": LOOK_LIMIT_S, **(thresholds or {})})
-        self.watcher = Watcher(context, names, self.told.append, once=once)
+        self.watcher = ProbeWatcher(context, names, self.told.append, once=once)
 
     async def until(self, what: str, condition: Callable[..., Any], *arguments: Any) -> None:
         end = time.monotonic() + 120.0  # children have the lowest priority

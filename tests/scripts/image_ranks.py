@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from jurymast.checkpoint.image import Drafter, Window
-from jurymast.checkpoint.state import State
+from jurymast.checkpoint.state import ScriptState
 from jurymast.keeper.manifest import Manifest
 
 RANKS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("checkpoint_ranks.py")))
@@ -19,7 +19,7 @@ def train_and_leave(place: str, steps: int, sharded: bool = False) -> Any:
     training = RANKS["Training"](1, sharded)
     for number in range(steps):
         training.step(number)
-    state = State(training.state())
+    state = ScriptState(training.state())
     draft = Drafter(state).draft(state.trees())
     buffer = bytearray(draft.size_bytes)
     Window(buffer).stage(draft)

@@ -45,7 +45,7 @@ def send_until_stopped(peer: serve.Peer, copy: StoredCopy, at: int, length: int,
 
 
 serve._send_from = send_until_stopped
-server = serve.Server(copies, ACCESS, "served", lambda copy: None)
+server = serve.ImageServer(copies, ACCESS, "served", lambda copy: None)
 server.listen_at("127.0.0.1")
 sys.stdout.write(f"{server.port}\n")
 sys.stdout.flush()

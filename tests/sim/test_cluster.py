@@ -10,7 +10,7 @@ import pytest
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
-from jurymast.core.checkpoints.restore import Restore
+from jurymast.core.checkpoints.restore import RestoreChoice
 from jurymast.core.effects import Effect
 from jurymast.core.run import machine, restoring
 from jurymast.core.run.instructions import Instruction
@@ -54,13 +54,13 @@ def test_an_image_that_is_damaged_in_its_own_memory_is_had_from_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[msg.AskSources] = []
-    answer = Restore.sources
+    answer = RestoreChoice.sources
 
-    def counted(self: Restore, node: str, ask: msg.AskSources) -> Effect:
+    def counted(self: RestoreChoice, node: str, ask: msg.AskSources) -> Effect:
         asked.append(ask)
         return answer(self, node, ask)
 
-    monkeypatch.setattr(Restore, "sources", counted)
+    monkeypatch.setattr(RestoreChoice, "sources", counted)
     plans = exactly(damaged_where_it_is_restored)
     broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
     assert broken == []

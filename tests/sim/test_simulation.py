@@ -19,7 +19,7 @@ from jurymast.sim.durations import Durations, Parts
 from jurymast.sim.faults import PATTERNS, FaultModel, TraceFault
 from jurymast.sim.names import names_needed
 from jurymast.sim.results import GOODPUT, simulate, summary
-from jurymast.sim.simulation import Outcome, Setup, Simulation
+from jurymast.sim.simulation import Setup, SimOutcome, Simulation
 
 DAY_S = 86_400.0
 
@@ -33,11 +33,14 @@ class Checked(Simulation):
         assert self.state.phase is self.ledger.state.phase
 
 
-def ran(setup: Setup, faults: list[TraceFault], cadence: Cadence = Cadence(seconds=600.0)) -> Outcome:  # noqa: B008
+TEN_MINUTES = Cadence(seconds=600.0)
+
+
+def ran(setup: Setup, faults: list[TraceFault], cadence: Cadence = TEN_MINUTES) -> SimOutcome:
     return Checked(setup, faults, cadence).run()
 
 
-def node_seconds(outcome: Outcome, category: str) -> float:
+def node_seconds(outcome: SimOutcome, category: str) -> float:
     return outcome.categories.get(category, 0) / 1e6
 
 
@@ -46,7 +49,7 @@ def test_the_same_seed_gives_the_same_result() -> None:
     setup = Setup(nodes=512, spares=4, seconds=10 * DAY_S, durations=durations, parts=20)
     model = FaultModel(bursts=0.2, multi=0.1, hang_rate=1.0)
 
-    def once() -> list[Outcome]:
+    def once() -> list[SimOutcome]:
         return simulate(setup, lambda rng: model.draw(516, setup.seconds, rng), Cadence(), 2)
 
     first, again = once(), once()

@@ -26,7 +26,7 @@ from jurymast.sim.durations import (
     read_measured,
 )
 from jurymast.sim.faults import FaultModel, TraceFault
-from jurymast.sim.simulation import Outcome, Setup, Simulation
+from jurymast.sim.simulation import Setup, SimOutcome, Simulation
 from jurymast.sim.tiers import SimTiers
 
 # Step 1 is done at 36 s, and 101, 201, ... are saved 101 s apart, the first at 137 s.
@@ -42,7 +42,7 @@ HOLDER, STEPS_IN = 23, 20
 
 def ran(
     faults: list[TraceFault], *, spares: int = 4, durations: Durations = TIMES, **settings: object
-) -> Outcome:
+) -> SimOutcome:
     setup = Setup(
         nodes=20, spares=spares, seconds=3000, durations=durations,
         settings=Settings(shared_every_s=500.0, **settings),  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def ran(
     return Simulation(setup, faults, Cadence(seconds=100.0)).run()
 
 
-def restored(outcome: Outcome) -> list[int | None]:
+def restored(outcome: SimOutcome) -> list[int | None]:
     return [incident.step_restored for incident in outcome.incidents]
 
 

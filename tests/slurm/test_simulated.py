@@ -21,7 +21,7 @@ from jurymast.core.run.state import RunState
 from jurymast.journal import initial_state
 from jurymast.sim.durations import POWER_LOSS, WORKER_KILL, Durations, Parts
 from jurymast.sim.faults import TraceFault
-from jurymast.sim.simulation import Outcome, Setup, Simulation
+from jurymast.sim.simulation import Setup, SimOutcome, Simulation
 from support.slurm_runs import SlurmRun, kill_rank, power_loss, submit
 from testcluster import Cluster
 
@@ -101,7 +101,7 @@ def measured(run: SlurmRun, state: RunState) -> Measured:
     return Measured(durations, stdev(each_s) / len(each_s) ** 0.5, restore_most_s, max(stalls_s))
 
 
-def simulated(state: RunState, real: Account, durations: Durations) -> Outcome:
+def simulated(state: RunState, real: Account, durations: Durations) -> SimOutcome:
     """The same plan, at the steps at which it really struck, from the first launch for as long."""
     struck = [
         replace(fault, step=incident.step_lost_from)

@@ -435,7 +435,7 @@ class Fleet:
                 self._after(COPIES_S, lambda: self._copied(agent, copy))
             case msg.Committed():
                 agent.copies = {key: copy for key, copy in agent.copies.items() if key[0] >= order.step}
-            case msg.Cadence():
+            case msg.CadenceSet():
                 agent.schedule = order.schedule.number, order.decided
             case msg.Dismiss():
                 self._after(STOPS_S, lambda: self._stopped(agent, agent.attempt))

@@ -14,7 +14,7 @@ from jurymast.keeper.page import (
     PAGE_VARIABLE,
     SLOTS,
     RankRecord,
-    Restore,
+    RestoreStatus,
     SlotRecord,
     SlotWord,
     Word,
@@ -40,7 +40,7 @@ class Keeper:
         self._stop = threading.Event()
         self._serving = threading.Thread(target=self._serve)
         for record in self.records:
-            record[Word.RESTORE] = Restore.ELSEWHERE
+            record[Word.RESTORE] = RestoreStatus.ELSEWHERE
         if not stingy:
             self._serving.start()
 
@@ -128,7 +128,7 @@ class Keeper:
         record[Word.RESTORE_ATTEMPT] = manifest.attempt
         record[Word.RESTORE_IMAGE] = len(image)
         record[Word.RESTORE_MANIFEST] = len(tail)
-        record[Word.RESTORE] = Restore.READY
+        record[Word.RESTORE] = RestoreStatus.READY
 
     def heard(self) -> list[dict[str, Any]]:
         """All events of ranks so far."""

@@ -512,7 +512,7 @@ class KeeperNode:
                 rank.restore = "failed"
             case do.Refuse():
                 rank.refused = True
-            case do.Ready():
+            case do.SlotReady():
                 assert rank.restore == "pending", "restored twice"
                 view = rank.slots[effect.slot]
                 content = self.content[view.buffer]

@@ -19,7 +19,7 @@ from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import copies, manifest
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest
-from jurymast.keeper.page import SLOTS, RankRecord, Restore, SlotWord, Word
+from jurymast.keeper.page import SLOTS, RankRecord, RestoreStatus, SlotWord, Word
 from jurymast.wire.shield import Access
 from jurymast.worker import link
 
@@ -133,12 +133,12 @@ class FakeRank:
         return number
 
     @property
-    def answer(self) -> Restore:
-        return Restore(self.record[Word.RESTORE])
+    def answer(self) -> RestoreStatus:
+        return RestoreStatus(self.record[Word.RESTORE])
 
     def restored(self) -> tuple[bytes, Manifest]:
         """What it finds in the slot that the keeper names."""
-        assert self.answer is Restore.READY
+        assert self.answer is RestoreStatus.READY
         size, behind = self.record[Word.RESTORE_IMAGE], self.record[Word.RESTORE_MANIFEST]
         number = self.record[Word.RESTORE_SLOT]
         assert number not in self.writable()

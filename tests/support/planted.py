@@ -55,7 +55,7 @@ def _launch_with_deadline(state: RunState, placement: tuple[str, ...], reason: s
     return launch
 
 
-def _mixed(self: restoring.Restore, node: str, ranks: range) -> msg.Restore | None:
+def _mixed(self: restoring.RestoreChoice, node: str, ranks: range) -> msg.Restore | None:
     told = _message(self, node, ranks)
     older = [key for key in self._copies.newest_first() if told and key[0] < told.step]
     if told is None or 0 in ranks or not older or not self._copies.restorable(older[0]):
@@ -85,7 +85,7 @@ def _long_patience(heartbeat_s: float, nodes: int, late_s: float = 0.0) -> float
 
 
 _plan_restore, _launch, _message, _leave = (
-    cp.plan_restore, recovery._launch, restoring.Restore.message, SimHost._leave
+    cp.plan_restore, recovery._launch, restoring.RestoreChoice.message, SimHost._leave
 )  # fmt: skip
 _handlers = machine._HANDLERS
 
@@ -276,7 +276,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         exactly(_storage_not_mounted_while_the_job_ends),
         [(Writes, "unfit", lambda *_: frozenset())],
     ),
-    "2: nodes are told different states": (of(), [(restoring.Restore, "message", _mixed)]),
+    "2: nodes are told different states": (of(), [(restoring.RestoreChoice, "message", _mixed)]),
     "3: ranks go on beside those of the next attempt": (
         of("restart", "isolate", "freeze"),
         [(SimHost, "_leave", _leave_nobody)],
@@ -325,11 +325,11 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "9: what was given up stays in mind": (of(), [(Replicas, "give_up_older", _no_books)]),
     "10: a rollback that no supervisor was asked for is only noted": (
         exactly(rolled_back_at_a_takeover),
-        [(restoring.Restore, "missed_rollback", lambda *_: None)],
+        [(restoring.RestoreChoice, "missed_rollback", lambda *_: None)],
     ),
     "10: a rollback is forgotten": (
         of("rollback", "rank", "supervisor"),
-        [(Checkpoints, "go_back", _nothing), (restoring.Restore, "is_void", lambda *_: False)],
+        [(Checkpoints, "go_back", _nothing), (restoring.RestoreChoice, "is_void", lambda *_: False)],
     ),
 }
 

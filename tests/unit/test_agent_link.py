@@ -371,7 +371,7 @@ def test_the_node_of_rank_0_is_ready_to_write_once_its_script_checkpoints() -> N
 def test_a_word_on_saves_is_for_one_attempt_and_shown_at_once() -> None:
     made = launched(rank=1)
     old, new = (
-        msg.Cadence(attempt=attempt, schedule=Schedule(1, 10, 12, 5), decided=0) for attempt in (0, 1)
+        msg.CadenceSet(attempt=attempt, schedule=Schedule(1, 10, 12, 5), decided=0) for attempt in (0, 1)
     )
     assert made.heard(old, 14.0)[:-1] == []
     assert made.heard(new, 15.0)[:-1] == [do.Obey(new), do.Beat(1, ())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
-from jurymast.core.agent.writes import Writes
+from jurymast.core.agent.writes import NodeWrites
 from jurymast.core.checkpoints import copies as cp
 from support.node_model import launch
 
@@ -15,7 +15,7 @@ def write(id: str, tier: str = cp.SHARED) -> msg.Write:
 
 
 def test_a_new_write_to_a_tier_voids_the_one_before() -> None:
-    writes = Writes(1)
+    writes = NodeWrites(1)
     assert writes.begin(write("a"), 1.0) == [do.StartWrite(write("a"))]
     assert writes.begin(write("b", cp.LOCAL), 1.0) == [do.StartWrite(write("b", cp.LOCAL))]
     assert writes.begin(write("c"), 2.0) == [do.CancelWrite("a"), do.StartWrite(write("c"))]
@@ -31,7 +31,7 @@ def test_a_new_write_to_a_tier_voids_the_one_before() -> None:
 
 
 def test_an_order_that_comes_twice_is_one_write() -> None:
-    writes = Writes(1)
+    writes = NodeWrites(1)
     writes.begin(write("a"), 1.0)
     assert writes.begin(write("a"), 1.1) == []
     assert writes.cancel("a", 2.0) == [do.CancelWrite("a")], "and it can be cancelled"
@@ -40,7 +40,7 @@ def test_an_order_that_comes_twice_is_one_write() -> None:
 
 
 def test_sizes_are_told_once_all_ranks_of_the_node_have_foreseen_theirs() -> None:
-    writes = Writes(2)
+    writes = NodeWrites(2)
     writes.launch(launch(1))
     assert writes.rank_said(within.Foreseen(local_rank=1, image_bytes=10, own_bytes=3), 1.0) == []
     assert writes.rank_said(within.Foreseen(local_rank=1, image_bytes=11, own_bytes=4), 1.0) == []
@@ -52,7 +52,7 @@ def test_sizes_are_told_once_all_ranks_of_the_node_have_foreseen_theirs() -> Non
 
 def test_only_the_node_of_rank_0_warms_its_writer_and_once() -> None:
     event = within.CheckpointsKept(directory="/shared", keep=2)
-    lead, other = Writes(1), Writes(1)
+    lead, other = NodeWrites(1), NodeWrites(1)
     lead.launch(launch(1, rank=0))
     other.launch(launch(1, rank=1))
     assert lead.rank_said(event, 1.0) == [do.WarmWriter()]

@@ -32,7 +32,7 @@ class Site:
         self.state.placement, self.state.phase, self.state.attempt = ("a", "b"), Phase.RUNNING, 1
         self.state.first_step_at = self.time
         self.events: list[ev.Event] = []
-        self.orders: list[msg.Cadence] = []
+        self.orders: list[msg.CadenceSet] = []
         self.pages: dict[str, dict[str, int]] = {name: {"number": 0, "decided": 0} for name in ("a", "b")}
         self.copying = False
         self.asked: dict[str, Any] = {"steps": steps, "seconds": seconds}
@@ -51,7 +51,7 @@ class Site:
         self.do(self.agreement.look(self.time, copying=self.copying))
 
     def tell(self, node: str, order: msg.ToAgent) -> None:
-        assert isinstance(order, msg.Cadence)
+        assert isinstance(order, msg.CadenceSet)
         self.orders.append(order)
         page = self.pages[node]
         page["number"] = order.schedule.number

@@ -63,7 +63,7 @@ class Agent:
         self.memory.heard(within.Cadence(seconds=10.0))
         self.ranks = [Rank(self.memory, number, wait) for number in range(count)]
         self.up: deque[Beat] = deque()
-        self.down: deque[msg.Cadence] = deque()
+        self.down: deque[msg.CadenceSet] = deque()
 
     def beat(self) -> None:
         reports = [
@@ -94,7 +94,7 @@ class World:
     def do(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
-                assert isinstance(effect.message, msg.Cadence)
+                assert isinstance(effect.message, msg.CadenceSet)
                 self.agents[effect.node].down.append(effect.message)
             else:
                 assert isinstance(effect, Record)
@@ -188,7 +188,7 @@ def follower(memory: RankMemory, **options: Any) -> tuple[ScheduleFollower, list
 
 
 def order(memory: RankMemory, schedule: Schedule, decided: int = 0) -> None:
-    memory.order(msg.Cadence(attempt=1, schedule=schedule, decided=decided))
+    memory.order(msg.CadenceSet(attempt=1, schedule=schedule, decided=decided))
 
 
 def test_at_its_step_a_rank_waits_until_a_proposal_is_decided() -> None:

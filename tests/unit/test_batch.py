@@ -14,7 +14,7 @@ from jurymast.core.supervision.batch import (
     EndJob,
     Forward,
     Outcome,
-    Requeue,
+    RequeueJob,
     StartAgents,
     StartSupervisor,
 )  # fmt: skip
@@ -39,7 +39,7 @@ def test_the_job_ends_as_the_supervisor_has_written() -> None:
     made = begun()
     assert made.supervisor_ended(0, DONE, 9.0) == [EndJob(DONE)]
     assert made.over
-    assert begun().supervisor_ended(0, REQUEUED, 9.0) == [Requeue(REQUEUED), EndJob(REQUEUED)]
+    assert begun().supervisor_ended(0, REQUEUED, 9.0) == [RequeueJob(REQUEUED), EndJob(REQUEUED)]
 
 
 def test_a_supervisor_that_crashes_is_started_again_for_ever_but_not_without_a_pause() -> None:
@@ -107,7 +107,7 @@ def test_a_successor_s_requeue_is_waited_for_and_then_done_from_here() -> None:
     assert made.look(REQUEUED, 10.0, agents=True) == []
     assert made.look(REQUEUED, 9.9 + SUCCESSOR_LIMIT_S, agents=True) == []
     late = made.look(REQUEUED, 10.0 + SUCCESSOR_LIMIT_S, agents=True)
-    assert without(late) == [Requeue(REQUEUED), EndJob(REQUEUED)]
+    assert without(late) == [RequeueJob(REQUEUED), EndJob(REQUEUED)]
     ended = begun()
     ended.supervisor_ended(SUPERSEDED, None, 9.0)
     ended.look(REQUEUED, 10.0, agents=True)

@@ -19,7 +19,7 @@ from jurymast import foreign
 from jurymast.checkpoint.directory import CheckpointDirectory, CheckpointManifest, FileRecord, hash_file
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.shared_tier import SharedTier
-from jurymast.checkpoint.state import State
+from jurymast.checkpoint.state import ScriptState
 from jurymast.cli.find import find_run, run_ids
 from jurymast.cli.main import main
 from jurymast.past_runs import forgiven_file, forgiven_nodes, past_runs, summary_file
@@ -148,12 +148,12 @@ def test_anothers_checkpoint_is_not_unpickled(shared: Place) -> None:
     tier = SharedTier(tier_root, Group(), keep=3, attempt=1, stale=lambda: "")
     with acting_as(ADA):
         found, _ = tier.candidates()
-        assert "is not this user's own alone" in tier.load(found[0], State({"x": torch.zeros(1)}))
+        assert "is not this user's own alone" in tier.load(found[0], ScriptState({"x": torch.zeros(1)}))
         with pytest.raises(foreign.NotOurs):
             export(CheckpointDirectory(tier_root).path(100), shared.root / "out", "torch")
     assert not (shared.root / "proof").exists()
     with acting_as(MALLORY):
-        tier.load(found[0], State({"x": torch.zeros(1)}))
+        tier.load(found[0], ScriptState({"x": torch.zeros(1)}))
     assert (shared.root / "proof").exists(), "the attack is none, and this test shows nothing"
 
 
@@ -169,13 +169,13 @@ def test_a_file_of_a_checkpoint_that_others_can_write_to_is_not_unpickled(common
         tier = SharedTier(run.checkpoints, Group(), keep=3, attempt=1, stale=lambda: "")
         found, _ = tier.candidates()
         metadata.chmod(0o666)
-        refused = tier.load(found[0], State({"x": torch.zeros(1)}))
+        refused = tier.load(found[0], ScriptState({"x": torch.zeros(1)}))
         assert f"{metadata} is not this user's own alone" in refused
         with pytest.raises(CheckpointException):
             export(metadata.parent, common / "out", "torch")
         assert not (common / "proof").exists()
         metadata.chmod(0o600)
-        tier.load(found[0], State({"x": torch.zeros(1)}))
+        tier.load(found[0], ScriptState({"x": torch.zeros(1)}))
     assert (common / "proof").exists(), "the attack is none, and this test shows nothing"
 
 

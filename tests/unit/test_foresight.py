@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from jurymast.checkpoint.image import Drafter, foreseen_bytes
-from jurymast.checkpoint.state import State
+from jurymast.checkpoint.state import ScriptState
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
-from jurymast.core.checkpoints.foresight import Foreseen, Need, Room, needs
+from jurymast.core.checkpoints.foresight import Need, NodeForesight, Room, needs
 from jurymast.core.checkpoints.parity import Protection, keeping
 from jurymast.core.checkpoints.shortages import Shortages
 from jurymast.core.effects import Record
@@ -49,7 +49,7 @@ def test_what_is_foreseen_is_what_the_first_step_brings(name: str) -> None:
     assert own == 0
     model(torch.randn(8, 500)).sum().backward()
     optimizer.step()
-    whole = State(state)
+    whole = ScriptState(state)
     true = Drafter(whole).draft(whole.trees()).size_bytes
     assert true - 100_000 < foreseen <= true  # what torch.save writes around some 20 tensors and values
     assert foreseen_bytes(state)[0] == pytest.approx(foreseen, abs=100)  # steps are counted in tensors
@@ -59,7 +59,7 @@ def test_what_is_foreseen_is_what_the_first_step_brings(name: str) -> None:
 
 
 def test_two_of_everything_and_replicas_where_they_will_be() -> None:
-    foreseen = {"n1": Foreseen(10, 8), "n2": Foreseen(20, 16)}
+    foreseen = {"n1": NodeForesight(10, 8), "n2": NodeForesight(20, 16)}
     assert needs(foreseen, NODES, 2, kept()) == {"n1": Need(20, 32), "n2": Need(40, 16)}
     assert needs(foreseen, NODES, 2, kept("s")) == {"n1": Need(20), "n2": Need(40), "s": Need(0, 48)}
     assert needs(foreseen, NODES, 2, kept("s", copies=0)) == {"n1": Need(20), "n2": Need(40)}

@@ -207,7 +207,7 @@ def test_each_event_of_a_gpu_counts_and_none_twice() -> None:
 def test_what_is_no_finding_is_not_taken_for_one(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Finding.from_json(values)
-    said = json.dumps({"say": "health", "finding": values}).encode()
+    said = json.dumps({"say": "health found", "finding": values}).encode()
     assert isinstance(msg.read_said(said), msg.Strange)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from jurymast.checkpoint import RandomState, image
 from jurymast.checkpoint.gpu_copies import owned_by_optimizers
 from jurymast.checkpoint.image import Draft, Drafter, Window
-from jurymast.checkpoint.state import State
+from jurymast.checkpoint.state import ScriptState
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest
 from support.checkpoints import Holder, assert_special_tensors_are_back, same, special_tensors
@@ -37,7 +37,7 @@ class Taken:
     """An image in memory that was dirty before, with its manifest as the agent reads it."""
 
     def __init__(
-        self, drafter: Drafter, state: State, *, step: int = 5, window: Window | None = None
+        self, drafter: Drafter, state: ScriptState, *, step: int = 5, window: Window | None = None
     ) -> None:
         self.draft: Draft = drafter.draft(state.trees())
         self.window = window or Window(bytearray(b"\xa5" * (self.draft.size_bytes + ROOM)))
@@ -52,12 +52,12 @@ class Taken:
 
 
 def taken(objects: dict[str, Any]) -> Taken:
-    state = State(objects)
+    state = ScriptState(objects)
     return Taken(Drafter(state), state)
 
 
 def load(source: Taken, objects: dict[str, Any]) -> dict[str, Any]:
-    image.load(source.image, source.manifest, State(objects))
+    image.load(source.image, source.manifest, ScriptState(objects))
     return objects
 
 
@@ -180,7 +180,7 @@ def test_payloads_beyond_four_gib() -> None:
 def test_later_saves_hold_later_values_and_earlier_ones_stay() -> None:
     net = nn.BatchNorm1d(4)
     holder = Holder({"n": 1, "t": torch.zeros(3)})
-    state = State({"net": net, "it": holder})
+    state = ScriptState({"net": net, "it": holder})
     drafter = Drafter(state)
     first = Taken(drafter, state)
     before = bytes(first.image)
@@ -204,7 +204,7 @@ def test_later_saves_hold_later_values_and_earlier_ones_stay() -> None:
 
 def test_constants_are_told_apart() -> None:
     holder = Holder([0.0])
-    state = State({"it": holder})
+    state = ScriptState({"it": holder})
     drafter = Drafter(state)
     for value in (0.0, -0.0, 0, False, 1, True, 1.0, "1", b"1", (1,), (True,), [1], float("nan"), None):
         holder.value = [value, (value, [value])]
@@ -213,7 +213,7 @@ def test_constants_are_told_apart() -> None:
 
 def test_state_that_grows_and_shrinks_in_the_same_memory() -> None:
     holder = Holder({"a": torch.ones(2)})
-    state = State({"it": holder})
+    state = ScriptState({"it": holder})
     drafter = Drafter(state)
     window = Window(bytearray(ROOM))
     shapes: list[dict[str, Any]] = [
@@ -233,7 +233,7 @@ def test_state_that_grows_and_shrinks_in_the_same_memory() -> None:
 
 def test_saving_again_takes_no_memory() -> None:
     net = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(8)])
-    state = State({"net": net, "n": 1})
+    state = ScriptState({"net": net, "n": 1})
     drafter = Drafter(state)
     window = Window(mmap.mmap(-1, drafter.draft(state.trees()).size_bytes + ROOM))
     for _ in range(3):

@@ -15,7 +15,7 @@ from jurymast.core.keeper.memory import ROUND_BYTES
 from jurymast.keeper import loans, tasks
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.page import SLOTS, Restore, SlotWord, Word
+from jurymast.keeper.page import SLOTS, RestoreStatus, SlotWord, Word
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,
@@ -64,7 +64,7 @@ def test_an_image_is_hashed_held_and_told() -> None:
         async with keeper() as (one, told):
             one.launch(1, [0], 1, None)
             rank = await ready_rank(one)
-            assert rank.answer is Restore.ELSEWHERE
+            assert rank.answer is RestoreStatus.ELSEWHERE
             slot = rank.save(10)
             one.image_published(0, slot, 0.25)
             (message,) = await until("word of it", lambda: told.of(msg.Held))
@@ -266,7 +266,7 @@ def test_what_a_killed_rank_left_is_mended() -> None:
             rank.begin(rank.writable()[0])  # and dies in it
             one.look()
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
-            await until("restore", lambda: rank.answer is Restore.READY)
+            await until("restore", lambda: rank.answer is RestoreStatus.READY)
             assert rank.restored()[0] == image_bytes(10, 0)
             assert len(rank.writable()) == 1
             assert all(slot[SlotWord.SEQ] % 2 == 0 for slot in rank.slots)
@@ -290,7 +290,7 @@ def test_an_older_safe_image_stays_until_the_newer_one_that_was_restored_is_safe
             one.obey(msg.Committed(step=10, attempt=1))
             await saved(one, rank, 20)
             one.launch(2, [0], 1, plan(20, 1, {0: [source(one, 0, tier="memory")]}))
-            await until("restore", lambda: rank.answer is Restore.READY)
+            await until("restore", lambda: rank.answer is RestoreStatus.READY)
             one.look()
             assert [copy.step for copy in one.inventory()] == [10, 20]
             rank.want(SIZE + 4096)
@@ -315,10 +315,10 @@ def test_an_older_image_that_is_not_safe_stays_until_all_have_restored() -> None
             older = await saved(one, rank, 10)
             await saved(one, rank, 20)
             one.launch(2, [0], 1, plan(20, 1, {0: [source(one, 0, tier="memory")]}))
-            await until("restore", lambda: rank.answer is Restore.READY)
+            await until("restore", lambda: rank.answer is RestoreStatus.READY)
             assert [copy.step for copy in one.inventory()] == [10, 20]
             one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
-            await until("restore", lambda: rank.answer is Restore.READY)
+            await until("restore", lambda: rank.answer is RestoreStatus.READY)
             assert rank.restored()[0] == image_bytes(10, 0)
             rank.want(SIZE + 4096)
             one.look()
@@ -335,13 +335,13 @@ def test_the_same_step_of_two_attempts_is_not_mixed() -> None:
             rank = await ready_rank(one)
             await saved(one, rank, 10, data=b"1" * SIZE)
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
-            await until("restore", lambda: rank.answer is Restore.READY)
+            await until("restore", lambda: rank.answer is RestoreStatus.READY)
             await saved(one, rank, 10, attempt=2, data=b"2" * SIZE)
             assert {(copy.step, copy.attempt) for copy in one.inventory()} == {(10, 1), (10, 2)}
             one.obey(msg.Committed(step=10, attempt=2))
             one.launch(3, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
-            await until("answer", lambda: rank.answer is not Restore.PENDING)
-            assert rank.answer is Restore.FAILED
+            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+            assert rank.answer is RestoreStatus.FAILED
 
     run(work())
 
@@ -439,7 +439,7 @@ def test_ranks_that_change_nodes_leave_their_images_for_others() -> None:
             one.obey(msg.Committed(step=10, attempt=1))
             one.launch(2, [1, 0], 2, plan(10, 1, {0: [source(one, 0)], 1: [source(one, 1)]}))
             for local, rank in enumerate(ranks):
-                await until("restore", lambda rank=rank: rank.answer is Restore.READY)  # type: ignore[misc]
+                await until("restore", lambda rank=rank: rank.answer is RestoreStatus.READY)  # type: ignore[misc]
                 assert rank.restored()[0] == image_bytes(10, 1 - local)
             for local, rank in enumerate(ranks):
                 again = await ready_other_slot(one, rank)
@@ -465,8 +465,8 @@ def test_a_flipped_bit_in_memory_is_found_at_restore() -> None:
             await saved(one, rank, 10)
             flip(one, (10, 1, 0), 3 * BLOCK + 5)
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="memory")]}))
-            await until("answer", lambda: rank.answer is not Restore.PENDING)
-            assert rank.answer is Restore.FAILED
+            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+            assert rank.answer is RestoreStatus.FAILED
             assert "corrupt" in told.of(msg.Dropped)[0].why
             assert "corrupt" in told.of(msg.Unrestorable)[0].why
             assert one.inventory() == ()
@@ -525,7 +525,7 @@ def test_images_on_the_local_disk(tmp_path: Path) -> None:
             assert [copy.tier for copy in one.inventory()] == ["local"]
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
             rank = FakeRank(one)
-            await until("restore", lambda: rank.answer is Restore.READY)
+            await until("restore", lambda: rank.answer is RestoreStatus.READY)
             assert rank.restored()[0] == image_bytes(10, 0)
             assert told.of(msg.Prefetched)[0].tiers == {"local": SIZE}
 
@@ -534,8 +534,8 @@ def test_images_on_the_local_disk(tmp_path: Path) -> None:
             image.write_bytes(bad)
             one.launch(3, [1], 2, None)
             one.launch(4, [0], 1, plan(10, 1, {0: [source(one, 0, tier="local")]}))
-            await until("answer", lambda: rank.answer is not Restore.PENDING)
-            assert rank.answer is Restore.FAILED
+            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+            assert rank.answer is RestoreStatus.FAILED
             assert "corrupt" in told.of(msg.Dropped)[-1].why
             image.unlink()
             one.scan_local(tmp_path)
@@ -571,8 +571,8 @@ def test_a_restore_of_another_world_is_refused() -> None:
             rank = await ready_rank(one)
             await saved(one, rank, 10, world=2)
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
-            await until("answer", lambda: rank.answer is not Restore.PENDING)
-            assert rank.answer is Restore.FAILED
+            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+            assert rank.answer is RestoreStatus.FAILED
             assert "2 ranks, these are 1" in told.of(msg.Unrestorable)[0].why
             assert rank.record[Word.RESTORE_IMAGE] == 0
 

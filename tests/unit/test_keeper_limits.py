@@ -12,7 +12,7 @@ from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.memory import ROUND_BYTES, Buffer, BufferPool
 from jurymast.keeper import memory as node_memory
-from jurymast.keeper.page import SLOTS, Restore, Word
+from jurymast.keeper.page import SLOTS, RestoreStatus, Word
 from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
 
 GIB = 1 << 30
@@ -180,8 +180,8 @@ def test_a_replica_and_a_restore_that_do_not_fit_are_refused() -> None:
             assert "no memory for a replica of rank 0" in told.of(msg.Refused)[0].why
             b.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
             rank = FakeRank(b)
-            await until("answer", lambda: rank.answer is not Restore.PENDING)
-            assert rank.answer is Restore.FAILED
+            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
+            assert rank.answer is RestoreStatus.FAILED
             assert "no memory for what rank 0 restores" in told.of(msg.Unrestorable)[0].why
             assert b.inventory() == ()
 

@@ -17,7 +17,7 @@ from jurymast.keeper.copies import StoredCopy
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.page import Restore
+from jurymast.keeper.page import RestoreStatus
 from support.keepers import (
     COMMON_BYTES,
     SIZE,
@@ -169,8 +169,8 @@ class Cluster:
             self.attempt += 1
             self.launch(plan(step, attempt, sources))
         for place, rank in enumerate(self.ranks):
-            await until("answer", lambda rank=rank: rank.answer is not Restore.PENDING)  # type: ignore[misc]
-            if rank.answer is Restore.READY:
+            await until("answer", lambda rank=rank: rank.answer is not RestoreStatus.PENDING)  # type: ignore[misc]
+            if rank.answer is RestoreStatus.READY:
                 data, _ = rank.restored()
                 assert data == content(step, attempt, self.order[place])
 
@@ -193,7 +193,7 @@ class Cluster:
         self.attempt += 1
         self.launch(restore)
         await self.settled()
-        assert all(rank.answer is Restore.READY for rank in self.ranks)
+        assert all(rank.answer is RestoreStatus.READY for rank in self.ranks)
         self.check()
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ from jurymast.core.checkpoints.foresight import Room
 from jurymast.keeper import gathering, tasks
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.page import Restore
+from jurymast.keeper.page import RestoreStatus
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,
@@ -85,7 +85,7 @@ def through(spare: Keeper, members: list[Keeper], rank: int, part: str = "own") 
 async def restored(one: Keeper, rank: int, sources: list[msg.Source]) -> FakeRank:
     one.launch(2, [rank], 3, plan(10, 1, {rank: sources}))
     local = FakeRank(one)
-    await until("answer", lambda: local.answer is not Restore.PENDING)
+    await until("answer", lambda: local.answer is not RestoreStatus.PENDING)
     return local
 
 
@@ -173,7 +173,7 @@ def test_a_block_that_is_corrupt_when_it_is_needed(where: str, other: bool) -> N
                 assert word.passed_over[-1].startswith("s, parity of ranks 0, 1, 2: ")
             else:
                 (lost,) = new_told.of(msg.Unrestorable)
-                assert rank.answer is Restore.FAILED
+                assert rank.answer is RestoreStatus.FAILED
                 assert "corrupt" in lost.why
                 assert new.inventory() == ()
             await until("the bad copy's end", lambda: not bad.inventory())
@@ -188,7 +188,7 @@ def test_two_lost_members_are_not_made_up() -> None:
             sources = [source(members[2], 2, "common"), through(spare, members, 0)]
             await members[0].close()
             await members[1].close()
-            assert (await restored(new, 0, sources)).answer is Restore.FAILED
+            assert (await restored(new, 0, sources)).answer is RestoreStatus.FAILED
             await settled(new)
             assert new.inventory() == ()
 

@@ -33,7 +33,7 @@ from jurymast.keeper import serve
 from jurymast.keeper.copies import CopyTable
 from jurymast.keeper.fetch import Filling, ImagePeer
 from jurymast.keeper.keeper import Keeper
-from jurymast.keeper.page import Restore, Word
+from jurymast.keeper.page import RestoreStatus, Word
 from jurymast.wire import stream
 from jurymast.wire.handshake import keeper_of
 from jurymast.wire.shield import BLAKE2B, shield
@@ -74,7 +74,7 @@ async def restored(one: Keeper, sources: list[msg.Source], rank: int = 0, world:
     """Launch attempt 2 from step 10, and wait for the answer."""
     one.launch(2, [rank], world, plan(10, 1, {rank: sources}))
     local = FakeRank(one)
-    await until("answer", lambda: local.answer is not Restore.PENDING)
+    await until("answer", lambda: local.answer is not RestoreStatus.PENDING)
     return local
 
 
@@ -162,16 +162,16 @@ def test_a_source_that_is_killed_half_way(other: bool) -> None:
             rank = FakeRank(new)
             assert process.stdout is not None
             assert await asyncio.to_thread(process.stdout.readline) == b"stopped\n"
-            assert rank.record[Word.RESTORE] == Restore.PENDING
+            assert rank.record[Word.RESTORE] == RestoreStatus.PENDING
             process.send_signal(signal.SIGKILL)
-            await until("answer", lambda: rank.answer is not Restore.PENDING, 9.0)
+            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING, 9.0)
             if other:
                 assert rank.restored()[0] == image_bytes(10, 0)
                 (word,) = told.of(msg.Prefetched)
                 assert word.tiers == {"peer": SIZE}
                 assert word.passed_over[0].startswith("served: ")
             else:
-                assert rank.answer is Restore.FAILED
+                assert rank.answer is RestoreStatus.FAILED
                 assert rank.writable() == []
                 assert new.inventory() == ()
                 assert told.of(msg.Unrestorable)[0].why.startswith("served: ")
@@ -228,7 +228,7 @@ def test_who_does_not_know_the_secret_gets_nothing() -> None:
     async def work() -> None:
         async with holding("a") as (a, _), keeper("b", secret=b"x" * 32) as (stranger, told):
             rank = await restored(stranger, [source(a, 0)])
-            assert rank.answer is Restore.FAILED
+            assert rank.answer is RestoreStatus.FAILED
             assert len(told.of(msg.Unrestorable)) == 1
 
     run(work())
@@ -265,7 +265,7 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
 ) -> None:
     monkeypatch.setattr(serve, "UNPROVEN_MAX", 4)
     monkeypatch.setattr(stream, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)
-    server = serve.Server(CopyTable(), ACCESS, "a", lambda copy: None)
+    server = serve.ImageServer(CopyTable(), ACCESS, "a", lambda copy: None)
     server.listen_at("127.0.0.1")
     with ExitStack() as closed:
         closed.callback(server.close)
@@ -292,7 +292,7 @@ def test_strangers_who_say_nothing_hold_few_threads_and_keep_nobody_out(
 def test_a_keeper_that_may_start_no_thread_for_a_while_is_heard_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = serve.Server(CopyTable(), ACCESS, "a", lambda copy: None)
+    server = serve.ImageServer(CopyTable(), ACCESS, "a", lambda copy: None)
     server.listen_at("127.0.0.1")
     start = threading.Thread.start
     refused: list[str] = []
@@ -508,7 +508,7 @@ def test_a_newer_attempt_takes_over_from_a_restore_under_way() -> None:
             await asyncio.to_thread(process.stdout.readline)
             new.launch(3, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
             rank = FakeRank(new)
-            await until("answer", lambda: rank.answer is not Restore.PENDING)
+            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
             assert rank.restored()[0] == image_bytes(10, 0)
             process.kill()
             await settled(new)
@@ -530,13 +530,13 @@ def test_an_image_stays_for_the_node_that_has_its_rank_now() -> None:
                 await saved(one, await ready_rank(one), 10, number, world=2)
             a.launch(2, [1], 2, plan(10, 1, {1: [source(b, 1)]}))
             first = FakeRank(a)
-            await until("the first", lambda: first.answer is not Restore.PENDING)
+            await until("the first", lambda: first.answer is not RestoreStatus.PENDING)
             assert first.restored()[0] == image_bytes(10, 1)
             await settled(a)
             assert told.of(msg.Dropped) == []
             b.launch(2, [0], 2, plan(10, 1, {0: [source(a, 0)]}))
             second = FakeRank(b)
-            await until("the second", lambda: second.answer is not Restore.PENDING)
+            await until("the second", lambda: second.answer is not RestoreStatus.PENDING)
             assert second.restored()[0] == image_bytes(10, 0)
 
     run(work())

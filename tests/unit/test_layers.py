@@ -1,10 +1,13 @@
-"""Imports go downwards only: the contracts in pyproject.toml hold, and do catch what they are for."""
+"""Imports go downwards only: the contracts in pyproject.toml hold, and do catch what they are for. And a
+class name leads to one file."""
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -43,3 +46,25 @@ def test_a_planted_import_is_caught(tmp_path: Path, file: str, line: str, contra
     done = lint_imports(tmp_path)
     assert done.returncode == 1
     assert f"{contract} BROKEN" in done.stdout
+
+
+# What these say about a thing may have the thing's name.
+SAID_BETWEEN = (
+    "core/messages/",
+    "core/within.py",
+    "core/events.py",
+    "effects.py",
+    "core/run/instructions.py",
+)
+
+
+def test_a_class_name_leads_to_one_file() -> None:
+    package, found = ROOT / "launcher" / "jurymast", defaultdict[str, set[str]](set)
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].add(str(path.relative_to(package)))
+    assert len(found) > 500
+    for name, files in found.items():
+        things = [file for file in files if not any(part in file for part in SAID_BETWEEN)]
+        assert len(things) <= 1, f"{name} stands in {', '.join(sorted(things))}"

@@ -18,7 +18,7 @@ from jurymast.core.checkpoints.meeting import (
     Next,
     Pause,
     ReadWhy,
-    Tell,
+    TellOthers,
     Wait,
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ def test_what_need_not_or_must_not_be_written_is_not() -> None:
 )
 def test_states_are_never_mixed(image: Announced, why: str) -> None:
     made = read(meeting())
-    assert made.saw_layouts({"layout-r00001.json": [image]}) == Tell(why)
+    assert made.saw_layouts({"layout-r00001.json": [image]}) == TellOthers(why)
     assert made.done() is Do.CLEAN_UP
     assert made.done() == Fail(why)
 
@@ -179,7 +179,7 @@ class Node:
                 place.published, place.there = True, False
             case Do.CLEAN_UP:
                 place.there = False
-            case Tell(why):
+            case TellOthers(why):
                 place.failed[self.ranks[0]] = why
             case ReadWhy(rank):
                 return machine.others_failed(rank, place.failed.get(rank, ""))

@@ -20,7 +20,7 @@ from jurymast.report.goodput import account_of, report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.pages import charts
 from jurymast.report.pages.report import page, report_page
-from jurymast.report.status import Watcher, read_status
+from jurymast.report.status import StatusWatcher, read_status
 from support.commands import crash_loop, swapped
 from support.stories import Story
 
@@ -36,7 +36,7 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def watcher(story: Story, tmp_path: Path) -> Watcher:
+def watcher(story: Story, tmp_path: Path) -> StatusWatcher:
     return read_status(story.write(tmp_path / "run"))
 
 

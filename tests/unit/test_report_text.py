@@ -17,13 +17,13 @@ from jurymast.core.run.alert import Alert
 from jurymast.core.settings import Settings
 from jurymast.journal import VERSION, FileTail
 from jurymast.report import follow
-from jurymast.report.follow import Narrator, Progress, end_lines, wait
+from jurymast.report.follow import Narrator, ProgressLine, end_lines, wait
 from jurymast.report.goodput import account_of, compare, compare_blocks, report_blocks, report_view
 from jurymast.report.layout import Block, Line, Table, clean, render
 from jurymast.report.liveness import Liveness, judge
 from jurymast.report.pages.report import page
 from jurymast.report.sentences import sentence
-from jurymast.report.status import Watcher, read_status, status_blocks, status_view
+from jurymast.report.status import StatusWatcher, read_status, status_blocks, status_view
 from jurymast.report.words import duration, node_time, size, some, squeue_time
 from support.stories import START, Story
 
@@ -57,7 +57,7 @@ def crash_loop() -> Story:
     return story
 
 
-def watcher(story: Story, tmp_path: Path) -> Watcher:
+def watcher(story: Story, tmp_path: Path) -> StatusWatcher:
     return read_status(story.write(tmp_path / "run"))
 
 
@@ -182,7 +182,7 @@ def test_the_supervisor_is_believed_where_the_journal_is_behind(tmp_path: Path) 
 )
 def test_what_a_run_waits_for(tmp_path: Path, story: Story, words: str) -> None:
     directory = story.write(tmp_path / "run")
-    assert Watcher(directory).view(ALIVE, story.t)["next"] != ""
+    assert StatusWatcher(directory).view(ALIVE, story.t)["next"] != ""
     watching = read_status(directory)
     assert words in text(status_blocks(watching.view(ALIVE, story.t), now=story.t))
 
@@ -219,7 +219,7 @@ def test_every_kind_of_entry_has_a_sentence(tmp_path: Path) -> None:
     story.asked("drain", "n2")
     story.feed(ev.Signalled(t=story.t, signal="SIGUSR2"))
     story.feed(ev.Noted(t=story.t, message="hello"))
-    entries = [dict(entry) for entry in Watcher(story.write(tmp_path / "run")).poll()]
+    entries = [dict(entry) for entry in StatusWatcher(story.write(tmp_path / "run")).poll()]
     told = "\n".join(sentence(entry) for entry in entries)
     for words in (
         "run 20261117-100000-gpt-abcd: 2 active + 1 spare nodes, 1 rank each, script train.py",
@@ -351,7 +351,7 @@ class Terminal(io.StringIO):
 
 def test_on_a_terminal_progress_is_one_line_that_is_drawn_over(tmp_path: Path) -> None:
     stream = Terminal()
-    progress = Progress(stream)
+    progress = ProgressLine(stream)
     progress.show("step 1", 0.0)
     progress.show("step 2", 0.1)
     progress.say("something happened", START)
@@ -362,7 +362,7 @@ def test_on_a_terminal_progress_is_one_line_that_is_drawn_over(tmp_path: Path) -
         + time.strftime("%H:%M:%S", time.localtime(START))
         + " something happened\n"
     )
-    follower = Narrator(swapped().write(tmp_path / "run"), Progress(Terminal()))
+    follower = Narrator(swapped().write(tmp_path / "run"), ProgressLine(Terminal()))
     follower.poll()
     assert end_lines(follower, Liveness("gone", "TIMEOUT", "17"))[0].startswith(
         "the run failed: Slurm job 17"
@@ -388,7 +388,7 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
 def test_a_journal_is_read_only_once(tmp_path: Path) -> None:
     story = Story().running(20)
     directory = story.write(tmp_path / "run")
-    watching = Watcher(directory)
+    watching = StatusWatcher(directory)
     assert len(watching.poll()) == len(story.entries)
     assert watching.poll() == []
     more = {"v": VERSION, "epoch": 1, "n": 99, **ev.to_json(ev.Noted(t=story.t, message="late"))}

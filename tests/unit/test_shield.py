@@ -14,7 +14,7 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core.messages.keepers import read_served
 from jurymast.errors import AuthenticationError, PolicyError
-from jurymast.keeper.page import Restore
+from jurymast.keeper.page import RestoreStatus
 from jurymast.wire import channel, shield, stream
 from jurymast.wire.handshake import NONCE_BYTES, Handshake, keeper_of
 from jurymast.wire.shield import BLAKE2B, GCM, GMAC, TAG_BYTES, Access
@@ -112,7 +112,7 @@ def test_keepers_restore_from_each_other(encrypt: bool) -> None:
         async with holding("a", encrypt=encrypt) as (a, _), keeper("b", encrypt=encrypt) as (new, _):
             new.launch(2, [0], 1, plan(10, 1, {0: [source(a, 0)]}))
             rank = FakeRank(new)
-            await until("answer", lambda: rank.answer is not Restore.PENDING)
+            await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
             assert rank.restored()[0] == image_bytes(10, 0)
 
     run(work())

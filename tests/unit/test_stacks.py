@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import asdict
 
 from jurymast.agent.ranks import process_state
-from jurymast.agent.stacks import Stacks
+from jurymast.agent.stacks import StackTaker
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.nodes import stacks
@@ -389,7 +389,7 @@ def order(attempt: int, rank: int) -> msg.Launch:
 
 
 @pytest.fixture
-def taken(tmp_path: Path) -> tuple[Stacks, list[Any], RunDirectory]:
+def taken(tmp_path: Path) -> tuple[StackTaker, list[Any], RunDirectory]:
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     plan = RunPlan(
@@ -397,12 +397,12 @@ def taken(tmp_path: Path) -> tuple[Stacks, list[Any], RunDirectory]:
         ranks_per_node=2, script="train.py",
     )  # fmt: skip
     said: list[Any] = []
-    looking = Stacks(directory, plan, tmp_path, said.append)
+    looking = StackTaker(directory, plan, tmp_path, said.append)
     looking.launch(order(1, 1))
     return looking, said, directory
 
 
-Taken = tuple[Stacks, list[Any], RunDirectory]
+Taken = tuple[StackTaker, list[Any], RunDirectory]
 
 
 def test_ranks_tell_where_they_stand_even_with_the_interpreters_lock_held(

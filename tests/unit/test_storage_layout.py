@@ -23,7 +23,7 @@ from jurymast.keeper import manifest as keeper
 from jurymast.keeper.manifest import BLOCK_BYTES, Item
 from jurymast.storage.layout import Layout, decide, ranges
 from jurymast.storage.orders import StorageFailure, explain
-from jurymast.storage.source import Source, merged
+from jurymast.storage.source import ImageSource, merged
 
 
 def tensor(name: str, length: int, *, at: int = 0, **more: Any) -> Item:
@@ -157,18 +157,18 @@ def test_only_the_blocks_that_are_needed_are_read_and_checked(tmp_path: Path) ->
     manifest = keeper.Manifest(1, 1, 0, 1, "2.13.0", size, common).with_blocks(memoryview(data))
     wanted = [(3, common - 1), (common + 5, common + 9), (common + BLOCK_BYTES - 7, size)]
     (tmp_path / "image").write_bytes(data)
-    with Source(str(tmp_path / "image"), manifest) as source:
+    with ImageSource(str(tmp_path / "image"), manifest) as source:
         assert b"".join(source.read(wanted)) == b"".join(data[start:end] for start, end in wanted)
         assert list(source.read([])) == []
     data[-1] ^= 1
     (tmp_path / "image").write_bytes(data)
-    with Source(str(tmp_path / "image"), manifest) as source:
+    with ImageSource(str(tmp_path / "image"), manifest) as source:
         assert b"".join(source.read(wanted[:2])) == b"".join(data[start:end] for start, end in wanted[:2])
         with pytest.raises(StorageFailure, match="block 1 of its own part"):
             list(source.read(wanted))
     os.truncate(tmp_path / "image", size - 1)
     with pytest.raises(StorageFailure, match="the image of rank 0 has more"):
-        Source(str(tmp_path / "image"), manifest)
+        ImageSource(str(tmp_path / "image"), manifest)
 
 
 def test_an_image_whose_parts_lie_in_two_files_is_read_from_both(tmp_path: Path) -> None:
@@ -177,18 +177,18 @@ def test_an_image_whose_parts_lie_in_two_files_is_read_from_both(tmp_path: Path)
     manifest = keeper.Manifest(1, 1, 0, 1, "2.13.0", size, common).with_blocks(memoryview(data))
     own.write_bytes(bytes(common) + data[common:])
     other.write_bytes(data[:common])
-    with Source(str(own), manifest, str(other)) as source:
+    with ImageSource(str(own), manifest, str(other)) as source:
         assert b"".join(source.read([(0, size)])) == data
         assert b"".join(source.read([(900, 1100)])) == data[900:1100]
     other.write_bytes(bytes(common))
     with (
-        Source(str(own), manifest, str(other)) as source,
+        ImageSource(str(own), manifest, str(other)) as source,
         pytest.raises(StorageFailure, match="in .*/other is corrupt: block 0 of its common part"),
     ):
         list(source.read([(0, size)]))
     other.write_bytes(data[: common - 1])
     with pytest.raises(StorageFailure, match="the image of rank 0 has more"):
-        Source(str(own), manifest, str(other))
+        ImageSource(str(own), manifest, str(other))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jurymast.core.goodput.ledger import Ledger
 from jurymast.core.messages import beat_of
 from jurymast.core.nodes.heartbeat import WatcherClock
 from jurymast.core.nodes.reports import Reports
-from jurymast.core.run.telling import PAUSE_MAX_S, YOUNG_S, Progress, Saves
+from jurymast.core.run.telling import PAUSE_MAX_S, YOUNG_S, ProgressTeller, SaveTeller
 from jurymast.core.supervision.machine import Supervision
 from jurymast.journal import initial_state, replay
 from support.reports import reported
@@ -34,8 +34,8 @@ class Training:
         self.reports = Reports(self.state, WatcherClock(0.1, self.story.t))
         for node in self.state.placement:
             self.reports.expect(node)
-        self.saves = Saves(self.state)
-        self.progress = Progress(self.state, self.reports, self.saves)
+        self.saves = SaveTeller(self.state)
+        self.progress = ProgressTeller(self.state, self.reports, self.saves)
         self.done, self.saved = self.state.step, 0
         self.at_first = len(self.story.events)
 
@@ -166,7 +166,7 @@ def test_a_save_that_differs_is_told_at_once() -> None:
     )  # fmt: skip
     assert told_next(asked)  # who asked waits for it
     successor = old()
-    successor.saves = Saves(successor.state)
+    successor.saves = SaveTeller(successor.state)
     assert told_next(successor)
 
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointManifest, FileRecord
 from jurymast.checkpoint.group import from_bytes, to_bytes
-from jurymast.checkpoint.tier import Candidate, Saved
+from jurymast.checkpoint.tier import Candidate, SaveResult
 from jurymast.errors import CheckpointError
 
 RECORD = FileRecord("__0_0.distcp", 7, "0" * 16, 3)
 TOLD: list[Any] = [
     None, True, 3, -1.5, "text \udc80", [], (), {}, (1, [2, (3,)], {"a": {"b": None}}), {5: "damaged"},
     Path("/a/b c"), RECORD, CheckpointManifest(1, 2, 3, "2.13.0", (RECORD,), {"net": {"per_rank": False}}),
-    [Candidate(1, 2, 3, {"x": {"kind": "y"}})], Saved(ok=False, error="why"), ([RECORD], {"x": {}}),
+    [Candidate(1, 2, 3, {"x": {"kind": "y"}})], SaveResult(ok=False, error="why"), ([RECORD], {"x": {}}),
 ]  # fmt: skip
 
 

@@ -145,7 +145,7 @@ class Agent:
         match order:
             case msg.GoOn():
                 self._probing.clock(order.time)
-            case msg.Cadence():
+            case msg.CadenceSet():
                 self._memory.order(order)
             case msg.LeaveVerdict():
                 leaving = leave_verdict(order, self._plan, self._node, self._driver.say)

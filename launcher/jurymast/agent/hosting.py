@@ -15,10 +15,10 @@ from jurymast.agent import node as here
 from jurymast.agent.driver import Driver
 from jurymast.agent.evidence import Evidence
 from jurymast.agent.keeping import Keeping
-from jurymast.agent.node_tests import NodeTests
+from jurymast.agent.node_tests import NodeTestRunner
 from jurymast.agent.probing import Probing
 from jurymast.agent.ranks import RankMemory
-from jurymast.agent.stacks import Stacks
+from jurymast.agent.stacks import StackTaker
 from jurymast.agent.workaround import NetworkWorkaround
 from jurymast.core import messages as msg
 from jurymast.core import within
@@ -167,8 +167,8 @@ class Hosting:
         self._temporary = temporary
         self._evidence = Evidence()
         self._workaround = NetworkWorkaround(plan.settings.workaround, probing.findings, driver.say)
-        self._stacks = Stacks(directory, plan, temporary, driver.say)
-        self.node_tests = NodeTests(driver, environment)
+        self._stacks = StackTaker(directory, plan, temporary, driver.say)
+        self.node_tests = NodeTestRunner(driver, environment)
         self._host: HostProcess | None = None
 
     async def close(self) -> None:

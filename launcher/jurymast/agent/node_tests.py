@@ -25,7 +25,7 @@ def driver_here() -> bool:
     return any(Path(path).exists() for path in DRIVERS)
 
 
-class NodeTests:
+class NodeTestRunner:
     """`environment` is what ranks get. No agent ends for a test's sake: the supervisor waits for none."""
 
     def __init__(self, driver: Driver, environment: Callable[[], dict[str, str]]) -> None:

@@ -16,7 +16,7 @@ from jurymast.core.nodes.own_health import OwnHealth
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
 from jurymast.health.probe import Context, granted_gpus
-from jurymast.health.watcher import Watcher, names_to_ask
+from jurymast.health.watcher import ProbeWatcher, names_to_ask
 from jurymast.rundir import RunDirectory
 
 CLOSE_LIMIT_S = 5.0
@@ -31,7 +31,7 @@ class Probing:
     ) -> None:
         self._tell = tell
         self._context = context_for(directory, plan, node, os.environ, time.time())
-        self._watcher = Watcher(self._context, names_to_ask(plan.settings.probes_off), self._found)
+        self._watcher = ProbeWatcher(self._context, names_to_ask(plan.settings.probes_off), self._found)
         self._watching: asyncio.Future[None] | None = None
         self._own = OwnHealth()
 

@@ -62,7 +62,7 @@ class RankMemory:
     def heard(self, event: within.Cadence) -> None:
         self._asked = event
 
-    def order(self, order: msg.Cadence) -> None:
+    def order(self, order: msg.CadenceSet) -> None:
         """The supervisor's word on when to save: a proposal, with its decision once there is one."""
         if order.schedule.number != self._schedule.number:
             self._schedule.propose(order.schedule)

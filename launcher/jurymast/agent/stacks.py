@@ -56,7 +56,7 @@ NEVER_SET = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
 @dataclass
-class _Rank:
+class _SeenRank:
     rank: int
     pid: int
     dump: Path
@@ -96,7 +96,7 @@ class _Rank:
         return stacks.stand(stacks.frames(self.text), self.place(), busy)
 
 
-class Stacks:
+class StackTaker:
     """`say` sends a message to the supervisor; `temporary` is the agent's own directory, which also has the
     files and pipes that the ranks make."""
 
@@ -113,7 +113,7 @@ class Stacks:
         self._say = say
         self._attempt = 0
         self._first = 0
-        self._work = Work()
+        self._work = RankActivity()
 
     def launch(self, order: msg.Launch) -> dict[str, str]:
         """A new attempt: what its ranks need in their environment, unless the user has set it under any of
@@ -137,10 +137,10 @@ class Stacks:
     def _flight_record(self, rank: object) -> Path:
         return ranks_folder(self._directory.evidence(self._attempt), self._first) / f"flight-{rank}"
 
-    def _ranks(self, pids: list[int]) -> list[_Rank]:
+    def _ranks(self, pids: list[int]) -> list[_SeenRank]:
         names = (stack_signal.file_name(self._attempt, i) for i in range(len(pids)))
         return [
-            _Rank(self._first + i, pid, self._temporary / name)
+            _SeenRank(self._first + i, pid, self._temporary / name)
             for i, (pid, name) in enumerate(zip(pids, names, strict=True))
         ]
 
@@ -191,7 +191,7 @@ class Stacks:
             )
         )  # fmt: skip
 
-    def _ask_flight_recorders(self, ranks: list[_Rank]) -> list[int]:
+    def _ask_flight_recorders(self, ranks: list[_SeenRank]) -> list[int]:
         """Those that were asked to write; ranks that do without NCCL have no pipe. Where the user wants the
         records elsewhere, they are not ours to ask for."""
         asked: list[int] = []
@@ -214,14 +214,14 @@ def _users(names: tuple[str, ...]) -> bool:
     return any(name in os.environ for name in names)
 
 
-def _look(ranks: list[_Rank], end: float) -> None:
+def _look(ranks: list[_SeenRank], end: float) -> None:
     _ask(ranks, end)
     for rank in ranks:
         if not rank.text:
             rank.text = _from_outside(rank.pid, end - time.monotonic())
 
 
-def _ask(ranks: list[_Rank], end: float) -> None:
+def _ask(ranks: list[_SeenRank], end: float) -> None:
     """Ask all at once, read what the kernel knows meanwhile, and wait for those that can answer."""
     waiting = []
     for rank in ranks:
@@ -245,11 +245,11 @@ def _ask(ranks: list[_Rank], end: float) -> None:
             _ask_workers(rank, end)
 
 
-def _ask_workers(rank: _Rank, end: float) -> None:
+def _ask_workers(rank: _SeenRank, end: float) -> None:
     """Those that were forked from the rank answer into the same file; each has it to itself for a moment."""
     own, found = rank.text, list[stacks.LoaderWorker]()
     for pid in _loader_workers(rank.pid):
-        worker = _Rank(rank.rank, pid, rank.dump)
+        worker = _SeenRank(rank.rank, pid, rank.dump)
         if _can_answer(worker) and stack_signal.listens(pid):
             _ask_one(worker, min(end, time.monotonic() + WORKER_LIMIT_S))
         text = worker.text or _from_outside(pid, end - time.monotonic())
@@ -261,7 +261,7 @@ def _ask_workers(rank: _Rank, end: float) -> None:
     rank.text, rank.workers = own, found
 
 
-def _ask_one(process: _Rank, end: float) -> None:
+def _ask_one(process: _SeenRank, end: float) -> None:
     with suppress(OSError):
         os.truncate(process.dump, 0)
         os.kill(process.pid, stack_signal.NUMBER)
@@ -293,7 +293,7 @@ def _family(pid: int) -> list[psutil.Process]:
         return []
 
 
-class Work:
+class RankActivity:
     """Whether ranks, with all that they have started, are at work between one look and the next."""
 
     def __init__(self) -> None:
@@ -328,7 +328,7 @@ def _bytes(pid: int) -> int:
     return int(fields.get("rchar", 0)) + int(fields.get("wchar", 0))
 
 
-def _can_answer(rank: _Rank) -> bool:
+def _can_answer(rank: _SeenRank) -> bool:
     """Not gone, and not stopped."""
     return process_state(rank.pid)[0] not in ("", "T", "Z")
 
@@ -346,7 +346,7 @@ def _from_outside(pid: int, limit_s: float) -> str:
     return done.stdout[:STACK_BYTES_MAX]
 
 
-def _save(ranks: list[_Rank], folder: Path) -> None:
+def _save(ranks: list[_SeenRank], folder: Path) -> None:
     """One file for all ranks of the node; best effort, the incident has the gist."""
     if not ranks:
         return

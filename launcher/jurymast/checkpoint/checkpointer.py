@@ -13,8 +13,8 @@ from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.image import foreseen_bytes
 from jurymast.checkpoint.memory_tier import MemoryTier
 from jurymast.checkpoint.shared_tier import SharedTier
-from jurymast.checkpoint.state import State
-from jurymast.checkpoint.tier import Candidate, Saved, Source, Tier
+from jurymast.checkpoint.state import ScriptState
+from jurymast.checkpoint.tier import Candidate, RestoreSource, SaveResult, Tier
 from jurymast.checkpoint.waiting import telling_of_waits
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Cadence, parse_cadence
@@ -65,7 +65,7 @@ class Checkpointer:
         every: str | int | None = None,
         keep: int | None = None,
     ) -> None:
-        self._state = State(state)
+        self._state = ScriptState(state)
         self._directory = _directory(directory)
         self._cadence = _cadence(every)
         self._keep = _keep(keep)
@@ -173,14 +173,14 @@ class Checkpointer:
         self._report_saved(step, outcomes, stall_s)
         return ok
 
-    def _save_to_memory(self, memory: MemoryTier, step: int, started: float) -> Saved | None:
+    def _save_to_memory(self, memory: MemoryTier, step: int, started: float) -> SaveResult | None:
         """This rank's part of it, with no word to the others; None when memory is not to be had."""
         try:
             trees = self._state.trees()
             if self._in_memory is None:
                 memory.request(trees)
                 if why := self._agree_on_memory(memory):
-                    return Saved(ok=False, error=why)
+                    return SaveResult(ok=False, error=why)
                 if not self._in_memory:
                     return None
                 started = time.monotonic()
@@ -221,7 +221,7 @@ class Checkpointer:
                 raise CheckpointError(f"cannot capture the state: {text}")
         return self._state.captured(trees, [theirs for _, theirs in gathered], group.rank)
 
-    def _report_saved(self, step: int, outcomes: dict[str, Saved], stall_s: float) -> None:
+    def _report_saved(self, step: int, outcomes: dict[str, SaveResult], stall_s: float) -> None:
         if self._open().rank != 0:
             return
         for name, saved in outcomes.items():
@@ -244,7 +244,7 @@ class Checkpointer:
         """Load the newest step that any tier has whole; says what was passed over, and why."""
         skipped: dict[int, str] = {}
         # What the agent has brought is the newest there is: storage that hangs is not even looked at then.
-        memory: list[Source] = [self._memory] if self._memory is not None else []
+        memory: list[RestoreSource] = [self._memory] if self._memory is not None else []
         for tier in [*memory, *self._tiers]:
             candidates, bad = tier.candidates()
             skipped.update(bad)

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from jurymast import foreign
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointManifest, FileRecord, one_line
-from jurymast.checkpoint.tier import Candidate, Saved
+from jurymast.checkpoint.tier import Candidate, SaveResult
 from jurymast.errors import CheckpointError
 
 KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Candidate, FileRecord, CheckpointManifest, Saved)
+    kind.__name__: kind for kind in (Candidate, FileRecord, CheckpointManifest, SaveResult)
 }
 
 

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from jurymast.checkpoint.state import State
+from jurymast.checkpoint.state import ScriptState
 from jurymast.checkpoint.tree import Path, put
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Item, Manifest
@@ -256,7 +256,7 @@ class Draft:
 class Drafter:
     """Makes drafts of one state, and keeps what the next one can use again."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ScriptState) -> None:
         self._state = state
         self._layout: ImageLayout | None = None
         self._constants: dict[Any, bytes] = {}
@@ -347,7 +347,7 @@ class Window:
 # ---- loading
 
 
-def load(image: memoryview, manifest: Manifest, state: State) -> None:
+def load(image: memoryview, manifest: Manifest, state: ScriptState) -> None:
     """Fill `state` with what is in `image`, saved by the same rank of a world of the same size.
 
     Copies: nothing of `state` lies in `image` afterwards. Raises CheckpointError naming what does not fit,

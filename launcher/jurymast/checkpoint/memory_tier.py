@@ -19,8 +19,8 @@ import torch
 from jurymast.checkpoint import image
 from jurymast.checkpoint.directory import one_line
 from jurymast.checkpoint.group import Group
-from jurymast.checkpoint.state import State
-from jurymast.checkpoint.tier import Candidate, Saved
+from jurymast.checkpoint.state import ScriptState
+from jurymast.checkpoint.tier import Candidate, SaveResult
 from jurymast.core import within
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest
@@ -28,7 +28,7 @@ from jurymast.keeper.page import (
     PAGE_VARIABLE,
     SLOTS,
     RankRecord,
-    Restore,
+    RestoreStatus,
     SlotWord,
     Word,
 )
@@ -74,7 +74,7 @@ class MemoryTier:
     name = "memory"
 
     def __init__(
-        self, page: mmap.mmap | memoryview[int], agent: str, state: State, group: Group, attempt: int
+        self, page: mmap.mmap | memoryview[int], agent: str, state: ScriptState, group: Group, attempt: int
     ) -> None:
         self._record = RankRecord(page, int(os.environ.get("LOCAL_RANK", "0")))
         self._slots = [self._record.slot(number) for number in range(SLOTS)]
@@ -92,7 +92,7 @@ class MemoryTier:
         self._copies: Any = None
 
     @classmethod
-    def open(cls, state: State, group: Group, attempt: int) -> MemoryTier | None:
+    def open(cls, state: ScriptState, group: Group, attempt: int) -> MemoryTier | None:
         """Collective when this is a rank of an agent that keeps memory; None when some rank has none."""
         path = os.environ.get(PAGE_VARIABLE)
         if not path:
@@ -124,7 +124,7 @@ class MemoryTier:
         be brought the supervisor ends the attempt. Raises CheckpointError after `limit_s`."""
         started = time.monotonic()
         said = False
-        while (answer := self._record[Word.RESTORE]) in (Restore.PENDING, Restore.FAILED):
+        while (answer := self._record[Word.RESTORE]) in (RestoreStatus.PENDING, RestoreStatus.FAILED):
             waited_s = time.monotonic() - started
             if waited_s > limit_s:
                 raise CheckpointError(
@@ -134,7 +134,7 @@ class MemoryTier:
                 said = True
                 log.warning("still waiting for the agent to fetch what is to be restored")
             time.sleep(POLL_S)
-        if answer != Restore.READY:
+        if answer != RestoreStatus.READY:
             return None
         record = self._record
         return ReadySlot(
@@ -145,7 +145,7 @@ class MemoryTier:
             record[Word.RESTORE_MANIFEST],
         )
 
-    def load(self, candidate: Candidate, state: State) -> str:
+    def load(self, candidate: Candidate, state: ScriptState) -> str:
         """Collective. Load what `candidates` found; why some rank could not, on one line, or ""."""
         why = ""
         try:
@@ -155,7 +155,7 @@ class MemoryTier:
             why = f"rank {self._group.rank}: {one_line(error)}"
         return next(filter(None, self._group.gather(why)), "")
 
-    def _load(self, candidate: Candidate, state: State) -> None:
+    def _load(self, candidate: Candidate, state: ScriptState) -> None:
         held = self._held
         if held is None or held.step != candidate.step:
             raise CheckpointError("it is no longer in memory")
@@ -297,7 +297,7 @@ class MemoryTier:
 
     # ---- saving
 
-    def save(self, step: int, trees: dict[str, Any], started: float) -> Saved:
+    def save(self, step: int, trees: dict[str, Any], started: float) -> SaveResult:
         """Copy `trees` into a free slot and publish it; `started`: when the training stopped for it.
 
         Says why not when there is no room; raises whatever cannot be pickled raises.
@@ -314,9 +314,9 @@ class MemoryTier:
             self._record[Word.SKIPPED] += 1
             self._record[Word.SKIPPED_STEP] = step
             self._link.emit(within.Skipped(step=step, why=begun))
-            return Saved(ok=False, error=begun.value)
+            return SaveResult(ok=False, error=begun.value)
         self._write(begun, step, draft, manifest, started)
-        return Saved(ok=True, size_bytes=draft.size_bytes)
+        return SaveResult(ok=True, size_bytes=draft.size_bytes)
 
     def _manifest(self, step: int, draft: image.Draft) -> bytes:
         return draft.manifest(step, self._attempt, self._group.rank, self._group.size)

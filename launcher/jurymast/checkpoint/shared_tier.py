@@ -33,8 +33,8 @@ from jurymast.checkpoint.directory import (
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
 from jurymast.checkpoint.reading import reader
-from jurymast.checkpoint.state import Captured, State
-from jurymast.checkpoint.tier import Candidate, Saved
+from jurymast.checkpoint.state import Captured, ScriptState
+from jurymast.checkpoint.tier import Candidate, SaveResult
 from jurymast.errors import CheckpointError
 
 log = logging.getLogger("jurymast.checkpoint")
@@ -174,7 +174,7 @@ class SharedTier:
 
     # ---- saving
 
-    def save(self, step: int, captured: Captured) -> Saved:
+    def save(self, step: int, captured: Captured) -> SaveResult:
         group = self._group
         try:
             self._claim()
@@ -183,15 +183,15 @@ class SharedTier:
             if isinstance(present, CheckpointManifest):
                 problems = self._verify(present)
                 if not problems:
-                    return Saved(ok=True, size_bytes=present.size_bytes, existing=True)
+                    return SaveResult(ok=True, size_bytes=present.size_bytes, existing=True)
                 log.warning("step %d is there already but damaged (%s)", step, problems[0])
             temporary = group.on_first(lambda: self._begin(step))
         except OSError as error:
-            return Saved(ok=False, error=one_line(error))
+            return SaveResult(ok=False, error=one_line(error))
         files = _HashingFiles()
         if error_text := self._write(temporary, captured, files):
             group.on_first(lambda: self._directory.abandon(temporary))
-            return Saved(ok=False, error=error_text)
+            return SaveResult(ok=False, error=error_text)
         gathered = group.gather((files.records(group.rank), captured.entries))
         records = [record for theirs, _ in gathered for record in theirs]
         # pipeline stages may have entries that other ranks do not have
@@ -245,22 +245,22 @@ class SharedTier:
             raise CheckpointError(f"the state cannot be saved: {text}") from error
         return ""
 
-    def _finish(self, temporary: Path, manifest: CheckpointManifest) -> Saved:
+    def _finish(self, temporary: Path, manifest: CheckpointManifest) -> SaveResult:
         """Rank 0: publish what all ranks have written."""
         step = manifest.step
         try:
             self._directory.seal(temporary, manifest)
             if why := self._stale():
                 self._directory.abandon(temporary)
-                return Saved(ok=False, error=why)
+                return SaveResult(ok=False, error=why)
             self._directory.publish(temporary, step)
             self._directory.check_sizes(step, self._directory.manifest(step))
         except (OSError, BadCheckpoint) as error:
             self._directory.abandon(temporary)
-            return Saved(ok=False, error=one_line(error))
+            return SaveResult(ok=False, error=one_line(error))
         self._damaged.discard(step)
         self._retire()
-        return Saved(ok=True, size_bytes=manifest.size_bytes)
+        return SaveResult(ok=True, size_bytes=manifest.size_bytes)
 
     def _retire(self) -> None:
         try:
@@ -295,7 +295,7 @@ class SharedTier:
             found.append(Candidate(step, manifest.size_bytes, manifest.world_size, manifest.entries))
         return found, skipped
 
-    def load(self, candidate: Candidate, state: State) -> str:
+    def load(self, candidate: Candidate, state: ScriptState) -> str:
         group = self._group
         step = candidate.step
         manifest = group.on_first(lambda: self._present(step))
@@ -315,7 +315,7 @@ class SharedTier:
                 )
         return self._read(step, candidate, state)
 
-    def _read(self, step: int, candidate: Candidate, state: State) -> str:
+    def _read(self, step: int, candidate: Candidate, state: ScriptState) -> str:
         group = self._group
         template: dict[str, Any] = {}
         with ExitStack() as held:

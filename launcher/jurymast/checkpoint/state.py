@@ -97,7 +97,7 @@ class Captured:
 
 
 @dataclass
-class State:
+class ScriptState:
     """The user's mapping from names to what is to be saved; read anew at every save."""
 
     objects: MutableMapping[str, Any]

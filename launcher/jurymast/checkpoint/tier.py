@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from jurymast.checkpoint.state import Captured, State
+    from jurymast.checkpoint.state import Captured, ScriptState
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """How a save ended; but for memory the same on every rank. `error` is one line, empty when `ok`.
 
     `existing` is True when the step had a complete, verified checkpoint already, which was kept.
@@ -32,7 +32,7 @@ class Candidate:
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-class Source(Protocol):
+class RestoreSource(Protocol):
     """Where checkpoints can be restored from. Methods are collective: all ranks call them, with the same
     arguments, and get the same result."""
 
@@ -41,12 +41,12 @@ class Source(Protocol):
     def candidates(self) -> tuple[list[Candidate], dict[int, str]]:
         """What could be restored, newest first, and why other steps found here cannot be."""
 
-    def load(self, candidate: Candidate, state: State) -> str:
+    def load(self, candidate: Candidate, state: ScriptState) -> str:
         """Verify the candidate and load it into `state`. Returns why not, on one line, or ""."""
 
 
-class Tier(Source, Protocol):
+class Tier(RestoreSource, Protocol):
     """Where all ranks save together. Methods are collective."""
 
-    def save(self, step: int, captured: Captured) -> Saved:
+    def save(self, step: int, captured: Captured) -> SaveResult:
         """Make `step` durable here. Failing storage is an answer; CheckpointError: cannot ever be saved."""

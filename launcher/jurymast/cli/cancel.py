@@ -15,7 +15,7 @@ from jurymast.errors import ClusterUnavailableError
 from jurymast.rundir import RunDirectory
 
 if TYPE_CHECKING:
-    from jurymast.report.status import Watcher
+    from jurymast.report.status import StatusWatcher
 
 END_LIMIT_S = 10.0
 # As long as Slurm waits after its SIGTERM.
@@ -59,7 +59,7 @@ def command(run: str, runs: Path | None) -> None:
     click.echo(f"{name} is cancelled" + (f" ({how})" if how else ""))
 
 
-def _await_end(watcher: Watcher, limit_s: float) -> bool:
+def _await_end(watcher: StatusWatcher, limit_s: float) -> bool:
     """True when the journal says within `limit_s` that the run has ended."""
     end = time.monotonic() + limit_s
     while True:

@@ -17,7 +17,7 @@ from jurymast.cli.options import examples, run_argument, runs_option, the_run
 
 if TYPE_CHECKING:
     from jurymast.journal import Entry
-    from jurymast.report.status import Watcher
+    from jurymast.report.status import StatusWatcher
 
 FOLLOW_EVERY_S = 0.2
 LOOK_EVERY_S = 5.0
@@ -35,9 +35,9 @@ ALIKE_SHOWN = 3
 @runs_option
 def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path | None) -> None:
     """Show what happened in a run, and what was decided (=>) and why."""
-    from jurymast.report.status import Watcher
+    from jurymast.report.status import StatusWatcher
 
-    watcher = Watcher(the_run(run, runs, only_look=True))
+    watcher = StatusWatcher(the_run(run, runs, only_look=True))
     entries = _entries(watcher, follow)
     lines: Iterable[str]
     if as_json:
@@ -52,7 +52,7 @@ def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path 
         click.echo(f"warning    {text}", err=True)
 
 
-def _entries(watcher: Watcher, follow: bool) -> Iterator[Entry]:
+def _entries(watcher: StatusWatcher, follow: bool) -> Iterator[Entry]:
     from jurymast.report.liveness import look
 
     yield from watcher.new()

@@ -157,9 +157,9 @@ def _rounds(directory: RunDirectory, follow: bool, files: Sized) -> Iterator[boo
         yield True
         return
     from jurymast.report.liveness import look
-    from jurymast.report.status import Watcher
+    from jurymast.report.status import StatusWatcher
 
-    watcher = Watcher(directory)
+    watcher = StatusWatcher(directory)
     look_at, over = 0.0, False
     while not over:
         watcher.poll()

@@ -12,7 +12,7 @@ from jurymast.cli.options import ask_supervisor, json_option, run_argument, runs
 from jurymast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from jurymast.report.status import Watcher
+    from jurymast.report.status import StatusWatcher
 
 POLL_S = 0.1
 
@@ -49,7 +49,7 @@ def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
         click.echo(f"step {step} of {directory.root.name} is saved in the {tier} tier{follow}")
 
 
-def _await_save(watcher: Watcher, done: int, limit_s: float) -> tuple[int, str] | None:
+def _await_save(watcher: StatusWatcher, done: int, limit_s: float) -> tuple[int, str] | None:
     """(step, tier) of a checkpoint that the journal tells of from now on, of step `done` or later."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end and not watcher.state.ended:

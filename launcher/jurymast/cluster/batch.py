@@ -174,7 +174,7 @@ class BatchProcess:
                     if self._supervisor is not None:
                         sent = signal.SIGUSR2 if effect.warning else signal.SIGTERM
                         self._supervisor.send_signal(sent)
-                case core.Requeue():
+                case core.RequeueJob():
                     self._requeue(effect.outcome)
                 case core.Say():
                     print(effect.text, flush=True)

@@ -18,7 +18,7 @@ from jurymast.errors import RunFailedError
 from jurymast.journal import Entry, FileTail
 from jurymast.report.liveness import look
 from jurymast.report.sentences import sentence
-from jurymast.report.status import Watcher, incident_json
+from jurymast.report.status import StatusWatcher, incident_json
 from jurymast.report.words import count, duration, some
 from jurymast.rundir import RunDirectory
 
@@ -131,7 +131,7 @@ class Show:
         self._wanted = wanted
         self._screen = screen
         self._with_fault = with_fault
-        self._watcher: Watcher | None = None
+        self._watcher: StatusWatcher | None = None
         self._decided = 0  # incidents whose decision was told
         self._recovered = 0  # incidents whose end was told
         self._stepped = False
@@ -139,9 +139,9 @@ class Show:
         self.fault: InjectedFault | None = None
 
     @property
-    def watcher(self) -> Watcher:
+    def watcher(self) -> StatusWatcher:
         if self._watcher is None:
-            self._watcher = Watcher(self._local.directory)
+            self._watcher = StatusWatcher(self._local.directory)
         return self._watcher
 
     @property

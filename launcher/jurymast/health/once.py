@@ -20,7 +20,7 @@ from typing import Any
 from jurymast.core.nodes.findings import Verdict
 from jurymast.health.probe import Context, granted_gpus, installed
 from jurymast.health.tables import READINGS
-from jurymast.health.watcher import Watcher, names_to_ask
+from jurymast.health.watcher import ProbeWatcher, names_to_ask
 from jurymast.reference import thresholds, xids
 
 # Nagios' codes.
@@ -43,19 +43,19 @@ def look(
         local_path=os.path.expandvars(local_path), gpus=granted_gpus(os.environ),
         started_at=time.time() - LOG_S,
     )  # fmt: skip
-    watcher = Watcher(context, names, lambda finding: None, once=True)
+    watcher = ProbeWatcher(context, names, lambda finding: None, once=True)
     asyncio.run(_watch(watcher))
     return _view(watcher, context.node)
 
 
-async def _watch(watcher: Watcher) -> None:
+async def _watch(watcher: ProbeWatcher) -> None:
     try:
         await watcher.run()
     finally:
         await watcher.close()
 
 
-def _view(watcher: Watcher, node: str) -> dict[str, Any]:
+def _view(watcher: ProbeWatcher, node: str) -> dict[str, Any]:
     findings = watcher.findings()
     verdicts = {finding.verdict for finding in findings}
     if Verdict.BAD in verdicts:

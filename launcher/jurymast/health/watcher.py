@@ -25,7 +25,7 @@ GONE_S = 5.0
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
-class Watcher:
+class ProbeWatcher:
     """`found` hears of findings that are new, changed, or gone (verdict ok). All methods are called in the
     event loop.
 

@@ -38,7 +38,7 @@ Place = tuple[str, int]
 
 
 @dataclass
-class Mix:
+class Mixing:
     """Ingredients on their way into the memory that `target` names, for a place and a length: None where
     they are not wanted. `failed`: places for which some ingredient could not be had, `why`: a line each.
     """
@@ -110,7 +110,7 @@ async def build(
         return buffer.view(start, start + length)
 
     await in_thread(_clear, buffer, 0, manifest.size_bytes)
-    mix = Mix(gathering, target, stop, why)
+    mix = Mixing(gathering, target, stop, why)
     for one, its in members:
         await mix.add(one, its, part)
         if mix.failed or stop.is_set():
@@ -126,7 +126,7 @@ async def rebuild(gathering: Gatherer, filling: Filling, key: Key, source: msg.S
         return filling.view(wanted[place]) if place in wanted else None
 
     why: list[str] = []
-    mix = Mix(gathering, target, filling.stop, why)
+    mix = Mixing(gathering, target, filling.stop, why)
     for block in wanted.values():
         await in_thread(_clear, filling.buffer, block.at - filling.origin, block.length)
     for one in ingredients(key, source):

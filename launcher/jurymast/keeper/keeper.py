@@ -20,7 +20,7 @@ from jurymast.core.checkpoints.copies import ALL, MEMORY
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.machine import KeeperMachine
-from jurymast.core.keeper.slots import State
+from jurymast.core.keeper.slots import SlotState
 from jurymast.core.keeper.work import Filled, Found
 from jurymast.errors import never
 from jurymast.keeper import memory
@@ -29,9 +29,9 @@ from jurymast.keeper.gathering import Gatherer
 from jurymast.keeper.loans import Loan, lend
 from jurymast.keeper.manifest import BadImage, Manifest
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.page import RankRecord, Restore, SlotRecord, SlotWord, Word, create_page
-from jurymast.keeper.serve import Server
-from jurymast.keeper.tasks import Works, read_again, scrub
+from jurymast.keeper.page import RankRecord, RestoreStatus, SlotRecord, SlotWord, Word, create_page
+from jurymast.keeper.serve import ImageServer
+from jurymast.keeper.tasks import Tasks, read_again, scrub
 from jurymast.keeper.threads import in_thread
 from jurymast.wire.shield import Access
 
@@ -64,10 +64,12 @@ class Keeper:
         self._page_fd, page = create_page(ranks_per_node)
         self._records = [RankRecord(page, local) for local in range(ranks_per_node)]
         self._local_root = local_root
-        self._server = Server(self.copies, access, node, lambda copy: self._in_loop(lambda: self.doubt(copy)))
+        self._server = ImageServer(
+            self.copies, access, node, lambda copy: self._in_loop(lambda: self.doubt(copy))
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._works = Works(self.copies, Gatherer(self.copies, access, node, self.distrust))
+        self._works = Tasks(self.copies, Gatherer(self.copies, access, node, self.distrust))
         self._borrowers: dict[int, asyncio.Future[MappedBuffer | None]] = {}
         self._numbers = itertools.count(1)
         self._due: deque[do.Effect] = deque()
@@ -131,7 +133,7 @@ class Keeper:
         """See what ranks have published or asked for since; cheap."""
         for local, mine in enumerate(self.machine.ranks):
             for slot in mine.slots:
-                if slot.state is State.FREE and memory.published(self._words(local, slot.number)):
+                if slot.state is SlotState.FREE and memory.published(self._words(local, slot.number)):
                     self.act(self.machine.published(local, slot.number))
             if (want := self._records[local][Word.WANT]) > 0:
                 self.act(self.machine.wants(local, want))
@@ -141,7 +143,7 @@ class Keeper:
         ranks = self.machine.ranks
         if 0 <= local_rank < len(ranks) and 0 <= slot < len(ranks[local_rank].slots):
             there = ranks[local_rank].slots[slot]
-            if there.state is State.FREE and memory.published(self._words(local_rank, slot)):
+            if there.state is SlotState.FREE and memory.published(self._words(local_rank, slot)):
                 self.act(self.machine.published(local_rank, slot, stall_s))
             else:
                 self.machine.stalled(local_rank, slot, stall_s)
@@ -253,7 +255,7 @@ class Keeper:
             case do.Begin():
                 for word in (Word.WANT, Word.REFUSED, Word.SKIPPED, Word.SKIPPED_STEP):
                     record[word] = 0
-                record[Word.RESTORE] = Restore.PENDING
+                record[Word.RESTORE] = RestoreStatus.PENDING
             case do.Mend():
                 memory.discard_unpublished(self._words(effect.local, effect.slot))
             case do.Offer():
@@ -271,16 +273,16 @@ class Keeper:
                 self.spawn(self._hash(effect))
             case do.Refuse():
                 record[Word.REFUSED] = 1
-            case do.Ready():
+            case do.SlotReady():
                 self._ready(record, effect)
             case do.Elsewhere():
-                record[Word.RESTORE] = Restore.ELSEWHERE
+                record[Word.RESTORE] = RestoreStatus.ELSEWHERE
             case do.FailRestore():
-                record[Word.RESTORE] = Restore.FAILED
+                record[Word.RESTORE] = RestoreStatus.FAILED
             case _:
                 never(effect)
 
-    def _ready(self, record: RankRecord, effect: do.Ready) -> None:
+    def _ready(self, record: RankRecord, effect: do.SlotReady) -> None:
         report = effect.report
         words = {
             Word.RESTORE_SLOT: effect.slot, Word.RESTORE_STEP: report.step,
@@ -289,7 +291,7 @@ class Keeper:
         }  # fmt: skip
         for word, value in words.items():
             record[word] = value
-        record[Word.RESTORE] = Restore.READY  # the last: the rank goes by it
+        record[Word.RESTORE] = RestoreStatus.READY  # the last: the rank goes by it
 
     def _words(self, local: int, slot: int) -> SlotRecord:
         return self._records[local].slot(slot)

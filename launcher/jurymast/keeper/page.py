@@ -24,7 +24,7 @@ class Word(IntEnum):
 
     # the agent's
     REFUSED = 0  # 1: this node cannot give the memory that the rank asked for
-    RESTORE = 1  # a value of `Restore`
+    RESTORE = 1  # a value of `RestoreStatus`
     RESTORE_SLOT = 2
     RESTORE_STEP = 3
     RESTORE_ATTEMPT = 4  # the attempt that saved it
@@ -51,7 +51,7 @@ class SlotWord(IntEnum):
     MANIFEST = 7  # size of the manifest behind it
 
 
-class Restore(IntEnum):
+class RestoreStatus(IntEnum):
     PENDING = 0  # the agent is still fetching
     READY = 1  # the image is in the slot, verified
     ELSEWHERE = 2  # nothing in memory: the ranks look in the shared tier

@@ -39,7 +39,7 @@ REST_S = 0.05
 NOT_HELD = NotServed(why="not held (any more)")
 
 
-class Server:
+class ImageServer:
     """A thread a connection, which mostly waits for its socket; `port` is that of all addresses listened at.
 
     `doubt` is called, in such a thread, with a copy from which somebody got wrong bytes.

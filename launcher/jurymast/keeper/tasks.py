@@ -75,7 +75,7 @@ class _Going:
     filling: Filling | None = None
 
 
-class Works:
+class Tasks:
     """Each by its number. For the agent's loop; what takes time runs in threads."""
 
     def __init__(self, copies: CopyTable, gathering: Gatherer) -> None:

@@ -52,7 +52,7 @@ class DoctorCheck:
 
 
 @dataclass(frozen=True)
-class Site:
+class SlurmSite:
     """`conf`: slurm.conf as `scontrol show config` tells it, empty where Slurm does not answer."""
 
     runs: Path
@@ -69,10 +69,10 @@ def examine(runs: Path, spool: Path) -> Iterator[DoctorCheck]:
             "install Slurm's commands here or load their module; without Slurm only --cluster local works",
         )  # fmt: skip
     conf, trouble = slurm_conf() if not missing else ({}, "its commands are missing")
-    site = Site(runs, spool, conf)
+    site = SlurmSite(runs, spool, conf)
     if not missing:
         yield _slurm(conf, trouble)
-    checks: Sequence[Callable[[Site], DoctorCheck]] = (
+    checks: Sequence[Callable[[SlurmSite], DoctorCheck]] = (
         _runs_directory, _torch, _gpu_library, _munge, _requeue, _shrink, _kill_wait, _node_timeout, _drain,
         _health_check, _spool, _clock,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def _slurm(conf: dict[str, str], trouble: str) -> DoctorCheck:
     return DoctorCheck("slurm", YES, f"{version}, cluster {conf.get('ClusterName', '?')}")
 
 
-def _runs_directory(site: Site) -> DoctorCheck:
+def _runs_directory(site: SlurmSite) -> DoctorCheck:
     name, place = "runs directory", site.runs
     while not foreign.exists(place) and place != place.parent:
         place = place.parent
@@ -137,7 +137,7 @@ def filesystem(path: Path) -> str:
     return kind
 
 
-def _torch(site: Site) -> DoctorCheck:
+def _torch(site: SlurmSite) -> DoctorCheck:
     """By its metadata: importing it takes seconds."""
     python = f"{sys.executable} (Python {sys.version_info.major}.{sys.version_info.minor})"
     try:
@@ -163,7 +163,7 @@ def closed_above(path: Path) -> Path | None:
     return None
 
 
-def _gpu_library(site: Site) -> DoctorCheck:
+def _gpu_library(site: SlurmSite) -> DoctorCheck:
     """Login nodes seldom have one; what counts is on the nodes."""
     code = "import pynvml as p; p.nvmlInit(); print(p.nvmlSystemGetDriverVersion(), p.nvmlDeviceGetCount())"
     try:
@@ -180,7 +180,7 @@ def _gpu_library(site: Site) -> DoctorCheck:
     return DoctorCheck("gpu library", NOTE, what, todo)
 
 
-def _munge(site: Site) -> DoctorCheck:
+def _munge(site: SlurmSite) -> DoctorCheck:
     try:
         seal(b"doctor")
     except ClusterUnavailableError as error:
@@ -189,7 +189,7 @@ def _munge(site: Site) -> DoctorCheck:
     return DoctorCheck("munge", YES, "makes credentials")
 
 
-def _requeue(site: Site) -> DoctorCheck:
+def _requeue(site: SlurmSite) -> DoctorCheck:
     if not site.conf:
         return _unseen("requeue")
     allowed = site.conf.get("JobRequeue", "1") == "1"
@@ -197,7 +197,7 @@ def _requeue(site: Site) -> DoctorCheck:
     return DoctorCheck("requeue", YES, found + ("" if allowed else "; jurymast asks for --requeue itself"))
 
 
-def _shrink(site: Site) -> DoctorCheck:
+def _shrink(site: SlurmSite) -> DoctorCheck:
     if not site.conf:
         return _unseen("give nodes back")
     if "disable_job_shrink" in site.conf.get("SchedulerParameters", ""):
@@ -208,7 +208,7 @@ def _shrink(site: Site) -> DoctorCheck:
     return DoctorCheck("give nodes back", YES, "a running job may give a sick node back")
 
 
-def _kill_wait(site: Site) -> DoctorCheck:
+def _kill_wait(site: SlurmSite) -> DoctorCheck:
     wait_s = seconds(site.conf.get("KillWait", ""))
     if wait_s is None:
         return _unseen("time to save")
@@ -220,7 +220,7 @@ def _kill_wait(site: Site) -> DoctorCheck:
     return DoctorCheck("time to save", YES, f"KillWait={wait_s} s")
 
 
-def _node_timeout(site: Site) -> DoctorCheck:
+def _node_timeout(site: SlurmSite) -> DoctorCheck:
     wait_s = seconds(site.conf.get("SlurmdTimeout", ""))
     if wait_s is None:
         return _unseen("lost nodes")
@@ -230,7 +230,7 @@ def _node_timeout(site: Site) -> DoctorCheck:
     return DoctorCheck("lost nodes", YES, found)
 
 
-def _drain(site: Site) -> DoctorCheck:
+def _drain(site: SlurmSite) -> DoctorCheck:
     """Which way a bad node can be taken out of service."""
     if not site.conf:
         return _unseen("drain")
@@ -267,7 +267,7 @@ def _is_ours(program: str) -> bool:
         return "jurymast" in program
 
 
-def _health_check(site: Site) -> DoctorCheck:
+def _health_check(site: SlurmSite) -> DoctorCheck:
     if not site.conf:
         return _unseen("health check")
     program, every = (site.conf.get(f"HealthCheck{key}", "(null)") for key in ("Program", "Interval"))
@@ -288,7 +288,7 @@ def _health_check(site: Site) -> DoctorCheck:
     return DoctorCheck("health check", YES, f"{program}, every {every}")
 
 
-def _spool(site: Site) -> DoctorCheck:
+def _spool(site: SlurmSite) -> DoctorCheck:
     spool, name = site.spool, "verdicts"
     try:
         status = spool.lstat()
@@ -303,7 +303,7 @@ def _spool(site: Site) -> DoctorCheck:
     return DoctorCheck(name, YES, f"{spool} takes them")
 
 
-def _clock(site: Site) -> DoctorCheck:
+def _clock(site: SlurmSite) -> DoctorCheck:
     """Against the controller's: scontrol ends its answer with when slurmctld answered."""
     if not site.conf:
         return _unseen("clocks")

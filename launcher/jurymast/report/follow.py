@@ -12,7 +12,7 @@ from jurymast.journal import Entry
 from jurymast.report.layout import one_line
 from jurymast.report.liveness import Liveness, look
 from jurymast.report.sentences import is_routine, sentence, short_reason
-from jurymast.report.status import Watcher, exit_code_of, public_state, shown_step
+from jurymast.report.status import StatusWatcher, exit_code_of, public_state, shown_step
 from jurymast.report.words import count, duration
 from jurymast.rundir import RunDirectory
 
@@ -27,12 +27,12 @@ LAST_WORDS_S = 2.0
 REASON_CHARACTERS = 240
 # Told by the incident's own line, in fewer words.
 _TOLD_ELSEWHERE = frozenset(
-    {"AllocationEnded", "Progress", "Saved", "NodeJoined", "NodeLost", "WorkerFailed", "RanksHung"}
+    {"AllocationEnded", "ProgressLine", "Saved", "NodeJoined", "NodeLost", "WorkerFailed", "RanksHung"}
 )
 _DECISIONS_SHOWN = frozenset({"Launch", "Requeue", "RaiseAlert"})
 
 
-class Progress:
+class ProgressLine:
     """Lines on `stream`, and under them, on a terminal, one line that is drawn over."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -73,8 +73,8 @@ class Progress:
 class Narrator:
     """Turns new journal entries into lines."""
 
-    def __init__(self, directory: RunDirectory, progress: Progress) -> None:
-        self.watcher = Watcher(directory)
+    def __init__(self, directory: RunDirectory, progress: ProgressLine) -> None:
+        self.watcher = StatusWatcher(directory)
         self._progress = progress
         self._told = 0  # incidents whose decision was told
 
@@ -129,7 +129,7 @@ def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
     Raises RunDirectoryError.
     """
     directory = RunDirectory(run_directory)
-    progress = Progress(sys.stderr if stream is None else stream)
+    progress = ProgressLine(sys.stderr if stream is None else stream)
     follower = Narrator(directory, progress)
     try:
         life = _follow(follower, progress)
@@ -140,7 +140,7 @@ def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
     return exit_code_of(follower.state, life) or 0
 
 
-def _follow(follower: Narrator, progress: Progress) -> Liveness:
+def _follow(follower: Narrator, progress: ProgressLine) -> Liveness:
     """Until the run has ended, by its journal or by its job."""
     look_at, told, gone_at = time.monotonic() + FIRST_LOOK_S, "", 0.0
     life = Liveness("unknown")

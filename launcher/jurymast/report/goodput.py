@@ -11,7 +11,7 @@ from typing import Any
 import jurymast
 from jurymast.core.checkpoints.cadence import young_interval_s
 from jurymast.core.goodput.accounting import MEANINGS, RATIOS, Account, ordered
-from jurymast.core.goodput.ledger import Saves
+from jurymast.core.goodput.ledger import SaveCounts
 from jurymast.core.planning.failure_rate import default_mtbf_s, mtbf_s
 from jurymast.core.planning.reliability import LEVEL, Mtbf, mtbf
 from jurymast.core.run.state import RunState
@@ -19,7 +19,7 @@ from jurymast.core.settings import RunPlan, Settings
 from jurymast.report.layout import Block, Line, Table, one_line
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.sentences import decision
-from jurymast.report.status import Watcher, data_gaps, incident_json, public_state, shown_step
+from jurymast.report.status import StatusWatcher, data_gaps, incident_json, public_state, shown_step
 from jurymast.report.words import amounts, count, duration, iso, node_time, percent, plain_seconds, size
 
 Report = dict[str, Any]
@@ -29,12 +29,12 @@ COMMAND_CHARACTERS = 400
 PARTS = ("detect", "diagnose", "decide", "replace", "launch", "restore", "rework")
 
 
-def account_of(watcher: Watcher, life: Liveness, now: float) -> Account:
+def account_of(watcher: StatusWatcher, life: Liveness, now: float) -> Account:
     """Until `now`; of a run that died without a word, until its last event."""
     return watcher.tail.ledger.account(None if life.kind == "gone" else now)
 
 
-def report_view(watcher: Watcher, life: Liveness | None = None, now: float | None = None) -> Report:
+def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float | None = None) -> Report:
     """Times in seconds, or ISO 8601 with zone; node-time in node-seconds; ratios 0..1."""
     life = look(watcher.directory, watcher.state) if life is None else life
     now = time.time() if now is None else now
@@ -91,7 +91,7 @@ def _predicted_s(state: RunState) -> float:
     return default_mtbf_s(state.active) if rate is None else mtbf_s(state.active, rate)
 
 
-def _cadence_json(saves: Saves, failures: Mtbf, state: RunState) -> dict[str, Any]:
+def _cadence_json(saves: SaveCounts, failures: Mtbf, state: RunState) -> dict[str, Any]:
     stall_s = saves.stall_s / saves.done if saves.done else None
     expected_s = failures.mean_s or _predicted_s(state)
     return {
@@ -110,7 +110,7 @@ def cadence_words(settings: Settings) -> str:
     return "auto" if settings.cadence_s is None else f"{settings.cadence_s:g} s"
 
 
-def _provenance(watcher: Watcher, plan: RunPlan, state: RunState) -> dict[str, Any]:
+def _provenance(watcher: StatusWatcher, plan: RunPlan, state: RunState) -> dict[str, Any]:
     started = watcher.facts.started or {}
     return {
         "script": plan.script, "arguments": list(plan.arguments), "python": plan.python,

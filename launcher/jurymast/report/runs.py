@@ -14,7 +14,7 @@ from jurymast import foreign
 from jurymast.errors import RunDirectoryError
 from jurymast.report.layout import Block, Table
 from jurymast.report.liveness import ANSWER_LIMIT_S, Liveness, judge, look, slurm_jobs
-from jurymast.report.status import Watcher, public_state, read_status, shown_step
+from jurymast.report.status import StatusWatcher, public_state, read_status, shown_step
 from jurymast.report.words import iso, percent, squeue_time
 from jurymast.rundir import RunDirectory
 
@@ -57,7 +57,7 @@ def _ended_long_ago(directory: RunDirectory) -> bool:
         return False
 
 
-def run_row(watcher: Watcher, known: Mapping[str, list[str]]) -> Row:
+def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
     """The row of one run; `known` is what squeue told, by job id."""
     state, plan = watcher.state, watcher.plan
     jobs = slurm_jobs(watcher.directory, state)

@@ -71,7 +71,7 @@ class Facts:
             self.restored = entry
 
 
-class Watcher:
+class StatusWatcher:
     """Reads a run's journal once, then only what is new; `view` is the status as of the last `poll`."""
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -103,9 +103,9 @@ class Watcher:
         return status_view(self, life, now, told)
 
 
-def read_status(directory: RunDirectory) -> Watcher:
+def read_status(directory: RunDirectory) -> StatusWatcher:
     """A watcher that has read the whole journal. Raises RunDirectoryError: the plan cannot be read."""
-    watcher = Watcher(directory)
+    watcher = StatusWatcher(directory)
     for _ in watcher.new():
         pass
     return watcher
@@ -139,7 +139,7 @@ def shown_step(state: RunState) -> int:
     return state.step if state.first_step_at is not None else state.best_step
 
 
-def status_view(watcher: Watcher, life: Liveness, now: float, told: Condition | None) -> dict[str, Any]:
+def status_view(watcher: StatusWatcher, life: Liveness, now: float, told: Condition | None) -> dict[str, Any]:
     """`told`: see `report.liveness.hear`."""
     state, plan = watcher.state, watcher.plan
     word, why = public_state(state, life)
@@ -225,7 +225,7 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
     return f"saves after step {save}" if save else ""
 
 
-def data_gaps(watcher: Watcher) -> list[str]:
+def data_gaps(watcher: StatusWatcher) -> list[str]:
     """What a report must not leave out: what of the journal is missing, and steps that no checkpoint has."""
     state, found = watcher.state, list(watcher.tail.unread)
     kept = [t.step for name, t in state.saved.items() if name not in (MEMORY, PEER) and t.step is not None]
@@ -245,7 +245,7 @@ def data_gaps(watcher: Watcher) -> list[str]:
     return found
 
 
-def warnings(watcher: Watcher, life: Liveness, now: float, told: Condition | None) -> list[str]:
+def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition | None) -> list[str]:
     """What somebody should look at, most urgent first. `told`: see `report.liveness.hear`."""
     state, found = watcher.state, data_gaps(watcher)
     unwritten = told.journal if told is not None else ""

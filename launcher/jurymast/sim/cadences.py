@@ -87,7 +87,7 @@ class SimRanks:
         for effect in effects:
             if isinstance(effect, Record):
                 events.append(effect.event)
-            elif isinstance(effect, Send) and isinstance(effect.message, msg.Cadence):
+            elif isinstance(effect, Send) and isinstance(effect.message, msg.CadenceSet):
                 self._record.propose(effect.message.schedule)
                 self._record.decide(effect.message.decided or self._record.decided)
         return events

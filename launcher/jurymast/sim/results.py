@@ -11,7 +11,7 @@ from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.goodput.accounting import ordered
 from jurymast.core.run.incident import Incident
 from jurymast.sim.faults import TraceFault
-from jurymast.sim.simulation import Outcome, Setup, Simulation
+from jurymast.sim.simulation import Setup, SimOutcome, Simulation
 
 GOODPUT = "runtime_goodput"
 Draw = Callable[[random.Random], list[TraceFault]]
@@ -19,7 +19,7 @@ Draw = Callable[[random.Random], list[TraceFault]]
 
 def simulate(
     setup: Setup, draw: Draw, cadence: Cadence, seeds: int, told: Callable[[float], None] | None = None
-) -> list[Outcome]:
+) -> list[SimOutcome]:
     """Runs with the seeds 0 .. `seeds` - 1. Equal calls, equal results. `told` gets the share done, 0..1."""
     outcomes = []
     for seed in range(seeds):
@@ -56,7 +56,7 @@ def _cost(incidents: Sequence[Incident]) -> dict[str, float]:
     return {"incidents": len(incidents), "seconds": quantile(times, 0.5)}
 
 
-def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def summary(outcomes: Sequence[SimOutcome]) -> dict[str, Any]:
     """Means over the runs; `categories` and `total_node_seconds` are those of a mean run, `by_cause` counts
     the incidents of all runs."""
     runs = len(outcomes)

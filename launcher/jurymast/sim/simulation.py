@@ -59,7 +59,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimOutcome:
     """One run's account. `categories` are node-microseconds that sum to `total_us`, the allocated and the
     queued node-time; `state` tells whether the run gave up. `restores`: how often from which tier. `history`:
     microseconds by category of the placed nodes (or of the queue), for each part of the time."""
@@ -119,7 +119,7 @@ class Simulation:
             submitted_at=START, requeue_allowed=self.setup.requeue,
         )  # fmt: skip
 
-    def run(self) -> Outcome:
+    def run(self) -> SimOutcome:
         self._feed(
             ev.RunStarted(
                 t=START, run="simulated", name="simulated", active=self._names.active,
@@ -496,7 +496,7 @@ class Simulation:
 
     # Results.
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimOutcome:
         account = self.ledger.account(self.now)
         totals = account.totals.copy()
         total_us = account.allocated_us + account.queue_us
@@ -512,7 +512,7 @@ class Simulation:
         queued = account.queue_us // max(1, account.asked_nodes) * (self.setup.nodes + self.setup.spares)
         ratios = account.ratios()
         ratios["allocation_goodput"] = totals["step"] / (total_us - queued) if total_us > queued else None
-        return Outcome(
+        return SimOutcome(
             ratios, {name: totals[name] for name in ordered(list(totals))}, total_us,
             (account.end - to_us(START)) / 1e6, tuple(self.state.incidents), self.state.restarts,
             self._saves, dict(self._restores), self.state.phase.value, self.state.end_reason,

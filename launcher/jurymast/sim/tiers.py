@@ -24,7 +24,7 @@ from jurymast.core.checkpoints.commit import Commit
 from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER, SHARED, Copies, Copy, Key
 from jurymast.core.checkpoints.holders import Holder
 from jurymast.core.checkpoints.replicas import Replicas
-from jurymast.core.checkpoints.restore import Restore
+from jurymast.core.checkpoints.restore import RestoreChoice
 from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.writes import Writes
 from jurymast.core.effects import Effect, Record, Send
@@ -109,7 +109,7 @@ class SimTiers:
             self._storage.pass_until(now)
             shared = self._storage.shared
         world = self._world()
-        restore = Restore(self._state, world.copies, {})
+        restore = RestoreChoice(self._state, world.copies, {})
         (record,) = restore.choose(replace(launch, placement=world.placement), shared, now)
         chosen = restore.chosen
         assert chosen is not None

@@ -19,7 +19,7 @@ from jurymast.core.texts import size
 from jurymast.foreign import NotOurs, check_private, make_private
 from jurymast.rundir import sync_directory, write_atomically
 from jurymast.storage.orders import Done, Job, StorageFailure, WriteLocal, explain, free_bytes
-from jurymast.storage.source import NewFile, Source
+from jurymast.storage.source import ImageSource, NewFile
 
 KEEP = 2
 
@@ -103,7 +103,7 @@ def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
     state = order.step, order.attempt
     place = directory.path(*state)
     with ExitStack() as stack:
-        sources = [stack.enter_context(Source.of_order(image, *state)) for image in order.images]
+        sources = [stack.enter_context(ImageSource.of_order(image, *state)) for image in order.images]
         make_private(directory.root.parent)
         directory.root.mkdir(mode=0o700, exist_ok=True)
         directory.sweep()
@@ -141,7 +141,7 @@ def _make_room(directory: LocalDirectory, needed: int, state: State) -> None:
         )
 
 
-def _write(place: Path, source: Source, job: Job, written: list[Path]) -> None:
+def _write(place: Path, source: ImageSource, job: Job, written: list[Path]) -> None:
     manifest = source.manifest
     image = place / f"rank-{manifest.rank:05d}.image"
     temporary = image.with_suffix(".writing")

@@ -44,7 +44,7 @@ from jurymast.core.checkpoints.meeting import (
     Next,
     Pause,
     ReadWhy,
-    Tell,
+    TellOthers,
     Wait,
 )
 from jurymast.errors import CheckpointError
@@ -52,7 +52,7 @@ from jurymast.keeper import manifest as keeper
 from jurymast.rundir import write_atomically
 from jurymast.storage.layout import Layout, decide, file_name, ranges, write_metadata
 from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared, explain
-from jurymast.storage.source import NewFile, Source
+from jurymast.storage.source import ImageSource, NewFile
 
 STREAMS = 4
 WRITES, FAILED = "writes.json", "failed"
@@ -73,7 +73,7 @@ class _Part:
         self._step, self._attempt, self._world = order.step, order.attempt, order.world
         self._machine = Meeting((order.step, order.attempt), order.world, leads=order.lead)
         self._place = self._directory.writing(self._step, self._attempt, order.nonce)
-        self._sources: list[Source] = []
+        self._sources: list[ImageSource] = []
         self._manifests: dict[int, keeper.Manifest] = {}  # by rank, as they come
         self._heard: set[str] = set()  # files that they came in
         self._shares: dict[int, list[int]] = {}  # by rank, the items to be written
@@ -105,7 +105,7 @@ class _Part:
         )
         if isinstance(following, Do):
             for image in order.images:
-                source = Source.of_order(image, self._step, self._attempt)
+                source = ImageSource.of_order(image, self._step, self._attempt)
                 self._sources.append(self._stack.enter_context(source))
         return following
 
@@ -155,7 +155,7 @@ class _Part:
                 self._directory.publish(self._place, self._step)
             case Do.CLEAN_UP:
                 remove_trees([self._place])
-            case Tell(why):
+            case TellOthers(why):
                 self._tell(why)
             case Pause(seconds):
                 self._job.cancelled.wait(seconds)
@@ -238,7 +238,7 @@ class _Part:
         if self._sources:
             write_atomically(self._message("done"), json.dumps(records).encode(), durable=False)
 
-    def _write_rank(self, source: Source, numbers: list[int]) -> FileRecord | None:
+    def _write_rank(self, source: ImageSource, numbers: list[int]) -> FileRecord | None:
         if not numbers:
             return None
         name = file_name(source.manifest.rank)

@@ -29,7 +29,7 @@ class _Block:
     end: int
 
 
-class Source:
+class ImageSource:
     """One rank's image: in the agent's memory (`/proc/PID/fd/N`) or in a file.
 
     Nothing is copied: pieces are views of it. A block is checked before its pieces are taken, and once more
@@ -48,7 +48,7 @@ class Source:
         self._images = {OWN: own, COMMON: common}
 
     @classmethod
-    def of_order(cls, image: ImageAt, step: int, attempt: int) -> Source:
+    def of_order(cls, image: ImageAt, step: int, attempt: int) -> ImageSource:
         """Raises StorageFailure."""
         text = image.manifest
         try:
@@ -66,7 +66,7 @@ class Source:
             )
         return cls(image.path, manifest, image.common_path)
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> ImageSource:
         return self
 
     def __exit__(

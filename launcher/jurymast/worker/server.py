@@ -41,7 +41,7 @@ DEAF_TO = (
 )  # fmt: skip
 
 
-class Server:
+class ForkServer:
     """`plan` is the host's (see the agent's `host_plan`); `loaded` the modules of a new interpreter."""
 
     def __init__(self, loaded: frozenset[str], plan: dict[str, Any]) -> None:

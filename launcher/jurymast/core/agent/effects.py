@@ -9,7 +9,7 @@ from msgspec import Struct
 from jurymast.core import messages as msg
 
 NEVER = math.inf
-Obeyed = msg.GoOn | msg.Cadence | msg.LeaveVerdict | msg.KeeperOrder
+Obeyed = msg.GoOn | msg.CadenceSet | msg.LeaveVerdict | msg.KeeperOrder
 
 
 class WakeAt(Struct, frozen=True):

@@ -23,7 +23,7 @@ from jurymast.core.agent.link import Hearing, SupervisorLink
 from jurymast.core.agent.node_tests import NodeTests
 from jurymast.core.agent.ranks import Ranks
 from jurymast.core.agent.succession import Succession
-from jurymast.core.agent.writes import Writes
+from jurymast.core.agent.writes import NodeWrites
 from jurymast.core.message import Strange
 from jurymast.core.messages import Endpoint
 from jurymast.core.nodes.heartbeat import answer_every_s, patience_s
@@ -57,7 +57,7 @@ class AgentMachine:
         self.ranks = Ranks(plan.settings.stop_grace_s)
         self.link = SupervisorLink(node, allocation, hint, patience, plan.nodes, share, self.ranks, hearing)
         self.succession = Succession(node, nodes, hearing, enabled=plan.cluster == "slurm")
-        self.writes = Writes(plan.ranks_per_node)
+        self.writes = NodeWrites(plan.ranks_per_node)
         self.tests = NodeTests(plan, gpus, driver=driver)
         self.left = False
         self._wake_at = self._probe_at = NEVER
@@ -167,7 +167,7 @@ class AgentMachine:
                 return self.ranks.dismiss(now)
             case msg.Look():
                 return self.ranks.look(order, now)
-            case msg.Cadence():
+            case msg.CadenceSet():
                 if order.attempt != self.ranks.attempt:
                     return []
                 # The supervisor waits for a heartbeat that shows it.

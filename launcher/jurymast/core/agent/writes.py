@@ -7,7 +7,7 @@ from jurymast.core import within
 from jurymast.core.agent.effects import CancelWrite, Effect, SayForeseen, StartWrite, WarmWriter
 
 
-class Writes:
+class NodeWrites:
     """One of each tier at a time."""
 
     def __init__(self, ranks_per_node: int) -> None:

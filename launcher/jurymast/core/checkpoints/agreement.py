@@ -180,7 +180,7 @@ class Agreement:
         return self._decide(current, current.number, now) if self._shown == self._places else []
 
     def _send(self, nodes: Iterable[str], schedule: Schedule) -> list[Effect]:
-        order = msg.Cadence(attempt=self._attempt, schedule=schedule, decided=self._decided)
+        order = msg.CadenceSet(attempt=self._attempt, schedule=schedule, decided=self._decided)
         return [Send(node, order) for node in nodes]
 
     def _decide(self, current: Schedule, decided: int, now: float) -> list[Effect]:

@@ -20,7 +20,7 @@ from jurymast.core.checkpoints.commit import Commit
 from jurymast.core.checkpoints.copies import Copies, Key
 from jurymast.core.checkpoints.holders import Holder
 from jurymast.core.checkpoints.replicas import Replicas
-from jurymast.core.checkpoints.restore import Restore
+from jurymast.core.checkpoints.restore import RestoreChoice
 from jurymast.core.checkpoints.retention import Rollback
 from jurymast.core.checkpoints.securing import Securing
 from jurymast.core.checkpoints.shortages import Shortages
@@ -52,7 +52,7 @@ class Checkpoints:
         self._commit = Commit(state, self.copies)
         self._replicas = Replicas(state, self.copies, self._holders, self._commit)
         self._writes = Writes(state, self.copies, self._holders)
-        self._restore = Restore(state, self.copies, self._holders)
+        self._restore = RestoreChoice(state, self.copies, self._holders)
         self._shortages = Shortages()
         self._void: deque[Key] = deque(maxlen=VOIDS_KEPT)
         self._told: dict[int, int] = {}  # by rank, the newest step of this attempt that it saved or skipped

@@ -20,7 +20,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class NodeForesight:
     """Of one active node, all its ranks together: an image, and what of it no other node has."""
 
     image_bytes: int
@@ -40,7 +40,7 @@ class Need:
 
 
 def needs(
-    foreseen: Mapping[str, Foreseen], placement: Sequence[str], ranks_per_node: int, kept: Protection
+    foreseen: Mapping[str, NodeForesight], placement: Sequence[str], ranks_per_node: int, kept: Protection
 ) -> dict[str, Need]:
     """By node. `foreseen` has every node of the placement. What ranks have alike counts as replicated."""
     held: dict[str, int] = {}

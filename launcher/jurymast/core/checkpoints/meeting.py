@@ -53,7 +53,7 @@ class ReadWhy:
 
 
 @dataclass(frozen=True)
-class Tell:
+class TellOthers:
     """The others, as well as can be, why this node fails; `done` then."""
 
     why: str
@@ -76,7 +76,7 @@ class Fail:
 
 # All of it was there already.
 THERE = Complete(existing=True, published=True)
-Next = Do | Wait | Pause | ReadWhy | Tell | Complete | Fail
+Next = Do | Wait | Pause | ReadWhy | TellOthers | Complete | Fail
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Meeting:
         if gone:
             given_up = Fail("rank 0's node gave up: its directory is gone")
             return self._close([Pause(CAUSE_FIRST_S), given_up])
-        return self._close([Tell(why), Fail(why)])
+        return self._close([TellOthers(why), Fail(why)])
 
     def _close(self, steps: list[Next]) -> Next:
         *before, end = steps

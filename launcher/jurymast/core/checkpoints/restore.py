@@ -15,7 +15,7 @@ from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import RunState
 
 
-class Restore:
+class RestoreChoice:
     """`chosen` is what the newest attempt that was launched restores."""
 
     def __init__(self, state: RunState, copies: Copies, holders: Mapping[str, Holder]) -> None:

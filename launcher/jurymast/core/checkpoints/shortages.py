@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints import foresight
-from jurymast.core.checkpoints.foresight import Foreseen, Need, Room
+from jurymast.core.checkpoints.foresight import Need, NodeForesight, Room
 from jurymast.core.checkpoints.parity import Protection
 from jurymast.core.effects import Effect, Record
 from jurymast.core.texts import memory_size
@@ -18,7 +18,7 @@ class Shortages:
 
     def __init__(self) -> None:
         self._rooms: dict[str, Room] = {}
-        self._foreseen: dict[str, Foreseen] = {}
+        self._foreseen: dict[str, NodeForesight] = {}
         self._told: dict[str, Need] = {}
 
     def joined(self, node: str, room: Room | None) -> None:
@@ -33,7 +33,7 @@ class Shortages:
     def hear(self, node: str, message: msg.Foreseen) -> None:
         """All ranks of a node have said how large their states will be."""
         self.joined(node, message.room)
-        self._foreseen[node] = Foreseen(message.image_bytes, message.own_bytes)
+        self._foreseen[node] = NodeForesight(message.image_bytes, message.own_bytes)
 
     def complete(self, placement: Sequence[str]) -> bool:
         """Whether every node of the placement has been heard."""

@@ -64,7 +64,7 @@ WRITE_LIMIT_S = 3600.0
 
 
 @dataclass
-class Write:
+class OpenWrite:
     """One state on its way to a tier. `waiting`: nodes that have not said how it ended, and what they were
     told; from `late_at` on it takes longer than it should. `published`: who leads has brought all parts
     together."""
@@ -86,7 +86,7 @@ class Writes:
     def __init__(self, state: RunState, copies: Copies, holders: Mapping[str, Holder]) -> None:
         self._state, self._copies, self._holders = state, copies, holders
         self.shared: dict[Key, int] = {}
-        self._under_way: dict[str, Write] = {}  # by tier
+        self._under_way: dict[str, OpenWrite] = {}  # by tier
         self._next_at: dict[str, float] = {}
         self._tried: dict[str, Key] = {}
         self._retries = Retries()
@@ -145,7 +145,7 @@ class Writes:
             )
             for node, ranks in writers.items()
         }  # fmt: skip
-        self._under_way[tier] = Write(name, tier, key, now, orders, late_at)
+        self._under_way[tier] = OpenWrite(name, tier, key, now, orders, late_at)
         return [Send(node, order) for node, order in orders.items()]
 
     def _writers(self, tier: str, key: Key, now: float) -> dict[str, list[int]]:
@@ -241,14 +241,14 @@ class Writes:
                 effects.append(copied(write.tier, write.key, now, why=why))
         return effects
 
-    def _done(self, write: Write, node: str, why: str, now: float) -> list[Effect]:
+    def _done(self, write: OpenWrite, node: str, why: str, now: float) -> list[Effect]:
         """A node is done with its part, or will never be."""
         write.waiting.pop(node, None)
         if write.published:  # all had done their parts by then, also who was lost before it said so
             why = ""
         return self._end(write, why, now) if why or not write.waiting else []
 
-    def _end(self, write: Write, why: str, now: float) -> list[Effect]:
+    def _end(self, write: OpenWrite, why: str, now: float) -> list[Effect]:
         """All of it is there, or (`why`) it will not be: then nobody goes on."""
         del self._under_way[write.tier]
         cancel = msg.CancelWrite(id=write.id)
@@ -263,7 +263,7 @@ class Writes:
         told = copied(write.tier, write.key, now, size_bytes=write.size_bytes, why=why, seconds=took_s)
         return [*effects, told]
 
-    def _succeeded(self, write: Write, took_s: float, now: float) -> None:
+    def _succeeded(self, write: OpenWrite, took_s: float, now: float) -> None:
         self._retries.succeeded(write.tier)
         if write.tier == cp.SHARED:
             self.shared[write.key] = write.size_bytes

@@ -25,7 +25,7 @@ BEFORE_FIRST_STEP = ("launch", "relaunch", RANKS_UP, "warm_up")
 
 
 @dataclass
-class Saves:
+class SaveCounts:
     """Checkpoints that were written, and those that failed. Times in seconds."""
 
     done: int = 0
@@ -75,7 +75,7 @@ class Ledger:
         self.waits: list[Interval] = []
         self.stays: dict[str, list[Stay]] = {}
         self._doing: dict[str, str] = {}  # by node, of its stay that goes on
-        self.saves = Saves()
+        self.saves = SaveCounts()
         self.first_launch: int | None = None
         self._frontier = to_us(state.submitted_at)  # all before is booked
         self._stage = ""  # what the placed nodes do since

@@ -142,7 +142,7 @@ class Refuse(Struct, frozen=True):
     local: int
 
 
-class Ready(Struct, frozen=True):
+class SlotReady(Struct, frozen=True):
     """What the rank restores is in this slot, its manifest of `behind` bytes after it."""
 
     local: int
@@ -223,7 +223,7 @@ class EndWork(Struct, frozen=True):
 ForMemory = Measure | Make | Reserve | Unmake | Lend
 ForReaders = Serve | Unserve | AwaitReaders
 ForRanks = (
-    Begin | Mend | Offer | Install | Free | Withdraw | Detach | Hash | Refuse | Ready | Elsewhere
+    Begin | Mend | Offer | Install | Free | Withdraw | Detach | Hash | Refuse | SlotReady | Elsewhere
     | FailRestore
 )  # fmt: skip
 ForWork = FindImages | Verify | Fetch | Mix | Hurry | EndWork

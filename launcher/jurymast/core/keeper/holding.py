@@ -11,7 +11,7 @@ from jurymast.core.checkpoints.copies import ALL, LOCAL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Entry, Image, KeptCopy
 from jurymast.core.keeper.memory import Buffer, BufferPool, Do
-from jurymast.core.keeper.slots import EASE, RankSlots, Slot, State
+from jurymast.core.keeper.slots import EASE, RankSlots, Slot, SlotState
 
 # The order in which a reader is served.
 TIERS = (MEMORY, PEER, LOCAL)
@@ -109,7 +109,7 @@ class Holding:
         self.remove(copy)
         slot, buffer = self.slot_of(copy), self.buffer_of(copy)
         if slot is not None:
-            slot.state, slot.copy = State.LEAVING, None
+            slot.state, slot.copy = SlotState.LEAVING, None
         if buffer is not None and buffer not in self.busy:
             self.leave(buffer)
         if say:
@@ -147,7 +147,7 @@ class Holding:
     def publish(self, slot: Slot) -> None:
         """The rank has written an image."""
         assert slot.buffer is not None
-        slot.state = State.TAKING
+        slot.state = SlotState.TAKING
         self.busy.add(slot.buffer)
         rank = self._ranks[slot.local].rank
         self._do(do.Hash(slot.local, slot.number, slot.buffer.number, rank))
@@ -160,28 +160,28 @@ class Holding:
             self.free(slot)
         else:
             copy.report = msgspec.structs.replace(copy.report, stall_s=slot.stall_s)
-            slot.state, slot.copy = State.HELD, copy
+            slot.state, slot.copy = SlotState.HELD, copy
             self.hold(copy)
 
     def free(self, slot: Slot) -> None:
         """The buffer is the rank's again."""
-        slot.state, slot.copy = State.FREE, None
+        slot.state, slot.copy = SlotState.FREE, None
         self._do(do.Free(slot.local, slot.number))
         self.settle(slot)
 
     def settle(self, slot: Slot) -> None:
         """A larger buffer that was waiting for this slot gets in, if it is free; one that is to go goes."""
-        if slot.following is not None and slot.state is State.EMPTY:
+        if slot.following is not None and slot.state is SlotState.EMPTY:
             buffer, slot.following = slot.following, None
-            slot.state, slot.buffer = State.FREE, buffer
+            slot.state, slot.buffer = SlotState.FREE, buffer
             self._do(do.Offer(slot.local, slot.number, buffer.number))
-        elif (slot.following or self._slots_go) and slot.state is State.FREE and slot.buffer is not None:
+        elif (slot.following or self._slots_go) and slot.state is SlotState.FREE and slot.buffer is not None:
             self._do(do.Withdraw(slot.local, slot.number, slot.buffer.number))
 
     def withdrawn(self, slot: Slot, number: int) -> None:
         old = slot.buffer
-        if old is not None and old.number == number and slot.state is State.FREE:
-            slot.state, slot.buffer = State.EMPTY, None
+        if old is not None and old.number == number and slot.state is SlotState.FREE:
+            slot.state, slot.buffer = SlotState.EMPTY, None
             self.leave(old)
             self.settle(slot)
 
@@ -193,7 +193,7 @@ class Holding:
 
     def detach(self, slot: Slot) -> Buffer | None:
         """The buffer goes its own way; the slot is empty."""
-        buffer, slot.buffer, slot.copy, slot.state = slot.buffer, None, None, State.EMPTY
+        buffer, slot.buffer, slot.copy, slot.state = slot.buffer, None, None, SlotState.EMPTY
         self._do(do.Detach(slot.local, slot.number))
         return buffer
 
@@ -202,9 +202,9 @@ class Holding:
         slot = min(mine.slots, key=lambda one: (EASE.index(one.state), self._is_wanted(one)))
         if slot.copy is not None and not self._is_wanted(slot):
             self.drop(slot.copy)
-        was_free = slot.state is State.FREE
+        was_free = slot.state is SlotState.FREE
         buffer = self.detach(slot)
-        slot.state = State.FILLING
+        slot.state = SlotState.FILLING
         if was_free and buffer is not None:
             self.leave(buffer)  # else whoever is busy with it does that
         return slot
@@ -236,10 +236,10 @@ class Holding:
         mine.rank, mine.refused, mine.restored = rank, 0, None
         self._do(do.Begin(mine.local))
         for slot in mine.slots:
-            if slot.state is State.FREE:
+            if slot.state is SlotState.FREE:
                 self._do(do.Mend(slot.local, slot.number))
-            elif slot.state is State.FILLING:
-                slot.state = State.EMPTY
+            elif slot.state is SlotState.FILLING:
+                slot.state = SlotState.EMPTY
             elif slot.copy is not None and slot.copy.image[2] != rank:
                 if self._is_wanted(slot):
                     self.detach(

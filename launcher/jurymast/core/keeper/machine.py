@@ -17,9 +17,9 @@ from jurymast.core.keeper.copies import KeptCopy
 from jurymast.core.keeper.growth import Growth, LoanGrowth
 from jurymast.core.keeper.holding import Holding
 from jurymast.core.keeper.memory import BufferPool
-from jurymast.core.keeper.replicas import Replicas
+from jurymast.core.keeper.replicas import OwnReplicas
 from jurymast.core.keeper.restores import Restores
-from jurymast.core.keeper.slots import RankSlots, State
+from jurymast.core.keeper.slots import RankSlots, SlotState
 from jurymast.core.keeper.work import Filled, Found, Works
 from jurymast.errors import never
 
@@ -35,7 +35,7 @@ class KeeperMachine:
         self.memory = BufferPool(out)
         self.holding = Holding(out, self.memory, self.ranks)
         self._works = Works(out, self.memory, self.holding)
-        self.replicas = Replicas(self._works)
+        self.replicas = OwnReplicas(self._works)
         self.restores = Restores(self._works, node)
 
     def check(self) -> None:
@@ -46,7 +46,7 @@ class KeeperMachine:
 
     def _check_buffers(self) -> None:
         """Each is used by somebody, and by nobody else."""
-        free = [slot.buffer for mine in self.ranks for slot in mine.slots if slot.state is State.FREE]
+        free = [slot.buffer for mine in self.ranks for slot in mine.slots if slot.state is SlotState.FREE]
         following = [slot.following for mine in self.ranks for slot in mine.slots]
         claimed = [one for claim in self.memory.claims for one in claim.taken]
         alone = [one for one in (*self.memory.idle, *free, *following, *claimed) if one is not None]
@@ -97,7 +97,7 @@ class KeeperMachine:
     def published(self, local: int, number: int, stall_s: float = 0.0) -> list[do.Effect]:
         """The rank has written an image; `stall_s`: how long its training stood still for it."""
         slot = self.ranks[local].slots[number]
-        if slot.state is State.FREE and self.ranks[local].rank >= 0:
+        if slot.state is SlotState.FREE and self.ranks[local].rank >= 0:
             slot.stall_s = stall_s
             self.holding.publish(slot)
         return self._out()

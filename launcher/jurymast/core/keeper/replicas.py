@@ -20,7 +20,7 @@ Name = tuple[Image, str, tuple[int, ...]]
 class Replica(Work):
     """One order. It waits for its turn, finds what the images are like, takes memory, and fills it."""
 
-    def __init__(self, replicas: Replicas, order: msg.Replicate) -> None:
+    def __init__(self, replicas: OwnReplicas, order: msg.Replicate) -> None:
         super().__init__(replicas.works)
         self._replicas = replicas
         self.order = order
@@ -102,7 +102,7 @@ class Replica(Work):
             )  # fmt: skip
 
 
-class Replicas:
+class OwnReplicas:
     """A replica counts when all of it is here and verified; until then every older one stays."""
 
     def __init__(self, works: Works) -> None:

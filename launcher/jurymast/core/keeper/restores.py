@@ -11,7 +11,7 @@ from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.copies import Image, KeptCopy
 from jurymast.core.keeper.memory import Buffer, kernel_refusal
-from jurymast.core.keeper.slots import RankSlots, Slot, State
+from jurymast.core.keeper.slots import RankSlots, Slot, SlotState
 from jurymast.core.keeper.work import Filled, Found, Work, Works
 from jurymast.core.texts import memory_size
 
@@ -73,12 +73,12 @@ class Bringing(Work):
         holder = self.holding.slot_of(base)
         if holder is not None:
             self.holding.detach(holder)
-            holder.state = State.FILLING if holder is self.slot else State.EMPTY
+            holder.state = SlotState.FILLING if holder is self.slot else SlotState.EMPTY
         self.holding.drop(base, "blocks are corrupt in memory")
         self.why.append(f"{self._node}, memory: blocks are corrupt")
 
     def _afresh(self) -> None:
-        if self.slot.state is not State.FILLING:
+        if self.slot.state is not SlotState.FILLING:
             self.slot = self.holding.vacate(self._mine)
         self._from_others(self._find)
 
@@ -171,7 +171,9 @@ class Bringing(Work):
     def _is_ours(self) -> bool:
         """False when the copy that the restore began with has been given up, and with it its slot."""
         slots = [one for one in self._mine.slots if one.buffer is self.buffer]
-        return self.slot.state in (State.FILLING, State.HELD) and all(one.copy is not None for one in slots)
+        return self.slot.state in (SlotState.FILLING, SlotState.HELD) and all(
+            one.copy is not None for one in slots
+        )
 
     def _ready(self, copy: KeptCopy, fetched: Filled, now: float) -> None:
         buffer, holding = self.buffer, self.holding
@@ -186,14 +188,14 @@ class Bringing(Work):
                     holding.detach(holder)
                 copy.report = msgspec.structs.replace(copy.report, stall_s=base.report.stall_s)
                 holding.remove(base)
-            self.slot.state, self.slot.buffer, self.slot.copy = State.HELD, buffer, copy
+            self.slot.state, self.slot.buffer, self.slot.copy = SlotState.HELD, buffer, copy
             self.do(do.Install(self.slot.local, self.slot.number, buffer.number))
             holding.hold(copy)
             if base is not None and base.tier == PEER:
                 self.do(do.Tell(msg.Dropped(copy=base.report)))
         self._mine.restored = copy
         self.end()
-        self.do(do.Ready(self.slot.local, self.slot.number, copy.report, fetched.behind))
+        self.do(do.SlotReady(self.slot.local, self.slot.number, copy.report, fetched.behind))
         step, attempt, rank = self.image
         seconds = round(now - self._began_at, 6)
         self.do(
@@ -210,8 +212,8 @@ class Bringing(Work):
         self.end()
         if self.stopped:
             return
-        if self.slot.state is State.FILLING:
-            self.slot.state = State.EMPTY
+        if self.slot.state is SlotState.FILLING:
+            self.slot.state = SlotState.EMPTY
             self.holding.settle(self.slot)
         self.do(do.FailRestore(self._mine.local))
         step, of, rank = self.image

@@ -11,7 +11,7 @@ from jurymast.core.keeper.memory import Buffer
 SLOTS = 2
 
 
-class State(Enum):
+class SlotState(Enum):
     EMPTY = auto()  # no buffer
     FREE = auto()  # the rank's: it may be writing
     TAKING = auto()  # published; its hashes are being made
@@ -21,7 +21,14 @@ class State(Enum):
 
 
 # How easily it is done without when a restore needs a slot.
-EASE = (State.FILLING, State.EMPTY, State.FREE, State.LEAVING, State.TAKING, State.HELD)
+EASE = (
+    SlotState.FILLING,
+    SlotState.EMPTY,
+    SlotState.FREE,
+    SlotState.LEAVING,
+    SlotState.TAKING,
+    SlotState.HELD,
+)
 
 
 @dataclass(eq=False)
@@ -31,7 +38,7 @@ class Slot:
 
     local: int
     number: int
-    state: State = State.EMPTY
+    state: SlotState = SlotState.EMPTY
     buffer: Buffer | None = None
     copy: KeptCopy | None = None
     following: Buffer | None = None
@@ -44,9 +51,9 @@ class Slot:
 
     def check(self) -> None:
         where = f"slot {self.number} of local rank {self.local} is {self.state.name}"
-        without = self.state in (State.EMPTY, State.FILLING)
+        without = self.state in (SlotState.EMPTY, SlotState.FILLING)
         assert (self.buffer is None) == without, f"{where}, and its buffer is {self.buffer}"
-        assert (self.copy is not None) == (self.state is State.HELD), f"{where}, with {self.copy}"
+        assert (self.copy is not None) == (self.state is SlotState.HELD), f"{where}, with {self.copy}"
         if self.copy is not None and self.buffer is not None:
             assert self.copy.buffer == self.buffer.number, f"{where} by a copy that is elsewhere"
 
@@ -66,4 +73,4 @@ class RankSlots:
         self.slots = [Slot(self.local, number) for number in range(SLOTS)]
 
     def lacking(self, want: int) -> list[Slot]:
-        return [one for one in self.slots if one.state is not State.FILLING and one.capacity < want]
+        return [one for one in self.slots if one.state is not SlotState.FILLING and one.capacity < want]

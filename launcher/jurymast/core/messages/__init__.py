@@ -67,7 +67,7 @@ from jurymast.core.messages.nodes import (
 from jurymast.core.messages.run import (
     Accepted,
     Ask,
-    Cadence,
+    CadenceSet,
     Condition,
     Declined,
     Dismiss,
@@ -91,7 +91,7 @@ from jurymast.core.messages.run import (
 )
 
 __all__ = [
-    "AboutCheckpoints", "Accepted", "Answer", "Ask", "AskSources", "Beat", "Cadence", "CadenceReport",
+    "AboutCheckpoints", "Accepted", "Answer", "Ask", "AskSources", "Beat", "CadenceSet", "CadenceReport",
     "CancelWrite", "CheckpointOrder", "Committed", "Condition", "CopyReport", "Declined", "Dismiss",
     "Dropped", "Endpoint", "Failed", "Finished", "Foreseen", "Forget", "ForgetNewer", "FromKeeper",
     "GiveSlotsUp", "GoOn", "HangsUp", "HealthFound", "Held", "Hello", "KeeperOrder", "Kept", "Launch",
@@ -111,7 +111,7 @@ _Said = (
     | Looked | Stacks | HealthFound | VerdictLeft | TestedAlone | TestedPair | AboutCheckpoints | Ask
 )  # fmt: skip
 _Order = (
-    Launch | Stop | Dismiss | Cadence | GoOn | Moved | Leave | Look | LeaveVerdict | TestAlone | TestPair
+    Launch | Stop | Dismiss | CadenceSet | GoOn | Moved | Leave | Look | LeaveVerdict | TestAlone | TestPair
     | TestOver | CheckpointOrder
 )  # fmt: skip
 _Answer = Accepted | Declined | Condition

@@ -177,7 +177,7 @@ class Dismiss(ToAgent, frozen=True, kw_only=True):
     """The node is out of the attempt: its ranks are killed, its agent stays."""
 
 
-class Cadence(ToAgent, frozen=True, kw_only=True):
+class CadenceSet(ToAgent, frozen=True, kw_only=True):
     """When all ranks save; `decided`: the schedule's number, or -number: it is void; 0: proposed only."""
 
     attempt: int

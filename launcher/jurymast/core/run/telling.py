@@ -66,7 +66,7 @@ class Usual:
 
 
 @dataclass
-class Saves:
+class SaveTeller:
     """Decides which saves the journal is told of, and when. Times are Unix times in seconds."""
 
     state: RunState
@@ -124,10 +124,10 @@ def _kind(save: ev.Saved) -> str:
 PROGRESS_INTERVAL_S = 2.0
 
 
-class Progress:
+class ProgressTeller:
     """Of the state's attempt, with what it has saved as usual. `now` is Unix time in seconds."""
 
-    def __init__(self, state: RunState, reports: Reports, saves: Saves) -> None:
+    def __init__(self, state: RunState, reports: Reports, saves: SaveTeller) -> None:
         self._state, self._reports, self._saves = state, reports, saves
         self._progress_at = 0.0
 

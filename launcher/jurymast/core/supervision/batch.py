@@ -54,7 +54,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Requeue:
+class RequeueJob:
     """The job, without whatever of the agents is left."""
 
     outcome: Outcome
@@ -74,7 +74,7 @@ class EndJob:
     outcome: Outcome
 
 
-Effect = StartSupervisor | StartAgents | Forward | Requeue | Say | EndJob
+Effect = StartSupervisor | StartAgents | Forward | RequeueJob | Say | EndJob
 
 
 class _Phase(Enum):
@@ -119,7 +119,7 @@ class Batch:
     def supervisor_ended(self, code: int, outcome: Outcome | None, now: float) -> list[Effect]:
         """`outcome`: what it has written before, if it has."""
         if outcome is not None:
-            requeue: list[Effect] = [Requeue(outcome)] if outcome.requeued else []
+            requeue: list[Effect] = [RequeueJob(outcome)] if outcome.requeued else []
             return [*requeue, *self._end(outcome)]
         if code == SUPERSEDED:
             self._phase = _Phase.SUPERSEDED
@@ -156,7 +156,7 @@ class Batch:
         if now < self._until:
             return []
         late = Say(f"requeue: not seen within {SUCCESSOR_LIMIT_S:g} s, done from here")
-        return [late, Requeue(outcome), *self._end(outcome)]
+        return [late, RequeueJob(outcome), *self._end(outcome)]
 
     def signalled(self, *, warning: bool, supervised: bool) -> list[Effect]:
         """`supervised`: a supervisor of this process runs and can be told. Nobody else heeds a `warning`."""

@@ -37,7 +37,7 @@ from jurymast.core.run.instructions import (
 )
 from jurymast.core.run.machine import resume, step
 from jurymast.core.run.state import Phase, RunState
-from jurymast.core.run.telling import Progress, Saves
+from jurymast.core.run.telling import ProgressTeller, SaveTeller
 from jurymast.core.supervision.asks import Asks
 from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.launching import Launching
@@ -76,8 +76,8 @@ class Supervision:
         self.launching = Launching(state, self.watch, self.checkpoints, directory)
         self.departure = Departure(state, self.watch, self.checkpoints, self.asks)
         self._directory = directory
-        self._saves = Saves(state)
-        self._progress = Progress(state, self.watch.reports, self._saves)
+        self._saves = SaveTeller(state)
+        self._progress = ProgressTeller(state, self.watch.reports, self._saves)
         self._hangs = Hangs(state, self.watch.reports)
         self._rank_events = RankEvents(state, self.checkpoints)
         self._health = NodeHealth()

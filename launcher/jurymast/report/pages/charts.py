@@ -28,7 +28,7 @@ def kind(category: str) -> str:
 
 
 @dataclass(frozen=True)
-class Tick:
+class AxisTick:
     at: float
     label: str
 
@@ -115,7 +115,7 @@ class Timeline:
     width: int
     height: int
     top: int
-    ticks: tuple[Tick, ...]
+    ticks: tuple[AxisTick, ...]
     lanes: tuple[Lane, ...]
     flags: tuple[Flag, ...]
     left_out: int
@@ -199,7 +199,7 @@ def timeline(account: Account, incidents: Sequence[Incident]) -> Timeline | None
         tip = f"incident {incident.id}: {incident.cause or 'being found'}"
         flags.append(Flag(incident.id, x, x >= free, f"{tip} on {incident.node}" if incident.node else tip))
         free = x + FLAG_PX if x >= free else free
-    marks = tuple(Tick(place(t), label) for t, label in ticks(start, end))
+    marks = tuple(AxisTick(place(t), label) for t, label in ticks(start, end))
     return Timeline(
         LABEL_PX + CHART_PX + 40, TOP_PX + ROW_PX * len(rows) + 4, TOP_PX, marks, tuple(lanes), tuple(flags),
         left_out,
@@ -269,27 +269,27 @@ class Plot:
 
     label: str
     frame: PlotArea
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
+    x_ticks: tuple[AxisTick, ...]
+    y_ticks: tuple[AxisTick, ...]
     areas: tuple[Shape, ...] = ()
     lines: tuple[Shape, ...] = ()
     x_title: str = ""
-    chosen: Tick | None = None
+    chosen: AxisTick | None = None
 
 
-def share_ticks(frame: PlotArea, low: float, high: float) -> tuple[Tick, ...]:
+def share_ticks(frame: PlotArea, low: float, high: float) -> tuple[AxisTick, ...]:
     """Round values of a y axis from `low` to `high`, both 0..1: three to seven of them."""
     steps = (number / 10**digits for digits in range(6, 0, -1) for number in (1, 2, 5))
     step = next(step for step in steps if (high - low) / step <= 6)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return tuple(
-        Tick(frame.y((i * step - low) / (high - low)), f"{round(100 * i * step, 4):g} %")
+        AxisTick(frame.y((i * step - low) / (high - low)), f"{round(100 * i * step, 4):g} %")
         for i in range(first, last + 1)
     )
 
 
-def day_ticks(frame: PlotArea, days: float) -> tuple[Tick, ...]:
+def day_ticks(frame: PlotArea, days: float) -> tuple[AxisTick, ...]:
     step = next((s for s in (1, 2, 5, 10, 20, 50, 100) if days / s <= 12), 200) if days > 2 else days / 4
     return tuple(
-        Tick(frame.x(i * step / days), f"day {i * step:g}") for i in range(int(days / step + 1e-9) + 1)
+        AxisTick(frame.x(i * step / days), f"day {i * step:g}") for i in range(int(days / step + 1e-9) + 1)
     )

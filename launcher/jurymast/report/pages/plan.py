@@ -9,7 +9,7 @@ from typing import Any
 
 from jurymast.core.planning.forecast import Forecast, goodput_at
 from jurymast.report.pages import render
-from jurymast.report.pages.charts import Plot, PlotArea, Shape, Tick
+from jurymast.report.pages.charts import AxisTick, Plot, PlotArea, Shape
 from jurymast.report.pages.report import Card
 from jurymast.report.plan import WAYS, facts, gains, minutes
 from jurymast.report.words import count, duration, percent
@@ -24,7 +24,7 @@ ROUND_S = (
 
 
 @dataclass(frozen=True)
-class Way:
+class WayView:
     """One way to save, as it is shown."""
 
     name: str
@@ -58,7 +58,7 @@ class PlanPage:
     cards: tuple[Card, ...]
     facts: Sequence[tuple[str, str]]
     curve: Plot
-    ways: tuple[Way, ...]
+    ways: tuple[WayView, ...]
     spares: tuple[SpareRow, ...]
     gains: Sequence[str]
     assumed: Sequence[str]
@@ -80,7 +80,7 @@ def plan_page(plan: Mapping[str, Any], found: Forecast) -> PlanPage:
         facts=facts(plan),
         curve=_curve(found),
         ways=tuple(
-            Way(
+            WayView(
                 each["way"], minutes(each["cadence_minutes"]), minutes(each["durable_cadence_minutes"]),
                 duration(each["stall_seconds"]), each["goodput"], WAYS[each["way"]],
                 each["way"] == plan["way"],
@@ -142,16 +142,16 @@ def _curve(found: Forecast) -> Plot:
         label="goodput over the time between saves",
         frame=FRAME,
         x_ticks=tuple(
-            Tick(FRAME.x(x(at_s)), minutes(at_s / 60.0))
+            AxisTick(FRAME.x(x(at_s)), minutes(at_s / 60.0))
             for at_s in ROUND_S
             if times_s[0] <= at_s <= times_s[-1]
         ),
         y_ticks=tuple(
-            Tick(FRAME.y((tenth / 10 - floor) / (1.0 - floor)), f"{10 * tenth} %")
+            AxisTick(FRAME.y((tenth / 10 - floor) / (1.0 - floor)), f"{10 * tenth} %")
             for tenth in range(round(10 * floor), 11)
         ),
         areas=(Shape("band", between, f"{low:.3g} to {high:.3g} failures per 1,000 node-days"),),
         lines=(line("edge", low), line("edge", high), line("main", question.rate.rate)),
         x_title="time between saves",
-        chosen=Tick(FRAME.x(x(chosen_s)), f"planned: {minutes(chosen_s / 60.0)}"),
+        chosen=AxisTick(FRAME.x(x(chosen_s)), f"planned: {minutes(chosen_s / 60.0)}"),
     )

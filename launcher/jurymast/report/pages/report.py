@@ -66,7 +66,7 @@ class IncidentView:
 
 
 @dataclass(frozen=True)
-class Tier:
+class TierRow:
     """`step` None: nothing is there yet."""
 
     name: str
@@ -99,7 +99,7 @@ class ReportPage:
     parts: tuple[tuple[str, str], ...]
     incidents: tuple[IncidentView, ...]
     sums: tuple[float, ...]
-    tiers: tuple[Tier, ...]
+    tiers: tuple[TierRow, ...]
     cadence: str
     mtbf: str
     provenance: tuple[tuple[str, str], ...]
@@ -132,7 +132,7 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
         incidents=incidents,
         sums=tuple(sum(column) for column in zip(*(each.seconds for each in incidents), strict=True)),
         tiers=tuple(
-            Tier(name, tier["step"], _clock(tier["at"]), tier["size_bytes"], tier["seconds"],
+            TierRow(name, tier["step"], _clock(tier["at"]), tier["size_bytes"], tier["seconds"],
                  tier["failures"], tier["error"] or "")
             for name, tier in tiers_json(state).items()
         ),

@@ -12,12 +12,12 @@ from jurymast.core.run.incident import Incident
 from jurymast.report.pages import render
 from jurymast.report.pages.charts import (
     DAY_S,
+    AxisTick,
     Bar,
     Plot,
     PlotArea,
     Shape,
     Slice,
-    Tick,
     day_ticks,
     kind,
     share_ticks,
@@ -27,7 +27,7 @@ from jurymast.report.pages.report import RATIO_NAMES, Card
 from jurymast.report.words import count, duration, percent
 from jurymast.sim.durations import START
 from jurymast.sim.results import GOODPUT, quantile
-from jurymast.sim.simulation import Outcome
+from jurymast.sim.simulation import SimOutcome
 
 FRAME = PlotArea()
 SPREAD = PlotArea(height=76, left=40, right=40, bottom=26)
@@ -54,7 +54,7 @@ class Spread:
     box: Bar
     mean: float
     dots: tuple[Dot, ...]
-    ticks: tuple[Tick, ...]
+    ticks: tuple[AxisTick, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class CauseLane:
 @dataclass(frozen=True)
 class Lanes:
     frame: PlotArea
-    ticks: tuple[Tick, ...]
+    ticks: tuple[AxisTick, ...]
     lanes: tuple[CauseLane, ...]
 
 
@@ -100,12 +100,12 @@ class SimulationPage:
     assumed: Sequence[str]
 
 
-def page(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+def page(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> str:
     """The whole page; `found` is what `simulate --json` prints, `outcomes` have a history."""
     return render("simulation.html.j2", simulation_page(found, outcomes), found)
 
 
-def simulation_page(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> SimulationPage:
+def simulation_page(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> SimulationPage:
     runs = f"{count(found['seeds'], 'run')} of {count(found['nodes'], 'node')}"
     goodput = found["goodput"]
     worst = sorted(outcomes[0].incidents, key=_cost_s, reverse=True)[:TOLD_MAX]
@@ -155,7 +155,7 @@ def _scale(least: float, most: float) -> tuple[float, float]:
     return max(0.0, least - room), min(1.0, most + room)
 
 
-def _spread(outcomes: Sequence[Outcome]) -> Spread:
+def _spread(outcomes: Sequence[SimOutcome]) -> Spread:
     values = [outcome.ratios[GOODPUT] or 0.0 for outcome in outcomes]
     low, high = _scale(min(values), max(values))
 
@@ -168,11 +168,11 @@ def _spread(outcomes: Sequence[Outcome]) -> Spread:
         Bar("box", p5, max(1.0, round(p95 - p5, 1)), "5 % to 95 % of the runs"),
         x(sum(values) / len(values)),
         tuple(Dot(x(value), f"seed {seed}: {100 * value:.3f} %") for seed, value in enumerate(values)),
-        tuple(Tick(x(value), f"{100 * value:.2f} %") for value in (low, (low + high) / 2.0, high)),
+        tuple(AxisTick(x(value), f"{100 * value:.2f} %") for value in (low, (low + high) / 2.0, high)),
     )
 
 
-def _over_time(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Plot:
+def _over_time(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> Plot:
     curves = [[_share(part, PRODUCTIVE) for part in outcome.history] for outcome in outcomes]
     mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
     low, high = _scale(min(map(min, curves)), max(map(max, curves)))
@@ -193,7 +193,7 @@ def _share(part: Mapping[str, int], category: str) -> float:
     return part.get(category, 0) / total if total else 0.0
 
 
-def _losses(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Plot:
+def _losses(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> Plot:
     """All categories but the productive one, one on top of the other, as shares of all runs' time."""
     sums = [sum((Counter(part) for part in parts), Counter[str]())
             for parts in zip(*(outcome.history for outcome in outcomes), strict=True)]  # fmt: skip
@@ -213,7 +213,7 @@ def _losses(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Plot:
     )  # fmt: skip
 
 
-def _lanes(outcome: Outcome, days: float) -> Lanes | None:
+def _lanes(outcome: SimOutcome, days: float) -> Lanes | None:
     """A lane for each cause, a mark for each incident; those that would cover each other share one."""
     if not outcome.incidents:
         return None

@@ -407,7 +407,7 @@ class SimAgent:
 
     def _obey(self, order: do.Obeyed) -> None:
         match order:
-            case msg.Cadence():
+            case msg.CadenceSet():
                 if order.schedule.number != self.page.record.number:
                     self.page.record.propose(order.schedule)
                 if order.decided:

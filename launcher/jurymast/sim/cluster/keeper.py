@@ -26,7 +26,7 @@ from jurymast.core.keeper.gathering import (
 )
 from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.memory import round_up
-from jurymast.core.keeper.slots import SLOTS, State
+from jurymast.core.keeper.slots import SLOTS, SlotState
 from jurymast.core.keeper.work import Filled, Found
 from jurymast.sim.cluster.storage import Token
 
@@ -40,7 +40,7 @@ UNREACHABLE_S = 3.0
 WRONG = "wrong bytes"
 
 
-class Restored(Enum):
+class SimRestore(Enum):
     PENDING = "pending"
     READY = "ready"
     ELSEWHERE = "elsewhere"
@@ -96,7 +96,7 @@ def report(
 
 
 @dataclass
-class _Going:
+class _SimWork:
     """Work. `tokens`: what the images are that were found, by rank; `base`: what is in the buffer already."""
 
     key: Key = (0, 0)
@@ -119,12 +119,12 @@ class SimKeeper:
         self.machine = KeeperMachine(agent.site.name, count)
         self.bytes = SLOT_BYTES * ((SLOTS + 1) * count + room)
         self.held: list[SimImage] = []
-        self.status: dict[int, Restored] = {}  # by local rank
+        self.status: dict[int, SimRestore] = {}  # by local rank
         self.found: dict[int, SimImage] = {}
         self._allocated: dict[int, int] = {}  # by buffer
         self._capacity: dict[int, int] = {}
         self._written: dict[int, SimImage] = {}  # by buffer
-        self._going: dict[int, _Going] = {}
+        self._going: dict[int, _SimWork] = {}
         self._due: deque[do.Effect] = deque()
         self._acting = False
 
@@ -159,11 +159,11 @@ class SimKeeper:
             self.act(self.machine.wants(local, SIZE_BYTES + MANIFEST_BYTES))
 
     def free(self, local: int) -> bool:
-        return any(slot.state is State.FREE for slot in self.machine.ranks[local].slots)
+        return any(slot.state is SlotState.FREE for slot in self.machine.ranks[local].slots)
 
     def save(self, local: int, key: Key, token: Token, world: int, stall_s: float) -> None:
         mine = self.machine.ranks[local]
-        slot = next(slot for slot in mine.slots if slot.state is State.FREE)
+        slot = next(slot for slot in mine.slots if slot.state is SlotState.FREE)
         assert slot.buffer is not None
         number, rank = slot.buffer.number, mine.rank
         self._written[number] = SimImage((*key, rank), world, MEMORY, ALL, number, {rank: token})
@@ -245,16 +245,16 @@ class SimKeeper:
     def _for_ranks(self, effect: do.Effect) -> None:
         match effect:
             case do.Begin(local):
-                self.status[local] = Restored.PENDING
+                self.status[local] = SimRestore.PENDING
                 self.found.pop(local, None)
             case do.Elsewhere(local):
-                self.status[local] = Restored.ELSEWHERE
+                self.status[local] = SimRestore.ELSEWHERE
             case do.FailRestore(local):
-                self.status[local] = Restored.FAILED
-            case do.Ready(local):
+                self.status[local] = SimRestore.FAILED
+            case do.SlotReady(local):
                 copy = self.machine.ranks[local].restored
                 assert isinstance(copy, SimImage)
-                self.status[local], self.found[local] = Restored.READY, copy
+                self.status[local], self.found[local] = SimRestore.READY, copy
             case do.Withdraw():
                 self.act(self.machine.withdrawn(effect.local, effect.slot, effect.buffer))
             case do.Hash(local, slot, buffer):
@@ -266,8 +266,8 @@ class SimKeeper:
     def _room(self) -> Room:
         return Room(self.bytes - sum(self._allocated.values()), "memory.max")
 
-    def _of(self, number: int) -> _Going:
-        return self._going.setdefault(number, _Going())
+    def _of(self, number: int) -> _SimWork:
+        return self._going.setdefault(number, _SimWork())
 
     # ---- work
 
@@ -281,7 +281,7 @@ class SimKeeper:
         going.key = effect.step, effect.attempt
         self._find_next(effect, going, deque(effect.wanted))
 
-    def _find_next(self, effect: do.FindImages, going: _Going, wanted: deque[msg.Member]) -> None:
+    def _find_next(self, effect: do.FindImages, going: _SimWork, wanted: deque[msg.Member]) -> None:
         """One rank after the other, from this node or the first source that knows its image."""
         if not wanted or going.stop:
             self._found(effect, going)
@@ -312,7 +312,7 @@ class SimKeeper:
 
         ask()
 
-    def _found(self, effect: do.FindImages, going: _Going) -> None:
+    def _found(self, effect: do.FindImages, going: _SimWork) -> None:
         reports = tuple(
             report((*going.key, rank), going.world, PEER, ALL, token) for rank, token in going.tokens.items()
         )
@@ -391,13 +391,13 @@ class SimKeeper:
             world.after(world.between(*COPY_S), self.agent.process, arrived)
 
     def _gather(
-        self, going: _Going, rank: int, lacking: set[str], sources: Sequence[msg.Source], over: Got
+        self, going: _SimWork, rank: int, lacking: set[str], sources: Sequence[msg.Source], over: Got
     ) -> None:
         """These parts of a rank's image, from one source after the other."""
         self._gather_on(going, rank, lacking, Gathering(self.agent.site.name, sources), over)
 
     def _gather_on(
-        self, going: _Going, rank: int, lacking: set[str], gathering: Gathering, over: Got
+        self, going: _SimWork, rank: int, lacking: set[str], gathering: Gathering, over: Got
     ) -> None:
         fetch = None if going.stop else gathering.next(lacking)
         if fetch is None:
@@ -420,7 +420,7 @@ class SimKeeper:
             self._ask(source, told)
 
     def _read(
-        self, other: SimKeeper | None, source: msg.Source, going: _Going, rank: int, wanted: set[str],
+        self, other: SimKeeper | None, source: msg.Source, going: _SimWork, rank: int, wanted: set[str],
         why: str,
     ) -> tuple[set[str], str]:  # fmt: skip
         """What of these parts the other keeper gives, by `source.rank`'s image; and the trouble."""
@@ -435,7 +435,7 @@ class SimKeeper:
         return some, why
 
     def _rebuild(
-        self, going: _Going, rank: int, source: msg.Source, wanted: set[str],
+        self, going: _SimWork, rank: int, source: msg.Source, wanted: set[str],
         got: Callable[[set[str], str], None],
     ) -> None:  # fmt: skip
         """Out of the XOR at `source`, and the same part of its other members."""
@@ -458,7 +458,7 @@ class SimKeeper:
 
         self._ask(source, told)
 
-    def _gather_all(self, going: _Going, wanted: list[Ingredient], part: str, over: Got) -> None:
+    def _gather_all(self, going: _SimWork, wanted: list[Ingredient], part: str, over: Got) -> None:
         """This part of all these images."""
         if not wanted:
             over(True)

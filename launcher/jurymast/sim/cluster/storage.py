@@ -21,7 +21,7 @@ from jurymast.core.checkpoints.meeting import (
     Next,
     Pause,
     ReadWhy,
-    Tell,
+    TellOthers,
     Wait,
 )
 from jurymast.core.checkpoints.retention import Rollback
@@ -52,7 +52,7 @@ class Token:
 
 
 @dataclass
-class Place:
+class MeetingPlace:
     """Where nodes write a checkpoint together: what they have announced, who is done, and why some failed, by
     rank."""
 
@@ -132,7 +132,7 @@ class RunDisk:
     attempt: int = 0
     reading_s: float = 0.0  # the journal
     shared: dict[Key, tuple[float, Token]] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)  # where nodes write a checkpoint together
+    places: dict[str, MeetingPlace] = field(default_factory=dict)  # where nodes write a checkpoint together
     journal: dict[int, list[Item]] = field(default_factory=dict)
     rollbacks: list[Rollback] = field(default_factory=list)
 
@@ -210,7 +210,7 @@ class SimWrite:
         self._on_storage(self._begin)
 
     @property
-    def _places(self) -> dict[str, Place]:
+    def _places(self) -> dict[str, MeetingPlace]:
         return self._agent.cluster.disk.places
 
     def _on_storage(self, work: Callable[[], Next], *, writes: bool = False, after_s: float = 0.0) -> None:
@@ -262,7 +262,7 @@ class SimWrite:
                 self._on_storage(lambda: self._write(what), writes=what is not Do.CLEAN_UP)
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> MeetingPlace:
         if self._order.id not in self._places:
             raise FileNotFoundError("the place is gone")
         return self._places[self._order.id]
@@ -289,7 +289,7 @@ class SimWrite:
         match what:
             case Do.OPEN:
                 self._places.clear()
-                self._places[order.id] = Place()
+                self._places[order.id] = MeetingPlace()
             case Do.CLEAN_UP:
                 self._places.pop(order.id, None)
             case Do.ANNOUNCE:
@@ -306,7 +306,7 @@ class SimWrite:
                 assert self._place.shared_out, "published before it was written"
                 del self._places[order.id]
                 disk.publish(self._key, self._token)
-            case Tell(why):
+            case TellOthers(why):
                 self._place.failed[order.ranks[0]] = why
             case ReadWhy(rank):
                 return self._machine.others_failed(rank, self._place.failed.get(rank, ""))

@@ -50,9 +50,9 @@ def _begin() -> None:
 
     what = json.loads(os.environ.pop(VARIABLE))
     if "server" in what:
-        from jurymast.worker.server import Server
+        from jurymast.worker.server import ForkServer
 
-        Server(_loaded, what["server"]).serve()
+        ForkServer(_loaded, what["server"]).serve()
     elif "below" in what:
         from jurymast.worker.rank import begin_below
 
