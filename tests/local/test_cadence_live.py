@@ -73,7 +73,7 @@ def test_a_cadence_is_agreed_on_and_saves_are_made_when_somebody_asks(tmp_path: 
         assert jurymast("drain", root, victim).returncode == 0
         state = run.wait("the swap", lambda s: s.attempt == 2 and s.first_step_at is not None)
         asks = [(e.what, e.by) for e in run.events() if isinstance(e, ev.Asked)]
-        assert ("save", f"drain of {victim}, {asks[-1][1]}") in asks
+        assert ("save", f"{asks[-1][1]}, before {victim} is removed") in asks
         incident = state.incidents[0]
         assert incident.step_lost_from - (incident.step_restored or 0) < 20, run.story()
         jurymast("cancel", root)

@@ -205,7 +205,7 @@ def test_a_signal_to_the_batch_process_cancels(tmp_path: Path) -> None:
         state = run.wait_end(20)
         wait_gone(run.directory.root)
     assert state.phase.value == "cancelled"
-    assert state.end_reason == "cancel asked by a signal"
+    assert state.end_reason == "cancel requested by a signal"
 
 
 def test_an_unmodified_script_is_watched_and_restarted(

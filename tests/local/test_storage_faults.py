@@ -230,7 +230,7 @@ def test_storage_that_hangs_holds_up_nothing_but_its_own_tier(tmp_path: Path) ->
                 assert set(state.incidents[-1].tiers) == {"memory"}
                 state = run.wait("word of it", lambda s: s.saved["shared"].failures > 0, limit_s=240.0)
                 (warned,) = shown(run, "copying to the shared tier failed")
-                assert "the storage is slow, or it hangs" in warned
+                assert "the storage is slow or hangs" in warned
                 run.wait_saved((state.saved["memory"].step or 0) + 10)
             finally:
                 do("fsfreeze", "--unfreeze", str(disk))
@@ -252,7 +252,7 @@ def test_a_restore_from_storage_that_hangs_is_told_and_goes_on(tmp_path: Path) -
             state = run.wait("word of it", lambda s: bool(s.alerts))
             assert state.first_step_at is None
             (told,) = shown(run, "alert")
-            assert f"rank 0 restores from {checkpoints}, whose storage gives no answer" in told
+            assert f"rank 0 restores from {checkpoints}, whose storage does not answer" in told
             held.close()
             state = run.wait_end()
             assert (state.exit_code, state.attempt) == (0, 1)

@@ -270,7 +270,7 @@ def test_a_rolled_back_state_is_not_stored_again(tmp_path: Path, processes: list
     CheckpointDirectory(root).rollback(10, 1)
     orders = shared_orders(root, simple_images(tmp_path / "i", step=20, world=2))
     for why in failed_together(processes, orders):
-        assert why == "step 20 of attempt 1 was rolled back: it is not stored any more"
+        assert why == "step 20 of attempt 1 was rolled back, so it is not written"
 
 
 # ---- local disk

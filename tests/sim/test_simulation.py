@@ -167,7 +167,7 @@ def test_a_script_that_fails_again_and_again_ends_the_run() -> None:
     setup = Setup(nodes=4, spares=0, seconds=10_000, settings=Settings())
     outcome = ran(setup, [TraceFault(1000.0 + 800 * i, kind="script") for i in range(6)])
     assert outcome.state == "failed"
-    assert "application budget spent" in outcome.reason
+    assert "the application budget of" in outcome.reason
     assert len(outcome.incidents) == 4
 
 

@@ -43,5 +43,5 @@ def test_a_node_that_failed_a_run_is_a_spare_in_the_next(cluster: Cluster, tmp_p
     assert code == 0, error
     (row,) = [row for row in json.loads(told) if row["node"] == victim]
     assert row["after_repair"]
-    assert ", back since 20" in row["why_rate"]
+    assert ", used again since 20" in row["why_rate"]
     assert row["rate_times"] > 25.0

@@ -37,7 +37,7 @@ def test_a_slow_node_is_swapped_and_the_run_ends_with_the_same_bits(
     (incident,) = state.incidents
     assert (incident.cause, incident.action, incident.node) == ("straggler", "swap", victim), run.story()
     assert incident.rank == placed.index(victim)
-    assert "a swap costs about" in incident.reason
+    assert "swap costs about" in incident.reason
     assert victim not in state.placement
     told = [event for event in run.events() if isinstance(event, ev.Straggling)]
     assert {event.node for event in told} == {victim}

@@ -347,7 +347,7 @@ def test_a_write_that_takes_much_longer_than_the_last_is_told_of_once() -> None:
         site.time += time_s
         site.look()
     assert site.saved("shared") == [(10, True), (20, False)]
-    assert site.state.saved["shared"].error == "not there after 46 s: the storage is slow, or it hangs"
+    assert site.state.saved["shared"].error == "not written after 46 s: the storage is slow or hangs"
     assert site.ordered(msg.CancelWrite) == []
     site.answer(writes)
     assert site.saved("shared")[-1] == (20, True)

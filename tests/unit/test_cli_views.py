@@ -343,7 +343,7 @@ def test_what_is_asked_reaches_the_supervisor(
 
 def test_a_refusal_is_told(place: Place) -> None:
     directory = place.story(swapped(finished=False))
-    with supervisor(directory, Declined(why="the run is starting: no steps are being done")):
+    with supervisor(directory, Declined(why="the run is starting: it does no steps now")):
         done = place.run("save", RUN)
     assert done.returncode == 74
     assert "the supervisor refuses: the run is starting" in done.stderr
@@ -413,9 +413,13 @@ def test_cancel_of_a_queued_run_leaves_slurm_and_is_journalled(place: Place) -> 
     assert place.good("cancel", RUN) == f"{RUN} is cancelled (scancel 18)\n"
     assert (place.root / "cancelled").read_text() == "--clusters=east 18\n"
     state = replay(directory)
-    assert (state.phase.value, state.exit_code, state.end_reason) == ("cancelled", 80, "cancel asked by ada")
+    assert (state.phase.value, state.exit_code, state.end_reason) == (
+        "cancelled",
+        80,
+        "cancel requested by ada",
+    )
     assert place.json("status", RUN)["state"] == "cancelled"
-    assert "cancel asked by ada" in place.good("events", RUN)
+    assert "cancel requested by ada" in place.good("events", RUN)
 
 
 def test_cancel_of_a_requeued_run_goes_on_in_the_same_journal(place: Place) -> None:
@@ -470,4 +474,4 @@ def test_cancel_of_a_local_run_ends_its_own_process_only(place: Place) -> None:
         shown = place.good("cancel", "20261117-100001-gpt-bbbb")
         reaper.join(10)
         assert f"process {sleeper.pid} ended" in shown
-        assert replay(second).end_reason == "cancel asked by ada"
+        assert replay(second).end_reason == "cancel requested by ada"

@@ -135,7 +135,7 @@ def test_the_newest_step_wins_however_long_it_takes_to_restore() -> None:
     held.hold(copy_of(0, "n2", step=20, tier=LOCAL, size=10**15))
     plan = cp.plan_restore(held, {10: 1}, NODES, 1)
     assert (plan.step, plan.tier) == (20, MEMORY)
-    assert plan.reason.startswith("step 20 is the newest that is complete")
+    assert plan.reason.startswith("step 20 is the newest complete step")
     assert cp.plan_restore(held, {20: 1}, NODES, 1).tier == MEMORY, "of two that are as new, the nearer one"
     assert cp.plan_restore(held, {21: 10**15}, NODES, 1).tier == SHARED
 

@@ -102,7 +102,7 @@ def test_a_checkpoint_that_does_not_get_to_storage_is_told_of() -> None:
     for rank, node in enumerate((one, other)):
         after.joins(node, copies=(image(rank),))
     assert not sent_home(after.waits(62.0))
-    assert "the storage is slow, or it hangs" in story.state.saved["shared"].error
+    assert "the storage is slow or hangs" in story.state.saved["shared"].error
 
 
 def test_people_are_told_now_and_then_why_the_nodes_are_still_kept() -> None:

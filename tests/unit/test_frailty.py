@@ -110,14 +110,14 @@ def test_who_is_likely_to_fail_and_why() -> None:
     fleet = prior().rate
     (found,) = frail_nodes(history(lemon, NOW, DAY_S).values(), fleet, NOW)
     assert (found.node, found.fresh_until) == ("n1", None)
-    assert found.why == "failed 4 times in 0.8 node-days, and did not serve since"
+    assert found.why == "failed 4 times in 0.8 node-days, and was not used since"
     assert found.factor == pytest.approx(
         (1 / 3 + 4) / (1 / 3 + fleet / 1000 * (0.2 + 0.6 * AFTER_REPAIR)), abs=1e-3
     )
     back = a_run("z", -0.5, -0.1)
     (found,) = frail_nodes(history([*lemon, back], NOW, DAY_S).values(), fleet, NOW)
     assert found.fresh_until == NOW + 0.5 * DAY_S
-    assert ", back since 20" in found.why
+    assert ", used again since 20" in found.why
     assert found.times(NOW) == pytest.approx(found.factor * AFTER_REPAIR)
     assert found.times(NOW + DAY_S) == found.factor
     mended = history([FIRST, a_run("b", -7.0, 0.0)], NOW, DAY_S)  # one failure, and long good since

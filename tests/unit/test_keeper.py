@@ -573,7 +573,7 @@ def test_a_restore_of_another_world_is_refused() -> None:
             one.launch(2, [0], 1, plan(10, 1, {0: [source(one, 0)]}))
             await until("answer", lambda: rank.answer is not RestoreStatus.PENDING)
             assert rank.answer is RestoreStatus.FAILED
-            assert "2 ranks, these are 1" in told.of(msg.Unrestorable)[0].why
+            assert "2 ranks, and this attempt has 1" in told.of(msg.Unrestorable)[0].why
             assert rank.record[Word.RESTORE_IMAGE] == 0
 
     run(work())

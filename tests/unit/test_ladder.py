@@ -58,7 +58,7 @@ def test_an_exception_after_new_steps_is_no_crash_loop_but_spends_the_budget() -
     story.failed(0)
     story.stopped()
     assert phase(story) is Phase.FAILED
-    assert "application budget spent, 3 per 3600 s" in story.last(Finish).reason
+    assert "the application budget of 3 failures per 3600 s is spent" in story.last(Finish).reason
 
 
 def test_back_off_grows_while_nothing_new_is_done() -> None:
@@ -106,7 +106,7 @@ def test_a_blamed_node_that_lives_is_tried_again_when_nothing_can_take_its_place
         story.stopped()
         story.recovered(0, done)
     assert story.incident.action == "restart"
-    assert "no spare is left: tried again in place" in story.incident.reason
+    assert "no spare is left: restarted in place" in story.incident.reason
 
 
 def test_a_hang_restarts_in_place_and_a_second_one_without_progress_is_waited_for_longer() -> None:

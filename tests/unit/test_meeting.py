@@ -50,10 +50,10 @@ def read(made: Meeting) -> Meeting:
 def test_what_need_not_or_must_not_be_written_is_not() -> None:
     assert meeting().begin(unseen="", rolled_back=False, existing=True) == THERE
     why = meeting().begin(unseen="", rolled_back=True, existing=True)
-    assert why == Fail("step 10 of attempt 1 was rolled back: it is not stored any more")
+    assert why == Fail("step 10 of attempt 1 was rolled back, so it is not written")
     unseen = meeting().begin(unseen="/runs/r", rolled_back=False, existing=False)
     assert isinstance(unseen, Fail)
-    assert "/runs/r is not in sight here" in unseen.why
+    assert "/runs/r is not visible on this node" in unseen.why
     late = meeting(leads=False)
     assert begun(late) is Do.FIND_PLACE
     assert late.saw_place(there=False, existing=False) == Wait()
@@ -66,7 +66,7 @@ def test_what_need_not_or_must_not_be_written_is_not() -> None:
         (announced(1, key=(11, 1)), "rank 1 has an image of another state, step 11"),
         (announced(1, key=(10, 2)), "rank 1 has an image of another state, step 10"),
         (announced(1, world=3), "rank 1 has an image of another state, step 10"),
-        (announced(2), "layout-r00001.json is of rank 2, and there are 2"),
+        (announced(2), "layout-r00001.json names rank 2, and there are 2 ranks"),
     ],
 )
 def test_states_are_never_mixed(image: Announced, why: str) -> None:

@@ -202,15 +202,15 @@ def test_each_sender_s_first_is_told_and_the_number_of_all() -> None:
         strangers.heard("n1", what)
     strangers.heard("n2", held)
     assert notes == [
-        ("n1", "a message that is none here is left out: dance: not here"),
-        ("n2", "a message that is none here is left out: held: a field is missing"),
+        ("n1", "an unknown message was ignored: dance: not here"),
+        ("n2", "an unknown message was ignored: held: a field is missing"),
     ]
     for sender in ("n1", "n1", "n2", "n3"):
         strangers.left(sender)
-    assert notes[2:] == [("n1", "3 messages that are none here were left out: dance 2, held 1")]
+    assert notes[2:] == [("n1", "3 unknown messages were ignored: dance 2, held 1")]
     strangers.heard("n1", dance)  # it is back
     strangers.left("n1")
-    assert notes[3:] == [("n1", "4 messages that are none here were left out: dance 3, held 1")]
+    assert notes[3:] == [("n1", "4 unknown messages were ignored: dance 3, held 1")]
 
 
 def say(connection: Channel[Any], payload: bytes) -> None:
@@ -239,15 +239,15 @@ def test_an_agent_that_talks_nonsense_stays_connected_and_is_noted_once(tmp_path
                 await asyncio.sleep(0.01)
             assert "n1" in supervisor._channels
             agent.close()
-            while not any("were left out" in note for note in noted(directory, supervisor)):
+            while not any("were ignored" in note for note in noted(directory, supervisor)):
                 await asyncio.sleep(0.01)
             supervisor._over.set()
         for task in supervisor._tasks:
             task.cancel()
         first, end, count = noted(directory, supervisor)
-        assert first.startswith("a message that is none here is left out: dance: ")
+        assert first.startswith("an unknown message was ignored: dance: ")
         assert "the end" in end
-        assert count.startswith(f"{len(NONSENSE) + 1} messages that are none here were left out: ")
+        assert count.startswith(f"{len(NONSENSE) + 1} unknown messages were ignored: ")
         assert "held 4" in count
 
     run(work())
@@ -296,9 +296,9 @@ def test_a_supervisor_that_talks_nonsense_keeps_its_agent(
     assert isinstance(greeting, msg.Hello)
     assert unsaid == msg.RankEvent(attempt=0, event=within.Skipped(step=7, why=within.Skip.BUSY))
     of_rank, first, count = caplog.messages
-    assert of_rank.startswith("a rank: a message that is none here is left out: Sung: ")
-    assert first.startswith("127.0.0.1: a message that is none here is left out: dance: ")
-    assert "4 messages that are none here were left out: " in count
+    assert of_rank.startswith("a rank: an unknown message was ignored: Sung: ")
+    assert first.startswith("127.0.0.1: an unknown message was ignored: dance: ")
+    assert "4 unknown messages were ignored: " in count
 
 
 def test_nonsense_between_the_agent_and_its_host_ends_neither() -> None:
@@ -330,7 +330,7 @@ def test_nonsense_between_the_agent_and_its_host_ends_neither() -> None:
                 capture_output=True, timeout=LIMIT_S, check=True,
             )  # fmt: skip
     assert done.stdout == "3\n"
-    assert done.stderr.startswith("the agent: a message that is none here is left out: dance: ")
+    assert done.stderr.startswith("the agent: an unknown message was ignored: dance: ")
     for said in (
         within.Waiting(store_port=1), within.Started(attempt=1, pids=(2,)), within.Finished(attempt=1),
         within.Failed(attempt=1, rank=0, exit_code=1, error="E"),

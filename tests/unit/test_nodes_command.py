@@ -81,7 +81,7 @@ def test_nodes_shows_what_speaks_against_each(place: Site) -> None:
     assert shown.splitlines()[0].split()[:2] == ["NODE", "RUNS"]
     assert "n3" in shown
     assert "until 20" in shown
-    assert re.search(r" x (99|100) .* and did not serve since", shown), shown
+    assert re.search(r" x (99|100) .* and was not used since", shown), shown
     assert "2 nodes without an incident" in shown
     assert "n1" not in shown
     assert "n1" in place.run("nodes", "--all").stdout

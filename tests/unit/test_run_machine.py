@@ -195,7 +195,7 @@ def test_cancel_at_every_moment() -> None:
     running = Story().running()
     assert kinds(running.asked("cancel")) == ["Finish"]
     assert (running.state.phase, running.state.exit_code) == (Phase.CANCELLED, 80)
-    assert running.state.end_reason == "cancel asked by ada"
+    assert running.state.end_reason == "cancel requested by ada"
 
 
 def test_cancel_wins_over_a_node_that_is_lost_at_the_same_time() -> None:

@@ -96,7 +96,7 @@ def test_the_site_is_told_and_slurm_gets_the_node_back() -> None:
     site.given_back(victim)
     assert site.notes == [
         "the site was told in /var/spool/jurymast: gpu-lost",
-        f"{victim} was given back to Slurm, the job goes on without it",
+        f"{victim} was returned to Slurm, and the job continues without it",
     ]
 
 

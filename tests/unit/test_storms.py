@@ -42,7 +42,7 @@ def test_a_supervisor_that_stands_still_costs_no_node_and_says_so(tmp_path: Path
     assert told(run, "NodeLost") == []
     state = replay(run.directory)
     assert (state.attempt, state.incidents) == (1, [])
-    assert any("the supervisor stood still for" in text for _, text in state.notes)
+    assert any("the supervisor paused for" in text for _, text in state.notes)
 
 
 def test_a_killed_supervisor_s_successor_hears_all_nodes_again(tmp_path: Path) -> None:

@@ -169,8 +169,8 @@ def test_a_straggler_is_swapped_and_becomes_a_suspect() -> None:
     incident = story.incident
     assert (incident.cause, incident.action, incident.node, incident.rank) == ("straggler", "swap", slow, 1)
     assert incident.charged == "nobody"
-    assert "a swap pays" in incident.reason
-    assert "50 % of the next 60 min is 30 min, a swap costs about" in incident.reason
+    assert "a swap pays off" in incident.reason
+    assert "in the next 60 min that costs 30 min (50 %), and a swap costs about" in incident.reason
     assert story.state.nodes[slow].role is Role.SUSPECT
     assert slow not in story.state.placement
     story.recovered(90, 120)
@@ -267,7 +267,8 @@ def test_what_a_script_saves_by_itself_is_not_known() -> None:
     event = straggling(story)
     assert stragglers.worth(story.state, event) == (
         True,
-        "50 % of the next 60 min is 30 min, a swap costs about 119.6 s (60.0 s restart, 59.6 s done again)",
+        "in the next 60 min that costs 30 min (50 %), and a swap costs about 119.6 s "
+        "(60.0 s restart, 59.6 s done again)",
     )
     story.stepped(7200, absolute=False)
     assert not stragglers.worth(story.state, straggling(story, lost_s=0.4))[0]
@@ -287,7 +288,9 @@ def test_a_place_that_stays_slow_is_the_datas_or_the_codes() -> None:
     story.stopped().recovered(90, 200)
     told = story.feed(straggling(story))
     assert [type(instruction) for instruction in told] == [RaiseAlert]
-    assert f"{first} was swapped for the same before, so it is the data or the code" in told[0].reason
+    assert (
+        f"{first} was swapped for the same reason before, so the data or the code is slow" in told[0].reason
+    )
     assert len(story.state.incidents) == 1
     story.feed(straggling(story, rank=2))
     assert len(story.state.incidents) == 2, "another place may still be swapped"

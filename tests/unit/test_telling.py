@@ -161,7 +161,7 @@ def test_a_save_that_differs_is_told_at_once() -> None:
     asked.feed(
         ev.CadenceSet(
             t=asked.story.t, attempt=1, number=1, from_step=asked.done, first_step=asked.done + 1,
-            every_steps=60, reason="asked by ada", by="ada",
+            every_steps=60, reason="requested by ada", by="ada",
         )
     )  # fmt: skip
     assert told_next(asked)  # who asked waits for it

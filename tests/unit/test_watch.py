@@ -173,7 +173,7 @@ def test_a_supervisor_that_overslept_blames_nobody_and_asks_for_patience() -> No
     assert ears.lost() == []
     (note,) = ears.events()
     assert isinstance(note, ev.Noted)
-    assert "stood still for 59.8 s" in note.message
+    assert "paused for 59.8 s" in note.message
     ears.effects.clear()
     ears.beats("n1")
     (answer,) = ears.effects
@@ -479,7 +479,7 @@ def test_who_cannot_find_the_supervisor_as_storage_hangs_is_waited_for() -> None
         ears.passes(1.0, beating=("n1",))
     assert not ears.lost()
     (note,) = [event for event in ears.events() if isinstance(event, ev.Noted)]
-    assert "n2, n3 can find the supervisor only there to come back" in note.message
+    assert "n2, n3 must find the supervisor there" in note.message
     assert ears.watch.patient_until > ears.now
     ears.does(ears.watch.storage_waits(0.0, ears.now))
     ears.joins("n2", 2)

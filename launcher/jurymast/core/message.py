@@ -50,7 +50,7 @@ class Strange:
 
 def out_of_place(message: msgspec.Struct) -> Strange:
     """A message of a kind that is not to be said here and now."""
-    return Strange(kind_of(type(message).__name__), "it is not to be said here")
+    return Strange(kind_of(type(message).__name__), "it is not allowed here")
 
 
 class _Kind(msgspec.Struct):

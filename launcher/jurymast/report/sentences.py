@@ -121,7 +121,7 @@ def _fetched(e: Entry) -> str:
 
 
 def _restored(e: Entry) -> str:
-    skipped = f"; passed over {'; '.join(e['skipped'])}" if e.get("skipped") else ""
+    skipped = f"; skipped {'; '.join(e['skipped'])}" if e.get("skipped") else ""
     if not e["step"]:
         return f"no checkpoint: a fresh start{skipped}"
     if e["tier"] == MEMORY:  # in whatever tier: the plan says how much from where
@@ -133,18 +133,18 @@ def _restored(e: Entry) -> str:
 
 
 def _cold_start(e: Entry) -> str:
-    takes = f", which takes {duration(e['seconds'])} a start" if e["seconds"] else ""
-    return f"from now on ranks load everything by themselves{takes} (rank {e['rank']}): {e['why']}"
+    takes = f", which adds {duration(e['seconds'])} to a start" if e["seconds"] else ""
+    return f"from now on ranks load everything themselves{takes} (rank {e['rank']}): {e['why']}"
 
 
 def _asked(e: Entry) -> str:
     node = f" of node {e['node']}" if e.get("node") else ""
-    return f"{e['what']}{node} asked by {e['by'] or 'somebody'}"
+    return f"{e['what']}{node} requested by {e['by'] or 'somebody'}"
 
 
 def _cadence_set(e: Entry) -> str:
     if e.get("by"):
-        return f"all ranks save at step {e['first_step']}, asked by {e['by']}"
+        return f"all ranks save at step {e['first_step']}, requested by {e['by']}"
     every_s = e["every_steps"] * e["step_s"]
     return (
         f"all ranks save every {count(e['every_steps'], 'step')} ({duration(every_s)}) from step "
@@ -198,8 +198,8 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "RestorePlanned": _restore_planned,
     "RestoreFailed": lambda e: f"rank {e['rank']} on {e['node']} cannot restore step {e['step']}: {e['why']}",
     "RestoreWaits": lambda e: (
-        f"rank {e['rank']} on {e['node']} restores, and the storage of {e['path']} has given no answer for "
-        f"{duration(e['seconds'])}"
+        f"rank {e['rank']} on {e['node']} waits for its restore: the storage of {e['path']} has not answered "
+        f"for {duration(e['seconds'])}"
     ),
     "Fetched": _fetched,
     "Restored": _restored,
@@ -214,10 +214,10 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Straggling": _straggling,
     "StacksTaken": _stacks_taken,
     "AttemptFound": lambda e: (
-        f"{e['node'] or 'the run directory'} knows attempt {e['attempt']}, which the journal does not"
+        f"{e['node'] or 'the run directory'} knows attempt {e['attempt']}, which is not in the journal"
     ),
     "LaunchWaits": lambda e: (
-        f"attempt {e['attempt']} has waited for {e['what']} for {duration(e['seconds'])}, and goes on waiting"
+        f"attempt {e['attempt']} has waited {duration(e['seconds'])} for {e['what']}, and still waits"
     ),
     "Noted": lambda e: f"note{' on ' + e['node'] if e.get('node') else ''}: {e['message']}",
     "Tick": lambda e: "time passed",

@@ -28,7 +28,7 @@ class Strangers:
         kinds[what.kind] += 1
         if sender not in self._told:
             self._told[sender] = 1
-            self._note(sender, f"a message that is none here is left out: {what}")
+            self._note(sender, f"an unknown message was ignored: {what}")
 
     def left(self, sender: str) -> None:
         """The connection has ended: how many it were by now, if that was not told."""
@@ -36,4 +36,4 @@ class Strangers:
         if kinds.total() > self._told.get(sender, 0):
             self._told[sender] = kinds.total()
             told = ", ".join(f"{kind or 'without a kind'} {n}" for kind, n in kinds.most_common(KINDS_TOLD))
-            self._note(sender, f"{kinds.total()} messages that are none here were left out: {told}")
+            self._note(sender, f"{kinds.total()} unknown messages were ignored: {told}")

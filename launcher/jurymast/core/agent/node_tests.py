@@ -71,7 +71,7 @@ class NodeTests:
 
     def _pair(self, order: msg.TestPair) -> list[Effect]:
         if not self.here:
-            gone = "it has no test processes any more"
+            gone = "it has no test processes left"
             return [Send(msg.TestedPair(name=order.name, times={}, error=gone))]
         return self._ask(self._together(order.name, order.host, order.port, order.limit_s, 2, order.rank))
 

@@ -134,7 +134,7 @@ class Ranks:
         """All ranks are about to meet at a store that went with the host before."""
         failed = msg.Failed(
             attempt=order.attempt, rank=-1, exit_code=1, error="TorchrunHostDied", oom_kills=None,
-            message="the node's torchrun host ended before the ranks were to start, and their store with it",
+            message="the node's torchrun host and its store ended before the ranks started",
         )  # fmt: skip
         return self._tell(failed) + self._tell_stopped()
 

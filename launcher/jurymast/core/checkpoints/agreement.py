@@ -232,7 +232,7 @@ class Agreement:
         if self._asks:
             by, self._asks = "; ".join(self._asks), []
             self._see_all()
-            return self._propose(0, 0.0, f"asked by {by}", now, by)
+            return self._propose(0, 0.0, f"requested by {by}", now, by)
         if self._steps is None and now >= self._changed_at + HOLD_S:
             interval_s, reason = self._interval(now)
             every = max(1, round(interval_s / self.step_s))

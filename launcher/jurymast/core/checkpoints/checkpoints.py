@@ -69,7 +69,7 @@ class Checkpoints:
         held = {copy for report in hello.copies for copy in report.on(node)}
         gone = [copy for copy in self.copies.on(node) if copy not in held]
         for copy in gone:  # dropped as damaged, maybe, and its word of that was lost with the connection
-            self._commit.corrupt(copy, f"{node} has its image no more")
+            self._commit.corrupt(copy, f"{node} no longer has its image")
         if gone:
             self._gone(now)
         self.copies.drop_where(node=node)
@@ -200,7 +200,7 @@ class Checkpoints:
             for key in takewhile(self._commit.is_newer, self.copies.newest_first())
             if key[1] == attempt and sum(step > key[0] for step in voids) >= VOIDS_AFTER
         ]
-        why = "some of its images are on no node"
+        why = "some of its images are lost"
         lost = [key for key in late if not self.copies.restorable(key) and self._all_told(key)]
         return [effect for key in lost for effect in self._make_void(key, why, now)]
 

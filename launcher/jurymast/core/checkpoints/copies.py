@@ -534,7 +534,7 @@ def plan_restore(
 
 
 def _newest(step: int, seconds: float) -> str:
-    return f"step {step} is the newest that is complete, {seconds:.2f} s expected"
+    return f"step {step} is the newest complete step, {seconds:.2f} s expected"
 
 
 def _from_images(copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int) -> RestorePlan:

@@ -112,9 +112,9 @@ class Meeting:
         this step is there."""
         step, attempt = self._key
         if unseen:
-            return Fail(f"{unseen} is not in sight here: is the shared storage mounted?")
+            return Fail(f"{unseen} is not visible on this node: is the shared storage mounted?")
         if rolled_back:
-            return Fail(f"step {step} of attempt {attempt} was rolled back: it is not stored any more")
+            return Fail(f"step {step} of attempt {attempt} was rolled back, so it is not written")
         return THERE if existing else self._doing
 
     # ---- one after the other
@@ -158,7 +158,9 @@ class Meeting:
                     why = f"rank {image.rank} has an image of another state, step {image.key[0]}"
                     return self.failed(why)
                 if not 0 <= image.rank < self._world:
-                    return self.failed(f"{message} is of rank {image.rank}, and there are {self._world}")
+                    return self.failed(
+                        f"{message} names rank {image.rank}, and there are {self._world} ranks"
+                    )
                 self._ranks.add(image.rank)
         return self._do(Do.SHARE_OUT) if len(self._ranks) == self._world else Wait()
 

@@ -237,7 +237,7 @@ class Writes:
                 effects += self._end(write, why, now)
             elif now > write.late_at:
                 write.late_at = math.inf
-                why = f"not there after {now - write.started_at:.0f} s: the storage is slow, or it hangs"
+                why = f"not written after {now - write.started_at:.0f} s: the storage is slow or hangs"
                 effects.append(copied(write.tier, write.key, now, why=why))
         return effects
 

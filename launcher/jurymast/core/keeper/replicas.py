@@ -42,7 +42,7 @@ class Replica(Work):
         self.why += found.passed_over
         if self.stopped or len(found.reports) < len(self._wanted):
             if len(found.reports) < len(self._wanted):
-                self.why.append(f"nobody has the image of rank {self._wanted[len(found.reports)].rank}")
+                self.why.append(f"no node has the image of rank {self._wanted[len(found.reports)].rank}")
             self._over()
         elif self.group:
             length = mixed_bytes(found.reports, self.order.part)
@@ -91,7 +91,7 @@ class Replica(Work):
         self._replicas.ended(self)
         if not self.stopped and not self._replicas.here(self.name):
             step, attempt, rank = self.image
-            why = "; ".join(self.why) or "nobody has all of it"
+            why = "; ".join(self.why) or "no node has all of it"
             self.do(
                 do.Tell(
                     msg.Unreplicated(

@@ -160,9 +160,9 @@ class Bringing(Work):
         elif self.stopped or copy is None:
             self._over()
         elif copy.report.world != self._world:
-            self._over(f"it is of {copy.report.world} ranks, these are {self._world}")
+            self._over(f"it was saved by {copy.report.world} ranks, and this attempt has {self._world}")
         elif not fetched.behind:
-            self._over("there is no room behind it for its manifest")
+            self._over("its slot has no room for its manifest")
         elif not self._is_ours():
             self._over("it was dropped meanwhile")
         else:
@@ -217,7 +217,7 @@ class Bringing(Work):
             self.holding.settle(self.slot)
         self.do(do.FailRestore(self._mine.local))
         step, of, rank = self.image
-        said = "; ".join((*self.why, *why)) or "nobody has all of it"
+        said = "; ".join((*self.why, *why)) or "no node has all of it"
         self.do(
             do.Tell(msg.Unrestorable(attempt=self.attempt, rank=rank, step=step, of=of, why=said))
         )  # fmt: skip

@@ -96,7 +96,7 @@ class SickNodes:
             self._refused = True
             return [_note(name, f"Slurm does not take {name} back from the running job: {why}", now)]
         if gone:
-            return [_note(name, f"{name} was given back to Slurm, the job goes on without it", now)]
+            return [_note(name, f"{name} was returned to Slurm, and the job continues without it", now)]
         return []
 
     def tick(self, now: float) -> list[Effect]:

@@ -141,4 +141,4 @@ class Lateness:
         self.answer_every_s = answer_every_s(self._heartbeat_s, agents)
         if seconds <= TOLD_S:
             return ""
-        return f"the supervisor stood still for {seconds:.1f} s: no node is blamed for that time"
+        return f"the supervisor paused for {seconds:.1f} s: no node is blamed for that time"

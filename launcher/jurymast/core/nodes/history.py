@@ -151,9 +151,10 @@ class NodeRecord:
         times = "once" if self.failures == 1 else f"{self.failures} times"
         told = f"failed {times} in {self.node_days:.3g} node-days"
         if self.fresh_until is None:
-            return f"{told}, and did not serve since"
+            return f"{told}, and was not used since"
         if self.fresh(now):
-            told += f", back since {datetime.fromtimestamp(self.fresh_until - AFTER_REPAIR_S):%Y-%m-%d %H:%M}"
+            back = datetime.fromtimestamp(self.fresh_until - AFTER_REPAIR_S)
+            told += f", used again since {back:%Y-%m-%d %H:%M}"
         return told
 
 
@@ -274,7 +275,7 @@ def _exclude(
     windows = zip(counted, counted[STRIKES_MAX - 1 :], strict=False)
     record.for_good = any(last.at - first.at <= WINDOW_S for first, last in windows)
     if record.for_good:
-        record.why = f"{len(counted)} strikes, the newest: {newest.cause} ({newest.evidence})"
+        record.why = f"{len(counted)} strikes, the latest: {newest.cause} ({newest.evidence})"
     elif newest.at + exclusion_s > now:
         record.excluded_until = newest.at + exclusion_s
         record.why = f"{newest.cause} ({newest.evidence})"
@@ -289,8 +290,8 @@ def _signals(counts: _Counts, out_s: float) -> list[Signal]:
         Signal("exclusions", counts.excluding_runs, 2, f"excluded by {counts.excluding_runs} runs"),
         Signal("xids", counts.xids.total() if counts.xids else 0, 2, codes or "no Xid"),
         Signal("hours_out", out_s / 3600.0, 24, f"out of service for {out_s / 3600.0:.0f} h"),
-        Signal("failures_with_others", counts.together, 2, f"left together with others {counts.together} x"),
-        Signal("failures_alone", counts.alone, 2, f"left alone {counts.alone} x"),
+        Signal("failures_with_others", counts.together, 2, f"lost together with others {counts.together} x"),
+        Signal("failures_alone", counts.alone, 2, f"lost alone {counts.alone} x"),
         Signal("failure_rate", rate, 0.3, f"failed {len(counts.failed_runs)} of {counts.runs} runs"),
     ]  # fmt: skip
 

@@ -142,26 +142,24 @@ class ProbeLooks:
 
 def _wedged(end: ChildEnd, now: float) -> Finding:
     verdict, kind = WEDGED["storage" if end.on_storage else end.probe]
-    again = "and SIGKILL does not end it" if end.undead else "twice, in two processes"
+    again = "and SIGKILL did not end it" if end.undead else "twice, in two processes"
     return Finding(
         probe=end.probe, code="driver-wedged", verdict=verdict, kind=kind, at=now,
-        message=f"a look through the probe {end.probe} hangs, {again}: {end.detail}; it is left out "
-        "from now on",
+        message=f"the probe {end.probe} hung, {again}: {end.detail}; it is no longer used",
     )  # fmt: skip
 
 
 def _crashes(end: ChildEnd, now: float) -> Finding:
     return Finding(
         probe=end.probe, code="probe-crashes", verdict=Verdict.UNKNOWN, kind=HOST, at=now,
-        message=f"a look through the probe {end.probe} ends its process, twice: {end.detail}; it is left out "
-        "from now on",
+        message=f"the probe {end.probe} crashed its process twice: {end.detail}; it is no longer used",
     )  # fmt: skip
 
 
 def _no_child(why: str, now: float) -> Finding:
     return Finding(
         probe="health", code="no-probes", verdict=Verdict.UNKNOWN, kind=HOST, at=now,
-        message=f"the node's health is not observed any more: the process for it ends at once ({why})",
+        message=f"the node's health is no longer observed: the probes' process ends at once ({why})",
     )  # fmt: skip
 
 

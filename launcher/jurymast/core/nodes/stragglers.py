@@ -173,8 +173,8 @@ def told(state: RunState, now: float, slow: Slow, since_s: float) -> Straggling:
         t=now, attempt=state.attempt, node=slow.node, rank=slow.rank, slowness=round(slow.slowness, 3),
         own_s=round(slow.own_s, 6), typical_s=round(slow.typical_s, 6), lost_s=round(slow.lost_s, 6),
         step_s=round(slow.step_s, 6), since_s=round(since_s, 1),
-        evidence=f"{who} spent {own} a step outside of backward, the others {others}, and they waited {lost} "
-        f"for it, over {since_s:.0f} s",
+        evidence=f"for {since_s:.0f} s {who} spent {own} of each step outside of backward, the others "
+        f"{others}; they waited {lost} for it",
     )  # fmt: skip
 
 
@@ -185,8 +185,8 @@ def worth(state: RunState, event: Straggling, *, saved: bool = False) -> tuple[b
     restart_s, rework_s = _restart_s(state), 0.0 if saved else _rework_s(state)
     gain_s, cost_s = share * horizon_s, restart_s + rework_s
     arithmetic = (
-        f"{100 * share:.0f} % of the next {_time(horizon_s)} is {_time(gain_s)}, a swap costs about "
-        f"{_time(cost_s)} ({_time(restart_s)} restart, {_time(rework_s)} done again)"
+        f"in the next {_time(horizon_s)} that costs {_time(gain_s)} ({100 * share:.0f} %), and a swap costs "
+        f"about {_time(cost_s)} ({_time(restart_s)} restart, {_time(rework_s)} done again)"
     )
     return gain_s > cost_s, arithmetic
 

@@ -128,7 +128,7 @@ def judge(nodes: Sequence[str], alone: Mapping[str, Alone], played: Sequence[Pai
         elif name in failed:
             found.append(Judgement(name, Verdict.SUSPECT, failed[name], slowness, partner))
         elif alone[name].wrong or name in errors:
-            why = f"most nodes failed this way, so nobody is blamed: {alone[name].wrong or errors[name]}"
+            why = f"most nodes failed this way, so none is blamed: {alone[name].wrong or errors[name]}"
             found.append(Judgement(name, Verdict.UNKNOWN, why, slowness, partner))
         elif slowness > SLOW:
             found.append(Judgement(name, Verdict.SUSPECT, worst, slowness, partner))

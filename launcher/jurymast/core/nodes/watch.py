@@ -262,8 +262,8 @@ class Watch:
         if told:
             return []
         text = (
-            f"the run directory does not answer: {some(looking, NODES_TOLD)} can find the supervisor only "
-            "there to come back, and time for that counts again once it answers"
+            f"the run directory does not answer, and {some(looking, NODES_TOLD)} must find the supervisor "
+            "there; their time to come back starts when it answers"
         )
         return [Record(ev.Noted(t=now, message=text))]
 

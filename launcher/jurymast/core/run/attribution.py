@@ -34,7 +34,7 @@ from jurymast.core.run import causes, clues
 from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
 from jurymast.core.run.causes import APPLICATION, CAUSES
 from jurymast.core.run.clues import SIGNAL_NAMES
-from jurymast.core.texts import NODES_TOLD, some
+from jurymast.core.texts import NODES_TOLD, count, some
 
 # A finding so long before an end of ranks, or after it, has to do with it (seconds).
 NEAR_S = 180.0
@@ -126,7 +126,7 @@ def attribute(
         return _lost_cause(lost, around)
     if asked is not None:
         where = f" {asked.node}" if asked.node else ""
-        return _cause(f"{asked.what}_asked", asked.node, f"{asked.what}{where} asked by {asked.by}")
+        return _cause(f"{asked.what}_asked", asked.node, f"{asked.what}{where} requested by {asked.by}")
     classed = [(_class_of(failure, around), failure) for failure in failures]
     if around.leaving and not _program_failed_before(classed, around.leaving):
         return _found_cause(around.leaving)
@@ -285,7 +285,7 @@ def _told(failure: WorkerFailed) -> str:
     if failure.error:
         told = f"{failure.error}: {failure.message}" if failure.message else failure.error
     if failure.oom_kills and (failure.exit_code < 0 or failure.rank < 0):
-        told += f", after {failure.oom_kills} kill(s) for want of memory in the node's cgroup"
+        told += f", after {count(failure.oom_kills, 'out-of-memory kill')} in the node's cgroup"
     elif failure.exit_code == -7:
         told += f", {failure.shm_used:.0%} of /dev/shm in use"
     return f"{told}; its log ends: {failure.log}" if failure.log else told

@@ -103,7 +103,7 @@ def rule(state: RunState, node: Node, raw: Finding) -> Ruling:
         group = _group(finding)
         return Ruling(finding, alert=(_shown_by_many(group), common), many=group)
     if finding.code == STORAGE_FULL and finding.verdict in ACTING_VERDICTS:
-        message = f"{describe(finding)}; what the run writes there waits for room, and no node is blamed"
+        message = f"{describe(finding)}; the run's writes wait for space, and no node is blamed"
         return Ruling(finding, alert=("storage full", message))
     if not acts(finding) or node.role is Role.FAILED or _waits_for_storage(node, finding):
         return Ruling(finding)
@@ -118,9 +118,9 @@ def rule(state: RunState, node: Node, raw: Finding) -> Ruling:
         return Ruling(finding, alert=("limit of blame", f"{told}; it stays, because {refused}"))
     if finding.verdict is Verdict.SUSPECT and node.role is Role.ACTIVE:
         if worked_around(state, finding):
-            return Ruling(finding, note=f"{told}; ranks of the next attempt there leave the device out")
+            return Ruling(finding, note=f"{told}; its ranks do without the device from the next attempt on")
         if not any(n.role is Role.SPARE for n in state.spare_nodes()):
-            return Ruling(finding, note=f"{told}; no spare is ready, so it is looked at in the next incident")
+            return Ruling(finding, note=f"{told}; no spare is ready, so it stays until the next incident")
     elif finding.verdict is Verdict.BAD and not _replaceable(state, node):
         return Ruling(finding, alert=("no replacement", f"{told}; it stays: nothing can take its place"))
     return Ruling(finding, out=True)
@@ -187,7 +187,7 @@ def escalated(state: RunState, name: str, finding: Finding) -> Finding:
     if _is_fatal(finding):
         if sum(map(_is_fatal, here)) < FATAL_TIMES:
             return finding
-        message = f"{finding.message}; {FATAL_TIMES} fatal ones within a day: contact the vendor's support"
+        message = f"{finding.message}; {FATAL_TIMES} fatal Xids within a day: contact the vendor's support"
         return replace(finding, message=message)
     if finding.kind != findings.APPLICATION or _elsewhere(state, name, finding):
         return finding
@@ -248,7 +248,7 @@ def on_many(state: RunState, finding: Finding) -> str:
         if len(nodes) <= most:
             return ""
     return (
-        f"{group} on many nodes within {together_s:.0f} s has one cause outside of them, so none is blamed; "
+        f"{group} on many nodes within {together_s:.0f} s: the cause is outside of them, so none is blamed; "
         f"for example {describe(finding)}"
     )
 
@@ -260,10 +260,12 @@ def beyond_limits(state: RunState, name: str, also: Collection[str] = ()) -> str
     out = leaving | {blame.node for blame in state.blames if _is_out(state, blame)} - {name}
     most = max(1, int(settings.excluded_fraction * (state.active + state.spares)))
     if len(out) >= most:
-        return f"at most {most} of the run's nodes are blamed at a time, and {', '.join(sorted(out))} is out"
+        return (
+            f"at most {most} of the run's nodes may be out at a time, and {', '.join(sorted(out))} already is"
+        )
     lately = leaving | {blame.node for blame in state.blames if blame.at > now - HOUR_S} - {name}
     if len(lately) >= PER_HOUR:
-        return f"{len(lately)} nodes were blamed within the hour, and no more than {PER_HOUR} are"
+        return f"{len(lately)} nodes were blamed within the hour, and the limit is {PER_HOUR}"
     return ""
 
 

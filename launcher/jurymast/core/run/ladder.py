@@ -58,7 +58,7 @@ def decide(state: RunState, cause: Cause) -> Decision:
     blames = _blames(state, cause, bad) + tuple(aside)
     if aside:
         bad += tuple(b.node for b in aside)
-        why += "; on the occasion out: " + ", ".join(f"{b.node} ({b.evidence})" for b in aside)
+        why += "; also removed: " + ", ".join(f"{b.node} ({b.evidence})" for b in aside)
     if not bad:
         wait_s = patient_s(_patient_tries(state, cause)) if cause.kind in PATIENT else wait_s
         return Decision("restart", why, backoff_s=wait_s)
@@ -71,13 +71,13 @@ def decide(state: RunState, cause: Cause) -> Decision:
     must_go = lost or cause.kind == "drain_asked" or any(b.bad for b in blames)
     if not must_go or (blames and not lost and not state.may_requeue):
         # Blamed but alive, and nothing to put in its place: a requeue costs more than another try.
-        return Decision("restart", f"{why}, but no spare is left: tried again in place", backoff_s=wait_s)
+        return Decision("restart", f"{why}, but no spare is left: restarted in place", backoff_s=wait_s)
     # Of those, who lacks no more than a torchrun host takes its own place again, and so does a lost one that
     # has come back; and a suspect that is about to be ready is better than a requeue.
     back = [node for node in state.nodes.values() if node.usable and node.name in bad]
     if len(spares) + len(back) + len(coming) >= len(bad) and not blames:
         names = some(bad, NODES_TOLD)
-        return Decision("swap", f"{why}: {names} out, or back soon", bad, wait_s)
+        return Decision("swap", f"{why}: {names} out unless back soon", bad, wait_s)
     if state.may_requeue:
         return Decision(
             "requeue",
@@ -141,7 +141,7 @@ def _give_up(state: RunState, cause: Cause) -> Decision | None:
     if budget.count is not None and used > budget.count:
         return Decision(
             "stop",
-            f"{cause.charged} budget spent, {budget.count} per {budget.window_s:.0f} s",
+            f"the {cause.charged} budget of {budget.count} failures per {budget.window_s:.0f} s is spent",
             exit_code=exit_code,
         )
     return None
@@ -187,9 +187,9 @@ def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
     if gone:
         return gone, "replaced"
     if cause.kind == "drain_asked":
-        return tuple(n for n in state.placement if n == cause.node), "drained by hand"
+        return tuple(n for n in state.placement if n == cause.node), "removed by hand"
     if cause.kind == "straggler":
-        return cause.nodes, "a swap pays"
+        return cause.nodes, "a swap pays off"
     if cause.kind in causes.FROM_FINDINGS:
         return _found_bad(state, cause)
     if cause.charged != "infrastructure" or not cause.node:

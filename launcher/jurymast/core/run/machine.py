@@ -183,7 +183,7 @@ def _node_joined(state: RunState, event: ev.NodeJoined) -> list[Instruction]:
         recovery.note_failure(state, node)
         recovery.serve_again(state, [node.name])
         node.become(Role.SUSPECT, f"came back after: {node.reason}", event.t)
-        return [Dismiss(node=node.name, reason="it was counted out while it was away")]
+        return [Dismiss(node=node.name, reason="it was given up while it was away")]
     if node.role is not Role.SUSPECT:
         node.become(Role.JOINING, "warming up", event.t)
     return []
@@ -242,7 +242,7 @@ def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
     if event.what == "cancel":
         return [
             recovery.finish_from_outside(
-                state, "cancelled", RunCancelledError.exit_code, f"cancel asked by {event.by}"
+                state, "cancelled", RunCancelledError.exit_code, f"cancel requested by {event.by}"
             )
         ]
     if event.what == "save":
@@ -252,7 +252,7 @@ def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
         node = state.nodes.get(event.node)
         if node is not None:
             node.drained = True
-            node.become(Role.FAILED, f"drained by {event.by}", event.t)
+            node.become(Role.FAILED, f"removed by {event.by}", event.t)
             return [Dismiss(node=node.name, reason=node.reason)]
         return []
     if event.what == "restart" and state.phase is Phase.WAITING:
@@ -439,7 +439,7 @@ def _straggling(state: RunState, event: ev.Straggling) -> list[Instruction]:
     told = f"{event.node}: {event.evidence}"
     again = stragglers.swapped_before(state, event)
     if again:
-        message = f"{told}; {again} was swapped for the same before, so it is the data or the code"
+        message = f"{told}; {again} was swapped for the same reason before, so the data or the code is slow"
         return blame.raise_alert(state, "slow again", message, (event.node,))
     why_not = stragglers.refusal(state, event)
     if why_not:

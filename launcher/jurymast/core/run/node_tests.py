@@ -17,7 +17,7 @@ from jurymast.core.run.state import Node, Phase, Role, RunState
 
 # With two partners who are known to work, a test can tell whose fault a slow connection is.
 PARTNERS = 2
-SUSPECT_REASON = "suspect: before it is used again"
+SUSPECT_REASON = "suspect nodes are tested before use"
 # A bad node's finding.
 PROBE, WRONG_RESULT = "preflight", "wrong-result"
 

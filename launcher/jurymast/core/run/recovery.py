@@ -71,7 +71,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
     state.phase, state.stopped = Phase.STOPPING, set()
     state.deadline = stop_deadline(state, detected_at)
     asked = state.findings.asked
-    reason = f"{asked.what} asked by {asked.by}" if asked else "a failure ends the attempt for every rank"
+    reason = f"{asked.what} requested by {asked.by}" if asked else "a failure ends the attempt for every rank"
     for name, finding in state.findings.health.items():
         reason = f"{name} leaves for {blame.describe(finding)}"
     if state.findings.straggling is not None:

@@ -32,7 +32,7 @@ def failed(state: RunState, event: ev.RestoreFailed) -> list[Instruction]:
         if state.unrestored[key] == RESTORE_TRIES:
             message = (
                 f"step {event.step} could not be restored {RESTORE_TRIES} times: the run goes on "
-                f"from an older one, if there is one; {event.why}"
+                f"from an older checkpoint, if there is one; {event.why}"
             )
             instructions = blame.raise_alert(state, "restore", message, [event.node])
     end = ev.WorkerFailed(
@@ -49,7 +49,7 @@ def waits(state: RunState, event: ev.RestoreWaits) -> list[Instruction]:
     if state.first_step_at is not None:
         return []
     state.unanswered[event.rank] = event
-    message = f"rank {event.rank} restores from {event.path}, whose storage gives no answer"
+    message = f"rank {event.rank} restores from {event.path}, whose storage does not answer"
     instructions = blame.raise_alert(state, "restore waits", message, [event.node])
     if event.seconds >= WAIT_LIMIT_S:
         for waiting in state.unanswered.values():
@@ -60,7 +60,7 @@ def waits(state: RunState, event: ev.RestoreWaits) -> list[Instruction]:
 def _end_of(waiting: ev.RestoreWaits, t: float) -> ev.WorkerFailed:
     return ev.WorkerFailed(
         t=t, node=waiting.node, attempt=waiting.attempt, rank=waiting.rank, exit_code=0, error=STORAGE_HANGS,
-        message=f"{waiting.path}: its storage has given no answer for {WAIT_LIMIT_S:.0f} s",
+        message=f"{waiting.path}: its storage has not answered for {WAIT_LIMIT_S:.0f} s",
     )  # fmt: skip
 
 

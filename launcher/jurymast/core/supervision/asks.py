@@ -15,7 +15,7 @@ KNOWN = {"cancel", "restart", "drain", "rollback", "save"}
 # A drain by hand can wait so long for a save; with steps of minutes it loses some of them instead.
 SAVE_LIMIT_S = 60.0
 WARNING = "Slurm's warning"
-ON_STORAGE = "somebody who could reach no supervisor"
+ON_STORAGE = "a user while no supervisor was reachable"
 
 
 class Asks:
@@ -46,15 +46,15 @@ class Asks:
         if what == "rollback" and asked.step is None:
             return "a rollback needs the step to go back to"
         if what == "save" and self._state.phase is not Phase.RUNNING:
-            return f"the run is {self._state.public_state}: no steps are being done"
+            return f"the run is {self._state.public_state}: it does no steps now"
         if what == "save" and not self._agreement.ask(asked.by):
-            return "its ranks have no Checkpointer, or have not done a step with it yet"
+            return "its ranks have no Checkpointer, or have not finished a step with it yet"
         return ""
 
     def _begin(self, asked: Ask, now: float) -> list[Effect]:
         event = ev.Asked(t=now, what=asked.what, by=asked.by, node=asked.node)
         if asked.what == "drain" and asked.node in self._state.places:
-            why = f"drain of {asked.node}, {asked.by}"
+            why = f"{asked.by}, before {asked.node} is removed"
             self._waiting[why] = event
             return [Record(ev.Asked(t=now, what="save", by=why)), SaveFirst(why, SAVE_LIMIT_S)]
         back = []
@@ -76,7 +76,7 @@ class Asks:
         if event is None:
             return []
         lost = not in_time and self._state.phase is Phase.RUNNING
-        note = ev.Noted(t=now, message=f"nothing was saved before the {why}")
+        note = ev.Noted(t=now, message=f"the save requested by {why}, did not finish in time")
         return [*([Record(note)] if lost else []), Record(replace(event, t=now))]
 
     def warned(self, now: float) -> list[Effect]:

@@ -155,7 +155,7 @@ class Batch:
             return self._end(outcome)
         if now < self._until:
             return []
-        late = Say(f"requeue: not seen within {SUCCESSOR_LIMIT_S:g} s, done from here")
+        late = Say(f"the job was not requeued within {SUCCESSOR_LIMIT_S:g} s, so this process requeues it")
         return [late, RequeueJob(outcome), *self._end(outcome)]
 
     def signalled(self, *, warning: bool, supervised: bool) -> list[Effect]:

@@ -81,7 +81,7 @@ class Departure:
             return []
         self._tell_at = now + TELL_EVERY_S
         shared = self._state.saved.get(cp.SHARED)
-        what = self._checkpoints.unsaved() or "what nodes that are to come back have in memory"
+        what = self._checkpoints.unsaved() or "what missing nodes have in memory"
         why = f" ({shared.error})" if shared is not None and shared.error else ""
         text = f"the nodes are kept for up to {until - now:.0f} s more: {what} is not on shared storage{why}"
         return [Record(ev.Noted(t=now, message=text))]

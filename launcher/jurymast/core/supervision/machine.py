@@ -52,7 +52,7 @@ STILL_RUNNING = "running"
 ENDINGS = frozenset({STILL_RUNNING, "cancelled", "timeout", "preempted", "requeued"})
 ASK_AGAIN_S = 2.0
 # Who asks for a restart, and why, after a take-over.
-HALF_TOLD = "the supervisor that took over: not all nodes were told of the launch before"
+HALF_TOLD = "the new supervisor, because not all nodes were told of the launch"
 
 AboutNodes = (
     msg.HealthFound | msg.Looked | msg.VerdictLeft | msg.Terminated | msg.HangsUp | msg.Leaving
