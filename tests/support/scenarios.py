@@ -28,6 +28,7 @@ from jurymast.core.run.incident import Incident
 from jurymast.core.run.instructions import RaiseAlert
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.settings import Settings
+from jurymast.health.tables import unit_in
 from support.findings import FINDINGS
 from support.stories import Story
 
@@ -204,5 +205,5 @@ def _finding(story: Story, node: str, code: str, rest: list[str]) -> ev.HealthFo
     device = rest[0] if rest else ("gpu0" if code.startswith(("gpu-", "xid-")) else "")
     return ev.HealthFound(
         t=story.t, node=node, probe=probe, code=code, verdict=verdict, kind=kind, device=device, at=at,
-        message=" ".join(rest[1:]) or code,
+        message=" ".join(rest[1:]) or code, unit=unit_in(" ".join(rest[1:])),
     )  # fmt: skip

@@ -336,6 +336,7 @@ class HealthFound(Event):
     message: str
     device: str = ""
     at: float = 0.0
+    unit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

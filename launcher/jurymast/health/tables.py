@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from jurymast.core.nodes import findings
 from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.core.texts import did_you_mean
@@ -9,6 +11,7 @@ from jurymast.health.probe import Context
 from jurymast.reference import Xid, recovery_actions, thresholds, xids
 
 TEXT_MAX = 200
+_UNIT = re.compile(r"GPC\W*(\d+)\D+TPC\W*(\d+)", re.IGNORECASE)
 # What a policy may say of a code (health.xid), as a verdict and a kind.
 READINGS = {
     "ok": (Verdict.OK, findings.SYMPATHETIC),
@@ -31,8 +34,14 @@ def xid_finding(code: int, device: str, text: str, at: float, context: Context) 
         meaning += f"; the policy reads it as {context.xid[str(code)]}"
     return Finding(
         probe="nvidia", code=f"xid-{code}", verdict=verdict, kind=kind, device=device, at=at, once=True,
-        message=f"Xid {code}: {meaning}{said}",
+        unit=unit_in(text), message=f"Xid {code}: {meaning}{said}",
     )  # fmt: skip
+
+
+def unit_in(text: str) -> str:
+    """The part of the GPU that the driver names, such as "GPC 1, TPC 3"; "" for none."""
+    found = _UNIT.search(text)
+    return f"GPC {found[1]}, TPC {found[2]}" if found else ""
 
 
 def reading(code: int, text: str, context: Context) -> tuple[Verdict, str]:

@@ -33,7 +33,8 @@ KINDS = (HARDWARE, NETWORK, HOST, STORAGE, APPLICATION, SYMPATHETIC)
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One thing a probe saw. `code` names it for tables and for counting ("xid-79", "ecc-uncorrectable",
-    "ib-link-down", "oom-kill"); `device` is "" or the part it speaks of ("gpu3", "mlx5_0", "/scratch").
+    "ib-link-down", "oom-kill"); `device` is "" or the part it speaks of ("gpu3", "mlx5_0", "/scratch"),
+    `unit` the part of that, if it is known ("GPC 1, TPC 3").
 
     Equal (probe, code, device) is the same finding. `at`: when it happened, seconds since the epoch.
     `once`: an event (a Xid), which happened and is not over when the next look does not tell of it again.
@@ -47,6 +48,7 @@ class Finding:
     device: str = ""
     at: float = 0.0
     once: bool = False
+    unit: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,7 +64,7 @@ class Finding:
             found = cls(**{**values, "verdict": Verdict(values["verdict"])})
         except (KeyError, TypeError) as error:
             raise ValueError(f"no finding: {error}") from error
-        texts = (found.probe, found.code, found.message, found.device)
+        texts = (found.probe, found.code, found.message, found.device, found.unit)
         if not (
             all(isinstance(text, str) for text in texts)
             and type(found.at) in (int, float)

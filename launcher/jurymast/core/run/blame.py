@@ -14,7 +14,6 @@ Where one of these keeps a node in, people are alerted instead. Times in seconds
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -47,7 +46,6 @@ OOM_KILL, SHM_FULL = "oom-kill", "shm-full"
 # Where there is only one node, nobody else will say so.
 STORAGE_FULL = "storage-full"
 PROCESS_STUCK = "process-stuck"
-_UNIT = re.compile(r"GPC\W*(\d+)\D+TPC\W*(\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def take(state: RunState, event: HealthFound) -> Finding | None:
     """Enter a finding on a known node into the state; None when it is over, too old or known already."""
     finding = Finding(
         probe=event.probe, code=event.code, verdict=Verdict(event.verdict), kind=event.kind,
-        message=event.message, device=event.device, at=event.at or event.t,
+        message=event.message, device=event.device, at=event.at or event.t, unit=event.unit,
     )  # fmt: skip
     node = state.nodes[event.node]
     key = f"{finding.probe} {finding.code} {finding.device}"
@@ -191,15 +189,14 @@ def escalated(state: RunState, name: str, finding: Finding) -> Finding:
         return replace(finding, message=message)
     if finding.kind != findings.APPLICATION or _elsewhere(state, name, finding):
         return finding
-    unit = _UNIT.search(finding.message)
+    where = ""
     if finding.code == GRAPHICS_EXCEPTION:
-        units = [found for f in here if (found := _UNIT.search(f.message))]
-        here = [f for f in here if unit and (m := _UNIT.search(f.message)) and m.groups() == unit.groups()]
-        if len(units) != len(here):  # on other units as well: the program's
+        here = [f for f in here if f.unit]
+        if any(f.unit != finding.unit for f in here):  # the program's
             return finding
+        where = f" on {finding.unit}"
     if len(here) < 2:
         return finding
-    where = f" on GPC {unit[1]}, TPC {unit[2]}" if unit and finding.code == GRAPHICS_EXCEPTION else ""
     message = f"{finding.message}; {len(here)} times within a day{where} of this GPU, and on no other"
     return replace(finding, verdict=Verdict.SUSPECT, kind=findings.HARDWARE, message=message)
 
