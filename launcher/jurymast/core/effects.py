@@ -11,7 +11,8 @@ from jurymast.core.run.instructions import Instruction
 
 @dataclass(frozen=True)
 class Send:
-    """To the agent of `node`, if it is connected: one that is not hears what matters when it joins."""
+    """Send this to the agent of `node`, if it is connected. Other agents learn what matters when they
+    join."""
 
     node: str
     message: ToAgent
@@ -19,16 +20,16 @@ class Send:
 
 @dataclass(frozen=True)
 class Record:
-    """The event goes into the journal, and `core.run.machine` decides what follows from it. Never leaves
-    `core.supervision`."""
+    """Write the event to the journal, and let `core.run.machine` decide what follows. Used within
+    `core.supervision` only."""
 
     event: Event
 
 
 @dataclass(frozen=True)
 class Answer:
-    """GoOn to the agent of `node`, with the time that it is by then: its heartbeats are heard, and so many of
-    the messages that it keeps until then."""
+    """Send GoOn to the agent of `node`, with the current time: its heartbeats arrive, and so many of the
+    messages that it keeps until then."""
 
     node: str
     patience_s: float
@@ -46,14 +47,14 @@ class Disconnect:
 
 @dataclass(frozen=True)
 class Pulse:
-    """Whether this supervisor shows that it lives. While it does not, another may take over."""
+    """Whether this supervisor shows that it is alive. While it does not, another may take over."""
 
     on: bool
 
 
 @dataclass(frozen=True)
 class GiveBack:
-    """Slurm is to let `job` go on without `node`. Answered by `given_back`, which may take long."""
+    """Have Slurm remove `node` from the running `job`. Answered by `given_back`, which may take long."""
 
     job: str
     node: str
@@ -61,8 +62,8 @@ class GiveBack:
 
 @dataclass(frozen=True)
 class SaveFirst:
-    """Have all ranks save, within `limit_s` seconds. Answered by `saved`, with `why`. Never leaves
-    `core.supervision`."""
+    """Have all ranks save within `limit_s` seconds. Answered by `saved` with `why`. Used within
+    `core.supervision` only."""
 
     why: str
     limit_s: float
@@ -70,8 +71,8 @@ class SaveFirst:
 
 @dataclass(frozen=True)
 class Journal:
-    """Write this event down, and what was decided on it. `flush`: it is to be on the disk, if that can be had
-    soon, before what follows."""
+    """Write this event and the decisions on it to the journal. `flush`: bring it to the disk before what
+    follows, if that is possible soon."""
 
     event: Event
     decided: tuple[Instruction, ...] = ()
@@ -80,8 +81,8 @@ class Journal:
 
 @dataclass(frozen=True)
 class Fence:
-    """Write into the run directory that this is the newest attempt: earlier ones publish no checkpoint any
-    more. Answered by `fenced`."""
+    """Write to the run directory that this is the newest attempt, so that earlier ones publish no more
+    checkpoints. Answered by `fenced`."""
 
     attempt: int
 
@@ -96,17 +97,17 @@ class WhyEnding:
 
 @dataclass(frozen=True)
 class AskSuperseded:
-    """See in the run directory whether another supervisor has taken over. Answered by `superseded`."""
+    """Check in the run directory whether another supervisor has taken over. Answered by `superseded`."""
 
 
 @dataclass(frozen=True)
 class End:
-    """Everything is decided, and all agents have gone or had time to: end this process."""
+    """End this process: everything is decided, and all agents have left or had time to."""
 
 
 @dataclass(frozen=True)
 class GiveWay:
-    """Another supervisor has taken over: end this process, and nothing else."""
+    """End this process and nothing else: another supervisor has taken over."""
 
 
 Effect = (

@@ -32,7 +32,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationStarted(Event):
-    """Slurm (or the local cluster) gave the run nodes; `restarts` counts requeues of this Slurm job."""
+    """Slurm (or the local cluster) granted nodes to the run; `restarts` counts requeues of this Slurm job."""
 
     slurm_job: str
     restarts: int
@@ -43,7 +43,7 @@ class AllocationStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationEnded(Event):
-    """The nodes went back; written at the orderly end, or by the next allocation when there was none."""
+    """The nodes were released. Written at an orderly end, else by the next allocation."""
 
     slurm_job: str
     why: str
@@ -51,8 +51,8 @@ class AllocationEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorStarted(Event):
-    """A supervisor took the run over under this epoch. Nobody had heard the one before for `silent_s`, if it
-    was taken over from another node. It knew the journal up to the lines that it had `read`, by epoch."""
+    """A supervisor took over the run under this epoch. If it runs on another node than the last one, that one
+    had been silent for `silent_s`. `read`: by epoch, the last line of the journal that it had read."""
 
     epoch: int
     node: str
@@ -74,7 +74,7 @@ class NodeJoined(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReady(Event):
-    """The node's torchrun host is warm and waits for a plan; its next store listens on `store_port`."""
+    """The node's torchrun host is ready for a launch; its next store listens on `store_port`."""
 
     node: str
     store_port: int
@@ -144,8 +144,8 @@ class WorkersStopped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFound(Event):
-    """An agent, or the attempt file (`node` ""), knows an attempt that the journal does not: its disk was
-    full, or hung, when the supervisor that launched it ended."""
+    """An agent, or the attempt file (`node` ""), knows an attempt that is missing in the journal: its disk
+    was full or did not answer when the supervisor that launched the attempt ended."""
 
     node: str
     attempt: int
@@ -153,7 +153,7 @@ class AttemptFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchWaits(Event):
-    """The decided launch of `attempt` has waited for `seconds` for `what`, and goes on waiting."""
+    """The launch of `attempt` is decided, but has waited `seconds` for `what` and still waits."""
 
     attempt: int
     what: str
@@ -226,7 +226,8 @@ class RestorePlanned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreFailed(Event):
-    """What `rank` is to restore, `step` of the attempt `of`, cannot be brought to its node; it waits."""
+    """`rank` cannot restore `step` of attempt `of`, because its image cannot be brought to the node. The rank
+    waits."""
 
     node: str
     attempt: int
@@ -238,7 +239,7 @@ class RestoreFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreWaits(Event):
-    """`rank` restores, and the storage of `path` has given it no answer for `seconds`."""
+    """`rank` restores, and the storage of `path` has not answered for `seconds`."""
 
     node: str
     attempt: int
@@ -249,7 +250,7 @@ class RestoreWaits(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched(Event):
-    """A node got an image from elsewhere than planned, because copies were damaged or gone: `why`."""
+    """A node got an image from elsewhere than planned, because copies were damaged or missing (`why`)."""
 
     attempt: int
     node: str
@@ -260,7 +261,7 @@ class Fetched(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(Event):
-    """A rank group restored `step` (0: a fresh start) from `tier` in `seconds`."""
+    """All ranks restored `step` (0: a fresh start) from `tier` in `seconds`."""
 
     attempt: int
     step: int
@@ -272,8 +273,8 @@ class Restored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ColdStart(Event):
-    """A rank had to load everything by itself, which took `seconds`: what was loaded ahead of its script is
-    not what the script would have got. Told once a run; later attempts start that way at once."""
+    """A rank had to load everything itself, which took `seconds`, because the preloaded modules do not fit
+    its script. Recorded once in a run; later attempts start without preloading."""
 
     attempt: int
     node: str
@@ -284,7 +285,7 @@ class ColdStart(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked(Event):
-    """Somebody asked by hand: cancel, restart or drain (`node`)."""
+    """A user requested something: cancel, restart, save, rollback or drain (of `node`)."""
 
     what: str
     by: str
@@ -357,8 +358,8 @@ class NodeTested(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggling(Event):
-    """A rank has long been slower than the others: `slowness` is its own part of a step over the median, and
-    all ranks lose `lost_s` to it in every step of `step_s`."""
+    """A rank has been slower than the others for long: `slowness` is its own part of a step over the median,
+    and all ranks lose `lost_s` in every step of `step_s`."""
 
     attempt: int
     node: str
@@ -392,7 +393,7 @@ class StacksTaken(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Noted(Event):
-    """Something worth reading at 3 a.m. that changes no decision."""
+    """A note for people that changes no decision."""
 
     message: str
     node: str = ""
@@ -400,7 +401,7 @@ class Noted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Tick(Event):
-    """Time passed: wakes deadlines. Journalled only when it led to a decision."""
+    """Time passed and a deadline was reached. Journalled only when it led to a decision."""
 
 
 class _Registry:

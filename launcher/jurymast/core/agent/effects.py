@@ -13,33 +13,34 @@ Obeyed = msg.GoOn | msg.CadenceSet | msg.LeaveVerdict | msg.KeeperOrder
 
 
 class WakeAt(Struct, frozen=True):
-    """`tick` at this time on the machines' clock, in seconds; the newest holds, NEVER is never."""
+    """Call `tick` at this time of the machines' clock, in seconds. The newest one counts; NEVER means
+    never."""
 
     at: float
 
 
 class Send(Struct, frozen=True):
-    """To the supervisor."""
+    """Send this to the supervisor."""
 
     message: msg.ToSupervisor
 
 
 class Beat(Struct, frozen=True):
-    """A heartbeat now, with how far these ranks of `attempt` are."""
+    """Send a heartbeat now, with the progress of these ranks of `attempt`."""
 
     attempt: int
     pids: tuple[int, ...]
 
 
 class Obey(Struct, frozen=True):
-    """Nothing is left to decide here about this order: carry it out."""
+    """Carry out this order; nothing about it is left to decide."""
 
     order: Obeyed
 
 
 class Leave(Struct, frozen=True):
-    """End this agent, and its ranks. `over`: so is the run, with this `exit_code`; nobody restores from this
-    node's disk."""
+    """End this agent and its ranks. `over`: the run has ended too, with this `exit_code`, so nobody restores
+    from this node's disk."""
 
     over: bool = False
     exit_code: int = 0
@@ -49,18 +50,18 @@ class Leave(Struct, frozen=True):
 
 
 class StartHost(Struct, frozen=True):
-    """Start a torchrun host; what it says and its end are events."""
+    """Start a torchrun host. Its messages and its end are events."""
 
 
 class Prepare(Struct, frozen=True):
-    """The ranks of earlier attempts are gone, those of this order are about to start: make room for them.
-    Answered by `prepared`, once nothing holds a device any more."""
+    """Make room for the ranks of this order: those of earlier attempts are gone. Answered by `prepared` once
+    no process holds a device."""
 
     order: msg.Launch
 
 
 class StartRanks(Struct, frozen=True):
-    """Tell the host. `cold`: with nothing loaded ahead."""
+    """Tell the host to start the ranks; if `cold`, without preloaded modules."""
 
     order: msg.Launch
     cold: bool
@@ -73,52 +74,52 @@ class StopRanks(Struct, frozen=True):
 
 
 class TakeStacks(Struct, frozen=True):
-    """See where these ranks stand, and tell the supervisor. Answered by `stacks_taken`."""
+    """Take the stacks of these ranks and send them to the supervisor. Answered by `stacks_taken`."""
 
     attempt: int
     pids: tuple[int, ...]
 
 
 class LookAtRanks(Struct, frozen=True):
-    """See where these ranks stand, and tell the supervisor, who has asked for it by this `number`."""
+    """See where these ranks stand, and answer the supervisor's question `number`."""
 
     number: int
     pids: tuple[int, ...]
 
 
 class KillRanks(Struct, frozen=True):
-    """At once, with what they have started."""
+    """Kill the ranks and everything they have started, at once."""
 
     pids: tuple[int, ...]
 
 
 class KillHost(Struct, frozen=True):
-    """At once; its end is an event."""
+    """Kill the host at once. Its end is an event."""
 
 
 class StartProbes(Struct, frozen=True):
-    """Look after the node's health: nothing else on it is in a hurry."""
+    """Start the probes: nothing more urgent is to be done on the node."""
 
 
 # Tests of this node. Each set of processes has a number, from 1 on.
 
 
 class StartTests(Struct, frozen=True):
-    """So many processes that test this node. Answered by `tests_started`."""
+    """Start so many processes that test this node. Answered by `tests_started`."""
 
     number: int
     count: int
 
 
 class TestDevices(Struct, frozen=True):
-    """Each by itself. Answered by `tests_answered`."""
+    """Test each device by itself. Answered by `tests_answered`."""
 
     number: int
 
 
 class TestTogether(Struct, frozen=True):
-    """All of them, as ranks from `rank` on of a `world` that meets at `host` ("": here) under this name.
-    Answered by `tests_answered`."""
+    """Test all devices together, as ranks from `rank` on of a `world` that meets at `host` ("": this node)
+    under this name. Answered by `tests_answered`."""
 
     number: int
     name: str
@@ -130,7 +131,7 @@ class TestTogether(Struct, frozen=True):
 
 
 class EndTests(Struct, frozen=True):
-    """At once. What they would have said is no news any more."""
+    """End the test processes at once, and ignore their answers."""
 
     number: int
 
@@ -139,19 +140,19 @@ class EndTests(Struct, frozen=True):
 
 
 class Connect(Struct, frozen=True):
-    """To the first of these (host, port) that answers. Answered by `connected` or `unreached`, unless there
-    was a Greet meanwhile."""
+    """Connect to the first of these (host, port) that answers. Answered by `connected` or `unreached`, unless
+    a Greet came first."""
 
     targets: tuple[tuple[str, int], ...]
 
 
 class FindSupervisor(Struct, frozen=True):
-    """See in the run directory where the newest supervisor listens. Answered by `found`, unless there was a
-    Greet meanwhile."""
+    """Look in the run directory for the newest supervisor's address. Answered by `found`, unless a Greet came
+    first."""
 
 
 class Greet(Struct, frozen=True):
-    """A supervisor is there: give up all other tries, and say hello to it."""
+    """A supervisor is connected: give up all other tries, and send it the hello."""
 
 
 class HangUp(Struct, frozen=True):
@@ -162,20 +163,21 @@ class HangUp(Struct, frozen=True):
 
 
 class ReadPulse(Struct, frozen=True):
-    """In the run directory. Answered by `pulse`."""
+    """Read the pulse in the run directory. Answered by `pulse`."""
 
 
 class StandBy(Struct, frozen=True):
-    """Get a process ready that can supervise at once. Its end is no event."""
+    """Start a process that can supervise at once. Its end is no event."""
 
 
 class EndStandby(Struct, frozen=True):
-    """End that process: another node is the first to take over."""
+    """End the standby process: another node is the first to take over."""
 
 
 class StartSupervisor(Struct, frozen=True):
-    """On this node: the process that stands by, or a new one. Its end is an event. It replaces the supervisor
-    of the epoch `after`, unless another does, which nobody has heard for `silent_s`."""
+    """Start a supervisor on this node, in the standby process or a new one. Its end is an event. It replaces
+    the supervisor of epoch `after`, which has been silent for `silent_s`, unless another node does so
+    first."""
 
     after: int
     silent_s: float
@@ -185,7 +187,7 @@ class StartSupervisor(Struct, frozen=True):
 
 
 class StartWrite(Struct, frozen=True):
-    """Write images of this node. Its end is an event; one that was cancelled says nothing else."""
+    """Write images of this node. Its end is an event, unless it was cancelled."""
 
     order: msg.Write
 
@@ -197,11 +199,11 @@ class CancelWrite(Struct, frozen=True):
 
 
 class WarmWriter(Struct, frozen=True):
-    """Get the process ready that brings shared checkpoints together."""
+    """Start the process that joins shared checkpoints, so that it is ready."""
 
 
 class SayForeseen(Struct, frozen=True):
-    """Tell the supervisor how large this node's images will be, and what room there is now."""
+    """Tell the supervisor how large this node's images will be, and how much memory is available."""
 
     image_bytes: int
     own_bytes: int

@@ -21,12 +21,12 @@ def recent(every_s: float, now: float) -> Arrivals:
 
 
 class Hearing:
-    """`now` is monotonic, in seconds. `heir`: this node's place among those that are to take over first, from
-    0 on, None if it is none of them or was not told yet; `epoch`: of the supervisor, None before its first
+    """`now` is monotonic, in seconds. `heir`: this node's place among those that take over first, from 0 on;
+    None if it is none of them or does not know yet. `epoch`: the supervisor's; None before its first
     answer."""
 
     def __init__(self, answer_every_s: float) -> None:
-        """So often a supervisor answers heartbeats, in seconds."""
+        """`interval_s`: how often a supervisor answers heartbeats, in seconds."""
         self._answer_every_s = answer_every_s
         self.epoch: int | None = None
         self.heir: int | None = None
@@ -159,7 +159,7 @@ class SupervisorLink:
         return [Connect(targets)]
 
     def found(self, place: Endpoint | None, now: float) -> list[Effect]:
-        """None: none is there, or shared storage is in trouble, which is no reason to end the ranks."""
+        """None: there is none, or shared storage does not answer, which is no reason to end the ranks."""
         peeked, self._peeking = self._peeking, False
         if self.connected:
             return self._change_over(place, now)
@@ -201,7 +201,7 @@ class SupervisorLink:
     # Having one.
 
     def connected_to(self, now: float) -> list[Effect]:
-        """To the first that answered; what becomes of the other tries is no news any more."""
+        """Connected to the first that answered; results of the other tries do not matter any more."""
         self.connected, self._peeking, self._finding = True, False, False
         self._tries, self._round_at = 0, NEVER
         self._hearing.begin(now)
@@ -229,8 +229,8 @@ class SupervisorLink:
         self._find_at = peek_at + self._find_every_s * self._share
 
     def say(self, message: msg.ToSupervisor) -> list[Effect]:
-        """Now; and what no hello tells again over the next connection, unless it is known to have been heard:
-        this one may be dead already."""
+        """Send it now. Send it again over the next connection, unless a hello repeats it or it is known to
+        have arrived: this connection may be dead already."""
         if isinstance(message, msg.Kept):
             self._said += self.connected
             if len(self._kept) < KEPT_MAX:

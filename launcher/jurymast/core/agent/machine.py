@@ -109,8 +109,8 @@ class AgentMachine:
     # The agent's own life.
 
     def start(self, now: float, *, reachable: bool) -> list[Effect]:
-        """`reachable`: this node's address on the way to a supervisor is known, and its first host can start:
-        torch's import takes longer than finding the supervisor."""
+        """`reachable`: this node's address is known, so its first host can start. (Importing torch takes
+        longer than finding the supervisor.)"""
         self._probe_at = now + PROBE_ANYWAY_S
         begun = self.ranks.begin(now) if reachable else []
         return self._out(begun + self.link.start(now), now)
@@ -138,7 +138,7 @@ class AgentMachine:
         return self._out(self.link.found(place, now), now)
 
     def unreached(self, now: float, *, refused: bool = False) -> list[Effect]:
-        """`refused`: nobody listens there."""
+        """`refused`: nobody listens at that address."""
         if refused:
             self.succession.refused(now)
         return self._out(self.link.unreached(now), now)
@@ -201,7 +201,7 @@ class AgentMachine:
         return self._out(warm + self._said(self.ranks.host_said(message, now)), now)
 
     def rank_failed(self, failed: within.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
-        """`evidence`: what the node shows of it, fields of `messages.Failed`."""
+        """`evidence`: what the node knows about it, as fields of `messages.Failed`."""
         return self._out(self._said(self.ranks.rank_failed(failed, evidence, now)), now)
 
     def host_ended(self, code: int, evidence: Mapping[str, Any], now: float) -> list[Effect]:
@@ -217,11 +217,12 @@ class AgentMachine:
     # Tests, succession, and writes.
 
     def tests_started(self, number: int, port: int, why: str, now: float) -> list[Effect]:
-        """`port` of the store for those who meet here, 0: none. `why` they cannot be started, or ""."""
+        """`port`: of the store for tests that meet here, 0 for none. `why`: the reason if they cannot start,
+        else ""."""
         return self._out(self._said(self.tests.started(number, port, why)), now)
 
     def tests_answered(self, number: int, answers: Sequence[Alone], now: float) -> list[Effect]:
-        """Each process's, to what all were asked last."""
+        """The answers of all processes to the last tests."""
         return self._out(self._said(self.tests.answered(number, answers)), now)
 
     def pulse(self, value: str | None, now: float) -> list[Effect]:

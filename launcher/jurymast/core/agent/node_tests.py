@@ -21,11 +21,11 @@ Asked = TestDevices | TestTogether
 
 
 class NodeTests:
-    """One process a device, or without GPUs one or two. They begin by themselves with the agent's first
-    torchrun host, so that both import torch at the same time. `now` is monotonic, in seconds."""
+    """One process for each device, or one or two without GPUs. They start with the agent's first torchrun
+    host, so that both import torch at the same time. `now` is monotonic, in seconds."""
 
     def __init__(self, plan: RunPlan, gpus: int, *, driver: bool) -> None:
-        """`driver`: one stands behind the GPUs that Slurm has granted."""
+        """`driver`: Slurm has granted GPUs, and a driver is present."""
         self._wanted = limit_s(plan.settings, gpus) > 0
         self._join_limit_s = plan.settings.join_limit_s
         self._count = gpus if gpus and driver else min(CPU_PROCESSES, plan.ranks_per_node)
@@ -39,7 +39,7 @@ class NodeTests:
 
     @property
     def here(self) -> bool:
-        """Whether there are processes."""
+        """Whether test processes run."""
         return self.wake_at < NEVER
 
     def check(self) -> None:
@@ -51,12 +51,12 @@ class NodeTests:
     # Orders.
 
     def host_started(self, now: float) -> list[Effect]:
-        """The first one: nodes that have just come are about to be tested, if the policy wants that."""
+        """The first host started: new nodes will be tested soon, if the policy wants that."""
         wanted, self._wanted = self._wanted, False
         return self._begin(now + self._join_limit_s) if wanted and not self.here else []
 
     def test(self, order: msg.TestAlone | msg.TestPair, now: float) -> list[Effect]:
-        """What was answered before is answered again."""
+        """Tests that were answered before are answered again."""
         if isinstance(order, msg.TestPair):
             return self._pair(order)
         begun = [] if self.here else self._begin(now)
@@ -95,7 +95,7 @@ class NodeTests:
         return self._ended(Alone(error=why)) if why else [self._asked]
 
     def answered(self, number: int, answers: Sequence[Alone]) -> list[Effect]:
-        """Of what they were asked last."""
+        """The answers to the last tests."""
         if number != self._number or self._asked is None or self._port is None:
             return []
         return self._ended(slowest(answers))
@@ -125,7 +125,7 @@ class NodeTests:
         return self.end() if now >= self.wake_at else []
 
     def end(self) -> list[Effect]:
-        """What they hold of the devices is others' now."""
+        """End the test processes; others need the devices."""
         if not self.here:
             return []
         self._asked, self._result, self.wake_at = None, None, NEVER

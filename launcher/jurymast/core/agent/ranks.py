@@ -98,7 +98,7 @@ class Ranks:
     # Orders.
 
     def begin(self, now: float) -> list[Effect]:
-        """The node can be reached by others: the first host can start."""
+        """Other nodes can reach this one, so the first host can start."""
         return [] if self.host_starts else self._start_host()
 
     def launch(self, order: msg.Launch, now: float) -> list[Effect]:
@@ -158,7 +158,7 @@ class Ranks:
         return [LookAtRanks(order.number, self.pids)] if here else []
 
     def terminated(self, now: float) -> list[Effect]:
-        """Slurm ends the job or takes the node, and with it the ranks: that is no failure of theirs."""
+        """Slurm ends the job or removes the node, so the end of the ranks is no failure."""
         self._terminating = True
         return []
 
@@ -199,7 +199,7 @@ class Ranks:
                 return self._ranks_finished(message)
 
     def rank_failed(self, failed: within.Failed, evidence: Mapping[str, Any], now: float) -> list[Effect]:
-        """`evidence`: what the node shows of it, fields of `messages.Failed`."""
+        """`evidence`: what the node knows about it, as fields of `messages.Failed`."""
         return [self.beat(), *self._tell(msg.Failed(**asdict(failed), **evidence))]
 
     def rank_said(self, event: within.ForSupervisor, now: float) -> list[Effect]:
@@ -229,7 +229,7 @@ class Ranks:
         return [] if self._finished else [Send(msg.Ready(store_port=store_port))]
 
     def host_ended(self, code: int, evidence: Mapping[str, Any], now: float) -> list[Effect]:
-        """It died under its ranks, which die with it, or while it waited. `evidence` as in `rank_failed`."""
+        """The host ended while it waited, or together with its ranks. `evidence` as in `rank_failed`."""
         had_ranks, waited = self.state in ("starting", "running"), self.state == "waiting"
         effects: list[Effect] = [KillRanks(self.pids)] if self.pids else []
         self._gone()

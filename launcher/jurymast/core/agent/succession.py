@@ -18,8 +18,8 @@ LOOK_EVERY_S = 5.0
 
 
 class Heirs:
-    """Of the nodes that are `here`, spares first: nobody waits for their processors. `now` is the watcher's
-    clock."""
+    """The first of the nodes that are `here`, spares first because their processors are idle. `now` is the
+    watcher's clock."""
 
     def __init__(self, state: RunState, here: Set[str]) -> None:
         self._state, self._here = state, here
@@ -28,8 +28,8 @@ class Heirs:
         self._among = 0
 
     def look(self, now: float) -> None:
-        """Now and then, as there may be thousands of nodes; at once when an heir has gone, or while there are
-        too few."""
+        """Choose again: now and then, as there may be thousands of nodes; at once if an heir has left, or if
+        there are too few."""
         enough = len(self._heirs) == HEIRS or len(self._here) == self._among
         if now < self._look_at and enough and all(name in self._here for name in self._heirs):
             return
@@ -44,7 +44,7 @@ class Heirs:
         self._heirs = tuple(node.name for node in chosen)
 
     def place(self, node: str) -> int | None:
-        """From 0 on; None: it is not one of the first."""
+        """The node's place from 0 on; None if it is not among the first."""
         return self._heirs.index(node) if node in self._heirs else None
 
 
@@ -134,7 +134,7 @@ class Succession:
         return []
 
     def heard(self, now: float) -> list[Effect]:
-        """From it, and by now this node may have another place."""
+        """The supervisor answered; this node's place may have changed."""
         first = self._met and self._hearing.heir == 0 and not self._supervises
         if first and not self._stands_by and self._stand_by_at == NEVER:
             self._stand_by_at = now + STANDBY_AFTER_S
@@ -145,11 +145,11 @@ class Succession:
         return [EndStandby()] if ended else []
 
     def closed(self, now: float) -> None:
-        """Its process ended, or it wants no connection with this agent."""
+        """Its process ended, or it refuses this agent."""
         self._restarts_until = now + RESTART_S
 
     def refused(self, now: float) -> None:
-        """Nobody listens where it was: neither does its batch process live."""
+        """Nobody listens at its address, so its batch process is gone as well."""
         self._restarts_until = 0.0
 
     def unanswered(self, now: float) -> list[Effect]:
@@ -195,6 +195,6 @@ class Succession:
         return now < self._restarts_until if self._alone else now < self._hearing.suspect_at
 
     def supervisor_ended(self, now: float) -> list[Effect]:
-        """The one that was started here."""
+        """The supervisor that was started on this node ended."""
         self._supervises = False
         return self.tick(now)

@@ -8,7 +8,7 @@ from jurymast.core.agent.effects import CancelWrite, Effect, SayForeseen, StartW
 
 
 class NodeWrites:
-    """One of each tier at a time."""
+    """At most one write to each tier."""
 
     def __init__(self, ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
@@ -31,9 +31,8 @@ class NodeWrites:
         self._foreseen.clear()
 
     def begin(self, order: msg.Write, now: float) -> list[Effect]:
-        """A supervisor orders one at a time: what an earlier one, maybe dead, ordered for the tier is void,
-        and may be waiting for a node that is gone. What it ordered just before a connection broke it orders
-        again."""
+        """A supervisor orders one write to a tier at a time, so an earlier order is void: its supervisor may
+        be dead, and it may wait for a lost node. Orders that were lost with a connection are repeated."""
         if self._newest.get(order.tier) == order.id:
             return []
         self._newest[order.tier] = order.id

@@ -68,7 +68,7 @@ class _Wait:
 
 
 class Agreement:
-    """Times are the supervisor's clock. What it is asked for is proposed at the next `look`."""
+    """Times are the supervisor's clock. A request is proposed at the next `look`."""
 
     def __init__(self, state: RunState) -> None:
         self.state = state
@@ -108,7 +108,7 @@ class Agreement:
     # ---- what is heard
 
     def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
-        """A heartbeat; those of ranks that use a Checkpointer tell of the cadence."""
+        """Take a heartbeat in. Those of ranks with a Checkpointer carry the cadence."""
         if self._attempt != self.state.attempt:
             self._begin()
         report, ranks = beat.cadence, beat.ranks
@@ -125,7 +125,7 @@ class Agreement:
         return self._answer(node, seen, current, now)
 
     def heard(self, event: ev.Event) -> None:
-        """What was journalled of saves."""
+        """Take in what the journal says about saves."""
         if not isinstance(event, ev.Saved) or event.copied or event.attempt != self._attempt:
             return
         if event.ok:
@@ -137,7 +137,8 @@ class Agreement:
                 self._asks.append(by)
 
     def ask(self, by: str) -> bool:
-        """Save as soon as all ranks can at one step; False when this run has no Checkpointer, or not yet."""
+        """Save as soon as all ranks can at one step. False if the run has no Checkpointer, or no step was
+        done with it yet."""
         if not self._heard or self._attempt != self.state.attempt:
             return False
         self._look_at = 0.0
@@ -147,8 +148,8 @@ class Agreement:
         return True
 
     def save_first(self, by: str, limit_s: float, now: float) -> bool:
-        """Ask, and have `saved_first` tell when what all ranks have done by now is saved; False when that
-        cannot be."""
+        """Request a save, after which `saved_first` tells that all steps done by now are saved. False if that
+        is impossible."""
         if self.state.phase is not Phase.RUNNING or not self.ask(by):
             return False
         self._see_all()
@@ -156,7 +157,7 @@ class Agreement:
         return True
 
     def saved_first(self, now: float) -> list[tuple[str, bool]]:
-        """Who need not wait any more for a save, and whether it came in time."""
+        """Who no longer has to wait for a save, and whether it came in time."""
         over = []
         for by, wait in list(self._waiting.items()):
             runs = (self.state.attempt, self.state.phase) == (wait.attempt, Phase.RUNNING)
@@ -214,7 +215,7 @@ class Agreement:
     # ---- deciding
 
     def look(self, now: float, *, copying: bool = False) -> list[Effect]:
-        """Propose whatever is due. Cheap when nothing is. `copying`: agents write copies to storage."""
+        """Propose what is due; cheap if nothing is. `copying`: agents write copies to storage."""
         if now < self._look_at or self.state.phase is not Phase.RUNNING:
             return []
         self._look_at = now + LOOK_INTERVAL_S
@@ -265,12 +266,12 @@ class Agreement:
 
     @property
     def step_s(self) -> float:
-        """Seconds that a step takes, saves and all; there are samples."""
+        """Seconds per step, saves included. There must be samples."""
         return median([took_s for took_s, _ in self.samples][-RECENT:] if self.samples else [1.0])
 
     @property
     def slowdown(self) -> float:
-        """How much longer steps take while copies are written, as a share: measured, or as expected."""
+        """By which share steps are slower while copies are written: measured, or else the expected one."""
         during = [took_s for took_s, copying in self.samples if copying]
         quiet = [took_s for took_s, copying in self.samples if not copying]
         if min(len(during), len(quiet)) < SLOWDOWN_SAMPLES:
@@ -290,7 +291,7 @@ class Agreement:
 
     @property
     def saving(self) -> Saving | None:
-        """What a save costs in this run; None until one was made. A copy is safe once other nodes have it."""
+        """What a save costs in this run; None before the first. A copy is safe once other nodes hold it."""
         if not self.state.stalls:
             return None
         peer = self.state.saved.get(PEER)

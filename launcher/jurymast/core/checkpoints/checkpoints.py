@@ -61,7 +61,7 @@ class Checkpoints:
     # ---- agents
 
     def joined(self, node: str, hello: msg.Hello, now: float) -> list[Effect]:
-        """An agent is here, for the first time or again: what it holds counts anew."""
+        """An agent joined, possibly again: what it holds counts anew."""
         effects: list[Effect] = []
         before = self._holders.get(node)
         if before is not None and before.incarnation != hello.incarnation:
@@ -88,7 +88,7 @@ class Checkpoints:
         return self._writes.lost(node, f"node {node} was lost", now)
 
     def without(self, nodes: Iterable[str], now: float) -> list[Effect]:
-        """As if these were lost."""
+        """Treat the copies of these nodes as lost."""
         return [effect for node in nodes if node in self._holders for effect in self.lost(node, now)]
 
     def hear(self, node: str, message: msg.AboutCheckpoints, now: float) -> list[Effect]:
@@ -177,7 +177,7 @@ class Checkpoints:
     # ---- ranks
 
     def skipped(self, attempt: int, step: int, rank: int, why: Skip, now: float) -> list[Effect]:
-        """A rank could not save: then the step will never be complete."""
+        """A rank could not save, so the step will never be complete."""
         key = step, attempt
         self._tells(rank, key)
         if key in self._void or attempt != self._state.attempt:
@@ -231,14 +231,14 @@ class Checkpoints:
         return [*(Send(node, void) for node in self._holders), Record(saved)]
 
     def restored(self, attempt: int, step: int, tier: str) -> None:
-        """The ranks go on from here."""
+        """The ranks continue from here."""
         if tier != cp.MEMORY:
             self._writes.restored(attempt, step)
 
     # ---- now and then
 
     def look(self, now: float) -> list[Effect]:
-        """Order whatever is due. Cheap when nothing is."""
+        """Order what is due; cheap if nothing is."""
         effects = self._give_useless_up(now)
         if self._commit.key is not None:
             self._replicas.look(self._commit.key, now)
@@ -264,18 +264,18 @@ class Checkpoints:
         return self._replicas.slice(now)
 
     def replicated(self, seconds: float, now: float) -> None:
-        """So long the last `replicate` took: it may take a tenth of the time."""
+        """The last `replicate` took this long. It may use a tenth of the time."""
         self._replicas.took(seconds, now)
 
     @property
     def writing(self) -> bool:
-        """Whether images are on their way to some storage."""
+        """Whether images are being written to any storage."""
         return self._writes.any_under_way
 
     # ---- restoring
 
     def go_back(self, step: int, now: float) -> list[Effect]:
-        """Nothing newer than `step` is to be restored any more, nor what ranks save before they stop."""
+        """Void everything newer than `step`, including what ranks save before they stop."""
         self._restore.go_back(step, now)
         forget = msg.ForgetNewer(step=step)
         effects: list[Effect] = [Send(node, forget) for node in self._holders]

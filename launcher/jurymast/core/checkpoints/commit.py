@@ -10,8 +10,8 @@ from jurymast.core.run.state import RunState
 
 
 class Commit:
-    """`key` is the committed state, since `at` (Unix time, seconds). `broken`: some of it is gone, as was
-    announced. `damaged`: why an image in its own node's memory is, which nobody brings back; "" for none."""
+    """`key` is the committed state, since `at` (Unix time, seconds). `broken`: part of it is gone, as
+    announced. `damaged`: why an image in its own node's memory is unusable and not brought back; else ""."""
 
     def __init__(self, state: RunState, copies: Copies) -> None:
         self._state, self._copies = state, copies
@@ -21,12 +21,12 @@ class Commit:
         self._stalls: dict[Key, float] = {}  # of states that may yet be committed
 
     def held(self, key: Key, stall_s: float) -> None:
-        """Training stood still so long for one of its images."""
+        """The training stood still this long for one of its images."""
         if self.is_newer(key):
             self._stalls[key] = max(self._stalls.get(key, 0.0), stall_s)
 
     def look(self, now: float) -> list[Effect]:
-        """The commit of a state that has just become complete, if one has."""
+        """Commit the state that has just become complete, if any."""
         for key in self._copies.newest_first():
             if not self.is_newer(key):
                 break
@@ -44,7 +44,7 @@ class Commit:
         return Record(saved)
 
     def go_on_from(self, key: Key | None) -> None:
-        """This is what counts now, None: nothing does; it is not whole until all have it again."""
+        """From now on this state counts (None: none). It is whole once all ranks hold it again."""
         self.key, self.broken, self.damaged = key, True, ""
         held = {one for one in self._copies.newest_first() if self.is_newer(one)}
         self._stalls = {one: stall_s for one, stall_s in self._stalls.items() if one in held}
@@ -60,7 +60,7 @@ class Commit:
         return bool(self.damaged) or self._copies.in_memory(self.key)
 
     def useless(self) -> bool:
-        """Whether it is in the way of newer states, and no reason to give older ones up."""
+        """Whether it blocks newer states and is no reason to drop older ones."""
         return self.key is not None and bool(self.damaged) and not self._copies.restorable(self.key)
 
     def void(self, key: Key) -> None:

@@ -18,7 +18,7 @@ CAUSE_FIRST_S = 3.0
 
 
 class Do(Enum):
-    """What a node is to do next, which an event answers: `done`, unless it says another; or `failed`."""
+    """What a node does next. An event answers: `done` unless it names another, or `failed`."""
 
     OPEN = "make the place, and sweep what others left half-done; the lead"
     FIND_PLACE = "look for it; `saw_place`"
@@ -35,33 +35,33 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Wait:
-    """Look again for the same in a while; `failed` when that takes too long."""
+    """Look again after a while; `failed` if that takes too long."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """For so many seconds, or until this is cancelled; `done` then."""
+    """Wait so many seconds, or until cancelled; answered by `done`."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class ReadWhy:
-    """Look once more why this rank's node has failed: `others_failed`."""
+    """Read once more why this rank's node failed; answered by `others_failed`."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class TellOthers:
-    """The others, as well as can be, why this node fails; `done` then."""
+    """Tell the other nodes why this one fails, if possible; answered by `done`."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Complete:
-    """It went well. `published`: the checkpoint is there under its name, or was already (`existing`)."""
+    """The write succeeded. `published`: the checkpoint has its final name, or had it already (`existing`)."""
 
     existing: bool = False
     published: bool = False
@@ -69,7 +69,7 @@ class Complete:
 
 @dataclass(frozen=True)
 class Fail:
-    """This node says why to the supervisor."""
+    """Tell the supervisor why this node fails."""
 
     why: str
 
@@ -81,7 +81,7 @@ Next = Do | Wait | Pause | ReadWhy | TellOthers | Complete | Fail
 
 @dataclass(frozen=True)
 class Announced:
-    """An image, as some node has announced it."""
+    """An image that some node has announced."""
 
     rank: int
     key: Key
@@ -89,7 +89,7 @@ class Announced:
 
 
 class Meeting:
-    """One node's part. Every event is answered by what to do next."""
+    """One node's part in writing a checkpoint. Every event returns what to do next."""
 
     def __init__(self, key: Key, world: int, *, leads: bool) -> None:
         self._key, self._world, self._leads = key, world, leads
@@ -109,7 +109,7 @@ class Meeting:
 
     def begin(self, *, unseen: str, rolled_back: bool, existing: bool) -> Next:
         """`unseen`: what this node does not see of the storage, or ""; `existing`: a complete checkpoint of
-        this step is there."""
+        this step exists."""
         step, attempt = self._key
         if unseen:
             return Fail(f"{unseen} is not visible on this node: is the shared storage mounted?")
@@ -120,7 +120,7 @@ class Meeting:
     # ---- one after the other
 
     def done(self) -> Next:
-        """What was to be done, without a word about it."""
+        """The last action is done and needs no other answer."""
         if self._closing:
             return self._closing.pop(0)
         match self._doing:
@@ -144,13 +144,13 @@ class Meeting:
         return what
 
     def saw_place(self, *, there: bool, existing: bool) -> Next:
-        """`existing` as in `begin`: it is not needed any more then."""
+        """`existing` as in `begin`: then the place is not needed any more."""
         if existing:
             return THERE
         return self.done() if there else Wait()
 
     def saw_layouts(self, found: Mapping[str, Iterable[Announced]]) -> Next:
-        """Those that were not seen before, by the message that they came in."""
+        """Images that were not seen before, by the message that announced them."""
         for message, images in found.items():
             self._messages.add(message)
             for image in images:
@@ -168,7 +168,7 @@ class Meeting:
         return self.done() if there else Wait()
 
     def saw_parts(self, of: Collection[str]) -> Next:
-        """`of`: the messages in which those nodes had announced images that are done now."""
+        """`of`: the messages in which the nodes of finished images had announced them."""
         return self._do(Do.SEAL) if self._messages.issubset(of) else Wait()
 
     def sealed(self, *, rolled_back: bool) -> Next:

@@ -13,7 +13,7 @@ from jurymast.core.keeper.copies import KeptCopy
 
 
 class Tell(Struct, frozen=True):
-    """The supervisor."""
+    """Send this to the supervisor."""
 
     message: msg.FromKeeper
 
@@ -22,30 +22,31 @@ class Tell(Struct, frozen=True):
 
 
 class Measure(Struct, frozen=True):
-    """See how much memory can be had. Answered by `measured`."""
+    """Measure how much memory is available. Answered by `measured`."""
 
 
 class Make(Struct, frozen=True):
-    """Buffers of this size, that take no memory yet. Answered by `made`, before anything else happens."""
+    """Make buffers of this size that take no memory yet. Answered by `made`, before any other event."""
 
     buffers: tuple[int, ...]
     capacity: int
 
 
 class Reserve(Struct, frozen=True):
-    """Take the memory for all of this buffer. Answered by `reserved`."""
+    """Take the memory for this whole buffer. Answered by `reserved`."""
 
     buffer: int
 
 
 class Unmake(Struct, frozen=True):
-    """Nobody uses it any more."""
+    """Release a buffer that nobody uses any more."""
 
     buffer: int
 
 
 class Lend(Struct, frozen=True):
-    """To whoever has asked for it by this `number`. `buffer` is 0, and `why` says why, if it is refused."""
+    """Lend this buffer to the borrower `number`. If that is refused, `buffer` is 0 and `why` tells the
+    reason."""
 
     number: int
     buffer: int
@@ -56,19 +57,19 @@ class Lend(Struct, frozen=True):
 
 
 class Serve(Struct, frozen=True):
-    """Whoever asks for it finds it from now on."""
+    """Let readers find this copy from now on."""
 
     copy: KeptCopy
 
 
 class Unserve(Struct, frozen=True):
-    """Nobody finds it any more; who reads it goes on."""
+    """Let no new reader find this copy. Present readers continue."""
 
     copy: KeptCopy
 
 
 class AwaitReaders(Struct, frozen=True):
-    """Answered by `unread`, once nobody reads in it."""
+    """Wait until nobody reads in this buffer. Answered by `unread`."""
 
     buffer: int
 
@@ -77,20 +78,20 @@ class AwaitReaders(Struct, frozen=True):
 
 
 class Begin(Struct, frozen=True):
-    """A new attempt: forget what the last rank here has said. It waits for what it is to restore."""
+    """Start a new attempt: forget what the last rank here reported. The new rank waits for its restore."""
 
     local: int
 
 
 class Mend(Struct, frozen=True):
-    """The rank is dead: what it began in this free slot, or published unseen, is nothing."""
+    """Discard what a dead rank began in this free slot, or published without being noticed."""
 
     local: int
     slot: int
 
 
 class Offer(Struct, frozen=True):
-    """The rank may write into this buffer."""
+    """Let the rank write into this buffer."""
 
     local: int
     slot: int
@@ -98,7 +99,7 @@ class Offer(Struct, frozen=True):
 
 
 class Install(Struct, frozen=True):
-    """The rank finds an image in this buffer that it has not written, and cannot write."""
+    """Let the rank find an image in this buffer that it did not write and must not overwrite."""
 
     local: int
     slot: int
@@ -106,14 +107,14 @@ class Install(Struct, frozen=True):
 
 
 class Free(Struct, frozen=True):
-    """The rank may write into it again."""
+    """Let the rank write into this slot again."""
 
     local: int
     slot: int
 
 
 class Withdraw(Struct, frozen=True):
-    """Take this free buffer away, unless the rank has begun to write. Answered by `withdrawn`."""
+    """Take this free buffer away unless the rank has begun to write. Answered by `withdrawn`."""
 
     local: int
     slot: int
@@ -121,14 +122,14 @@ class Withdraw(Struct, frozen=True):
 
 
 class Detach(Struct, frozen=True):
-    """There is no buffer any more."""
+    """Tell the rank that this slot has no buffer any more."""
 
     local: int
     slot: int
 
 
 class Hash(Struct, frozen=True):
-    """See what `rank` has published there. Answered by `hashed` or `unhashed`."""
+    """Hash what `rank` has published there. Answered by `hashed` or `unhashed`."""
 
     local: int
     slot: int
@@ -137,13 +138,13 @@ class Hash(Struct, frozen=True):
 
 
 class Refuse(Struct, frozen=True):
-    """This node has not the memory that the rank wants."""
+    """Tell the rank that this node lacks the memory that it wants."""
 
     local: int
 
 
 class SlotReady(Struct, frozen=True):
-    """What the rank restores is in this slot, its manifest of `behind` bytes after it."""
+    """Tell the rank that its state is in this slot, followed by its manifest of `behind` bytes."""
 
     local: int
     slot: int
@@ -152,13 +153,13 @@ class SlotReady(Struct, frozen=True):
 
 
 class Elsewhere(Struct, frozen=True):
-    """The rank restores nothing from memory."""
+    """Tell the rank that it restores nothing from memory."""
 
     local: int
 
 
 class FailRestore(Struct, frozen=True):
-    """What the rank restores cannot be brought: it waits, for the supervisor decides."""
+    """Tell the rank that its state cannot be brought here. It waits for the supervisor's decision."""
 
     local: int
 
@@ -167,7 +168,7 @@ class FailRestore(Struct, frozen=True):
 
 
 class FindImages(Struct, frozen=True):
-    """What these ranks' images of a state are like, from whoever has them. Answered by `found`."""
+    """Find the manifests of these ranks' images of a state, from any holder. Answered by `found`."""
 
     number: int
     step: int
@@ -176,15 +177,15 @@ class FindImages(Struct, frozen=True):
 
 
 class Verify(Struct, frozen=True):
-    """Whether what this copy has is intact. Answered by `verified`."""
+    """Verify this copy. Answered by `verified`."""
 
     number: int
     copy: KeptCopy
 
 
 class Fetch(Struct, frozen=True):
-    """Take the memory for [start, end) of the buffer, and bring this part of the image that was found or
-    verified into it, or what it lacks of it; with `behind` its manifest as well. Answered by `fetched`."""
+    """Take the memory for [start, end) of the buffer, and bring what it lacks of this part of the image,
+    which was found or verified; with `behind` its manifest, too. Answered by `fetched`."""
 
     number: int
     image: tuple[int, int, int]
@@ -198,8 +199,8 @@ class Fetch(Struct, frozen=True):
 
 
 class Mix(Struct, frozen=True):
-    """Take the memory for `size` bytes of the buffer, and make there the XOR of this part of the images that
-    were found. Answered by `fetched`."""
+    """Take the memory for `size` bytes of the buffer, and make the XOR of this part of the found images
+    there. Answered by `fetched`."""
 
     number: int
     part: str
@@ -209,13 +210,13 @@ class Mix(Struct, frozen=True):
 
 
 class Hurry(Struct, frozen=True):
-    """Nobody wants this work any more: answer soon."""
+    """Answer soon: nobody wants this work any more."""
 
     number: int
 
 
 class EndWork(Struct, frozen=True):
-    """This work is over."""
+    """Release this work; it is over."""
 
     number: int
 

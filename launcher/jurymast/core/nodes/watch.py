@@ -122,7 +122,7 @@ class Watch:
     # Connections.
 
     def take_over(self, now: float) -> None:
-        """All that the journal knows are to come, most likely but for the last supervisors' nodes."""
+        """Expect all nodes that the journal knows, except the last supervisors' nodes."""
         self.clock.tick(now)
         for name, node in self._state.nodes.items():
             if node.incarnation and node.role is not Role.FAILED:
@@ -134,14 +134,15 @@ class Watch:
                 last.away.before_s = max(0.0, now - heard_at)
 
     def expect(self, node: str) -> None:
-        """A node that is known is to connect."""
+        """Expect this known node to connect."""
         arrivals = Arrivals(self._heartbeat_s, self.clock.now)
         limit_s = rejoin_limit_s(len(self._state.nodes)) + arrivals.limit_s(self._fixed_s)
         self._put(node, NodeWatch(arrivals, away=Away(self.clock.now, limit_s, "silent")))
         self.reports.expect(node)
 
     def joined(self, node: str, connection: int) -> None:
-        """Over the connection of this number, from 1 on; an older one is none any more."""
+        """The node joined over the connection of this number, counted from 1. An older connection counts no
+        more."""
         self._put(node, NodeWatch(Arrivals(self._heartbeat_s, self.clock.now), connection))
         self.reports.expect(node)
 
@@ -181,7 +182,7 @@ class Watch:
         return rejoin_limit_s(len(self._state.nodes), MANY_LIMIT_S)
 
     def hung_up(self, node: str, connection: int) -> list[Effect]:
-        """Its agent heard nothing here, and is back once it has looked for a supervisor."""
+        """Its agent heard nothing from here, and will be back after looking for a supervisor."""
         if not self._is_newest(node, connection):
             return []
         self.expect(node)
@@ -230,7 +231,8 @@ class Watch:
     # Heartbeats.
 
     def beat(self, node: str, beat: Beat, now: float) -> list[Effect]:
-        """Answered now and then, so that the agent knows that there is a supervisor."""
+        """A heartbeat arrived. It is answered now and then, so that the agent knows that the supervisor
+        lives."""
         watch = self.nodes.get(node)
         if watch is None:
             return []
@@ -244,12 +246,12 @@ class Watch:
         ]
 
     def heard(self, node: str, connection: int) -> None:
-        """What its agent keeps until then."""
+        """A message arrived that the agent keeps until it knows of that."""
         if self._is_newest(node, connection):
             self.nodes[node].heard += 1
 
     def storage_waits(self, seconds: float, now: float) -> list[Effect]:
-        """The run directory was asked for something so long ago and has not answered; 0.0: it has."""
+        """The run directory has not answered for so many seconds; 0.0: it has."""
         self._unfindable = seconds > STORAGE_LATE_S
         told, self._told_of_storage = self._told_of_storage, False
         if seconds <= STORAGE_HANGS_S:
@@ -274,7 +276,7 @@ class Watch:
                 watch.away.before_s += counted_s
 
     def tick(self, now: float) -> list[Effect]:
-        """Who is lost by now."""
+        """The nodes that are lost by now."""
         before = self.clock.now
         late_s = self.clock.tick(now)
         counted_s = self.clock.now - before
@@ -300,7 +302,7 @@ class Watch:
         return effects
 
     def silent(self, now: float) -> list[str]:
-        """Who would be lost, if nodes were not about to go anyway."""
+        """The nodes that would be lost if they were not about to leave anyway."""
         return list(self._beyond_limit(self._quiet(), now)) if self.ending else []
 
     def _was_late(self, seconds: float, counted_s: float) -> None:
@@ -332,7 +334,7 @@ class Watch:
 
     @property
     def cut_off(self) -> bool:
-        """Nobody is heard, and another may be about to take over: there is nothing to decide."""
+        """No node is heard and another supervisor may be about to take over, so nothing may be decided."""
         since = self._isolated_since
         return since is not None and self.clock.now < since + ISOLATION_LIMIT_S
 

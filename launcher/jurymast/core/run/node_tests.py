@@ -42,7 +42,7 @@ def before_first_attempt(state: RunState) -> list[Instruction]:
 
 
 def before_use(state: RunState, nodes: Sequence[Node]) -> list[Instruction] | None:
-    """None when these suspects may be used now; else wait, after carrying out what is returned."""
+    """None if these suspects may be used now; otherwise the tests to carry out first."""
     waiting = going_on(state)
     due = [node for node in nodes if _is_due(state, node)]
     if waiting and (due or any(node.name in state.testing for node in nodes)):
@@ -51,7 +51,8 @@ def before_use(state: RunState, nodes: Sequence[Node]) -> list[Instruction] | No
 
 
 def suspects(state: RunState) -> list[Instruction]:
-    """While the run goes on without them: suspects whose ranks are gone, with idle spares as partners."""
+    """While the run continues without them: test suspects whose ranks are gone, with idle spares as
+    partners."""
     if state.phase is not Phase.RUNNING or going_on(state):
         return []
     left = [node for node in state.nodes.values() if node.role is Role.SUSPECT and node.ready]

@@ -36,7 +36,7 @@ RANKS_GONE = "RanksGone"  # an error that no rank tells
 
 
 def deadline(state: RunState, t: float) -> float:
-    """So long the present phase may take a supervisor that takes over at `t`."""
+    """When the present phase ends for a supervisor that takes over at `t`."""
     match state.phase:
         case Phase.STARTING:
             return t + state.settings.join_limit_s
@@ -49,7 +49,8 @@ def deadline(state: RunState, t: float) -> float:
 
 
 def open_incident(state: RunState, detected_at: float, fault_at: float) -> Incident:
-    """The incident that takes this finding: a failure during a recovery ends that one and starts the next."""
+    """Open an incident for this finding. A failure during a recovery ends that incident and opens the
+    next."""
     if state.incident is not None:
         state.incident.ended_at = detected_at
     lost_from = max(
@@ -81,7 +82,7 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
 
 
 def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
-    """An end of a rank, or a reason to end it."""
+    """A rank ended, or there is a reason to end it."""
     if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
         return []
     if event.rank >= 0:  # the reason came after all
@@ -91,7 +92,8 @@ def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
 
 
 def stop_deadline(state: RunState, t: float) -> float:
-    """Who has not stopped by then cannot be stopped, told at `t` or once it is back after a take-over."""
+    """Ranks that have not stopped by then cannot be stopped. They are told at `t`, or when their node is back
+    after a take-over."""
     return max(t, state.rejoin_until) + state.settings.stop_grace_s + STOP_LIMIT_S
 
 
@@ -138,7 +140,7 @@ def close_incident(state: RunState, t: float) -> None:
 
 
 def finish_from_outside(state: RunState, how: str, exit_code: int, reason: str) -> Finish:
-    """Somebody ends the run. Ranks that were found ended just before are part of that, and no incident."""
+    """A user or Slurm ends the run. Ranks that ended just before belong to that and make no incident."""
     if state.phase is Phase.STOPPING and state.incident is not None and not state.findings.lost:
         state.incidents.pop()
     return finish(state, how, exit_code, reason)
@@ -152,8 +154,8 @@ def finish(state: RunState, how: str, exit_code: int, reason: str) -> Finish:
 
 
 def advance(state: RunState, *, one_came: bool = False) -> list[Instruction]:
-    """Whatever the present phase was waiting for and now has. `one_came`: all that is new is a node's word
-    that it is there, or ready."""
+    """Continue if the present phase has what it waited for. `one_came`: all that is new is that a node joined
+    or became ready."""
     if state.phase is Phase.STOPPING and _all_stopped(state):
         return _diagnose(state)
     if state.phase is Phase.STARTING:
@@ -400,14 +402,14 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
 
 
 def note_failure(state: RunState, node: Node) -> None:
-    """From when it serves again it is expected to fail more often for a day."""
+    """Expect this node to fail more often for a day after it serves again."""
     if not (node.faultless or node.drained):
         before = state.frail.get(node.name, Frail(node=node.name))
         state.frail[node.name] = replace(before, fresh_until=None, why=f"failed this run: {node.reason}")
 
 
 def serve_again(state: RunState, names: Collection[str]) -> None:
-    """These nodes are in service now; for those that had failed the day after begins."""
+    """These nodes serve now. For those that had failed, the day of more failures begins."""
     for name in state.frail.keys() & set(names) if state.frail else ():
         if state.frail[name].fresh_until is None:
             state.frail[name] = replace(state.frail[name], fresh_until=state.now + AFTER_REPAIR_S)

@@ -23,7 +23,7 @@ def planned(state: RunState, event: ev.RestorePlanned) -> list[Instruction]:
 
 
 def failed(state: RunState, event: ev.RestoreFailed) -> list[Instruction]:
-    """Another attempt, and if need be another node, may bring it; an older state is the last resort."""
+    """Try another attempt, and if necessary another node. An older state is the last resort."""
     if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING, Phase.STOPPING):
         return []
     key, instructions = (event.step, event.of), []
@@ -43,7 +43,8 @@ def failed(state: RunState, event: ev.RestoreFailed) -> list[Instruction]:
 
 
 def waits(state: RunState, event: ev.RestoreWaits) -> list[Instruction]:
-    """Another attempt, and if need be another node, may get an answer; else people must help."""
+    """After a while another attempt, and if necessary another node, may get an answer; otherwise people must
+    help."""
     if event.attempt != state.attempt or state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
         return []
     if state.first_step_at is not None:

@@ -19,8 +19,8 @@ ON_STORAGE = "a user while no supervisor was reachable"
 
 
 class Asks:
-    """`given_up_by`: who does not want to wait for the last checkpoint of a run that has ended. `now` is Unix
-    time in seconds."""
+    """`given_up_by`: the user who does not want to wait for the last checkpoint of an ended run. `now` is
+    Unix time in seconds."""
 
     def __init__(self, state: RunState, checkpoints: Checkpoints, agreement: Agreement) -> None:
         self._state, self._checkpoints, self._agreement = state, checkpoints, agreement
@@ -28,7 +28,7 @@ class Asks:
         self.given_up_by = ""
 
     def answer(self, asked: Ask, now: float) -> tuple[Accepted | Declined, list[Effect]]:
-        """What is said to who asks, and what is done then."""
+        """The answer to a request, and its effects."""
         if why := self._refusal(asked):
             return Declined(why=why), []
         accepted = Accepted()
@@ -63,15 +63,15 @@ class Asks:
         return [*back, Record(event)]
 
     def found_on_storage(self, now: float) -> list[Effect]:
-        """A rollback that nobody could be asked for: all that the ranks save in this attempt is void, so to
-        let them go on would be worse than to go back."""
+        """Carry out a rollback that was written to storage while no supervisor answered. What the ranks save
+        in this attempt is void, so continuing would be worse than going back."""
         step = self._checkpoints.missed_rollback
         if step is None or self._state.phase not in (Phase.LAUNCHING, Phase.RUNNING):
             return []
         return self._begin(Ask(what="rollback", by=ON_STORAGE, step=step), now)
 
     def saved(self, why: str, in_time: bool, now: float) -> list[Effect]:
-        """What was asked for is saved, or could not be."""
+        """The requested save is complete, or was not possible in time."""
         event = self._waiting.pop(why, None)
         if event is None:
             return []
@@ -80,7 +80,7 @@ class Asks:
         return [*([Record(note)] if lost else []), Record(replace(event, t=now))]
 
     def warned(self, now: float) -> list[Effect]:
-        """Slurm's warning (SIGUSR2) that a time limit or a preemption is near: what is done is kept."""
+        """Slurm warned (SIGUSR2) that a time limit or a preemption is near: save what is done."""
         effects: list[Effect] = [Record(ev.Signalled(t=now, signal="SIGUSR2"))]
         if self._state.phase is Phase.RUNNING and self._agreement.ask(WARNING):
             effects.append(Record(ev.Asked(t=now, what="save", by=WARNING)))

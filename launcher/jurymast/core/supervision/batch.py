@@ -38,38 +38,38 @@ FAILED = Outcome("failed", JurymastError.exit_code)
 
 @dataclass(frozen=True)
 class StartSupervisor:
-    """At once. That it has begun is an event, and its end another."""
+    """Start a supervisor at once. Its start and its end are events."""
 
 
 @dataclass(frozen=True)
 class StartAgents:
-    """Once, of all nodes."""
+    """Start the agents of all nodes, once."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A signal to the supervisor: `warning`, or that the job ends."""
+    """Forward a signal to the supervisor: a `warning`, or the end of the job."""
 
     warning: bool
 
 
 @dataclass(frozen=True)
 class RequeueJob:
-    """The job, without whatever of the agents is left."""
+    """Requeue the job, after removing what is left of the agents."""
 
     outcome: Outcome
 
 
 @dataclass(frozen=True)
 class Say:
-    """In the job's log."""
+    """Write this to the job's log."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class EndJob:
-    """This life of it."""
+    """End the job, or this life of a requeued job."""
 
     outcome: Outcome
 
@@ -113,11 +113,11 @@ class Batch:
         return [StartSupervisor()]
 
     def started(self) -> list[Effect]:
-        """A supervisor, which can be told from now on what came while none was there."""
+        """A supervisor has started; from now on signals can be forwarded to it."""
         return [Forward(warning=False)] if self._told_to_end else []
 
     def supervisor_ended(self, code: int, outcome: Outcome | None, now: float) -> list[Effect]:
-        """`outcome`: what it has written before, if it has."""
+        """`outcome`: what it had written before, if anything."""
         if outcome is not None:
             requeue: list[Effect] = [RequeueJob(outcome)] if outcome.requeued else []
             return [*requeue, *self._end(outcome)]
@@ -135,7 +135,7 @@ class Batch:
         return [told, Say(why)] if more == 0 else [told]
 
     def look(self, outcome: Outcome | None, now: float, *, agents: bool) -> list[Effect]:
-        """`outcome`: what somebody has written; `agents`: some live."""
+        """`outcome`: what any supervisor has written; `agents`: whether some are alive."""
         match self._phase:
             case _Phase.PAUSE:
                 if self._told_to_end or not agents:
@@ -159,7 +159,7 @@ class Batch:
         return [late, RequeueJob(outcome), *self._end(outcome)]
 
     def signalled(self, *, warning: bool, supervised: bool) -> list[Effect]:
-        """`supervised`: a supervisor of this process runs and can be told. Nobody else heeds a `warning`."""
+        """`supervised`: a supervisor of this process runs and can be told; else a `warning` has no effect."""
         if supervised:
             return [Forward(warning)]
         self._told_to_end = self._told_to_end or not warning

@@ -22,8 +22,9 @@ TELL_EVERY_S = 30.0
 
 
 class Departure:
-    """`now` is the supervisor's clock. The newest checkpoint may be in memory only, and that goes with the
-    nodes. While it is on its way they are watched as ever: others may have what a lost one did not write."""
+    """`now` is the supervisor's clock. The newest checkpoint may exist in memory only, which is lost with the
+    nodes. While it is being written they are watched as usual, because others may hold what a lost node did
+    not write."""
 
     def __init__(self, state: RunState, watch: Watch, checkpoints: Checkpoints, asks: Asks) -> None:
         self._state, self._watch, self._checkpoints, self._asks = state, watch, checkpoints, asks
@@ -39,7 +40,7 @@ class Departure:
 
     @property
     def leaving(self) -> bool:
-        """Agents were told to leave."""
+        """Whether agents were told to leave."""
         return self._leave_until is not None
 
     def begin(self, now: float, *, hurry: bool) -> list[Effect]:
@@ -91,7 +92,7 @@ class Departure:
         return bool(self._watch.away()) and not self._checkpoints.copies.newest_is_whole()
 
     def superseded(self, by_another: bool, now: float) -> list[Effect]:
-        """The job's end is for the newest supervisor alone to bring about."""
+        """Only the newest supervisor may end the job."""
         if by_another:
             return [GiveWay()]
         why, job = self._state.end_reason or "requeued", self._state.allocation.rpartition(".")[0]

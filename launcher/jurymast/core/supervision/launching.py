@@ -63,8 +63,8 @@ class Launching:
         return [Fence(launch.attempt)]
 
     def fenced(self, attempt: int, why: str, now: float) -> list[Effect]:
-        """The attempt's number is in the run directory; or `why` not: then no checkpoint can be saved to
-        shared storage, but training can go on."""
+        """The attempt's number is in the run directory. If not (`why`), no checkpoint can be saved to shared
+        storage, but the training can continue."""
         if self._launch is None or self._launch.attempt != attempt:
             return []
         self._fenced = True
@@ -76,7 +76,7 @@ class Launching:
         return self.look(now) if now >= self._look_at else []
 
     def look(self, now: float) -> list[Effect]:
-        """Tell the nodes, if nothing is to be waited for any more."""
+        """Send the launch to the nodes unless something has to be waited for."""
         launch = self._launch
         if launch is None or self._told or not self._is_due(launch):
             return []
@@ -100,7 +100,7 @@ class Launching:
         return [*effects, *tell]
 
     def tell_again(self, node: str, attempt: int) -> list[Effect]:
-        """A placed node, whose newest attempt is this one, may not have been told."""
+        """Send the launch again to a placed node of its newest attempt that may have missed it."""
         launch = self._launch
         if launch is None or not self._told or not self._is_due(launch) or attempt >= launch.attempt:
             return []

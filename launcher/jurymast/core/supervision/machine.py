@@ -100,7 +100,7 @@ class Supervision:
     # ---- what follows from what
 
     def record(self, event: ev.Event, *, flush: bool = False) -> list[Effect]:
-        """Something has happened: journal it, and do what `core.run.machine` decides on it."""
+        """Journal this event, and carry out what `core.run.machine` decides."""
         out = self._ahead_of(event)
         before = (self.state.phase, self.state.deadline)
         decided = step(self.state, event)
@@ -187,7 +187,7 @@ class Supervision:
     # ---- the clock
 
     def start(self, now: float) -> list[Effect]:
-        """After a take-over: what may not have arrived is done again."""
+        """After a take-over, repeat what may not have arrived."""
         self.watch.take_over(now)
         out = [effect for one in resume(self.state) for effect in self._carry_out(one, now)]
         if self.state.phase is Phase.LAUNCHING:
@@ -202,11 +202,11 @@ class Supervision:
 
     @property
     def interval_s(self) -> float:
-        """Until the next tick."""
+        """Seconds until the next tick."""
         return self.watch.interval_s if self.steady else min(WATCH_INTERVAL_S, self.watch.interval_s)
 
     def tick(self, now: float, *, storage_waits_s: float = 0.0) -> list[Effect]:
-        """`storage_waits_s`: so long ago the run directory was asked for something and has not answered."""
+        """`storage_waits_s`: for how long the run directory has not answered."""
         out = self._do(self.watch.storage_waits(storage_waits_s, now), now)
         out += self._do(self.watch.tick(now), now)
         if self.departure.begun:  # others may have what they do not write any more
@@ -233,20 +233,20 @@ class Supervision:
 
     @property
     def has_work(self) -> bool:
-        """Of thousands of nodes some at a time."""
+        """Whether work for thousands of nodes is left, which is done in parts."""
         return self.checkpoints.replicating
 
     def work(self, now: float) -> list[Effect]:
         return self._do(self.checkpoints.replicate(now), now)
 
     def worked(self, seconds: float, now: float) -> None:
-        """So long the last `work` took."""
+        """The last `work` took this long, in seconds."""
         self.checkpoints.replicated(seconds, now)
 
     # ---- agents
 
     def joined(self, node: str, connection: int, hello: msg.Hello, now: float) -> list[Effect]:
-        """Over the connection of this number, from 1 on."""
+        """A node joined over the connection of this number, counted from 1."""
         self.watch.joined(node, connection)
         out = self._do(self.checkpoints.joined(node, hello, now), now)
         joined = ev.NodeJoined(
@@ -298,7 +298,7 @@ class Supervision:
         return stop + self.launching.tell_again(node, attempt)
 
     def closed(self, node: str, connection: int, now: float, *, reset: bool = False) -> list[Effect]:
-        """The connection of this number broke. `reset`: not closed in order."""
+        """The connection of this number broke. `reset`: it was not closed in order."""
         return self._do(self.watch.closed(node, connection, now, reset=reset), now)
 
     def heard(self, node: str, connection: int, message: Heard, now: float) -> list[Effect]:
@@ -382,7 +382,7 @@ class Supervision:
     def found_on_storage(
         self, shared: Mapping[Key, int], rollbacks: Iterable[Rollback], now: float
     ) -> list[Effect]:
-        """What earlier supervisors, attempts and runs left there: states, and their sizes in bytes."""
+        """What earlier supervisors, attempts and runs left on storage: states with their sizes in bytes."""
         effects = self.checkpoints.found_on_storage(shared, rollbacks, now)
         return self._do([*effects, *self.asks.found_on_storage(now)], now)
 
@@ -392,7 +392,7 @@ class Supervision:
     # ---- people and Slurm
 
     def asked(self, ask: msg.Ask, now: float) -> tuple[msg.Accepted | msg.Declined, list[Effect]]:
-        """What is said to who asks, and what is done then."""
+        """The answer to a request, and its effects."""
         answer, effects = self.asks.answer(ask, now)
         return answer, self._do(effects, now)
 
@@ -409,8 +409,8 @@ class Supervision:
         return [*out, *self.record(ev.Signalled(t=now, signal="SIGTERM")), WhyEnding()]
 
     def why_ending(self, asked: WhyEnding, why: str, by: str, now: float) -> list[Effect]:
-        """Slurm's answer. `by`: who cancelled the job, if somebody has. What the run has come to follows from
-        it, so that it is asked again if it does not know."""
+        """Slurm's answer. `by`: who cancelled the job, if anybody. The run's final state depends on it, so
+        Slurm is asked again while the reason is unknown."""
         if asked.node:
             if why != STILL_RUNNING:
                 return self.terminated(now)
@@ -428,7 +428,7 @@ class Supervision:
         return self.record(event, flush=True) + self._do(self.departure.begin(now, hurry=True), now)
 
     def condition(self, journal: str) -> msg.Condition:
-        """What the journal does not tell yet. `journal`: why it cannot be written, if so."""
+        """What the journal does not tell yet. `journal`: why it cannot be written, or ""."""
         waits = ""
         if self.departure.begun and (unsaved := self.checkpoints.unsaved()):
             known = self.state.saved.get(SHARED)
