@@ -234,6 +234,9 @@ def test_figures_of_ones_own(tmp_path: Path) -> None:
         ("restore: 0", "restore: 0 is not a number from 1 on"),
         ("- 3", "not a mapping of figures"),
         ("a: [", "cannot read"),
+        ("[" * 1000, "cannot read"),
+        ("1: 2", "no figure is called 1"),
+        ("copy: [1]", "copy: a list or mapping is not a number from 1 on"),
     ],
 )
 def test_a_bad_file_of_figures_is_told(tmp_path: Path, text: str, complaint: str) -> None:

@@ -92,6 +92,29 @@ def test_mistakes(place: Path, words: str, code: int, message: str, hint: str) -
     assert not (place / "runs").exists()
 
 
+# Each with a file that is none where a file is named.
+FILES = (
+    "policy check pipe", "policy show pipe", "submit --policy pipe -- train.py", "submit -- pipe",
+    "submit pipe", "plan -N 4 --policy pipe", "simulate --nodes 4 --policy pipe",
+    "simulate --nodes 4 --durations pipe", "simulate --nodes 4 --trace pipe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", FILES)
+def test_a_command_waits_for_no_pipe(
+    place: Path, words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("JURYMAST_SITE", "")
+    os.mkfifo(place / "pipe")
+    assert main(words.split()) in (64, 65, 66)
+    told = capfd.readouterr().err.splitlines()
+    assert told[0].startswith("jurymast: error: ")
+    assert "pipe" in told[0]
+    assert told[0].endswith("it is no ordinary file")
+    assert [line for line in told[1:] if "hint: " not in line] == []
+
+
 def test_all_policy_mistakes_are_in_one_answer(place: Path) -> None:
     (place / "bad.yaml").write_text("spare: 1\ndetect: {heartbeat: 1}\n")
     done = jurymast(place, "policy", "check", "bad.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,31 @@ def test_bad_files(tmp_path: Path, text: str, says: str) -> None:
     assert says in "\n".join(complaints(write(tmp_path, "p.yaml", text)))
 
 
+def bomb(levels: int) -> str:
+    """A list of nine lists of nine lists and so on, in a few lines."""
+    lines = ["x0: &x0 [a, a, a, a, a, a, a, a, a]"]
+    lines += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def test_aliases_count_as_what_they_repeat(tmp_path: Path) -> None:
+    assert "unknown key" in complaints(write(tmp_path, "p.yaml", bomb(2)))[0]
+    for levels in (4, 30):
+        (line,) = complaints(write(tmp_path, "p.yaml", bomb(levels)))
+        assert line.startswith("p.yaml:4: x3: more than 1000 values")
+
+
+def test_files_that_extend_each_other_without_end(tmp_path: Path) -> None:
+    for number in range(30):
+        write(tmp_path, f"{number}.yaml", f"extends: [{number + 1}.yaml, {number + 1}.yaml]\n")
+    write(tmp_path, "30.yaml", "spares: 1\n")
+    (line,) = complaints(tmp_path / "0.yaml")
+    assert line.endswith("20.yaml: more than 20 files extend each other")
+    (line,) = complaints(tmp_path / "20.yaml")
+    assert line.endswith("30.yaml: more than 20 files extend each other")
+    assert load(tmp_path / "29.yaml").policy.spares == 1
+
+
 def test_links_that_lead_in_a_circle(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").symlink_to("p.yaml")
     (line,) = complaints(tmp_path / "p.yaml")
@@ -226,6 +252,18 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert complaints(path) == ["p.yaml: is not UTF-8 text"]
+
+
+def test_a_file_that_is_no_file_or_has_no_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert complaints(tmp_path / "pipe") == ["pipe: cannot be read: it is no ordinary file"]
+    assert complaints(Path("/dev/zero")) == ["zero: cannot be read: it is no ordinary file"]
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 30)
+    (line,) = complaints(tmp_path / "large")
+    assert line == "large: cannot be read: it has 1073741824 bytes, most is 65536"
+    path = write(tmp_path, "p.yaml", "spares: 1\nextends: pipe\n")
+    assert complaints(path) == [f"{tmp_path}/pipe: cannot be read: it is no ordinary file"]
 
 
 def test_an_empty_file_is_no_change(tmp_path: Path) -> None:

@@ -268,7 +268,6 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "launcher/jurymast/cli/policy.py",
             "launcher/jurymast/cluster/planning.py",
             "launcher/jurymast/demo/train_gpt.py",
-            "launcher/jurymast/policy/load.py",
             "launcher/jurymast/reference.py",
             "launcher/jurymast/report/doctor.py",
             "launcher/jurymast/script/output.py",

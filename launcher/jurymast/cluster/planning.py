@@ -13,6 +13,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from jurymast import foreign
 from jurymast.cluster.batch_script import BatchScript, merged
 from jurymast.cluster.sbatch_options import CommandLine, Given, ranks_per_node
 from jurymast.core.planning.spares import auto_spares
@@ -187,7 +188,7 @@ def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
     tried = [directory / script, submitted_from / script]
     path = next((path for path in tried if os.path.exists(path)), tried[0])
     try:
-        (path / "__main__.py" if path.is_dir() else path).open("rb").close()
+        foreign.reading(path / "__main__.py" if path.is_dir() else path).close()
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
         if isinstance(error, FileNotFoundError):

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from jurymast import foreign
 from jurymast.errors import PolicyError
 
 SITE_FILE = Path("/etc/jurymast/site.yaml")
+# Many times what a policy needs, and still read within a second: it may be a colleague's, or a site's.
+BYTES_MAX = 64 << 10
+VALUES_MAX = 1000
+FILES_MAX = 20
 Key = tuple[str | int, ...]
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _UNEXPECTED = re.compile(r"[-+]?(0_*[0-9]|[0-9_]+:)")
@@ -46,7 +51,7 @@ def spelled(key: Key) -> str:
 
 
 def file_layer(path: Path, shown: str) -> Layer:
-    """Read one file. Raises PolicyError: unreadable, no YAML, a key twice, no mapping."""
+    """Read one file. Raises PolicyError: unreadable, too large, no YAML, a key twice, no mapping."""
     try:
         return _read(path, shown)
     except RecursionError as error:  # also of a mapping that has itself inside, through an alias
@@ -55,7 +60,7 @@ def file_layer(path: Path, shown: str) -> Layer:
 
 def _read(path: Path, shown: str) -> Layer:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = foreign.read(path, BYTES_MAX).decode()
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise PolicyError(f"{shown}: cannot be read: {error.strerror}") from error
@@ -84,6 +89,12 @@ def _read(path: Path, shown: str) -> Layer:
 def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
     """The node's plain value; notes its place and those of everything in it."""
     layer.origins[key] = f"{layer.name}:{node.start_mark.line + 1}"
+    if len(layer.origins) > VALUES_MAX:
+        top = key[:1]
+        raise PolicyError(
+            f"{layer.origins[top]}: {spelled(top)}: more than {VALUES_MAX} values in this file up to here "
+            "(an alias counts as all that it repeats)"
+        )
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, (*key, index), layer, problems) for index, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
@@ -99,6 +110,7 @@ def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
         if name in result:
             line = name_node.start_mark.line + 1
             problems.append(f"{layer.name}:{line}: {spelled(place)}: is given twice")
+            continue
         result[name] = _plain(value_node, place, layer, problems)
         # A key's line is where its name stands: a mapping's own mark is the line of its first entry.
         layer.origins[place] = f"{layer.name}:{name_node.start_mark.line + 1}"
@@ -123,20 +135,29 @@ def _scalar(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any
         loader.dispose()
 
 
-def file_layers(path: Path, shown: str, seen: tuple[Path, ...] = ()) -> list[Layer]:
+def file_layers(path: Path, shown: str) -> list[Layer]:
     """The file's layer over those it extends, lowest first. Raises PolicyError, also for a circle."""
+    layers: list[Layer] = []
+    _add_layers(path, shown, (), layers)
+    return layers
+
+
+def _add_layers(path: Path, shown: str, above: tuple[Path, ...], layers: list[Layer]) -> None:
+    """`above`: the files that led here."""
     try:
-        real = path.resolve()
+        with foreign.asking(path):
+            real = path.resolve()
     except RuntimeError as error:  # Python before 3.13 says so of links that lead in a circle
         raise PolicyError(f"{shown}: cannot be read: its links lead in a circle") from error
-    if real in seen:
-        raise PolicyError(f"{shown}: extends itself through {' -> '.join(str(p) for p in (*seen, real))}")
+    if real in above:
+        raise PolicyError(f"{shown}: extends itself through {' -> '.join(str(p) for p in (*above, real))}")
+    if len(above) + len(layers) == FILES_MAX:
+        raise PolicyError(f"{shown}: more than {FILES_MAX} files extend each other")
     layer = file_layer(path, shown)
-    below: list[Layer] = []
     for name in layer.extends:
         target = path.parent / os.path.expanduser(name)
-        below.extend(file_layers(target, str(target), (*seen, real)))
-    return [*below, layer]
+        _add_layers(target, str(target), (*above, real), layers)
+    layers.append(layer)
 
 
 def site_layers(environment: Mapping[str, str]) -> list[Layer]:
@@ -144,7 +165,7 @@ def site_layers(environment: Mapping[str, str]) -> list[Layer]:
     named = environment.get("JURYMAST_SITE")
     if named is not None:
         return file_layers(Path(named), named) if named else []
-    return file_layers(SITE_FILE, str(SITE_FILE)) if SITE_FILE.exists() else []
+    return file_layers(SITE_FILE, str(SITE_FILE)) if foreign.exists(SITE_FILE) else []
 
 
 def pairs_layer(name: str, pairs: Sequence[tuple[str, Any]]) -> Layer:
@@ -174,11 +195,18 @@ def _lay(below: dict[str, Any], above: dict[str, Any], key: Key, merged: Layer, 
         if isinstance(value, dict) and isinstance(below.get(name), dict):
             _lay(below[name], value, place, merged, layer)
             continue
-        for old in [k for k in merged.origins if k[: len(place)] == place]:
-            del merged.origins[old]
-        merged.origins.update({k: o for k, o in layer.origins.items() if k[: len(place)] == place})
-        merged.origins.setdefault(place, layer.origin(place))
+        for old in _places(below.get(name), place):
+            merged.origins.pop(old, None)
+        merged.origins.update({new: layer.origin(new) for new in _places(value, place)})
         below[name] = _copy(value)
+
+
+def _places(value: Any, key: Key) -> Iterator[Key]:
+    """The key itself, and those of everything in the value."""
+    yield key
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in inner:
+        yield from _places(item, (*key, name))
 
 
 def _copy(value: Any) -> Any:

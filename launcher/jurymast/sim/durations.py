@@ -12,12 +12,16 @@ from typing import Any
 
 import yaml
 
+from jurymast import foreign
 from jurymast.core.nodes.heartbeat import steady_limit_s
 from jurymast.core.planning.forecast import SLOWDOWN
 from jurymast.core.run.recovery import LAUNCH_LIMIT_S, STOP_LIMIT_S
 from jurymast.core.settings import Settings
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
+
+# Of a file of figures; it is a page.
+BYTES_MAX = 64 << 10
 
 # A run begins here: a time of 0 would read as "not known".
 START = 86_400.0
@@ -175,12 +179,13 @@ def read_measured(path: Path | None = None) -> Measured:
         own = _read(path)
         for name, value in own.items():
             if name not in found:
-                raise UsageError(f"{path}: no figure is called {name}{did_you_mean(name, found)}")
+                raise UsageError(f"{path}: no figure is called {name}{did_you_mean(str(name), found)}")
             if name == "kinds":
                 _merge_kinds(path, found["kinds"], value)
             elif name != "source":
                 found[name] = _number(path, name, value, least=1.0 if name in _RATES else 0.0)
-        found["source"] = str(own.get("source", path))
+        source = own.get("source")
+        found["source"] = source if isinstance(source, str) else str(path)
     kinds = {name: Parts(**{f"{part}_s": parts[part] for part in _PARTS})
              for name, parts in found["kinds"].items()}  # fmt: skip
     return Measured(found["source"], kinds, found["requeue"], *(found[name] for name in _RATES))
@@ -188,9 +193,9 @@ def read_measured(path: Path | None = None) -> Measured:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        own = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        told = " ".join(str(error).split())
+        own = yaml.safe_load(foreign.read(path, BYTES_MAX).decode())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        told = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UsageError(f"cannot read {path}: {told}", hint="YAML like sim/data/durations.yaml") from error
     if not isinstance(own, dict):
         raise UsageError(f"{path}: not a mapping of figures", hint="YAML like sim/data/durations.yaml")
@@ -218,5 +223,7 @@ def _number(path: Path, name: str, value: object, least: float = 0.0) -> float:
         except ValueError:
             pass
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-        raise UsageError(f"{path}: {name}: {value!r} is not a number from {least:g} on")
+        # A list may repeat itself through aliases until no memory holds it as text.
+        told = "a list or mapping" if isinstance(value, list | dict) else repr(value)
+        raise UsageError(f"{path}: {name}: {told} is not a number from {least:g} on")
     return float(value)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from jurymast import foreign
 from jurymast.core.planning.failure_rate import DAY_S, PRIOR_RATE
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
@@ -188,9 +189,10 @@ def read_trace(path: Path | str, nodes: int | None = None) -> Trace:
         text = (resources.files("jurymast.sim") / "data" / "infinitehbd_node_faults.csv").read_text("utf-8")
         return _trace(text.splitlines(), BUNDLED_TRACE, nodes or BUNDLED_NODES, BUNDLED_DAYS)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = foreign.read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}", hint="a CSV: node,start_day,end_day") from error
+        told = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read {path}: {told}", hint="a CSV: node,start_day,end_day") from error
     return _trace(text.splitlines(), str(path), nodes, None)
 
 
