@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
@@ -63,9 +64,36 @@ _ALIKE = {
     for kind, differ in DIFFER.items()
 }
 _ALIKE_BY_NAME = {kind.__name__: names for kind, names in _ALIKE.items()}
+_INSTRUCTIONS = {kind.__name__: kind for kind in Instruction.__subclasses__()}
 
 Entry = dict[str, Any]
+# Seconds since the epoch; what lies beyond is no date.
+Time = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
 _Item = ev.Event | tuple[float, Instruction]
+
+
+class _Line(msgspec.Struct):
+    """What entries of all kinds have; `read` is one with which an epoch begins."""
+
+    t: Time
+    epoch: int
+    n: int = 0
+    event: str = ""
+    decision: str = ""
+    read: dict[str, int] | None = None
+
+
+# Of several nodes' events that are one line.
+_SAID_ONCE = frozenset(_Line.__struct_fields__) - {"t"} | {"v", "each"}
+
+
+@cache
+def _each_of(name: str) -> type[msgspec.Struct]:
+    """What `each` of events of this name has; of those that this version does not know, the times."""
+    kind = ev.KINDS.get(name, ev.Event)
+    types = [(key, list[one]) for key, one in get_type_hints(kind).items() if key != "t"]  # type: ignore[valid-type]
+    maybe = [(key, one | msgspec.UnsetType, msgspec.UNSET) for key, one in types]
+    return msgspec.defstruct(f"Each{name}", [("t", list[Time]), *maybe], kw_only=True)
 
 
 class JournalWriter:
@@ -235,15 +263,36 @@ def entry_of(line: bytes, path: Path) -> Entry | None:
     Raises RunDirectoryError for one of another version: its words may mean something else.
     """
     entry = _decode(line)
-    if not isinstance(entry, dict) or "t" not in entry:
+    if not isinstance(entry, dict):
         return None
     version = entry.get("v")
-    if version != VERSION and isinstance(version, int):
+    if version != VERSION and type(version) is int:
         raise RunDirectoryError(
             f"{path} has lines of journal version {version}, and this jurymast reads version {VERSION}",
             hint="use the jurymast that the run was submitted with",
         )
+    try:
+        _check(entry)
+    except ValueError:
+        return None
     return entry if version == VERSION else None
+
+
+def _check(entry: Entry) -> None:
+    """Raises ValueError for a field that is missing, or whose value is of another type."""
+    line = msgspec.convert(entry, _Line)
+    first = entry
+    if "each" in entry:
+        each = msgspec.convert(entry["each"], dict[str, list[Any]])
+        msgspec.convert(each, _each_of(line.event))
+        if len({len(values) for values in each.values()}) != 1 or not each["t"]:
+            raise ValueError("lists of different lengths, or none")
+        if _SAID_ONCE & each.keys():
+            raise ValueError("several nodes' events are not of one kind")
+        first = {**entry, **{name: values[0] for name, values in each.items()}}
+    for kinds, name in ((ev.KINDS, line.event), (_INSTRUCTIONS, line.decision)):
+        if name in kinds:
+            msgspec.convert(first, kinds[name])
 
 
 def single(entry: Entry) -> list[Entry]:
@@ -280,10 +329,7 @@ def _decode(line: bytes) -> Any:
 
 def events_of(entry: Entry) -> list[ev.Event]:
     """The entry's events; none for a decision, and for events of an unknown kind."""
-    try:
-        return [ev.from_json(one) for one in single(entry)] if "event" in entry else []
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return []
+    return [ev.from_json(one) for one in single(entry)] if entry.get("event") in ev.KINDS else []
 
 
 def events(entries: Iterable[Entry]) -> Iterator[ev.Event]:
@@ -307,10 +353,7 @@ def _taken_quietly(state: RunState, entry: Entry) -> bool:
     if kind is None or "each" not in entry:
         return False
     each = entry["each"]
-    try:
-        return step_quietly(state, kind, entry["attempt"], each["node"][:-1], each.get("store_port", ())[:-1])
-    except (AttributeError, KeyError, TypeError):
-        return False
+    return step_quietly(state, kind, entry["attempt"], each["node"][:-1], each.get("store_port", ())[:-1])
 
 
 def initial_state(plan: RunPlan) -> RunState:

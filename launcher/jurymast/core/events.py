@@ -7,7 +7,9 @@ epoch of the supervisor). Durations end in `_s` and are seconds, sizes end in `_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
+
+import msgspec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,17 +406,15 @@ class Tick(Event):
     """Time passed and a deadline was reached. Journalled only when it led to a decision."""
 
 
-class _Registry:
-    by_name: ClassVar[dict[str, type[Event]]] = {
-        cls.__name__: cls
-        for cls in (
-            RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady,
-            NodeLost, WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
-            RestorePlanned, RestoreFailed, RestoreWaits, Fetched, Restored, ColdStart, Asked, Signalled,
-            CadenceSet, HealthFound, NodeTested, Straggling, StacksTaken, AttemptFound, LaunchWaits, Noted,
-            Tick,
-        )
-    }  # fmt: skip
+KINDS: dict[str, type[Event]] = {
+    cls.__name__: cls
+    for cls in (
+        RunStarted, AllocationStarted, AllocationEnded, SupervisorStarted, NodeJoined, NodeReady, NodeLost,
+        WorkersStarted, WorkerFailed, RanksHung, WorkersStopped, NodeFinished, Progress, Saved,
+        RestorePlanned, RestoreFailed, RestoreWaits, Fetched, Restored, ColdStart, Asked, Signalled,
+        CadenceSet, HealthFound, NodeTested, Straggling, StacksTaken, AttemptFound, LaunchWaits, Noted, Tick,
+    )
+}  # fmt: skip
 
 
 def to_json(event: Event) -> dict[str, Any]:
@@ -423,10 +423,6 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def from_json(line: dict[str, Any]) -> Event:
-    """Inverse of `to_json`; fields this version does not know are ignored. KeyError: unknown event."""
-    cls = _Registry.by_name[line["event"]]
-    known = cls.__dataclass_fields__
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in line.items() if key in known
-    }
-    return cls(**values)
+    """Inverse of `to_json`; fields this version does not know are ignored. KeyError: unknown event.
+    ValueError: a field that is missing, or has another type of value."""
+    return msgspec.convert(line, KINDS[line["event"]])

@@ -9,6 +9,7 @@ from jurymast import foreign
 from jurymast.core.events import Event
 from jurymast.core.goodput.ledger import Ledger
 from jurymast.core.run.state import RunState
+from jurymast.errors import RunDirectoryError
 from jurymast.journal import Entry, EpochBegin, FileTail, begin_of, entry_of, initial_state, read_file, take
 from jurymast.report.words import some
 from jurymast.rundir import RunDirectory
@@ -19,7 +20,7 @@ class _EpochTail:
 
     def __init__(self, path: Path) -> None:
         self._tail = FileTail(path)
-        self._line = 0
+        self.line = 0  # of the newest entry, from 1 on
         self._number = 0
         self._bad: list[int] = []
         self._missing = 0
@@ -28,10 +29,10 @@ class _EpochTail:
         """Those that are new. `over`: a later epoch has begun, so half a line is all that will come."""
         while lines := self._tail.lines(partial=over):
             for line in lines:
-                self._line += 1
+                self.line += 1
                 entry = entry_of(line, self._tail.path)
                 if entry is None:
-                    self._bad.append(self._line)
+                    self._bad.append(self.line)
                     continue
                 self._missing += max(0, entry.get("n", 0) - self._number - 1)
                 self._number = entry.get("n", 0)
@@ -81,15 +82,26 @@ class JournalTail:
         return list(self.new())
 
     def new(self) -> Iterator[Entry]:
-        """As `poll`, one by one: `state` has taken in those that were given."""
+        """As `poll`, one by one: `state` has taken in those that were given. Raises RunDirectoryError, naming
+        the line, for what no run does."""
         files = list(self.directory.journal_files())
         for number, path in enumerate(files, 1):
             epoch = self._epochs.setdefault(path.name, _EpochTail(path))
             later = [self._begin(other) for other in files[number:]]
             for entry in epoch.entries(over=path != files[-1]):
                 if entry["epoch"] >= self.state.epoch and all(begin.counts(entry) for begin in later):
-                    take(self.state, entry, self._feed)
+                    self._take(entry, f"{path}, line {epoch.line}")
                     yield entry
+
+    def _take(self, entry: Entry, where: str) -> None:
+        """Whatever it says: a colleague's journal need not be one that jurymast has written."""
+        try:
+            take(self.state, entry, self._feed)
+        except Exception as error:
+            what = entry.get("event", "this")
+            raise RunDirectoryError(
+                f"{where}: {what} cannot follow what the lines before say ({type(error).__name__}: {error})"
+            ) from error
 
     def _begin(self, path: Path) -> EpochBegin:
         """Of that epoch, as soon as it says so."""
