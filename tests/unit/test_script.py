@@ -303,9 +303,13 @@ def test_a_steps_command_finds_ours_whatever_became_of_its_variables(tmp_path: P
     assert "SLURM_NODEID=1" in (tmp_path / "spares").read_text()
 
 
+# A run directory may be called so.
+ODD = 'a run|with & \'s "and" $so} (on) [a-z] * .. #1;'
+
+
 def launched(tmp_path: Path, *command: str, **environment: str) -> list[str]:
     """What our front end for launchers got, of a Python in which the hook is there."""
-    job = RunDirectory(tmp_path / "run")
+    job = RunDirectory(tmp_path / ODD)
     shims.write(job, sys.executable)
     fake = tmp_path / "fake" / "jurymast" / "script"
     fake.mkdir(parents=True, exist_ok=True)
@@ -328,9 +332,30 @@ def test_python_becomes_our_front_end_for_a_launcher(tmp_path: Path) -> None:
     program.write_text(f"#!{sys.executable}\nprint('torch itself')\n")
     program.chmod(0o700)
     assert launched(tmp_path, str(program), "a b") == ["torchrun", "a b"]
-    shim = str(tmp_path / "run/slurm/bin/torchrun")
-    path = f"{shims.folder(RunDirectory(tmp_path / 'run'))}:{tmp_path}:/usr/bin:/bin"
-    assert launched(tmp_path, shim, "x", PATH=path, PYTHONPATH=str(tmp_path / "fake")) == ["torchrun", "x"]
+    ours = shims.folder(RunDirectory(tmp_path / ODD))
+    path = f"{ours}:{tmp_path}:{ours}:/usr/bin:/bin"
+    told = launched(tmp_path, str(ours / "torchrun"), "x", PATH=path, PYTHONPATH=str(tmp_path / "fake"))
+    assert told == ["torchrun", "x"]
+
+
+@pytest.mark.parametrize("around", [("", ""), ("{}:", ""), ("", ":{}"), ("{}:{}:", ":{}:{}")])
+def test_our_torchrun_takes_itself_out_of_path_whatever_the_run_is_called(
+    tmp_path: Path, around: tuple[str, str]
+) -> None:
+    job = RunDirectory(tmp_path / ODD)
+    shims.write(job, sys.executable)
+    real = tmp_path / "real"
+    real.mkdir()
+    shims.write_program(real / "torchrun", '#!/bin/sh\necho "$PATH"\necho "$PYTHONPATH"\necho "$@"\n')
+    ours = shims.folder(job)
+    path = f"{real}:/usr/bin:{tmp_path / 'a run'}".join(one.replace("{}", str(ours)) for one in around)
+    done = subprocess.run(
+        [ours / "torchrun", "a  b"], env={"PATH": path, "PYTHONPATH": "/mine"}, text=True,
+        capture_output=True, check=True, timeout=30,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        f"{real}:/usr/bin:{tmp_path / 'a run'}", f"{shims.hook(job)}:/mine", "a  b",
+    ]  # fmt: skip
 
 
 def test_a_job_that_the_script_submits_has_nothing_of_ours(tmp_path: Path) -> None:

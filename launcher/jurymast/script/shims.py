@@ -38,10 +38,16 @@ SRUN = """\
 #!/bin/sh
 exec {ours} "$@"
 """
-# For a script that has set PYTHONPATH anew: the hook does the rest.
+# For a script that has set PYTHONPATH anew: the hook does the rest. The shell alone takes the folder out of
+# PATH, because it takes what is quoted as it stands: a run directory may be called anything.
 TORCHRUN = """\
 #!/bin/sh
-PATH=$(printf %s ":$PATH:" | sed 's|:{folder}:|:|g; s|^:||; s|:$||')
+PATH=:$PATH:
+while case "$PATH" in *:{folder}:*) ;; *) false ;; esac; do
+  PATH=${{PATH%%:{folder}:*}}:${{PATH#*:{folder}:}}
+done
+PATH=${{PATH#:}}
+PATH=${{PATH%:}}
 PYTHONPATH={hook}${{PYTHONPATH:+:$PYTHONPATH}}
 export PATH PYTHONPATH
 exec torchrun "$@"
@@ -67,7 +73,7 @@ def write(directory: RunDirectory, python: str) -> None:
     make_folder(hook(directory))
     ours = shlex.join(run_module(python, "jurymast.script", "srun"))
     write_program(place / "srun", SRUN.format(ours=ours))
-    text = TORCHRUN.format(folder=place, hook=shlex.quote(str(hook(directory))))
+    text = TORCHRUN.format(folder=shlex.quote(str(place)), hook=shlex.quote(str(hook(directory))))
     write_program(place / "torchrun", text)
     name = "sitecustomize.py"
     write_atomically(hook(directory) / name, foreign.read(Path(__file__).parent / "hook" / name))
