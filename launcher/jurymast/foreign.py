@@ -58,15 +58,25 @@ def asking(path: os.PathLike[str] | str) -> Iterator[None]:
 def unanswered() -> tuple[str, float]:
     """The path that a thread has waited for longest, and how long in seconds; ("", 0.0) when none waits."""
     path, since = min(list(_asked.values()), key=lambda asked: asked[1], default=("", 0.0))
-    return path, time.monotonic() - since if path else 0.0
+    return _name_of(path), time.monotonic() - since if path else 0.0
+
+
+def _name_of(path: str) -> str:
+    """As people know it, without asking its storage."""
+    if not path.startswith(HELD):
+        return path
+    descriptor, _, rest = path.removeprefix(HELD).partition("/")
+    try:
+        return os.path.join(os.readlink(f"{HELD}{descriptor}"), rest).rstrip("/")
+    except OSError:  # it was closed this moment
+        return path
 
 
 class NotOurs(OSError):
     """Another user owns it, or can write it; one line that names the path and what to do."""
 
     def __init__(self, path: os.PathLike[str] | str, status: os.stat_result) -> None:
-        if str(path).startswith(HELD):
-            path = os.path.realpath(path)
+        path = _name_of(str(path))
         todo = "remove it, or choose another path"
         if status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode):
             todo = f"if nobody else has put anything there: chmod go-w {path}"

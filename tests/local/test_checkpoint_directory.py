@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from jurymast.errors import CheckpointError
 from jurymast.rundir import RunDirectory
 from jurymast.worker import link
 from support.checkpoints import Holder, flip, same, truncate
+from support.hanging import hanging
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_run")]
 
@@ -140,6 +143,7 @@ def test_leftovers_of_earlier_attempts_are_swept(tmp_path: Path, monkeypatch: py
     (tmp_path / ".saving-notes").write_text("a user's own")
     monkeypatch.setenv("JURYMAST_ATTEMPT", "3")
     assert jurymast.Checkpointer(weights(0.0), directory=tmp_path).restore() == 1
+    wait_until("the deletion", lambda: not list(tmp_path.glob(".deleting-*")))
     # attempt 4 is newer than we are
     assert {p.name for p in tmp_path.iterdir()} == {
         ".saving-00000003.a0004.0a1b2c3d",
@@ -147,6 +151,22 @@ def test_leftovers_of_earlier_attempts_are_swept(tmp_path: Path, monkeypatch: py
         VERIFIED,
         final_name(1),
     }
+
+
+def test_what_cannot_be_deleted_yet_holds_no_restore_up(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    left = tmp_path / ".saving-00000002.a0000.0a1b2c3d"
+    left.mkdir()
+    restored: list[int] = []
+    with hanging(left):
+        restore = jurymast.Checkpointer(weights(0.0), directory=tmp_path).restore
+        rank = threading.Thread(target=lambda: restored.append(restore()), daemon=True)
+        rank.start()
+        rank.join(240)
+        assert restored == [1]
+        assert not left.exists()
+        assert list(tmp_path.glob(".deleting-*"))
+    wait_until("the deletion", lambda: not list(tmp_path.glob(".deleting-*")))
 
 
 def test_a_stale_attempt_publishes_nothing(

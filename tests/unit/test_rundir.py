@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from jurymast import foreign
 from jurymast.core.settings import Budget, RunPlan, Settings
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory, write_atomically
+from support.hanging import hanging
+from support.waiting import wait_until
 
 NOBODY = 65534
 
@@ -141,6 +144,29 @@ def test_a_write_that_cannot_take_its_place_leaves_nothing(directory: RunDirecto
     with pytest.raises(OSError, match="taken"):
         write_atomically(directory.root / "taken", b"x")
     assert sorted(directory.root.iterdir()) == before
+
+
+def test_who_waits_for_a_write_is_known(directory: RunDirectory) -> None:
+    """As for what is read: `cli.patience` and a restore's watch tell of it."""
+    writer = threading.Thread(target=write_atomically, args=(directory.root / "a", b"1"), daemon=True)
+    with hanging(directory.root):  # the name in it would be on disk
+        writer.start()
+        wait_until("the wait", lambda: foreign.unanswered()[0] == str(directory.root))
+    writer.join(60)
+    assert foreign.unanswered() == ("", 0.0)
+
+
+def test_what_a_write_waits_for_is_its_file(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    rename = os.rename
+
+    def renamed(*paths: str) -> None:
+        asked.append(foreign.unanswered()[0])
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    write_atomically(directory.root / "a", b"1")
+    assert asked == [str(directory.root / "a")]
 
 
 def test_a_reader_never_sees_a_part(directory: RunDirectory) -> None:

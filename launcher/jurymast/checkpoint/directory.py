@@ -259,7 +259,8 @@ class CheckpointDirectory:
     def _mark(self, step: int, found: str = "") -> None:
         place = self.root / VERIFIED
         try:
-            place.mkdir(mode=0o700, exist_ok=True)
+            with foreign.asking(place):
+                place.mkdir(mode=0o700, exist_ok=True)
             _, digest = hash_file(self.path(step) / MANIFEST)
             write_atomically(place / f"{step:08d}", f"{digest}{found}".encode(), durable=False)
         except OSError:
@@ -311,23 +312,23 @@ class CheckpointDirectory:
         sync_directory(self.root)
         return name
 
-    def sweep(self, attempt: int) -> list[str]:
-        """Remove what attempts up to `attempt` left half-written or half-deleted; returns their names.
+    def sweep(self, attempt: int) -> dict[str, Path]:
+        """Take away what attempts up to `attempt` left half-written or half-deleted: names, each with where
+        it is left to delete, which may take long.
 
         A newer attempt's directories stay: then we are the stale one.
         """
         try:
             names = foreign.names(self.root)
         except OSError:
-            return []
-        swept = []
+            return {}
+        old = [name for name in names if _DELETING.fullmatch(name)]  # somebody may be at it this moment
         for name in names:
             saving = _SAVING.fullmatch(name)
-            if _DELETING.fullmatch(name) or (saving and int(saving[2]) <= attempt):
-                # somebody may be deleting it at this moment
-                remove_trees([self.root / name])
-                swept.append(name)
-        return swept
+            if saving and int(saving[2]) <= attempt:
+                old.append(name)
+        found = ((name, taken_away(self.root / name)) for name in old)
+        return {name: gone for name, gone in found if gone is not None}
 
     def writing(self, step: int, attempt: int, nonce: str) -> Path:
         """Where the nodes' storage processes meet to write a step; `nonce`: hexadecimal, one a try."""
@@ -436,16 +437,21 @@ class CheckpointDirectory:
 
 
 def remove_trees(directories: Iterable[Path]) -> None:
-    """Remove directories of checkpoints, best effort: what stays, `sweep` gets.
-
-    Renamed first, so that nobody goes on to write there, or gives one its final name while it is emptied.
-    """
+    """Remove directories of checkpoints, best effort: what stays, `sweep` gets."""
     for directory in directories:
-        gone = directory
-        if not _DELETING.fullmatch(directory.name):
-            gone = directory.with_name(f".deleting-{0:08d}.{secrets.token_hex(4)}")
-            try:
-                os.rename(directory, gone)
-            except OSError:
-                continue
-        shutil.rmtree(gone, ignore_errors=True)
+        if (gone := taken_away(directory)) is not None:
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def taken_away(directory: Path) -> Path | None:
+    """Its new name, so that nobody goes on to write there, or gives it its final name while it is emptied;
+    None if it cannot be renamed."""
+    if _DELETING.fullmatch(directory.name):
+        return directory
+    gone = directory.with_name(f".deleting-{0:08d}.{secrets.token_hex(4)}")
+    try:
+        with foreign.asking(directory):
+            os.rename(directory, gone)
+    except OSError:
+        return None
+    return gone

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from jurymast.checkpoint.directory import (
     CheckpointManifest,
     FileRecord,
     one_line,
+    remove_trees,
 )
 from jurymast.checkpoint.group import Group
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
@@ -167,10 +167,14 @@ class SharedTier:
         self._cleared = True
         swept = self._group.on_first(self._sweep)
         if swept and self._group.rank == 0:
-            log.info("removed what earlier attempts left half-done: %s", ", ".join(swept))
+            log.info("removing what earlier attempts left half-done: %s", ", ".join(swept))
 
     def _sweep(self) -> list[str]:
-        return [] if is_foreign(self._directory.root, self._us) else self._directory.sweep(self._attempt)
+        if is_foreign(self._directory.root, self._us):
+            return []
+        swept = self._directory.sweep(self._attempt)
+        _delete_behind(list(swept.values()))
+        return list(swept)
 
     # ---- saving
 
@@ -268,8 +272,7 @@ class SharedTier:
         except OSError as error:
             log.warning("cannot remove old checkpoints: %s", one_line(error))
             return
-        if doomed:  # gone for every reader; giving their space back may take long, and nobody waits for it
-            threading.Thread(target=_delete, args=(doomed,), name="jurymast-retire").start()
+        _delete_behind(doomed)
 
     # ---- restoring
 
@@ -376,6 +379,7 @@ def _is_storage_failure(error: BaseException) -> bool:
     return hidden or isinstance(error, OSError)
 
 
-def _delete(directories: list[Path]) -> None:
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+def _delete_behind(directories: list[Path]) -> None:
+    """They are gone for every reader. Giving their space back may take long, or hang: nobody waits for it."""
+    if directories:
+        threading.Thread(target=remove_trees, args=(directories,), name="jurymast-delete").start()
