@@ -176,6 +176,32 @@ def test_only_a_newer_supervisor_of_this_allocation_is_a_reason(place: Endpoint 
     assert made.connected
 
 
+@pytest.mark.parametrize("knows", ["by its word", "by another's", "by the run directory"])
+def test_who_knows_a_newer_supervisor_never_goes_back_to_an_older_one(knows: str) -> None:
+    """The run directory may be seen as it was a minute ago, and the older one may not know of the newer."""
+    made = link()
+    made.start(10.0)
+    if knows == "by the run directory":
+        made.found(at(8, epoch=2), 10.1)
+    else:
+        made.found(at(7), 10.1)
+        made.connected_to(10.2)
+        answered(made, epoch=2 if knows == "by its word" else 1)
+        if knows == "by another's":
+            made.heard(msg.Moved(place=at(8, epoch=2)), 20.0)
+        else:
+            made.lost(20.0)
+    assert not made.connected
+    for _ in range(made._tries):
+        made.unreached(20.0)
+    made.tick(made.wake_at)
+    assert made.found(at(9, epoch=1), 21.0) == []
+    made.unreached(21.0)
+    made.tick(made.wake_at)
+    assert made.found(at(9, epoch=3), 22.0) == [connect(9)]
+    made.check()
+
+
 def test_a_look_that_is_answered_after_the_connection_was_lost_ends_no_other_try() -> None:
     made = connected()
     answered(made)

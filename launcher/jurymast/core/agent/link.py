@@ -103,6 +103,7 @@ class SupervisorLink:
         self._peeking = False  # a look for a newer one was not answered yet
         self._finding = False  # nor one that is a try
         self._last: Endpoint | None = None
+        self._epoch = 0  # the newest that this agent knows of
         self._tries = 0
         self._round_at = NEVER
         self._find_at = 0.0
@@ -159,16 +160,25 @@ class SupervisorLink:
         return [Connect(targets)]
 
     def found(self, place: Endpoint | None, now: float) -> list[Effect]:
-        """None: there is none, or shared storage does not answer, which is no reason to end the ranks."""
+        """None: there is none, or shared storage does not answer, which is no reason to end the ranks.
+
+        An old view of the run directory may show a supervisor that another has taken over from, and that does
+        not know it: to obey that one would undo what the newer one did."""
         peeked, self._peeking = self._peeking, False
+        if place is not None and place.epoch < self._epoch:
+            place = None
         if self.connected:
             return self._change_over(place, now)
         if not peeked:
             self._tries, self._finding = self._tries - 1, False
             self._find_at = max(self._find_at, now + PEEK_EVERY_S) if self._tries else self._find_at
         new = place is not None and place != self._last
-        self._last = place or self._last
+        self._know(place)
         return (self._connect(place) if new else []) or self._over(now)
+
+    def _know(self, place: Endpoint | None) -> None:
+        if place is not None:
+            self._last, self._epoch = place, max(self._epoch, place.epoch)
 
     def unreached(self, now: float) -> list[Effect]:
         if self.connected:
@@ -195,7 +205,7 @@ class SupervisorLink:
         epoch = self._hearing.epoch
         if place is None or not epoch or place.epoch <= epoch or place.allocation != self._allocation:
             return []
-        self._last = place
+        self._know(place)
         return self._hang_up(now, newer=place)
 
     # Having one.
@@ -215,6 +225,7 @@ class SupervisorLink:
         match order:
             case msg.GoOn():
                 self._patience_s = order.patience_s
+                self._epoch = max(self._epoch, order.epoch)
                 self._kept = [one for one in self._kept if one[0] > order.heard]
             case msg.Moved():
                 return self._change_over(order.place, now)
