@@ -72,6 +72,10 @@ Time = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
 _Item = ev.Event | tuple[float, Instruction]
 
 
+def file_name(epoch: int) -> str:
+    return f"epoch-{epoch:06d}.jsonl"
+
+
 class _Line(msgspec.Struct):
     """What entries of all kinds have; `read` is one with which an epoch begins."""
 
@@ -102,7 +106,7 @@ class JournalWriter:
     def __init__(self, directory: Path, epoch: int) -> None:
         self._epoch = epoch
         self._number = 0
-        self.path = directory / f"epoch-{epoch:06d}.jsonl"
+        self.path = directory / file_name(epoch)
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         sync_directory(directory)
         self._items: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
@@ -272,15 +276,18 @@ def entry_of(line: bytes, path: Path) -> Entry | None:
             hint="use the jurymast that the run was submitted with",
         )
     try:
-        _check(entry)
+        _check(entry, path)
     except ValueError:
         return None
     return entry if version == VERSION else None
 
 
-def _check(entry: Entry) -> None:
-    """Raises ValueError for a field that is missing, or whose value is of another type."""
+def _check(entry: Entry, path: Path) -> None:
+    """Raises ValueError for a field that is missing, or whose value is of another type, and for an entry of
+    another epoch than the file's."""
     line = msgspec.convert(entry, _Line)
+    if path.name != file_name(line.epoch):
+        raise ValueError(f"an entry of epoch {line.epoch}")
     first = entry
     if "each" in entry:
         each = msgspec.convert(entry["each"], dict[str, list[Any]])

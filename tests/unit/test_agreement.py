@@ -37,6 +37,7 @@ class Site:
         self.copying = False
         self.asked: dict[str, Any] = {"steps": steps, "seconds": seconds}
         self.done = 0
+        self.attempt = 1  # of the ranks
         self.agreement = Agreement(self.state)
 
     def do(self, effects: list[Effect]) -> None:
@@ -67,7 +68,8 @@ class Site:
         page = self.pages[node]
         settled = abs(page["decided"]) if settled is None else settled
         rank = reported(step=at, beats=at, settled=settled)
-        self.do(self.agreement.beat(node, Beat(1, [rank], CadenceReport(**page, **self.asked)), self.time))
+        beat = Beat(self.attempt, [rank], CadenceReport(**page, **self.asked))
+        self.do(self.agreement.beat(node, beat, self.time))
 
     def go_on(self, seconds: float, step_s: float = STEP_S) -> None:
         for _ in range(round(seconds / step_s)):
@@ -77,12 +79,13 @@ class Site:
             self.beat("b")
             self.look()
 
-    def saved(self, stall_s: float, ok: bool = True) -> None:
+    def saved(self, stall_s: float, ok: bool = True, attempt: int = 0) -> None:
         self.feed(
             ev.Saved(
-                t=self.time, attempt=1, step=self.done, tier="memory", ok=ok, stall_s=stall_s, size_bytes=1
+                t=self.time, attempt=attempt or self.attempt, step=self.done, tier="memory", ok=ok,
+                stall_s=stall_s, size_bytes=1,
             )
-        )
+        )  # fmt: skip
 
     def told(self) -> list[ev.CadenceSet]:
         return [event for event in self.events if isinstance(event, ev.CadenceSet)]
@@ -246,6 +249,24 @@ def test_a_save_before_something_is_waited_for_until_it_is_complete() -> None:
     site.saved(0.1)
     assert site.agreement.saved_first(site.time) == [("drain", True)]
     assert site.agreement.saved_first(site.time) == []
+
+
+def test_what_was_said_of_an_earlier_attempt_is_not_this_one_s() -> None:
+    site = Site(steps=100)
+    site.go_on(10.0)
+    site.state.attempt = 2
+    assert not site.agreement.ask("ann"), "only ranks of the attempt before have been heard"
+    for _ in range(2):
+        site.beat("a")
+        site.beat("b")
+    assert not site.agreement.ask("ann"), "no rank of this attempt has a Checkpointer yet"
+    site.attempt = 2
+    site.go_on(10.0)
+    assert site.agreement.save_first("drain", 60.0, site.time)
+    site.saved(0.1, attempt=1)
+    assert site.agreement.saved_first(site.time) == []
+    site.saved(0.1)
+    assert site.agreement.saved_first(site.time) == [("drain", True)]
 
 
 def test_a_save_that_does_not_come_in_time_is_not_waited_for_longer() -> None:

@@ -336,6 +336,14 @@ def test_a_parser_takes_what_is_right_and_refuses_what_is_not(name: str, tmp_pat
     fuzz()
 
 
+@pytest.mark.parametrize("image", [(11, 1, 0), (10, 0, 0), (10, 2, 0), (10, 1, 1)])
+def test_the_manifest_of_another_image_is_not_taken(image: tuple[int, int, int]) -> None:
+    """Of an earlier attempt that saved the same step, say."""
+    assert trusted(image_manifest(), IMAGE).image == IMAGE
+    with pytest.raises(BadImage):
+        trusted(image_manifest(), image)
+
+
 @pytest.mark.parametrize("length", [1, 5])
 def test_frames_are_heard_once_and_in_their_order(length: int) -> None:
     """Of somebody on the way, who has all that was sent and plays it as he likes."""

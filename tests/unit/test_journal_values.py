@@ -125,6 +125,7 @@ def test_a_line_with_a_wrong_value_is_named_and_the_rest_is_shown(colleague: Col
         ("Noted", {"message": ["x"]}), ("NodeTested", {"slowness": "fast"}), ("Saved", {"step": 1.5}),
         ("Fetched", {"tiers": {"shared": None}}), ("StacksTaken", {"ranks": [0, "1"]}), ("Asked", {"t": -1}),
         ("Asked", {"t": 1e300}), ("Tick", {"epoch": None}),
+        ("Noted", {"epoch": 0}), ("Noted", {"epoch": 2}),
     ):  # fmt: skip
         entries, line = with_other(colleague.lines, kind, **values)
         told = colleague.complaints(entries, 0)

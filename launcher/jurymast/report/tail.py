@@ -89,7 +89,7 @@ class JournalTail:
             epoch = self._epochs.setdefault(path.name, _EpochTail(path))
             later = [self._begin(other) for other in files[number:]]
             for entry in epoch.entries(over=path != files[-1]):
-                if entry["epoch"] >= self.state.epoch and all(begin.counts(entry) for begin in later):
+                if all(begin.counts(entry) for begin in later):
                     self._take(entry, f"{path}, line {epoch.line}")
                     yield entry
 
