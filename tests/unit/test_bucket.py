@@ -130,6 +130,15 @@ def test_what_the_run_has_not_put_there_is_not_taken(
     assert back.steps() == [STEP]
 
 
+def test_a_seal_is_for_its_step_alone() -> None:
+    """Else another checkpoint of the run could be put into the place of this one, with all that is its."""
+    key = BucketKey(SECRET, "run-1")
+    sealed = key.seal(STEP, b"{}", {"a": "00"})
+    assert key.vouched(STEP, b"{}", sealed) == {"a": "00"}
+    with pytest.raises(StorageFailure):
+        key.vouched(STEP + 1, b"{}", sealed)
+
+
 @pytest.fixture
 def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if somebody had found files of the same hash: with 128 bytes of their choice that is possible."""

@@ -18,7 +18,7 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
 from jurymast.core.agent.ranks import Ranks
-from jurymast.core.effects import Effect, Journal
+from jurymast.core.effects import Effect, Journal, Send
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import Phase, RunState
 from support.node_model import launch
@@ -51,11 +51,12 @@ def values(name: str, hint: Any) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def some(draw: st.DrawFn, kind: type[Any], **given: Any) -> Any:
-    """With values that may mean something in `second_attempt`."""
+def some(draw: st.DrawFn, kind: type[Any], known: dict[str, Any]) -> Any:
+    """With values that may mean something in `second_attempt`, and those that are `known`."""
     hints = get_type_hints(kind)
-    drawn = {name: draw(values(name, hint)) for name, hint in hints.items() if name not in given}
-    return kind(**drawn, **{name: value for name, value in given.items() if name in hints})
+    return kind(**{
+        name: known[name] if name in known else draw(values(name, hint)) for name, hint in hints.items()
+    })  # fmt: skip
 
 
 def second_attempt(phase: str) -> Story:
@@ -92,7 +93,7 @@ def test_an_event_of_an_earlier_attempt_decides_nothing(kind: type[ev.Event], ph
     @FUZZ
     @given(st.data())
     def fuzz(data: st.DataObject) -> None:
-        event = data.draw(some(kind, t=story.t, attempt=data.draw(EARLIER)))
+        event = data.draw(some(kind, {"t": story.t, "attempt": data.draw(EARLIER)}))
         after = copy.deepcopy(story.state)
         assert step(after, event) == []
         assert changed(story.state, after) <= STILL_TRUE.get(kind, set())
@@ -117,7 +118,7 @@ def test_what_is_said_of_an_earlier_attempt_decides_nothing(kind: type[Any], pha
         supervision = supervised(copy.deepcopy(story))
         state = copy.deepcopy(supervision.machine.state)
         attempt = data.draw(EARLIER)
-        said = data.draw(some(kind, attempt=attempt))
+        said = data.draw(some(kind, {"attempt": attempt}))
         message = said if kind in SAID else msg.RankEvent(attempt=attempt, event=said)
         effects = supervision.hears(data.draw(st.sampled_from(supervision.nodes)), message)
         assert orders_of(effects) == []
@@ -148,6 +149,25 @@ def test_a_heartbeat_of_an_earlier_attempt_tells_no_progress(attempt: int, told:
     supervision.machine.warned(supervision.story.t)
     supervision.machine.terminated(supervision.story.t)  # now all is told
     assert (supervision.machine.state.step == 90) is told
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_ranks_of_an_earlier_attempt_that_still_run_are_dismissed(attempt: int) -> None:
+    supervision = Successor(second_attempt("training"))
+    effects = supervision.joins("n1", attempt=attempt, ranks="running", pids=(1,))
+    assert Send("n1", msg.Dismiss()) in effects
+    assert not any(isinstance(effect, Journal) and effect.decided for effect in effects)
+    assert Send("n2", msg.Dismiss()) not in supervision.joins("n2", attempt=2, ranks="running", pids=(1,))
+
+
+def test_a_node_that_is_prepared_for_an_earlier_attempt_starts_no_ranks() -> None:
+    ranks = Ranks(5.0)
+    ranks.begin(0.0)
+    ranks.host_said(within.Waiting(store_port=1), 1.0)
+    assert ranks.launch(launch(2), 2.0) == [do.Prepare(launch(2))]
+    assert ranks.launch(launch(3), 3.0) == [do.Prepare(launch(3))]
+    assert ranks.prepared(2, 4.0) == []
+    assert ranks.prepared(3, 5.0) == [do.StartRanks(launch(3), False)]
 
 
 def test_an_order_about_an_earlier_attempt_is_not_carried_out() -> None:

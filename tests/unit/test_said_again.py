@@ -120,6 +120,9 @@ def test_a_write_whose_order_was_lost_is_ordered_again() -> None:
     checkpoints.hear(first, done, story.t)
     again = checkpoints.joined(first, hello(first, copies=(images[first],)), story.t)
     assert orders[first] not in again, "it has said how that ended"
+    of_an_earlier_try = msg.Written(id=f"{write.id}0", tier=write.tier, ok=True)
+    assert checkpoints.hear(second, of_an_earlier_try, story.t) == []
+    assert checkpoints.writing
     ended = checkpoints.hear(second, done, story.t)
     assert [
         one.event.tier for one in ended if isinstance(one, Record) and isinstance(one.event, ev.Saved)
