@@ -154,10 +154,10 @@ def test_a_heartbeat_of_an_earlier_attempt_tells_no_progress(attempt: int, told:
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_ranks_of_an_earlier_attempt_that_still_run_are_dismissed(attempt: int) -> None:
     supervision = Successor(second_attempt("training"))
-    effects = supervision.joins("n1", attempt=attempt, ranks="running", pids=(1,))
-    assert Send("n1", msg.Dismiss()) in effects
-    assert not any(isinstance(effect, Journal) and effect.decided for effect in effects)
-    assert Send("n2", msg.Dismiss()) not in supervision.joins("n2", attempt=2, ranks="running", pids=(1,))
+    one, other = supervision.story.state.placement
+    effects = supervision.joins(one, attempt=attempt, ranks="running", pids=(1,))
+    assert orders_of(effects) == [Send(one, msg.Dismiss())]
+    assert orders_of(supervision.joins(other, attempt=2, ranks="running", pids=(1,))) == []
 
 
 def test_a_node_that_is_prepared_for_an_earlier_attempt_starts_no_ranks() -> None:
