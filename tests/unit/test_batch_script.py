@@ -78,6 +78,7 @@ def test_lines_up_to_the_first_command_count() -> None:
         ("#SBATCH -N 2-4", "job.sbatch, line 2: --nodes=2-4: jurymast adds spare nodes to a fixed number"),
         ("#SBATCH -n 16", "job.sbatch, line 2: --ntasks=16 lets Slurm choose the number of nodes"),
         ("#SBATCH --no-kill=off", "job.sbatch, line 2: --no-kill=off would end the job"),
+        ("#PBS -l nodes=4:ppn=8", "job.sbatch, line 2: sbatch would read this #PBS line"),
     ],
 )
 def test_a_line_at_fault_is_named(line: str, says: str) -> None:
@@ -164,6 +165,14 @@ def test_the_request_has_the_scripts_lines_and_arguments() -> None:
     ]  # fmt: skip
     assert lines[-1].startswith("exec /opt/python3 ")
     assert lines[-1].endswith(f'jurymast.script job {request.plan.directory} "$@"')
+
+
+def test_what_jurymast_does_itself_does_not_reach_sbatch() -> None:
+    text = "#!/bin/sh\n#SBATCH --wait -N 2 --comment='a b' -Q  # quietly\n#PBS -N old\n"
+    request = build_request(plan(text, "-Q", "--ignore-pbs", "-p", "gpu"), resolve([]), script(text))
+    assert request.argv[2:5] == ("--ignore-pbs", "-p", "gpu")
+    assert request.script.splitlines()[1:3] == ["#SBATCH -N 2 '--comment=a b'", "#PBS -N old"]
+    assert plan(text, environment={"SBATCH_IGNORE_PBS": "1"}).active == 2
 
 
 def test_a_command_is_not_wrapped_twice_and_exclusions_are_one(tmp_path: Path) -> None:

@@ -138,14 +138,14 @@ def command(context: click.Context, /, **options: Any) -> int:
     if options["dry_run"]:
         click.echo(json.dumps(request.to_json(), indent=1) if options["as_json"] else _shown(request))
         return 0
+    told = _told(line, script)
     if request.plan.cluster == "slurm":
         from jurymast.cluster import slurm_info
 
-        told = _told(line, script)
         found = slurm_info.partitions(told.last("clusters", "cluster") or "")
-        asked = told.last("partition") or os.environ.get("SBATCH_PARTITION", "")
+        asked = told.last("partition") or ""
         slurm_info.check_fits(found, asked, request.plan.active, request.plan.spares)
-        if line.has("test-only"):
+        if told.has("test-only"):
             from jurymast.cluster.slurm_submit import test_only
 
             click.echo(test_only(request))
@@ -153,14 +153,17 @@ def command(context: click.Context, /, **options: Any) -> int:
     submitted = submit(request)
     patience.follow_on()  # it is submitted, whatever storage does now
     try:
-        if submitted.notes:
-            click.echo(submitted.notes, err=True)
-        _announce(submitted, options, runs)
-        if options["wait"] and request.plan.batch:
+        if not told.has("quiet"):
+            if submitted.notes:
+                click.echo(submitted.notes, err=True)
+            options["parsable"] = options["parsable"] or told.has("parsable")
+            _announce(submitted, options, runs)
+        waits = options["wait"] or told.has("wait")
+        if waits and request.plan.batch:
             from jurymast.cluster.slurm_info import wait as wait_for_job
 
             return wait_for_job(submitted.slurm_job, submitted.slurm_cluster)
-        if options["wait"]:
+        if waits:
             from jurymast.report.follow import wait
 
             return wait(request.plan.directory)
@@ -172,8 +175,8 @@ def command(context: click.Context, /, **options: Any) -> int:
 
 
 def _told(line: CommandLine, script: BatchScript | None) -> CommandLine:
-    """With what the script says itself."""
-    return line if script is None else merged(script, os.environ, line)
+    """With what variables and the script say."""
+    return merged(script or BatchScript("", ""), os.environ, line)
 
 
 def _policy(path: Path | None, spares: int | str | None) -> Resolved:
@@ -202,7 +205,7 @@ def _request(
     plan = _plan(asked, line, script, policy)
     check_runs_directory(runs)
     plan = with_earlier(plan, runs, plan.submitted_at)
-    partition = _told(line, script).last("partition") or os.environ.get("SBATCH_PARTITION", "")
+    partition = _told(line, script).last("partition") or ""
     plan, notes = keep_out(plan, runs, partition, plan.submitted_at)
     for note in notes:
         click.echo(f"jurymast: note: {clean(note)}", err=True)

@@ -21,14 +21,16 @@ from jurymast.errors import ScriptError, UsageError
 STANDARD_INPUT = "standard input"
 HEAD_BYTES_MAX = 1 << 16
 SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
-SBATCH, OURS = "#SBATCH", "#JURYMAST"
+SBATCH, OURS, PBS = "#SBATCH", "#JURYMAST", "#PBS"
 # Variables that stand for an option, of those that jurymast looks at. All others reach sbatch as they are.
 VARIABLES = {
     "SBATCH_ARRAY_INX": "array", "SBATCH_CLUSTERS": "clusters", "SBATCH_GPUS": "gpus",
-    "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_GRES": "gres", "SBATCH_JOB_NAME": "job-name",
-    "SBATCH_NO_REQUEUE": "no-requeue", "SBATCH_PARTITION": "partition", "SBATCH_REQUEUE": "requeue",
-    "SBATCH_SIGNAL": "signal", "SBATCH_TIMELIMIT": "time",
+    "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_GRES": "gres", "SBATCH_IGNORE_PBS": "ignore-pbs",
+    "SBATCH_JOB_NAME": "job-name", "SBATCH_NO_REQUEUE": "no-requeue", "SBATCH_PARTITION": "partition",
+    "SBATCH_REQUEUE": "requeue", "SBATCH_SIGNAL": "signal", "SBATCH_TIMELIMIT": "time", "SBATCH_WAIT": "wait",
 }  # fmt: skip
+# What jurymast does itself: sbatch would print no job id, or only return at the job's end.
+DONE_HERE = frozenset({"quiet", "wait"})
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,22 @@ class BatchScript:
 
     @property
     def head(self) -> str:
-        """The comments at its top, which sbatch reads."""
-        lines = [line for _, line in _comments(self.text)]
+        """The comments at its top, which sbatch reads, without what jurymast does itself."""
+        mine = {
+            number for given, number in zip(self.sbatch, self.places, strict=True) if given.name in DONE_HERE
+        }
+        lines = [self._for_sbatch(n) if n in mine else line for n, line in _comments(self.text)]
         return "".join(f"{line}\n" for line in lines[1:])
+
+    @property
+    def pbs_line(self) -> int | None:
+        """Number of the first line for PBS, which sbatch reads as well; None: there is none."""
+        return next((number for number, line in _comments(self.text) if line.startswith(PBS)), None)
+
+    def _for_sbatch(self, line: int) -> str:
+        here = [given for given, number in zip(self.sbatch, self.places, strict=True) if number == line]
+        words = [word for given in here if given.name not in DONE_HERE for word in given.words]
+        return f"{SBATCH} {shlex.join(words)}"
 
     def where(self, given: Given) -> str:
         """Where an option was said, for people."""

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jurymast import foreign
-from jurymast.cluster.batch_script import BatchScript, merged
+from jurymast.cluster.batch_script import DONE_HERE, BatchScript, merged
 from jurymast.cluster.sbatch_options import CommandLine, Given, ranks_per_node
 from jurymast.core.planning.spares import auto_spares
 from jurymast.core.settings import RunPlan
@@ -39,7 +39,7 @@ REFUSED = {
 # The same by environment variable.
 REFUSED_VARIABLES = {"SBATCH_ARRAY_INX": "array", "SBATCH_GPUS": "gpus"}
 # Not passed on as typed: the exclusions are merged into one option, and one task a node is said anyway.
-CONSUMED = frozenset({"exclude", "ntasks-per-node", "tasks-per-node"})
+CONSUMED = DONE_HERE | {"exclude", "ntasks-per-node", "tasks-per-node"}
 # Two minutes before the time limit, to the batch process alone.
 WARN_SIGNAL = "B:USR2@120"
 # What people put before their script elsewhere.
@@ -236,7 +236,7 @@ WHERE = ("partition", "account", "qos", "reservation", "clusters", "cluster")
 # Totals over all nodes. With spares they are asked for in proportion.
 TOTALS = ("ntasks", "gpus")
 # Not passed on as typed: the exclusions are merged into one option, and a command is a script by now.
-SCRIPT_CONSUMED = frozenset({"exclude", "wrap"})
+SCRIPT_CONSUMED = DONE_HERE | {"exclude", "wrap"}
 SCRIPT_REFUSED = {
     "nodefile": "say --nodes N",
     "version": "ask sbatch --version, or jurymast --version",
@@ -359,6 +359,11 @@ def _scaled(value: str, nodes: int, active: int) -> str:
 
 
 def _check(script: BatchScript, told: CommandLine) -> None:
+    if script.pbs_line and not told.has("ignore-pbs"):
+        raise UsageError(
+            f"{script.name}, line {script.pbs_line}: sbatch would read this #PBS line, and jurymast does not",
+            hint="say it in an #SBATCH line, or ignore all such lines with --ignore-pbs",
+        )
     for given in told.sbatch:
         where = script.where(given)
         if given.name in SCRIPT_REFUSED:
