@@ -135,6 +135,7 @@ def test_python_commands(command: str, script: str | None, module: bool) -> None
         (["python", "train.py"], {}, True),
         (["python", "-W", "ignore", "-um", "pkg.train"], {}, True),
         (["bash", "-c", "python3 -X faulthandler -OO train.py"], {}, True),
+        (["/bin/tcsh", "-fc", "setenv A 1; exec python train.py"], {}, True),
         (["numactl", "--cpunodebind=0", "python", "-u", "train.py"], {}, True),
         (["/usr/bin/env", "A=1", "python3", "train.py"], {}, True),
         (["uv", "run", "python", "train.py"], {}, True),

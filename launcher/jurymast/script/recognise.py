@@ -17,7 +17,7 @@ LAUNCHER = re.compile(
     r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b"
     r"|\baccelerate(\.commands\.launch|\s+launch)\b|\b(fabric|lightning)\s+run\b"
 )
-SHELLS = ("bash", "sh", "zsh", "dash")
+SHELLS = ("bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
 # How many nodes a launcher is told of, and which of them this one is. Words are joined by a space.
 NODES = re.compile(r"--(?:nnodes|num[-_]machines)(?:=|\s+)[\"']?([^\s\"';|&]+)")
 NODE_NUMBER = re.compile(r"(--(?:node|machine)[-_]rank(?:=|\s+)[\"']?)[^\s\"';|&]+")
