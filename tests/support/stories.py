@@ -154,11 +154,13 @@ class Story:
         )  # fmt: skip
         return self
 
-    def saved(self, at_step: int, *, ok: bool = True, stall_s: float = 0.4, error: str = "") -> Story:
+    def saved(
+        self, at_step: int, *, ok: bool = True, stall_s: float = 0.4, error: str = "", tier: str = "shared"
+    ) -> Story:
         self.t += stall_s
         self.feed(
             ev.Saved(
-                t=self.t, attempt=self.state.attempt, step=at_step, tier="shared", ok=ok, stall_s=stall_s,
+                t=self.t, attempt=self.state.attempt, step=at_step, tier=tier, ok=ok, stall_s=stall_s,
                 size_bytes=4_000_000 if ok else 0, error=error,
             )
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -359,6 +359,21 @@ def test_a_save_moves_the_step_on() -> None:
     assert (story.state.step, story.state.saved_step, story.state.stepped_at) == (25, 25, story.t)
     story.saved(30, ok=False, error="disk full")
     assert (story.state.saved_step, story.state.save_failures) == (25, 1)
+
+
+def test_a_step_that_is_lost_is_not_the_newest_checkpoint() -> None:
+    """Step 40 was in the lost node's memory only; the run goes on from 30, and saves less from there on."""
+    story = Story(active=2, spares=1).running(40).saved(30, tier="memory").saved(30, tier="peer")
+    story.saved(40, tier="memory").lost("n2")
+    story.stopped()
+    planned = ev.RestorePlanned(
+        t=story.t, attempt=2, step=30, tier="memory", expected_s=0.1, tiers={"peer": 9}, reason="newest"
+    )
+    story.feed(planned)
+    steps = {name: tier.step for name, tier in story.state.saved.items()}
+    assert (story.state.saved_step, steps) == (30, {"memory": None, "peer": 30})
+    story.feed(replace(planned, step=0, tier="", tiers={}))
+    assert story.state.saved_step is None
 
 
 def every_story() -> list[Story]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jurymast.core import events as ev
-from jurymast.core.checkpoints.copies import MEMORY, SHARED
+from jurymast.core.checkpoints.copies import LOCAL, MEMORY, PEER, SHARED
 from jurymast.core.run import blame, recovery
 from jurymast.core.run.attribution import RESTORE_FAILED, STORAGE_HANGS
 from jurymast.core.run.instructions import Instruction
@@ -17,9 +17,20 @@ WAIT_LIMIT_S = 300.0
 def planned(state: RunState, event: ev.RestorePlanned) -> list[Instruction]:
     if event.attempt == state.attempt:
         state.restore = event
+        _forget_newer(state, event)
         if state.phase is Phase.LAUNCHING:  # agents are told now: the wait for them, or for storage, is over
             state.deadline = event.t + recovery.LAUNCH_LIMIT_S
     return []
+
+
+def _forget_newer(state: RunState, event: ev.RestorePlanned) -> None:
+    """What nodes had of later steps than the attempt goes on from is lost, or is given up."""
+    for name in (MEMORY, PEER, LOCAL):
+        tier = state.saved.get(name)
+        if tier is not None and tier.step is not None and tier.step > event.step:
+            tier.step = None
+    kept = [tier.step for tier in state.saved.values() if tier.step is not None]
+    state.saved_step = event.step if event.tier else max(kept, default=None)
 
 
 def failed(state: RunState, event: ev.RestoreFailed) -> list[Instruction]:
