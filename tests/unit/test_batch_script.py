@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,19 +72,31 @@ def test_lines_up_to_the_first_command_count() -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("#SBATCH --nodez=4", "job.sbatch, line 2: unknown option --nodez .did you mean --nodes"),
-        ("#SBATCH hetjob", "job.sbatch, line 2: heterogeneous jobs are not supported"),
         ("#SBATCH --comment='open", "job.sbatch, line 2: .*quotation"),
-        ("#JURYMAST --time=3", "job.sbatch, line 2: --time=3 is none of jurymast's options"),
         ("#SBATCH -N 2-4", "job.sbatch, line 2: --nodes=2-4: jurymast adds spare nodes to a fixed number"),
         ("#SBATCH -n 16", "job.sbatch, line 2: --ntasks=16 lets Slurm choose the number of nodes"),
-        ("#SBATCH --no-kill=off", "job.sbatch, line 2: --no-kill=off would end the job"),
-        ("#PBS -l nodes=4:ppn=8", "job.sbatch, line 2: sbatch would read this #PBS line"),
     ],
 )
 def test_a_line_at_fault_is_named(line: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         plan(f"#!/bin/bash\n{line}\nsrun torchrun train.py\n")
+
+
+def refused_lines() -> list[tuple[str, ...]]:
+    """(line, message) of each that the documents list."""
+    page = (TESTS.parent / "docs" / "batch-scripts.md").read_text()
+    return re.findall(r"^\| `(#[^`]+)` \| (.+?) \|", page, flags=re.MULTILINE)
+
+
+def test_the_documents_list_refused_lines() -> None:
+    assert len(refused_lines()) > 5
+
+
+@pytest.mark.parametrize(("line", "says"), refused_lines())
+def test_a_line_is_refused_as_documented(line: str, says: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        plan(f"#!/bin/bash\n{line}\nsrun torchrun train.py\n")
+    assert str(refused.value) == f"job.sbatch, line 2: {says}"
 
 
 def test_a_script_without_an_interpreter_is_none() -> None:
