@@ -206,7 +206,10 @@ def test_a_batch_script_is_told_from_a_training_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("#!/bin/sh\n")
     (tmp_path / "train").write_text("#!/usr/bin/env python3\nprint()\n#SBATCH -N2\n")
     (tmp_path / "job.py").write_text("#!/usr/bin/env python3\n# trains\n#SBATCH -N2\nprint()\n")
-    assert find_script(["job.py"], tmp_path) == tmp_path / "job.py"
+    (tmp_path / "job").write_text("#!/opt/python3.11/bin/bash\nsrun torchrun train.py\n")
+    (tmp_path / "job.pl").write_text("#!/usr/bin/env perl\nsystem('srun torchrun train.py');\n")
+    for name in ("job.py", "job", "job.pl"):
+        assert find_script([name], tmp_path) == tmp_path / name
     assert find_script(["job.sbatch", "--lr", "1"], tmp_path) == tmp_path / "job.sbatch"
     (tmp_path / "no-interpreter").write_text("# trains\n#SBATCH -N2\nsrun torchrun train.py\n")
     (tmp_path / "empty.slurm").write_text(" \n")

@@ -86,7 +86,9 @@ def is_batch_script(path: Path) -> bool:
         raise ScriptError(f"the script {path} cannot be read: {error.strerror}") from error
     first = text.partition("\n")[0]
     has_lines = any(line.startswith((SBATCH, OURS)) for _, line in _comments(text))
-    if "python" in first or path.suffix == ".py":
+    words = first.removeprefix("#!").split()
+    python = any(re.fullmatch(r"python[\d.]*", word.rpartition("/")[2]) for word in words)
+    if python or path.suffix == ".py":
         return first.startswith("#!") and has_lines
     # One without an interpreter is refused later, as sbatch does.
     return first.startswith("#!") or has_lines or path.suffix in SUFFIXES
