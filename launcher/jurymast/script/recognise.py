@@ -23,6 +23,7 @@ NODES = re.compile(r"--(?:nnodes|num[-_]machines)(?:=|\s+)[\"']?([^\s\"';|&]+)")
 NODE_NUMBER = re.compile(r"(--(?:node|machine)[-_]rank(?:=|\s+)[\"']?)[^\s\"';|&]+")
 PYTHON = re.compile(
     r"\bpython[\d.]*\s+(-[bBdEiIOPqsSuv]+\s+|-[WX]\s*\S+\s+)*(-[bBdEiIOPqsSuv]*m\s+[\w.]+|[^\s;|&-]\S*)"
+    r"|\buv\s+run\s[^;|&\n]*\.py\b"
 )
 # Programs that start the command behind their own options.
 WRAPPERS = frozenset({
