@@ -61,7 +61,7 @@ class BatchScript:
     @property
     def pbs_line(self) -> int | None:
         """Number of the first line for PBS, which sbatch reads as well; None: there is none."""
-        return next((number for number, line in _comments(self.text) if line.startswith(PBS)), None)
+        return next((number for number, line in _comments(self.text) if _is_for(PBS, line)), None)
 
     def _for_sbatch(self, line: int) -> str:
         here = [given for given, number in zip(self.sbatch, self.places, strict=True) if number == line]
@@ -115,7 +115,7 @@ def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
     ours: list[str] = []
     places: list[int] = []
     for number, line in _comments(text):
-        kind = next((k for k in (SBATCH, OURS) if re.match(rf"{k}(\s|$)", line)), None)
+        kind = next((kind for kind in (SBATCH, OURS) if _is_for(kind, line)), None)
         if kind is None:
             continue
         try:
@@ -153,6 +153,10 @@ def _comments(text: str) -> Iterator[tuple[int, str]]:
             yield number, line
         elif line.strip():
             return
+
+
+def _is_for(kind: str, line: str) -> bool:
+    return re.match(rf"{kind}(\s|$)", line) is not None
 
 
 def _words(text: str) -> list[str]:
