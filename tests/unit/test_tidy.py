@@ -16,7 +16,7 @@ TREES = ("launcher", "plugins", "slurm", "tests", "benchmarks")
 PRODUCT = ("launcher/", "plugins/")
 OTHERS = ROOT / "tests/conformance/scripts"  # as other people write them
 FUNCTION_LINES = 70
-FILE_LINES = 600
+FILE_LINES = 700  # files follow subjects; one that grows beyond this has several
 
 
 @dataclass(frozen=True, eq=False)
