@@ -3,9 +3,9 @@
 TCP and seals; the agents are simulated, 8 ranks each, heartbeats every 0.5 s (see `tests/support/fleet.py`).
 
 Phases, one after the other: all nodes join within a second; the first launch; half a minute of training; a
-crowd of strangers at the supervisor's port, and nobody, in turns; a connection that is reset; a node that
-falls silent; twenty nodes at once; the supervisor's process is stopped for five seconds; another supervisor
-takes over.
+connection that is reset; a node that falls silent; twenty nodes at once; the supervisor's process is stopped
+for five seconds; another supervisor takes over. Or, after the launch, only a crowd of strangers at the
+supervisor's port, and nobody, in turns.
 """
 
 from __future__ import annotations
@@ -99,11 +99,10 @@ def phases(one: Lab, *, quick: bool, only_crowd: bool) -> bool:
     """False when the run did not get through."""
     if not up(one):
         return False
-    if not only_crowd:
-        steady(one, QUICK_STEADY_S if quick else STEADY_S)
-    crowd(one, QUICK_TURN_S if quick else TURN_S)
     if only_crowd:
+        crowd(one, QUICK_TURN_S if quick else TURN_S)
         return True
+    steady(one, QUICK_STEADY_S if quick else STEADY_S)
     chosen = [agent.name for agent in one.fleet.healthy if agent.ranks == "running"]
     faults: list[tuple[str, list[str], Callable[[str], None]]] = [
         ("one connection reset", chosen[:1], one.fleet.crash),
