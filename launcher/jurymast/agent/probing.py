@@ -70,7 +70,7 @@ class Probing:
             self._found(
                 Finding(
                     probe="agent", code="no-probes", verdict=Verdict.UNKNOWN, kind=HOST, at=time.time(),
-                    message=f"the node's health is not observed any more: {error!r}",
+                    message=f"the node's health is no longer observed: {error!r}",
                 )
             )  # fmt: skip
 
