@@ -139,7 +139,7 @@ def test_events_are_sentences_with_times_and_reasons(place: Place) -> None:
     shown = place.good("events", RUN)
     lines = shown.splitlines()
     assert all(line[:3] == "202" and line[23:25] == "  " for line in lines)
-    assert "=> launch attempt 2 on n2, n1: swap n3 -> n1; swap after incident 1" in shown
+    assert "=> launch attempt 2 on n2, n1: swap after incident 1, n3 -> n1" in shown
     assert "is ready" not in shown
     assert "node n2 is ready" in place.good("events", RUN, "--all")
     entries = [json.loads(line) for line in place.good("events", RUN, "--json").splitlines()]

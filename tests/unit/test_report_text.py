@@ -226,7 +226,7 @@ def test_every_kind_of_entry_has_a_sentence(tmp_path: Path) -> None:
         "Slurm job 17 started on 3 nodes: n1, n2, n3",
         "node n3 lost: silent for 1.6 s (limit 1.5 s)",
         "=> stop attempt 1 on n2: a failure ends the attempt for every rank",
-        "=> launch attempt 2 on n2, n1: swap n3 -> n1; swap after incident 1",
+        "=> launch attempt 2 on n2, n1: swap after incident 1, n3 -> n1",
         "step 40 restored, 4 MB from the shared tier in 500 ms",
         "step 60 was NOT saved (shared tier): disk full",
         "drain of node n2 requested by ada",

@@ -69,7 +69,7 @@ def test_a_lost_node_is_swapped_for_the_spare() -> None:
     story.stopped()
     launch = story.last(Launch)
     assert (launch.attempt, launch.placement) == (2, ("n2", "n1"))
-    assert "swap n3 -> n1" in launch.reason
+    assert "n3 -> n1" in launch.reason
     story.ranks_up().restored(30).stepped(31)
     assert story.state.public_state == "recovering", "the lost steps are not done again yet"
     story.stepped(45)

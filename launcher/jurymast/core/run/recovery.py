@@ -375,13 +375,13 @@ def _fill(state: RunState, open_places: list[int], spares: list[str]) -> list[In
     swapped = [f"{old} -> {new}" for old, new in zip(state.placement, placement, strict=True) if old != new]
     if swapped:
         state.incidents[-1].action = "swap"
-    reason = f"swap {some(swapped, NODES_TOLD)}" if swapped else "same nodes"
+    reason = some(swapped, NODES_TOLD) or "same nodes"
     return [_launch(state, tuple(placement), reason)]
 
 
 def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> Launch:
     if state.attempt and state.incidents:
-        reason += f"; {state.incidents[-1].action} after incident {state.incidents[-1].id}"
+        reason = f"{state.incidents[-1].action} after incident {state.incidents[-1].id}, {reason}"
     state.attempt += 1
     state.placement, state.phase, state.deadline = placement, Phase.LAUNCHING, None
     state.started, state.finished, state.stopped = set(), set(), set()
