@@ -115,6 +115,17 @@ def test_a_command_waits_for_no_pipe(
     assert [line for line in told[1:] if "hint: " not in line] == []
 
 
+def test_an_error_does_not_drive_the_terminal(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it is about may be named by somebody else."""
+    monkeypatch.chdir(place)
+    assert main(["status", "\x1b[2Jgone\r"]) == RunNotFoundError.exit_code
+    told = capfd.readouterr().err
+    assert "gone" in told
+    assert not {"\x1b", "\r"} & set(told)
+
+
 def test_all_policy_mistakes_are_in_one_answer(place: Path) -> None:
     (place / "bad.yaml").write_text("spare: 1\ndetect: {heartbeat: 1}\n")
     done = jurymast(place, "policy", "check", "bad.yaml")

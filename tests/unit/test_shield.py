@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from jurymast.core import messages as msg
-from jurymast.core.messages.keepers import read_served
-from jurymast.errors import AuthenticationError, PolicyError
+from jurymast.core.messages.keepers import ManifestFollows, read_request, read_served
+from jurymast.errors import AuthenticationError, PolicyError, ProtocolError
+from jurymast.keeper.fetch import ImagePeer
 from jurymast.keeper.page import RestoreStatus
 from jurymast.wire import channel, shield, stream
 from jurymast.wire.handshake import NONCE_BYTES, Handshake, keeper_of
@@ -126,6 +127,24 @@ def test_a_node_that_is_to_hide_images_neither_gives_nor_takes_them_in_the_clear
             assert "no way to protect the bytes that both know" in told.of(msg.Unrestorable)[0].why
 
     run(work())
+
+
+def test_bytes_that_come_in_another_way_than_was_offered_are_not_taken() -> None:
+    """Of a keeper that was started with another policy, say."""
+
+    def serve(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection:
+            peer = stream.accept(connection, SECRET, keeper_of("a"), read_request)
+            peer.receive()
+            peer.send(ManifestFollows(length=2, way=GMAC, capacity=0))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = threading.Thread(target=serve, args=(listener,), daemon=True)
+        serving.start()
+        there = ImagePeer("a", ("127.0.0.1",), listener.getsockname()[1])
+        with pytest.raises(ProtocolError, match=f"protected by {GMAC}, which was not offered"):
+            there.manifest(Access(SECRET, encrypt=True), (10, 1, 0))
+        serving.join(60)
 
 
 def test_a_connection_leads_to_whom_it_was_meant_for() -> None:
