@@ -153,7 +153,7 @@ def command(context: click.Context, /, **options: Any) -> int:
     submitted = submit(request)
     patience.follow_on()  # it is submitted, whatever storage does now
     try:
-        if not told.has("quiet"):
+        if not line.has("quiet"):  # in a script sbatch does not heed it
             if submitted.notes:
                 click.echo(submitted.notes, err=True)
             options["parsable"] = options["parsable"] or told.has("parsable")
