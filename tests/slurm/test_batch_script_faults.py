@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.runs import SCRIPTS, result
-from support.slurm_runs import jurymast, power_loss, submit_script
+from support.slurm_runs import jurymast, power_loss, submit_again, submit_script
 from support.waiting import wait_until
 from testcluster import Cluster
 
@@ -149,6 +149,35 @@ def test_without_a_spare_the_script_begins_again_and_its_training_goes_on(
     said = [line for line in printed.splitlines() if line.startswith("said")]
     assert said == ["said: begin  4", "said: begin 1 4", "said: after 0"], printed
     assert result(work / "out.json")["sha256"] == trained_plainly("--steps", steps, nodes=4)
+
+
+SINGLETON = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output=out-%j --open-mode=append
+#SBATCH --job-name="only one" --dependency=singleton
+echo $SLURM_JOB_ID begins ${SLURM_RESTART_COUNT:-0} >> order
+srun torchrun --nnodes=2 --nproc-per-node=1 $SUM --until
+echo $SLURM_JOB_ID ends $? >> order
+"""
+
+
+def test_jobs_wait_for_the_end_of_one_that_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name
+    run = submit_script(cluster, work, SINGLETON, "--spares=0")
+    others = [
+        submit_again(cluster, work, "--spares=0", *words)
+        for words in ((), (f"--dependency=afterok:{run.job}",))
+    ]
+    wait_until("the first step", (work / "started").exists, limit_s=LIMIT_S)
+    (work / "started").unlink()
+    power_loss(run, next(node for node in run.state().placement if node != run.state().host))
+    run.wait("the requeue", lambda s: s.restarts == 1, LIMIT_S)
+    wait_until("a step after it", (work / "started").exists, limit_s=LIMIT_S)
+    (work / "stop").touch()
+    for job in others:
+        cluster.wait_job(job, "COMPLETED", deadline_s=LIMIT_S)
+    order = (work / "order").read_text().splitlines()
+    assert order[:3] == [f"{run.job} begins 0", f"{run.job} begins 1", f"{run.job} ends 0"], order
+    assert set(order[3:]) == {f"{job} {what} 0" for job in others for what in ("begins", "ends")}, order
 
 
 def test_cancel_ends_the_script_too(cluster: Cluster, tmp_path: Path) -> None:

@@ -66,16 +66,20 @@ def submit_script(cluster: Cluster, work: Path, script: str, *options: str) -> S
     """A batch script, from a new directory `work`."""
     cluster.login(["mkdir", str(work)])
     (work / "job.sbatch").write_text(script)
-    runs = work / "runs"
+    job = submit_again(cluster, work, *options)
+    return SlurmRun(cluster, find_run(str(job), work / "runs").root, job)
+
+
+def submit_again(cluster: Cluster, work: Path, *options: str) -> int:
+    """The batch script that is there: another job of it."""
     done = cluster.login(
         [str(cluster.python.parent / "jurymast"), "submit", "--parsable", *options, "job.sbatch"],
         cwd=work, timeout_s=240, check=False,
         env={**SCRIPT_ENVIRONMENT, "PATH": f"{cluster.python.parent}:/usr/bin:/bin",
-             "JURYMAST_RUNS": str(runs)},
+             "JURYMAST_RUNS": str(work / "runs")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
-    return SlurmRun(cluster, find_run(job, runs).root, int(job))
+    return int(done.stdout)
 
 
 def weights(cluster: Cluster, folder: Path) -> str:
