@@ -169,11 +169,14 @@ def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp
 
     def job(*words: str, script: str = "") -> str:
         done = cluster.login(
-            [*command, "--output=%A-%a", *words], cwd=work, env=environment, input=script, timeout_s=60
+            [*command, "--output=%A-%a", *words], cwd=work, env=environment, input=script, timeout_s=LIMIT_S
         )
         return done.stdout.strip()
 
     text = '#!/bin/sh\n#SBATCH --array=0-7\n#JURYMAST --name ours\necho "$0 $*"; exit $SLURM_ARRAY_TASK_ID\n'
+    assert "to start at" in job("--test-only", "--wrap", "true")
+    assert job("--quiet", script="#!/bin/sh\n#SBATCH --wait\ntouch ended\n") == ""
+    assert (work / "ended").exists()
     array = job("--array=2,4", script=text)
     after = job(f"--dependency=afternotok:{array}", "--wrap", 'echo "wrapped $SLURM_NNODES $SLURM_JOB_NAME"')
     cluster.wait_job(int(after), "COMPLETED", deadline_s=LIMIT_S)
@@ -182,4 +185,4 @@ def test_a_command_a_script_on_standard_input_and_an_array(cluster: Cluster, tmp
     assert [(Path(path).name, *rest) for path, *rest in scripts] == [("slurm_script",)] * 2
     names = [path.parent.name for path in (work / "runs").glob("*/plan.json")]
     runs = [name.partition("-ours-")[2][4:] for name in names]
-    assert sorted(runs) == ["", "", "-task-2", "-task-4"]
+    assert sorted(runs) == ["", "", "", "-task-2", "-task-4"]
