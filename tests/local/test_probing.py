@@ -214,7 +214,7 @@ def test_a_child_that_survives_sigkill_is_a_finding_at_once(acme: Callable[..., 
     watch(watched, work)
     assert package.looks("nvidia") == ["hang"]
     assert watched.codes() == [("nvidia", "driver-wedged", "bad")]
-    assert "SIGKILL does not end it" in watched.told[0].message
+    assert "SIGKILL did not end it" in watched.told[0].message
 
 
 def test_a_probe_that_raises_is_heard_of_and_looked_through_again(acme: Callable[..., Acme]) -> None:

@@ -186,7 +186,7 @@ def test_neither_a_long_rest_nor_a_supervisor_in_trouble_touches_the_ranks(
         os.kill(endpoint["pid"], signal.SIGSTOP)
         wait_until("the end of all patience", lambda: not before & connected_to(endpoint["port"], agents))
         os.kill(endpoint["pid"], signal.SIGCONT)
-        run.wait("word of it", lambda s: any("stood still" in text for _, text in s.notes))
+        run.wait("word of it", lambda s: any("paused for" in text for _, text in s.notes))
         os.kill(endpoint["pid"], signal.SIGKILL)
         state = run.wait_end()
         wait_gone(run.directory.root)

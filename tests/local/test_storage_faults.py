@@ -122,7 +122,7 @@ def test_a_full_dev_shm_concerns_nobody(tmp_path: Path) -> None:
     assert state.exit_code == 0, run.story()
     assert saved_to(run).get("memory", 0) >= 3
     notes = [e.message for e in run.events() if isinstance(e, ev.Noted)]
-    assert [note for note in notes if "stood still" not in note] == []  # that is the machine's load
+    assert [note for note in notes if "paused for" not in note] == []  # that is the machine's load
 
 
 # ---- storage

@@ -36,7 +36,7 @@ def test_a_supervisor_that_stands_still_costs_no_node_and_says_so(tmp_path: Path
         run.supervisor.send_signal(signal.SIGCONT)
         assert run.fleet.hung_up > MANY / 2, "they were to look for another supervisor"
         assert run.fleet.run_until(run.fleet.all_in, LIMIT_S)
-        run.fleet.run_until(lambda: "stood still" in str(told(run, "Noted")), LIMIT_S)
+        run.fleet.run_until(lambda: "paused for" in str(told(run, "Noted")), LIMIT_S)
         run.fleet.run_for(8.0)  # whoever is still expected would be lost by then
         assert run.fleet.all_in()
     assert told(run, "NodeLost") == []
