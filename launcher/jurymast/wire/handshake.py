@@ -17,7 +17,7 @@ import hmac
 import struct
 from dataclasses import dataclass
 
-MAGIC = b"jurymast/4\n"
+MAGIC = b"jurymast/5\n"
 NONCE_BYTES = 32
 SUPERVISOR = "supervisor"
 
