@@ -28,7 +28,7 @@ NATIVE = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_", "ATEN_", "C10_",
     "TORCH_", "PYTORCH_", "KINETO_", "CPUINFO_",
 )  # fmt: skip
-# Of those, what is read only once a process group is made, and what only Python code reads (as Lightning's).
+# Of those, what is read only once a process group is made, or only by Python code (what Lightning sets).
 LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_", "TORCH_UCC_", "TORCH_ELASTIC_", "PYTORCH_NVML_")
 
 
