@@ -20,6 +20,7 @@ import msgspec
 
 from benchmarks.tiers.child import Message, first_line, say
 from jurymast.core import messages as msg
+from jurymast.core import within
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
 from jurymast.keeper.page import PAGE_VARIABLE
@@ -90,7 +91,7 @@ class Node:
     def _hear(self) -> None:
         for line in os.read(self._events, 1 << 16).splitlines():
             event = json.loads(line)
-            if event["event"] == "ImageAt":
+            if event["event"] == within.Image.__name__:
                 self._keeper.image_published(event["local_rank"], event["slot"], event["stall_s"])
 
     def _tell(self, message: msg.FromKeeper) -> None:

@@ -369,6 +369,17 @@ def test_on_a_terminal_progress_is_one_line_that_is_drawn_over(tmp_path: Path) -
     )
 
 
+def test_who_waits_is_not_told_of_steps_and_saves_line_by_line(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    follower = Narrator(swapped().write(tmp_path / "run"), ProgressLine(stream))
+    follower.poll()
+    told = stream.getvalue()
+    assert "launch attempt 2" in told
+    assert "incident 1: node_lost" in told
+    for elsewhere in ("step 50 done", "step 40 saved", "node n3 joined"):
+        assert elsewhere not in told, told
+
+
 def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
     path = tmp_path / "log"
     tail = FileTail(path)

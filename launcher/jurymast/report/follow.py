@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from jurymast.core import events as ev
+from jurymast.core.run.instructions import Launch, RaiseAlert, Requeue
 from jurymast.core.run.state import RunState
 from jurymast.journal import Entry
 from jurymast.report.layout import one_line
@@ -27,9 +29,12 @@ LAST_WORDS_S = 2.0
 REASON_CHARACTERS = 240
 # Told by the incident's own line, in fewer words.
 _TOLD_ELSEWHERE = frozenset(
-    {"AllocationEnded", "ProgressLine", "Saved", "NodeJoined", "NodeLost", "WorkerFailed", "RanksHung"}
-)
-_DECISIONS_SHOWN = frozenset({"Launch", "Requeue", "RaiseAlert"})
+    kind.__name__
+    for kind in (
+        ev.AllocationEnded, ev.Progress, ev.Saved, ev.NodeJoined, ev.NodeLost, ev.WorkerFailed, ev.RanksHung,
+    )
+)  # fmt: skip
+_DECISIONS_SHOWN = frozenset(kind.__name__ for kind in (Launch, Requeue, RaiseAlert))
 
 
 class ProgressLine:
