@@ -47,11 +47,18 @@ def _command_line():
         return []
 
 
-def _become_ours(name, arguments):
+def _need_jurymast():
     from importlib.util import find_spec
 
     if find_spec("jurymast") is None:
-        sys.exit("jurymast: error: no jurymast in " + sys.executable + ", which trains: pip install jurymast")
+        text = "jurymast: error: no jurymast in " + sys.executable + ", which trains: pip install jurymast\n"
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        os._exit(1)  # Python calls an exit a fatal error while it starts, and prints where
+
+
+def _become_ours(name, arguments):
+    _need_jurymast()
     command = [sys.executable, "-c", RUN_MODULE, "jurymast.script", name]
     os.execv(sys.executable, command + list(arguments))
 
@@ -97,7 +104,10 @@ def _go_on():
 
 
 if os.environ.get("JURYMAST_SCRIPT_JOB", "") == os.environ.get("SLURM_JOB_ID"):
-    _found = _launcher(_command_line())
+    _words = _command_line()
+    if _words[1:2] == [b"-c"] and _words[3:4] == [b"jurymast.script"]:  # ours, in a Python of the script's
+        _need_jurymast()
+    _found = _launcher(_words)
     if _found is not None:
         _become_ours(*_found)
     sys.meta_path.insert(0, _Watch())
