@@ -18,14 +18,16 @@ from jurymast.core import events as ev
 from jurymast.core.settings import RunPlan
 from jurymast.errors import RunCancelledError, UsageError
 from jurymast.journal import JournalWriter, first_events
+from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.script import shims, torchrun
 from jurymast.script.job import interpreter
 from jurymast.script.narrow import narrowed
-from jurymast.script.node_command import node_command
+from jurymast.script.node_command import container_command, node_command
 from jurymast.script.output import Output, Relay, expanded
 from jurymast.script.recognise import (
     gpus_a_task,
+    in_container,
     names_python,
     python_command,
     starts_launcher,
@@ -143,6 +145,10 @@ def test_python_commands(command: str, script: str | None, module: bool) -> None
         (["bash", "-c", "uv sync; uv run src/train.py"], {}, True),
         (["uv", "run", "pytest"], {}, False),
         (["uv", "pip", "install", "train.py"], {}, False),
+        (["apptainer", "exec", "--nv", "image.sif", "python", "-u", "train.py"], {}, True),
+        (["apptainer", "exec", "image.sif", "bash", "-c", "python train.py"], {}, True),
+        (["apptainer", "exec", "image.sif", "./run.sh"], {"./run.sh": "#!/bin/sh\npython x.py\n"}, True),
+        (["apptainer", "exec", "image.sif", "nvidia-smi", "-L"], {}, False),
         (["env", "A=1", "hostname"], {}, False),
         (["python", "-c", "import torch", "x.py"], {}, False),
         (["bash", "-c", "python -c 'import torch'"], {}, False),
@@ -285,9 +291,82 @@ def test_what_we_add_to_the_environment_is_taken_away_again(tmp_path: Path) -> N
     assert changed["PATH"].split(":")[0] == str(job.root / "slurm/bin")
     assert changed["PYTHONPATH"].split(":")[-1] == "/mine"
     assert changed["APPTAINER_BIND"] == f"/data,{job.root}"
+    assert "SINGULARITY_BIND" not in changed
     shells = ("PWD", "OLDPWD", "SHLVL", "_")
     left = {n: value for n, value in shims.without_shims(changed).items() if n not in shells}
     assert left == users
+
+
+@pytest.mark.parametrize(
+    ("users", "bound"),
+    [
+        ({}, {"APPTAINER_BIND": "RUN", "SINGULARITY_BIND": "RUN"}),
+        ({"SINGULARITY_BIND": "/data"}, {"SINGULARITY_BIND": "/data,RUN"}),
+        (
+            {"APPTAINER_BIND": "/a", "SINGULARITY_BIND": "/b"},
+            {"APPTAINER_BIND": "/a,RUN", "SINGULARITY_BIND": "/b,RUN"},
+        ),
+    ],
+)
+def test_a_container_sees_what_the_user_has_named_and_the_run(
+    tmp_path: Path, users: dict[str, str], bound: dict[str, str]
+) -> None:
+    """apptainer overlooks SINGULARITY_BIND where APPTAINER_BIND is there."""
+    job = RunDirectory(tmp_path / "a run")
+    script = f"{shims.exports(job, tmp_path / 'step')}\nexec env -0"
+    begun = {**users, "PATH": os.environ["PATH"]}
+    told = subprocess.run(["sh", "-c", script], env=begun, capture_output=True, text=True, check=True).stdout
+    changed = dict(line.split("=", 1) for line in told.rstrip("\0").split("\0"))
+    expected = {name: value.replace("RUN", str(job.root)) for name, value in bound.items()}
+    assert {name: value for name, value in changed.items() if name.endswith("_BIND")} == expected
+    left = shims.without_shims(changed)
+    assert {name: value for name, value in left.items() if name.endswith("_BIND")} == users
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("apptainer exec --nv image.sif python -u train.py", "python"),
+        ("/opt/bin/singularity -q exec -e -B /a:/b --env A=1 ./image.sif numactl -N0 python x.py", "numactl"),
+        ("apptainer exec env /opt/conda/bin/python3.11 -m pkg", "/opt/conda/bin/python3.11"),
+        ("apptainer run image.sif bash -c x", "bash"),
+        ("apptainer exec image.sif ./train.sh", "./train.sh"),
+        ("apptainer exec image.sif torchrun train.py", "torchrun"),
+        ("shifter --image=docker:x python train.py", "python"),
+        ("shifter python train.py", "python"),
+        ("apptainer exec image.sif nvidia-smi", None),
+        ("apptainer pull image.sif docker://python", None),
+        ("python train.py apptainer exec image python", None),
+    ],
+)
+def test_the_command_of_a_container(command: str, found: str | None) -> None:
+    """An image file begins like a script."""
+    files = {"./image.sif": "#!/usr/bin/env run-singularity\n", "./train.sh": "#!/bin/sh\npython x.py\n"}
+    files["image.sif"] = files["./image.sif"]
+    words = command.split()
+    place = in_container(words, lambda name: files.get(name, ""))
+    assert (words[place] if place else None) == found
+
+
+def test_a_container_that_hides_the_hosts_variables_is_told_where_it_is(tmp_path: Path) -> None:
+    job, step = RunDirectory(tmp_path / "a run"), tmp_path / "step"
+    step.mkdir()
+    (step / "node").write_text(node_command(job, step, {}, 1, tmp_path / "s", {}, contained=True))
+    here = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1", "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["sh", str(step / "node"), "env"], env=here, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert {f"{prefix}_SLURMD_NODENAME=n1" for prefix in ("APPTAINERENV", "SINGULARITYENV")} <= set(
+        done.stdout.splitlines()
+    )
+    (step / "contained").write_text(container_command(job, step))
+    image = {"SLURM_JOB_ID": "7", "PYTHONPATH": "/the/images", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        ["sh", str(step / "contained"), "env"], env=image, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    told = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert told["PYTHONPATH"] == f"{shims.hook(job)}:/the/images"
+    assert (told[shims.JOB_VARIABLE], told[shims.STEP_VARIABLE]) == ("7", str(step))
 
 
 def test_a_steps_command_finds_ours_whatever_became_of_its_variables(tmp_path: Path) -> None:
@@ -390,6 +469,24 @@ def test_a_launcher_of_somebodys_own_is_ours_once_torch_is_to_run(tmp_path: Path
     )
     told = launched(tmp_path, sys.executable, str(own))
     assert told == ["torchrun", "--nproc-per-node", "4", "--nnodes", "2:2", "t.py", "a"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["-m", "torch.distributed.run", "x.py"], id="a launcher"),
+        pytest.param(run_module("", "jurymast.script", "tasks", "2", "0", "python", "x.py")[1:], id="tasks"),
+    ],
+)
+def test_a_python_without_jurymast_is_named_in_one_line(tmp_path: Path, command: list[str]) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    job = RunDirectory(tmp_path)
+    shims.write(job, sys.executable)
+    python = tmp_path / "bare" / "bin" / "python"
+    environment = shims.with_shims({"PATH": os.defpath, "SLURM_JOB_ID": "7"}, job)
+    done = subprocess.run([python, *command], env=environment, capture_output=True, text=True, check=False)
+    told = f"jurymast: error: no jurymast in {python}, which trains: pip install jurymast\n"
+    assert (done.returncode, done.stderr) == (1, told)
 
 
 def test_a_python_of_the_scripts_own_goes_on(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ NODE_COMMAND = """\
 {exports}
 {ours}
 {own}
+{told}
 if [ "$SLURM_NODEID" -ge {active} ]; then exec >> {log} 2>&1; fi
 "$@"
 code=$?
@@ -39,6 +40,17 @@ umask 077
 cd {folder} && echo $code > ".ended-$SLURMD_NODENAME" && mv ".ended-$SLURMD_NODENAME" "ended-$SLURMD_NODENAME"
 exit $code
 """
+CONTAINER_COMMAND = """\
+#!/bin/sh
+# Runs the command of a container: variables of the image's may have taken the place of those that lead to our
+# front ends.
+{ours}
+exec "$@"
+"""
+# Which node of which job a launcher is on. These prefixes name variables for a container, also for one that
+# has none of the host's (--cleanenv).
+PLACE = ("SLURM_JOB_ID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_ID", "SLURMD_NODENAME")
+TELLING = ("APPTAINERENV", "SINGULARITYENV")
 
 
 def node_command(
@@ -48,13 +60,21 @@ def node_command(
     active: int,
     log: Path,
     own: Mapping[str, str],
+    contained: bool = False,
 ) -> str:
     """The text of that program, for the folder of a `step` of `job`, beside `active` nodes. `own`: what makes
-    the step's command that of a node, by its name."""
+    the step's command that of a node, by its name. `contained`: the command starts a container."""
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
     cases = [f"{shlex.quote(node)})\n{text}\n;;" for node, text in own.items()]
     text = "\n".join(['case "$SLURMD_NODENAME" in', *cases, "esac"]) if cases else ""
+    telling = TELLING if contained else ()
+    told = "\n".join(f'export {prefix}_{name}="${name}"' for prefix in telling for name in PLACE)
     return NODE_COMMAND.format(
-        exports=exports, own=text, ours=shims.exports(job, step), active=active, log=shlex.quote(str(log)),
-        folder=shlex.quote(str(step)),
+        exports=exports, own=text, ours=shims.exports(job, step), told=told, active=active,
+        log=shlex.quote(str(log)), folder=shlex.quote(str(step)),
     )  # fmt: skip
+
+
+def container_command(job: RunDirectory, step: Path) -> str:
+    """The text of the program that a container begins with, for the folder of a `step` of `job`."""
+    return CONTAINER_COMMAND.format(ours=shims.exports(job, step))

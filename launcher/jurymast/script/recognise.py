@@ -30,6 +30,10 @@ WRAPPERS = frozenset({
     "chrt", "conda", "env", "ionice", "mamba", "micromamba", "nice", "nsys", "numactl", "pixi", "poetry",
     "setarch", "stdbuf", "taskset", "time", "timeout", "uv",
 })  # fmt: skip
+# Programs that start the command behind their own options and an image, in a container.
+CONTAINERS = frozenset({"apptainer", "shifter", "singularity"})
+# What stands in the first line of an image file of apptainer's, which can be run like a script.
+IMAGE_PROGRAM = "run-singularity"
 SCRIPT_BYTES_MAX = 1 << 16
 
 
@@ -52,7 +56,7 @@ class PythonCommand:
 
 def python_command(command: Sequence[str]) -> PythonCommand | None:
     """None for a command that is not Python's, and one with options of Python's that ranks would not get."""
-    if not command or not re.fullmatch(r"python[\d.]*", command[0].rpartition("/")[2]):
+    if not command or not re.fullmatch(r"python[\d.]*", _name(command[0])):
         return None
     rest = list(command[1:])
     while rest and rest[0] == "-u":
@@ -66,15 +70,41 @@ def python_command(command: Sequence[str]) -> PythonCommand | None:
 
 def starts_ranks(command: Sequence[str], read: Callable[[str], str]) -> bool:
     """Whether it is Python's, with a script or module, or that of a program that starts Python: a shell, by
-    its -c or by a shell script that is the command, or a wrapper."""
+    its -c or by a shell script that is the command, or a wrapper. In a container or not."""
+    command = command[in_container(command, read) :]
     if python_command(command) is not None:
         return True
-    program = command[0].rpartition("/")[2] if command else ""
+    program = _name(command[0]) if command else ""
     texts = list(command) if program in SHELLS else []
     if program in WRAPPERS or program.startswith("python"):
         texts.append(" ".join(command))
     texts += [text for word in command if (text := read(word)).startswith("#!")]
     return any(PYTHON.search(text) for text in texts)
+
+
+def in_container(command: Sequence[str], read: Callable[[str], str]) -> int:
+    """The place in the command where a container's own command begins: the first word behind the image that
+    is a program or shell script which may start a training. 0 when there is none."""
+    program = _name(command[0]) if command else ""
+    if program not in CONTAINERS:
+        return 0
+    runs = [place for place, word in enumerate(command) if word in ("exec", "run")]
+    if program != "shifter" and not runs:
+        return 0
+    first = 1 if program == "shifter" else runs[0] + 2  # behind the image
+    return next((place for place in range(first, len(command)) if _may_start(command[place], read)), 0)
+
+
+def _may_start(word: str, read: Callable[[str], str]) -> bool:
+    name, first_line = _name(word), read(word).partition("\n")[0]
+    known = name in SHELLS or name in WRAPPERS or name in ("accelerate", "fabric", "lightning", "torchrun")
+    script = first_line.startswith("#!") and IMAGE_PROGRAM not in first_line
+    return known or script or re.fullmatch(r"python[\d.]*", name) is not None
+
+
+def _name(word: str) -> str:
+    """A program's, without the folder that it is in."""
+    return word.rpartition("/")[2]
 
 
 def names_python(command: Sequence[str]) -> bool:

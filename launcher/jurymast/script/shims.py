@@ -31,8 +31,14 @@ FUNCTION = "BASH_FUNC_srun%%"
 FUNCTION_TEXT = """\
 () {{  if [ "${job}" = "$SLURM_JOB_ID" ]; then {srun} "$@"; else command srun "$@"; fi
 }}"""
-# Directories that containers see besides their own.
+# Directories that containers see besides their own. Where both variables are there, apptainer goes by the
+# first alone, so ours joins what the user has.
 BINDS = ("APPTAINER_BIND", "SINGULARITY_BIND")
+BIND = """\
+case "${0}${1}" in
+"") export {0}="${run}" {1}="${run}" ;;
+*) {0}="${{{0}:+${0},${run}}}" {1}="${{{1}:+${1},${run}}}" ;;
+esac"""
 
 SRUN = """\
 #!/bin/sh
@@ -105,8 +111,7 @@ def exports(directory: RunDirectory, step: Path) -> str:
     lines.append(f"{STEP_VARIABLE}={shlex.quote(str(step))}")
     for name, first in (("PATH", folder(directory)), ("PYTHONPATH", hook(directory))):
         lines.append(f'{name}={shlex.quote(str(first))}"${{{name}:+:${name}}}"')
-    lines += [f'{name}="${{{name}:+${name},}}"{root}' for name in BINDS]
-    return "\n".join(f"export {line}" for line in lines)
+    return "\n".join([*(f"export {line}" for line in lines), BIND.format(*BINDS, run=RUN_VARIABLE)])
 
 
 def in_the_script(environment: Mapping[str, str]) -> bool:

@@ -30,9 +30,9 @@ from jurymast.processes import name_process, run_module
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
 from jurymast.script import shims
 from jurymast.script.narrow import LISTS
-from jurymast.script.node_command import node_command, seen
+from jurymast.script.node_command import container_command, node_command, seen
 from jurymast.script.output import Output, Relay, is_each_tasks, newest_attempt
-from jurymast.script.recognise import gpus_a_task, python_command
+from jurymast.script.recognise import gpus_a_task, in_container, python_command, read_shell_script
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
 from jurymast.script.trainings import Training, Trainings
@@ -145,16 +145,19 @@ class Step:
 
     def run_tasks(self, srun: Srun, tasks: int) -> int:
         """The same for a command that srun would start so many times on each node: a shell's, or Python's."""
-        python = srun.command[0] if python_command(srun.command) else sys.executable
-        if self._mounts(srun):
+        place = in_container(srun.command, read_shell_script)
+        own = srun.command[place:]
+        python = own[0] if python_command(own) else sys.executable
+        if python == sys.executable and (place or self._mounts(srun)):
             python = "python3"  # the container's
         gpus = str(gpus_a_task(srun, os.environ))
-        command = run_module(python, "jurymast.script", "tasks", str(tasks), gpus, *srun.command)
+        agent = run_module(python, "jurymast.script", "tasks", str(tasks), gpus, *own)
+        command = (*srun.command[:place], *agent)
         # The agent is one task, and what it has is shared out to its ranks: it must have all of the node.
         self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}
         options = [option for option in srun.options if option[0] not in SHARED_OUT]
         options.append(("cpu-bind", "none", ("--cpu-bind=none",)))
-        return self.run(Srun(tuple(options), tuple(command)))
+        return self.run(Srun(tuple(options), command))
 
     def around_lost(
         self, environment: Mapping[str, str], arguments: Sequence[str], srun: Srun | None
@@ -191,7 +194,11 @@ class Step:
         true = json.loads(foreign.read_own(true_variables_file(self._job)))
         narrow = {name: os.environ[name] for name in true if name in os.environ}
         shown = {**narrow, **self._hidden, **seen(os.environ, self.active)}
-        text = node_command(self._job, folder, shown, self.active, log, own)
+        words = list(srun.command)
+        if place := in_container(words, read_shell_script):
+            shims.write_program(folder / "contained", container_command(self._job, folder))
+            words.insert(place, str(folder / "contained"))
+        text = node_command(self._job, folder, shown, self.active, log, own, contained=place > 0)
         shims.write_program(program, text)
         # Of a file for each task's stderr spare nodes would have one, too, and ranks' is not there.
         each = is_each_tasks(srun.last("error") or "")
@@ -204,7 +211,7 @@ class Step:
             f"--nodes={len(nodes)}",
         ]
         command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
-        command += [str(program), *srun.command]
+        command += [str(program), *words]
         environment = {**shims.with_shims(os.environ, self._job), **true}
         return subprocess.Popen(command, env=environment, stdout=output)
 
