@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.cluster.batch_script import BatchScript
 from jurymast.cluster.local import local_process, submit_local
 from jurymast.cluster.planning import OwnOptions, make_plan, new_run_id, time_limit_s
 from jurymast.cluster.request import (
@@ -226,6 +227,11 @@ def test_the_runs_directory(tmp_path: Path) -> None:
         check_runs_directory(tmp_path / "file" / "runs")
     with pytest.raises(RunDirectoryError, match="character"):
         check_runs_directory(tmp_path / "%j")
+    script = BatchScript("job.sbatch", "#!/bin/sh\n")
+    check_runs_directory(tmp_path / "a b", script)
+    check_runs_directory(tmp_path / "a:b")
+    with pytest.raises(RunDirectoryError, match="colon"):
+        check_runs_directory(tmp_path / "a:b", script)
 
 
 SINFO = """\

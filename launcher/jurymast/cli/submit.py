@@ -203,7 +203,7 @@ def _request(
 
     asked = OwnOptions(options["nodes"], options["nproc_per_node"], options["name"], options["cluster"], runs)
     plan = _plan(asked, line, script, policy)
-    check_runs_directory(runs)
+    check_runs_directory(runs, script)
     plan = with_earlier(plan, runs, plan.submitted_at)
     partition = _told(line, script).last("partition") or ""
     plan, notes = keep_out(plan, runs, partition, plan.submitted_at)

@@ -85,8 +85,13 @@ def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = 
     return Request(plan, text, render_script(plan), command(plan))
 
 
-def check_runs_directory(runs: Path) -> None:
-    """Raise RunDirectoryError when no run directory can be made below `runs`."""
+def check_runs_directory(runs: Path, script: BatchScript | None = None) -> None:
+    """Raise RunDirectoryError when no run directory, or none that serves `script`, can be made below `runs`."""
+    if script is not None and ":" in str(runs):
+        raise RunDirectoryError(
+            f"the runs directory {str(runs)!r} has a colon, and a batch script finds jurymast by PATH",
+            hint="choose another place with --runs DIR",
+        )
     if any(mark in str(runs) for mark in "%\\\n\r"):
         raise RunDirectoryError(
             f"the runs directory {str(runs)!r} has a character that Slurm does not take: %, \\ or line break",
