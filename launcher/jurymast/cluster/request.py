@@ -86,7 +86,7 @@ def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = 
 
 
 def check_runs_directory(runs: Path, script: BatchScript | None = None) -> None:
-    """Raise RunDirectoryError when no run directory, or none that serves `script`, can be made below `runs`."""
+    """Raise RunDirectoryError when no run directory that serves `script` can be made below `runs`."""
     if script is not None and ":" in str(runs):
         raise RunDirectoryError(
             f"the runs directory {str(runs)!r} has a colon, and a batch script finds jurymast by PATH",
