@@ -19,7 +19,8 @@ import torch.distributed as dist
 if "--slurm" in sys.argv:
     names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     hosts = subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = hosts[0], "29511"
+    port = 21000 + int(os.environ["SLURM_JOB_ID"]) % 1000  # nodes have several jobs at once
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = hosts[0], str(port)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
 dist.init_process_group("gloo")

@@ -41,7 +41,7 @@ class Standby:
                     self._follower.catch_up()
 
     def _get_ready(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux: of this thread alone
+        os.nice(NICE)  # on Linux: this thread alone
         import jurymast.supervisor.epoch  # noqa: F401
         from jurymast.errors import JurymastError
         from jurymast.journal import JournalFollower
