@@ -9,7 +9,8 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from jurymast import foreign
 from jurymast.core.settings import RunPlan
@@ -98,59 +99,23 @@ class RunDirectory:
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
-
-    @property
-    def plan_file(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def policy_file(self) -> Path:
-        return self.root / "policy.yaml"
-
-    @property
-    def secret_file(self) -> Path:
-        return self.root / "secret"
-
-    @property
-    def epochs(self) -> Path:
-        return self.root / "epochs"
-
-    @property
-    def journal(self) -> Path:
-        return self.root / "journal"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def submission(self) -> Path:
-        """What the submission and Slurm write: the batch script, the jobs' ids, their own output."""
-        return self.root / "slurm"
-
-    @property
-    def attempt_file(self) -> Path:
-        """Number of the newest attempt: fences ranks of an older one off the checkpoints."""
-        return self.root / "attempt"
-
-    @property
-    def allocation_file(self) -> Path:
-        """The nodes the run has now; see `cluster.allocation`."""
-        return self.root / "allocation.json"
-
-    @property
-    def outcome_file(self) -> Path:
-        """How the newest allocation ended, from the supervisor to the batch process."""
-        return self.root / "outcome.json"
-
-    @property
-    def reserve_file(self) -> Path:
-        """Takes up the room that the journal's end and the outcome need on a full disk."""
-        return self.root / "reserve"
+        self.plan_file = self.root / "plan.json"
+        self.policy_file = self.root / "policy.yaml"
+        self.secret_file = self.root / "secret"
+        self.epochs = self.root / "epochs"
+        self.journal = self.root / "journal"
+        self.logs = self.root / "logs"
+        self.checkpoints = self.root / "checkpoints"
+        # What the submission and Slurm write: the batch script, the jobs' ids, their own output.
+        self.submission = self.root / "slurm"
+        # Number of the newest attempt: fences ranks of an older one off the checkpoints.
+        self.attempt_file = self.root / "attempt"
+        # The nodes the run has now; see `cluster.allocation`.
+        self.allocation_file = self.root / "allocation.json"
+        # How the newest allocation ended, from the supervisor to the batch process.
+        self.outcome_file = self.root / "outcome.json"
+        # Takes up the room that the journal's end and the outcome need on a full disk.
+        self.reserve_file = self.root / "reserve"
 
     def hold_reserve(self) -> None:
         try:
@@ -221,9 +186,8 @@ class RunDirectory:
     def plan(self) -> RunPlan:
         """Raises RunDirectoryError when the file is missing or damaged."""
         try:
-            values: dict[str, Any] = foreign.load(self.plan_file)
-            return RunPlan.from_json(values)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            return RunPlan.from_json(foreign.load(self.plan_file))
+        except (OSError, ValueError) as error:
             check_readable(self.root)
             if isinstance(error, OSError):
                 raise RunDirectoryError(f"cannot read {self.plan_file}: {error.strerror}") from error
@@ -257,6 +221,6 @@ class RunDirectory:
 
 
 def _damage(error: Exception) -> str:
-    if isinstance(error, ValueError):
-        return f"no JSON ({error})"
-    return "something that belongs into a plan is missing, or is of another kind"
+    if isinstance(error, msgspec.ValidationError):
+        return "something that belongs into a plan is missing, or is of another kind"
+    return f"no JSON ({error})"

@@ -7,10 +7,10 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
 
+import msgspec
 import psutil
 
 from jurymast import foreign
@@ -44,15 +44,9 @@ class Allocation:
     def load(cls, directory: RunDirectory) -> Allocation:
         """Raises RunDirectoryError when there is none."""
         try:
-            return cls.from_json(foreign.load(directory.allocation_file))
-        except (OSError, ValueError, KeyError) as error:
+            return msgspec.convert(foreign.load(directory.allocation_file), cls)
+        except (OSError, ValueError) as error:
             raise RunDirectoryError(f"cannot read {directory.allocation_file}: {error}") from error
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Allocation:
-        kept: dict[str, Any] = {f.name: values[f.name] for f in fields(cls)}
-        kept["nodes"] = tuple(kept["nodes"])
-        return cls(**kept)
 
 
 def from_slurm_environment() -> Allocation:

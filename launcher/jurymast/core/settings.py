@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import msgspec
 
 from jurymast.core.nodes.history import Frail
 
@@ -79,18 +81,6 @@ class Settings:
     warm_start: bool = True
     encrypt: bool = False
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Settings:
-        known = {f.name for f in fields(cls)}
-        kept: dict[str, Any] = {key: value for key, value in values.items() if key in known}
-        for key in ("infrastructure", "application"):
-            if key in kept:
-                kept[key] = Budget(**kept[key])
-        for key in ("probes_off", "data_paths"):
-            if key in kept:
-                kept[key] = tuple(kept[key])
-        return cls(**kept)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Avoided:
@@ -152,11 +142,5 @@ class RunPlan:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunPlan:
-        known = {f.name for f in fields(cls)}
-        kept: dict[str, Any] = {
-            key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known
-        }
-        kept["settings"] = Settings.from_json(values.get("settings", {}))
-        kept["avoided"] = tuple(Avoided(**node) for node in values.get("avoided", ()))
-        kept["frail"] = tuple(Frail(**node) for node in values.get("frail", ()))
-        return cls(**kept)
+        """Fields that this version does not know are ignored. Raises ValueError."""
+        return msgspec.convert(values, cls)

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
+import msgspec
+
 from jurymast.core.planning.failure_rate import AFTER_REPAIR, AFTER_REPAIR_S, DAY_S, Watched, node_rate
 
 WINDOW_S = 28 * DAY_S
@@ -75,21 +77,8 @@ class PastRun:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PastRun:
-        """Raises KeyError, TypeError or ValueError for anything else than `to_json` wrote."""
-        return cls(
-            run=values["run"],
-            active=values["active"],
-            spans=tuple(
-                Span(**{**span, "nodes": tuple(span["nodes"]), "spares": tuple(span["spares"])})
-                for span in values["spans"]
-            ),
-            failures=tuple(values["failures"]),
-            departures=tuple(NodeDeparture(**departure) for departure in values["departures"]),
-            xids=tuple((at, node, code) for at, node, code in values["xids"]),
-            excluded=tuple(values["excluded"]),
-            jobs=tuple(values["jobs"]),
-            ended=values["ended"],
-        )
+        """Raises ValueError for anything else than `to_json` wrote."""
+        return msgspec.convert(values, cls)
 
 
 @dataclass(frozen=True)
