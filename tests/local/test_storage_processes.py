@@ -285,7 +285,7 @@ def test_local_images_are_the_images(tmp_path: Path, processes: list[StorageProc
     for copy, given in zip(held, images, strict=True):
         assert isinstance(copy.place, Path)
         assert copy.manifest == Manifest.from_bytes(given.manifest.encode())
-        copy.manifest.check(memoryview(copy.place.read_bytes()))
+        assert copy.manifest.with_blocks(memoryview(copy.place.read_bytes())) == copy.manifest
         assert oct(copy.place.stat().st_mode & 0o777) == "0o600"
     # once more: nothing to do
     assert processes[0].done(to_local(root, images)).bytes == 0
@@ -498,8 +498,8 @@ def test_the_agents_side(tmp_path: Path) -> None:
             done = await storage.carry_out(to_local(tmp_path / "run", images))
             assert isinstance(done, Done)
             assert done.bytes > 0
-            # storage that hangs: reading this manifest never ends
-            unread = msgspec.structs.replace(images[0], manifest=str(hang))
+            # storage that hangs: opening this image never ends
+            unread = msgspec.structs.replace(images[0], path=str(hang))
             failed = await storage.carry_out(to_local(tmp_path / "run", [unread], limit_s=0.5))
             assert isinstance(failed, StorageFailed)
             assert f"local storage hangs at {tmp_path / 'run'}" in failed.why

@@ -108,7 +108,6 @@ class Keeper:
         image = data[:size]
         assert (manifest.step, manifest.size_bytes, manifest.rank) == (slot[SlotWord.STEP], size, rank)
         manifest = manifest.with_blocks(memoryview(image))
-        manifest.check(memoryview(image))
         return Manifest.from_bytes(manifest.to_bytes()), image
 
     def free(self, number: int, rank: int = 0) -> None:

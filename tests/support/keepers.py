@@ -16,7 +16,7 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
-from jurymast.keeper import copies, manifest
+from jurymast.keeper import manifest
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest
 from jurymast.keeper.page import SLOTS, RankRecord, RestoreStatus, SlotWord, Word
@@ -60,7 +60,6 @@ async def settled(one: Keeper) -> None:
 def use_small_blocks(patch: pytest.MonkeyPatch, size: int = BLOCK) -> None:
     """Several blocks in small images."""
     patch.setattr(manifest, "BLOCK_BYTES", size)
-    patch.setattr(copies, "BLOCK_BYTES", size)
 
 
 def image_bytes(step: int, rank: int, size: int = SIZE, common: int = COMMON_BYTES) -> bytes:

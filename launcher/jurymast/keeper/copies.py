@@ -13,10 +13,9 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.copies import ALL, LOCAL, OWN
 from jurymast.core.keeper import copies as core
 from jurymast.core.keeper.copies import Image as Key
-from jurymast.core.keeper.gathering import parts_of
 from jurymast.core.keeper.holding import TIERS
 from jurymast.foreign import NotOurs, check_private, open_own, read_own
-from jurymast.keeper.manifest import BLOCK_BYTES, BadImage, Manifest, hash_block
+from jurymast.keeper.manifest import BadImage, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer
 
 _STEP_NAME = re.compile(r"step-(\d+)\.a(\d+)")
@@ -26,39 +25,10 @@ _RANK_NAME = re.compile(r"rank-(\d+)\.manifest")
 Group = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Block:
-    """The unit in which images are verified and travel: bytes [at, at + length) of the image."""
-
-    part: str
-    at: int
-    length: int
-    hash: str
-
-
-def blocks_of(manifest: Manifest, part: str = ALL) -> list[Block]:
-    """Raises BadImage when the manifest's hashes do not fit its sizes."""
-    blocks = []
-    for one in parts_of(part):
-        start, end = manifest.extent(one)
-        hashes = manifest.blocks.get(one, ())
-        if len(hashes) != -(-(end - start) // BLOCK_BYTES):
-            raise BadImage(f"its manifest has {len(hashes)} hashes for {end - start} bytes of the {one} part")
-        for number, value in enumerate(hashes):
-            at = start + number * BLOCK_BYTES
-            blocks.append(Block(one, at, min(BLOCK_BYTES, end - at), value))
-    return blocks
-
-
-def is_intact(view: memoryview, block: Block) -> bool:
-    """Whether the image that `view` begins with has this block whole; releases the GIL meanwhile."""
-    return hash_block(view[block.at : block.at + block.length]) == block.hash
-
-
 def trusted(data: bytes, key: Key) -> Manifest:
     """The manifest of exactly this image, with hashes for all of it. Raises BadImage."""
     manifest = Manifest.from_bytes(data)
-    if (manifest.step, manifest.attempt, manifest.rank) != key:
+    if manifest.image != key:
         raise BadImage(
             f"its manifest is of step {manifest.step}, attempt {manifest.attempt}, rank {manifest.rank}"
         )

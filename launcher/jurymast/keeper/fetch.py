@@ -35,8 +35,8 @@ from jurymast.core.messages.keepers import (
 )
 from jurymast.errors import AuthenticationError, ProtocolError
 from jurymast.foreign import open_own
-from jurymast.keeper.copies import Block, Group, blocks_of, trusted
-from jurymast.keeper.manifest import BadImage, Manifest, hash_block
+from jurymast.keeper.copies import Group, trusted
+from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, hash_block
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.wire import stream
 from jurymast.wire.handshake import keeper_of

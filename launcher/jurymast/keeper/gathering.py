@@ -21,9 +21,9 @@ from jurymast.core.keeper import gathering as core
 from jurymast.core.keeper.copies import Image as Key
 from jurymast.core.keeper.gathering import Ingredient, ManifestSearch, ingredients
 from jurymast.errors import AuthenticationError, ProtocolError
-from jurymast.keeper.copies import Block, CopyTable, Group, StoredCopy, blocks_of
+from jurymast.keeper.copies import CopyTable, Group, StoredCopy
 from jurymast.keeper.fetch import Filling, ImagePeer
-from jurymast.keeper.manifest import BadImage, Manifest
+from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.threads import in_thread
 from jurymast.wire.shield import Access

@@ -18,8 +18,9 @@ from typing import Any
 import xxhash
 
 from jurymast import foreign
-from jurymast.core.checkpoints.copies import COMMON, OWN
+from jurymast.core.checkpoints.copies import ALL, COMMON, OWN
 from jurymast.core.keeper.copies import Image
+from jurymast.core.keeper.gathering import parts_of
 
 FORMAT = 1
 BLOCK_BYTES = 16 << 20
@@ -95,24 +96,13 @@ class Manifest:
 
     def with_blocks(self, image: memoryview) -> Manifest:
         """Hash `image`; releases the GIL meanwhile, block by block."""
-        return replace(self, blocks={part: self.hash_part(image, part) for part in PARTS})
+        hashes = {part: tuple(hash_block(image[a:b]) for a, b in self.spans(part)) for part in PARTS}
+        return replace(self, blocks=hashes)
 
-    def hash_part(self, image: memoryview, part: str) -> tuple[str, ...]:
+    def spans(self, part: str) -> list[tuple[int, int]]:
+        """(start, end) in the image of each block of a part."""
         start, end = self.extent(part)
-        return tuple(
-            hash_block(image[at : min(at + BLOCK_BYTES, end)]) for at in range(start, end, BLOCK_BYTES)
-        )
-
-    def check(self, image: memoryview, part: str | None = None) -> None:
-        """Re-hash one part or all. Raises BadImage."""
-        for one in PARTS if part is None else (part,):
-            found = self.hash_part(image, one)
-            bad = [i for i, (a, b) in enumerate(zip(found, self.blocks[one], strict=True)) if a != b]
-            if bad:
-                raise BadImage(
-                    f"step {self.step}, rank {self.rank}: {len(bad)} of {len(found)} blocks of the {one} "
-                    f"part are corrupt, the first is block {bad[0]}"
-                )
+        return [(at, min(at + BLOCK_BYTES, end)) for at in range(start, end, BLOCK_BYTES)]
 
     def to_bytes(self) -> bytes:
         """JSON with a hash over itself, so that a damaged manifest is told from a damaged image."""
@@ -145,3 +135,33 @@ def _item(values: dict[str, Any]) -> Item:
 
 def hash_block(data: memoryview | bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The unit in which images are verified and travel: the `number`-th of a part, the bytes
+    [at, at + length) of the image."""
+
+    part: str
+    number: int
+    at: int
+    length: int
+    hash: str
+
+
+def blocks_of(manifest: Manifest, part: str = ALL) -> list[Block]:
+    """Raises BadImage when the manifest's hashes do not fit its sizes."""
+    blocks = []
+    for one in parts_of(part):
+        spans, hashes = manifest.spans(one), manifest.blocks.get(one, ())
+        if len(hashes) != len(spans):
+            size = sum(end - start for start, end in spans)
+            raise BadImage(f"its manifest has {len(hashes)} hashes for {size} bytes of the {one} part")
+        for number, ((start, end), value) in enumerate(zip(spans, hashes, strict=True)):
+            blocks.append(Block(one, number, start, end - start, value))
+    return blocks
+
+
+def is_intact(view: memoryview, block: Block) -> bool:
+    """Whether the image that `view` begins with has this block whole; releases the GIL meanwhile."""
+    return hash_block(view[block.at : block.at + block.length]) == block.hash

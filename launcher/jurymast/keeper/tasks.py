@@ -14,10 +14,10 @@ from jurymast.core.checkpoints.copies import ALL, MEMORY, PEER
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.gathering import members
 from jurymast.core.keeper.work import Filled, Found
-from jurymast.keeper.copies import CopyTable, StoredCopy, blocks_of, is_intact, report_of
+from jurymast.keeper.copies import CopyTable, StoredCopy, report_of
 from jurymast.keeper.fetch import Filling
 from jurymast.keeper.gathering import Gatherer, build, empty
-from jurymast.keeper.manifest import Manifest
+from jurymast.keeper.manifest import Manifest, blocks_of, is_intact
 from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.threads import in_thread
 

@@ -23,7 +23,7 @@ LIMIT_S = 1800.0
 
 class ImageAt(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's image, in the agent's memory (`/proc/PID/fd/N`) or in a file; `common_path` begins with its
-    common part, unless `path` does. `manifest`: a path, or its content."""
+    common part, unless `path` does. `manifest`: its content."""
 
     rank: int
     path: str

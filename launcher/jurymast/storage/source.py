@@ -6,27 +6,16 @@ import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import xxhash
 
 from jurymast.core.checkpoints.copies import COMMON, OWN
-from jurymast.keeper.manifest import BLOCK_BYTES, PARTS, BadImage, Manifest, hash_block
+from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, is_intact
 from jurymast.storage.orders import ImageAt, StorageFailure, explain
 
 Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A hashed block: the `number`-th of `part`, at [start, end) of the image."""
-
-    part: str
-    number: int
-    start: int
-    end: int
 
 
 class ImageSource:
@@ -50,18 +39,13 @@ class ImageSource:
     @classmethod
     def of_order(cls, image: ImageAt, step: int, attempt: int) -> ImageSource:
         """Raises StorageFailure."""
-        text = image.manifest
         try:
-            data = text.encode() if text.startswith("{") else Path(text).read_bytes()
-            manifest = Manifest.from_bytes(data)
-        except OSError as error:
-            raise StorageFailure(explain(error, text)) from error
+            manifest = Manifest.from_bytes(image.manifest.encode())
         except BadImage as error:
             raise StorageFailure(f"the image of rank {image.rank} is refused: {error}") from error
-        found = (manifest.step, manifest.attempt, manifest.rank)
-        if found != (step, attempt, image.rank):
+        if manifest.image != (step, attempt, image.rank):
             raise StorageFailure(
-                f"{image.path} is of step {found[0]}, attempt {found[1]}, rank {found[2]}, "
+                f"{image.path} is of step {manifest.step}, attempt {manifest.attempt}, rank {manifest.rank}, "
                 f"not of step {step}, attempt {attempt}, rank {image.rank}"
             )
         return cls(image.path, manifest, image.common_path)
@@ -95,32 +79,26 @@ class ImageSource:
             if after is not None:
                 after.result()
 
-    def _needed(self, wanted: list[Range]) -> Iterator[tuple[_Block, list[Range]]]:
+    def _needed(self, wanted: list[Range]) -> Iterator[tuple[Block, list[Range]]]:
         """The blocks that have something of `wanted`, each with what that is."""
         at = 0
-        for block in self._blocks():
-            pieces = []
-            while at < len(wanted) and wanted[at][0] < block.end:
-                pieces.append((max(wanted[at][0], block.start), min(wanted[at][1], block.end)))
-                if wanted[at][1] > block.end:
+        for block in blocks_of(self.manifest):
+            pieces, block_end = [], block.at + block.length
+            while at < len(wanted) and wanted[at][0] < block_end:
+                pieces.append((max(wanted[at][0], block.at), min(wanted[at][1], block_end)))
+                if wanted[at][1] > block_end:
                     break  # it goes on in the next block
                 at += 1
             if pieces:
                 yield block, pieces
 
-    def _check(self, block: _Block) -> None:
+    def _check(self, block: Block) -> None:
         image, path = self._images[block.part], self._paths[block.part]
-        if hash_block(image[block.start : block.end]) != self.manifest.blocks[block.part][block.number]:
+        if not is_intact(image, block):
             raise StorageFailure(
                 f"the image of rank {self.manifest.rank} in {path} is corrupt: block {block.number} of "
                 f"its {block.part} part is not what was hashed. It was not stored; look at that node's memory"
             )
-
-    def _blocks(self) -> Iterator[_Block]:
-        for part in PARTS:
-            start, end = self.manifest.extent(part)
-            for number, at in enumerate(range(start, end, BLOCK_BYTES)):
-                yield _Block(part, number, at, min(at + BLOCK_BYTES, end))
 
 
 def _mapped(path: str, size_bytes: int, rank: int) -> memoryview:
