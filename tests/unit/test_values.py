@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointManifest, FileRecord
-from jurymast.checkpoint.group import from_bytes, to_bytes
-from jurymast.checkpoint.tier import Candidate, SaveResult
+from jurymast.checkpoint.group import Candidate, SaveResult, from_bytes, to_bytes
 from jurymast.errors import CheckpointError
 
 RECORD = FileRecord("__0_0.distcp", 7, "0" * 16, 3)

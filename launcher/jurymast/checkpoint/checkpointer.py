@@ -9,12 +9,11 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from jurymast.checkpoint.group import Group
+from jurymast.checkpoint.group import Candidate, Group, SaveResult
 from jurymast.checkpoint.image import foreseen_bytes
 from jurymast.checkpoint.memory_tier import MemoryTier
 from jurymast.checkpoint.shared_tier import SharedTier
 from jurymast.checkpoint.state import ScriptState
-from jurymast.checkpoint.tier import Candidate, RestoreSource, SaveResult, Tier
 from jurymast.checkpoint.waiting import telling_of_waits
 from jurymast.core import within
 from jurymast.core.checkpoints.cadence import Cadence, parse_cadence
@@ -75,7 +74,7 @@ class Checkpointer:
         self._beat = self._link.beat
         # Opened with the first use: the process group may not be there yet.
         self._group: Group | None = None
-        self._tiers: list[Tier] = []
+        self._shared: SharedTier
         self._memory: MemoryTier | None = None
         # Whether this attempt saves to memory; None until the ranks agreed on it, with their first save.
         self._in_memory: bool | None = None
@@ -161,17 +160,15 @@ class Checkpointer:
                 self._link.resume_at(step)
                 return outcome.ok
             started = time.monotonic()
-        captured = self._capture()
-        outcomes = {tier.name: tier.save(step, captured) for tier in self._tiers}
+        saved = self._shared.save(step, self._capture())
         stall_s = time.monotonic() - started
-        ok = any(saved.ok for saved in outcomes.values())
-        if ok:
+        if saved.ok:
             self._saved_step = step
-        if any(saved.ok and not saved.existing for saved in outcomes.values()):
+        if saved.ok and not saved.existing:
             self._stall_s = stall_s
         self._link.resume_at(step)
-        self._report_saved(step, outcomes, stall_s)
-        return ok
+        self._report_saved(step, saved, stall_s)
+        return saved.ok
 
     def _save_to_memory(self, memory: MemoryTier, step: int, started: float) -> SaveResult | None:
         """This rank's part of it, with no word to the others; None when memory is not to be had."""
@@ -221,22 +218,17 @@ class Checkpointer:
                 raise CheckpointError(f"cannot capture the state: {text}")
         return self._state.captured(trees, [theirs for _, theirs in gathered], group.rank)
 
-    def _report_saved(self, step: int, outcomes: dict[str, SaveResult], stall_s: float) -> None:
+    def _report_saved(self, step: int, saved: SaveResult, stall_s: float) -> None:
         if self._open().rank != 0:
             return
-        for name, saved in outcomes.items():
-            if not saved.ok:
-                log.warning("step %d was not saved (%s tier): %s", step, name, saved.error)
-            self._link.emit(
-                within.Saved(
-                    step=step,
-                    tier=name,
-                    ok=saved.ok,
-                    stall_s=round(stall_s, 6),
-                    size_bytes=saved.size_bytes,
-                    error=_short(saved.error),
-                )
+        if not saved.ok:
+            log.warning("step %d was not saved (%s tier): %s", step, self._shared.name, saved.error)
+        self._link.emit(
+            within.Saved(
+                step=step, tier=self._shared.name, ok=saved.ok, stall_s=round(stall_s, 6),
+                size_bytes=saved.size_bytes, error=_short(saved.error),
             )
+        )  # fmt: skip
 
     # ---- restoring
 
@@ -244,8 +236,10 @@ class Checkpointer:
         """Load the newest step that any tier has whole; says what was passed over, and why."""
         skipped: dict[int, str] = {}
         # What the agent has brought is the newest there is: storage that hangs is not even looked at then.
-        memory: list[RestoreSource] = [self._memory] if self._memory is not None else []
-        for tier in [*memory, *self._tiers]:
+        tiers: list[MemoryTier | SharedTier] = [self._shared]
+        if self._memory is not None:
+            tiers.insert(0, self._memory)
+        for tier in tiers:
             candidates, bad = tier.candidates()
             skipped.update(bad)
             for candidate in candidates:
@@ -346,14 +340,9 @@ class Checkpointer:
         """The ranks' group, made at the first use by all of them."""
         if self._group is None:
             self._group = Group()
-            shared = SharedTier(
-                self._directory,
-                self._group,
-                keep=self._keep,
-                attempt=self._attempt,
-                stale=self._stale,
+            self._shared = SharedTier(
+                self._directory, self._group, keep=self._keep, attempt=self._attempt, stale=self._stale
             )
-            self._tiers = [shared]
             self._follower = self._follow(self._group)
             self._memory = MemoryTier.open(self._state, self._group, self._attempt)
             if self._memory is not None:  # the agent copies to storage what is in memory

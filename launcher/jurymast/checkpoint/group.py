@@ -10,7 +10,7 @@ import ctypes
 import json
 import os
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +19,31 @@ import torch.distributed as dist
 
 from jurymast import foreign
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointManifest, FileRecord, one_line
-from jurymast.checkpoint.tier import Candidate, SaveResult
 from jurymast.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save ended; but for memory the same on every rank. `error` is one line, empty when `ok`.
+
+    `existing` is True when the step had a complete, verified checkpoint already, which was kept.
+    """
+
+    ok: bool
+    size_bytes: int = 0
+    error: str = ""
+    existing: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that may be restored, not yet verified. `entries`: how each entry was saved."""
+
+    step: int
+    size_bytes: int
+    world_size: int
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+
 
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Candidate, FileRecord, CheckpointManifest, SaveResult)
@@ -51,7 +74,7 @@ def _packed(value: Any) -> Any:
     if isinstance(value, Path):
         return ["path", str(value)]
     if KINDS.get(type(value).__name__) is type(value):
-        return [type(value).__name__, *(_packed(getattr(value, field.name)) for field in fields(value))]
+        return [type(value).__name__, *(_packed(getattr(value, one.name)) for one in fields(value))]
     if isinstance(value, OSError):
         name = str(value.filename) if value.filename is not None else None
         return ["OSError", value.errno, value.strerror or str(value), name]

@@ -18,9 +18,8 @@ import torch
 
 from jurymast.checkpoint import image
 from jurymast.checkpoint.directory import one_line
-from jurymast.checkpoint.group import Group
+from jurymast.checkpoint.group import Candidate, Group, SaveResult
 from jurymast.checkpoint.state import ScriptState
-from jurymast.checkpoint.tier import Candidate, SaveResult
 from jurymast.core import within
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest

@@ -30,11 +30,10 @@ from jurymast.checkpoint.directory import (
     one_line,
     remove_trees,
 )
-from jurymast.checkpoint.group import Group
+from jurymast.checkpoint.group import Candidate, Group, SaveResult
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
 from jurymast.checkpoint.reading import reader
 from jurymast.checkpoint.state import Captured, ScriptState
-from jurymast.checkpoint.tier import Candidate, SaveResult
 from jurymast.errors import CheckpointError
 
 log = logging.getLogger("jurymast.checkpoint")
@@ -136,7 +135,8 @@ def _alone_is_fine() -> Iterator[None]:
 
 
 class SharedTier:
-    """Checkpoints in one directory. `stale` tells rank 0 whether a newer attempt has started."""
+    """Checkpoints in one directory. `stale` tells rank 0 whether a newer attempt has started. Methods are
+    collective: all ranks call them, with the same arguments, and get the same result."""
 
     name = "shared"
 
@@ -179,6 +179,7 @@ class SharedTier:
     # ---- saving
 
     def save(self, step: int, captured: Captured) -> SaveResult:
+        """Make `step` durable. Failing storage is an answer; CheckpointError: it cannot ever be saved."""
         group = self._group
         try:
             self._claim()
@@ -277,6 +278,7 @@ class SharedTier:
     # ---- restoring
 
     def candidates(self) -> tuple[list[Candidate], dict[int, str]]:
+        """What could be restored, newest first, and why other steps found here cannot be."""
         self._clear_away()
         return self._group.on_first(self._candidates)
 
@@ -299,6 +301,7 @@ class SharedTier:
         return found, skipped
 
     def load(self, candidate: Candidate, state: ScriptState) -> str:
+        """Verify the candidate and load it into `state`. Returns why not, on one line, or ""."""
         group = self._group
         step = candidate.step
         manifest = group.on_first(lambda: self._present(step))
