@@ -24,6 +24,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -150,6 +151,51 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> tuple
             if advance is not None:
                 advance(count)
     return size, digest.hexdigest()
+
+
+class NewFile:
+    """A file, 0600, that must not exist yet; `hashing` as it is written, so that what later differs from the
+    hash was damaged on the way. It is on disk when its block ends without an error."""
+
+    def __init__(self, path: Path, *, hashing: bool = True) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
+        self._digest = xxhash.xxh3_64() if hashing else None
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        count = self._file.write(data)
+        if self._digest is not None:
+            self._digest.update(data)
+        self.size += count
+        return count
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def fileno(self) -> int:
+        self._file.flush()  # who asks for it syncs it, and what is in our buffer must be synced too
+        return self._file.fileno()
+
+    @property
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest() if self._digest else ""
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and not self._file.closed:  # torch syncs and closes it itself
+                os.fsync(self.fileno())
+        finally:
+            self._file.close()
 
 
 def one_line(error: BaseException) -> str:
@@ -441,6 +487,12 @@ def remove_trees(directories: Iterable[Path]) -> None:
     for directory in directories:
         if (gone := taken_away(directory)) is not None:
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def delete_behind(directories: list[Path]) -> None:
+    """They are gone for every reader. Giving their space back may take long, or hang: nobody waits for it."""
+    if directories:
+        threading.Thread(target=remove_trees, args=(directories,), name="jurymast-delete").start()
 
 
 def taken_away(directory: Path) -> Path | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -27,8 +25,9 @@ from jurymast.checkpoint.directory import (
     CheckpointDirectory,
     CheckpointManifest,
     FileRecord,
+    NewFile,
+    delete_behind,
     one_line,
-    remove_trees,
 )
 from jurymast.checkpoint.group import Candidate, Group, SaveResult
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
@@ -37,39 +36,6 @@ from jurymast.checkpoint.state import Captured, ScriptState
 from jurymast.errors import CheckpointError
 
 log = logging.getLogger("jurymast.checkpoint")
-
-
-class _HashingStream:
-    """A new file, 0600, hashed as it is written: what later differs from the hash was damaged on the way."""
-
-    def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
-        self._digest = xxhash.xxh3_64()
-        self.size = 0
-
-    def write(self, data: Any) -> int:
-        count = self._file.write(data)
-        self._digest.update(data)
-        self.size += count
-        return count
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        self._file.flush()  # DCP asks for it only to sync, and what is in our buffer must be synced too
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
-
-    @property
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
 
 
 class _HashingFiles(FileSystem):
@@ -84,11 +50,8 @@ class _HashingFiles(FileSystem):
             with super().create_stream(path, mode) as plain:
                 yield plain
             return
-        stream = _HashingStream(Path(path))
-        try:
+        with NewFile(Path(path)) as stream:
             yield stream
-        finally:
-            stream.close()
         self.written[Path(path).name] = (stream.size, stream.hexdigest)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -173,7 +136,7 @@ class SharedTier:
         if is_foreign(self._directory.root, self._us):
             return []
         swept = self._directory.sweep(self._attempt)
-        _delete_behind(list(swept.values()))
+        delete_behind(list(swept.values()))
         return list(swept)
 
     # ---- saving
@@ -273,7 +236,7 @@ class SharedTier:
         except OSError as error:
             log.warning("cannot remove old checkpoints: %s", one_line(error))
             return
-        _delete_behind(doomed)
+        delete_behind(doomed)
 
     # ---- restoring
 
@@ -380,9 +343,3 @@ def _is_storage_failure(error: BaseException) -> bool:
     """True for what another try may cure: torch's zip writer hides the OSError in a RuntimeError."""
     hidden = isinstance(error, RuntimeError) and ".cc:" in str(error)
     return hidden or isinstance(error, OSError)
-
-
-def _delete_behind(directories: list[Path]) -> None:
-    """They are gone for every reader. Giving their space back may take long, or hang: nobody waits for it."""
-    if directories:
-        threading.Thread(target=remove_trees, args=(directories,), name="jurymast-delete").start()

@@ -15,11 +15,12 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
+from jurymast.checkpoint.directory import NewFile
 from jurymast.core.texts import size
 from jurymast.foreign import NotOurs, check_private, make_private
 from jurymast.rundir import sync_directory, write_atomically
 from jurymast.storage.orders import Done, Job, StorageFailure, WriteLocal, explain, free_bytes
-from jurymast.storage.source import ImageSource, NewFile
+from jurymast.storage.source import ImageSource
 
 KEEP = 2
 
@@ -146,7 +147,7 @@ def _write(place: Path, source: ImageSource, job: Job, written: list[Path]) -> N
     image = place / f"rank-{manifest.rank:05d}.image"
     temporary = image.with_suffix(".writing")
     written.append(temporary)
-    with NewFile(temporary) as file:
+    with NewFile(temporary, hashing=False) as file:
         for piece in source.read([(0, manifest.size_bytes)]):
             file.write(piece)
             job.wrote(len(piece))

@@ -14,8 +14,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from jurymast.checkpoint.directory import (
     CheckpointDirectory,
     CheckpointManifest,
     FileRecord,
+    NewFile,
     final_name,
     one_line,
     remove_trees,
@@ -36,7 +36,6 @@ from jurymast.checkpoint.directory import (
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory
 from jurymast.storage.orders import Done, Job, StorageFailure, Upload, explain
-from jurymast.storage.source import NewFile
 
 SEAL = "jurymast.seal"
 HASH_BYTES = 32
@@ -80,7 +79,6 @@ class BucketKey:
 
 log = logging.getLogger("jurymast.storage")
 
-STREAMS = 4
 PART_BYTES = 32 << 20
 SMALL_BYTES_MAX = 256 << 20  # manifests of a hundred thousand ranks have less
 PARTS_MAX = 9000  # S3 allows 10,000 parts a file
@@ -179,7 +177,7 @@ class ObjectStore:
             keyed[record.name] = self._upload(place / record.name, step, record, job)
 
         for records in (first, last):
-            self._each(records, upload_one, job)
+            job.each(upload_one, records)
         data = manifest.to_bytes()
         self._put(step, SEAL, self._key.seal(step, data, keyed), job)
         self._put(step, MANIFEST, data, job)
@@ -244,9 +242,7 @@ class ObjectStore:
             directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             place.mkdir(mode=0o700)
             try:
-                self._each(
-                    manifest.files, lambda one: self._download(place / one.name, step, one, keyed, job), job
-                )
+                job.each(lambda one: self._download(place / one.name, step, one, keyed, job), manifest.files)
                 directory.seal(place, manifest)
                 directory.publish(place, step)
             except BaseException:
@@ -264,7 +260,7 @@ class ObjectStore:
             found = self._key.hasher(record.name)
             target.unlink(missing_ok=True)
             with self._files.open(path, "rb", block_size=PART_BYTES, cache_type="readahead") as source:
-                with NewFile(target, hashing=True) as file:
+                with NewFile(target) as file:
                     while data := source.read(PART_BYTES):
                         found.update(data)
                         file.write(memoryview(data))
@@ -290,17 +286,6 @@ class ObjectStore:
 
     def _size(self, path: str) -> int:
         return int(self._tried(path, lambda: self._files.info(path))["size"])
-
-    def _each(self, records: Iterable[FileRecord], work: Callable[[FileRecord], None], job: Job) -> None:
-        """Do `work` for all, a few at a time. The first failure ends the others."""
-        with ThreadPoolExecutor(STREAMS) as pool:
-            tasks = [pool.submit(work, record) for record in records]
-            done, waiting = wait(tasks, return_when=FIRST_EXCEPTION)
-            if failures := [error for task in done if (error := task.exception())]:
-                job.stop()
-                for task in waiting:
-                    task.cancel()
-                raise failures[0]
 
     def _tried(self, path: str, work: Callable[[], Any], job: Job | None = None) -> Any:
         """The result of `work`, tried again when the store fails; what local disks say is final."""

@@ -7,7 +7,9 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -118,7 +120,11 @@ read_told: Callable[[bytes], Told | Strange] = reader(Told)
 read_answer: Callable[[bytes], Answer | Strange] = reader(Answer)
 
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+# Files that are written or sent at the same time.
+STREAMS = 4
 
 PROGRESS_EVERY_S = 1.0
 POLL_S = 0.05
@@ -178,6 +184,18 @@ class Job:
                 return
             self._told_at = now
         self._wrote(self.bytes)
+
+    def each(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """What `work` gives for each, a few at a time. The first failure ends the others."""
+        with ThreadPoolExecutor(STREAMS) as pool:
+            tasks = [pool.submit(work, item) for item in items]
+            done, waiting = futures.wait(tasks, return_when=futures.FIRST_EXCEPTION)
+            if failures := [error for task in done if (error := task.exception())]:
+                self.stop()
+                for task in waiting:
+                    task.cancel()
+                raise failures[0]
+        return [task.result() for task in tasks]
 
     def wait(
         self, what: str, look: Callable[[], Result | None], place: Path | None = None, *, ranks: int = 1

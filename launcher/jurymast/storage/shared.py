@@ -18,9 +18,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +29,8 @@ from jurymast.checkpoint.directory import (
     CheckpointDirectory,
     CheckpointManifest,
     FileRecord,
+    NewFile,
+    delete_behind,
     one_line,
     remove_trees,
 )
@@ -52,9 +52,8 @@ from jurymast.keeper import manifest as keeper
 from jurymast.rundir import write_atomically
 from jurymast.storage.layout import Layout, decide, file_name, ranges, write_metadata
 from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared, explain
-from jurymast.storage.source import ImageSource, NewFile
+from jurymast.storage.source import ImageSource
 
-STREAMS = 4
 WRITES, FAILED = "writes.json", "failed"
 
 
@@ -227,14 +226,9 @@ class _Part:
         return self._machine.saw_shares(there=True)
 
     def _write(self, writes: dict[int, list[int]]) -> None:
-        """Write this node's files, a few at a time. The first failure ends the others."""
-        with ThreadPoolExecutor(max(1, min(STREAMS, len(self._sources)))) as pool:
-            tasks = [pool.submit(self._write_rank, one, writes[one.manifest.rank]) for one in self._sources]
-            done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
-            if failures := [error for task in done if (error := task.exception())]:
-                self._job.stop()
-                raise failures[0]
-        records = [asdict(record) for task in tasks if (record := task.result())]
+        """Write this node's files."""
+        written = self._job.each(lambda one: self._write_rank(one, writes[one.manifest.rank]), self._sources)
+        records = [asdict(record) for record in written if record]
         if self._sources:
             write_atomically(self._message("done"), json.dumps(records).encode(), durable=False)
 
@@ -242,7 +236,7 @@ class _Part:
         if not numbers:
             return None
         name = file_name(source.manifest.rank)
-        with NewFile(self._place / name, hashing=True) as file:
+        with NewFile(self._place / name) as file:
             for piece in source.read(ranges(source.manifest, numbers)):
                 file.write(piece)
                 self._job.wrote(len(piece))
@@ -282,8 +276,7 @@ class _Part:
         except OSError as error:
             sys.stderr.write(f"old checkpoints cannot be removed: {one_line(error)}\n")
             return
-        # Gone for every reader; giving their space back may take long, and nobody waits for it.
-        threading.Thread(target=remove_trees, args=(doomed,), name="retire").start()
+        delete_behind(doomed)
 
     # ---- messages
 

@@ -6,10 +6,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
-
-import xxhash
 
 from jurymast.core.checkpoints.copies import COMMON, OWN
 from jurymast.keeper.manifest import BadImage, Block, Manifest, blocks_of, is_intact
@@ -125,37 +122,3 @@ def merged(ranges: list[Range]) -> list[Range]:
         elif end > start:
             found.append((start, end))
     return found
-
-
-class NewFile:
-    """A file, 0600, that must not exist yet; hashed as it is written when `hashing`."""
-
-    def __init__(self, path: Path, *, hashing: bool = False) -> None:
-        self.path = path
-        self.size = 0
-        self._digest = xxhash.xxh3_64() if hashing else None
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-    def write(self, data: memoryview) -> None:
-        if self._digest is not None:
-            self._digest.update(data)
-        done = 0
-        while done < len(data):
-            done += os.write(self._descriptor, data[done:])
-        self.size += done
-
-    @property
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest() if self._digest else ""
-
-    def __enter__(self) -> NewFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
