@@ -20,8 +20,8 @@ from benchmarks import common
 from benchmarks.common import Row, Target
 from jurymast.core.checkpoints.cadence import Cadence
 from jurymast.core.planning.failure_rate import DAY_S, mtbf_s, prior
-from jurymast.core.planning.forecast import DURABLE_SHARE, Question, forecast, state_bytes
-from jurymast.core.planning.optimum import goodput, linear_ettr, young_s
+from jurymast.core.planning.forecast import DURABLE_SHARE, Question, forecast
+from jurymast.core.planning.optimum import goodput, young_s
 from jurymast.core.planning.spares import auto_spares
 from jurymast.report.plan import plan_view
 from jurymast.sim.durations import TRAINING_START_S, Durations, read_measured
@@ -68,6 +68,18 @@ def gpus_mtbf_s(gpus: int, rate: float) -> float:
 def saved_every(gpus: int, rate: float, interval_s: float, restart_s: float) -> float:
     """Exact goodput with saves that cost nothing."""
     return goodput(interval_s, 0.0, gpus_mtbf_s(gpus, rate), restart_s)
+
+
+def linear_ettr(interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
+    """(1 - (R + Delta/2)/M) / (1 + C/Delta): Meta's form (arXiv 2410.21680), biased low once waste passes
+    30 % and 0 where it would be negative. Kept to compare with published figures."""
+    return max(0.0, 1.0 - (restart_s + interval_s / 2.0) / mtbf_s) / (1.0 + save_s / interval_s)
+
+
+def state_bytes(parameters: float, bytes_per_parameter: float = 13.0) -> float:
+    """A checkpoint's size. MLPerf Storage's models have 13 (70B, 405B) to 18 bytes (1T) a parameter: weights
+    and an Adam optimizer's state in mixed precision; 2 are the weights in bfloat16 alone."""
+    return parameters * bytes_per_parameter
 
 
 def at_young(mtbf: float, save_s: float, restart_s: float) -> tuple[float, float]:

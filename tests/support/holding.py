@@ -21,6 +21,15 @@ def report(tier: str, key: Key, rank: int, world: int, part: str = "all") -> msg
     )  # fmt: skip
 
 
+def without(copies: Copies, node: str) -> Copies:
+    """What is left when this node is lost."""
+    left = Copies()
+    for copy in copies.every():
+        if copy.node != node:
+            left.hold(copy)
+    return left
+
+
 def key_of(copy: msg.CopyReport) -> Key:
     return copy.step, copy.attempt
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jurymast.core import events as ev
 from jurymast.core.goodput.accounting import CATEGORIES, PLACED, Account, to_us
 from jurymast.core.goodput.ledger import Ledger
-from jurymast.core.planning.reliability import gamma_quantile, mtbf, poisson_below
+from jurymast.core.planning.reliability import gamma_below, gamma_quantile, mtbf
 from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.journal import initial_state
 from support.random_events import Moment, moments, next_event
@@ -325,4 +325,4 @@ def test_mtbf_with_its_interval() -> None:
 
 @given(st.integers(1, 300), st.floats(0.01, 0.99))
 def test_the_quantile_inverts_the_distribution(k: int, probability: float) -> None:
-    assert 1.0 - poisson_below(k, gamma_quantile(k, probability)) == pytest.approx(probability, abs=1e-6)
+    assert gamma_below(k, gamma_quantile(k, probability)) == pytest.approx(probability, abs=1e-6)

@@ -16,6 +16,7 @@ from jurymast.core.checkpoints.writes import WRITE_LIMIT_S
 from jurymast.core.run.instructions import Launch
 from jurymast.core.run.state import Phase, Role
 from jurymast.core.supervision.machine import Supervision
+from support.holding import without
 from support.site import ACTIVE, Site
 from support.stories import Story
 
@@ -224,7 +225,8 @@ def test_where_whole_replicas_find_no_memory_parity_is_kept_instead() -> None:
     assert site.saved("peer") == []
     made(site, orders)
     assert site.saved("peer") == [(10, True)]
-    assert all(site.checkpoints.copies.restorable((10, 1), without=node) for node in (*ACTIVE, "s1"))
+    copies = site.checkpoints.copies
+    assert all(without(copies, node).restorable((10, 1)) for node in (*ACTIVE, "s1"))
 
 
 def test_a_node_that_has_given_older_replicas_up_is_asked_once_more() -> None:

@@ -21,7 +21,7 @@ from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.core.settings import Settings
 from jurymast.core.within import Skip
-from support.holding import Agent, Nodes, report
+from support.holding import Agent, Nodes, report, without
 
 ACTIVE = 3
 EVENTS = 500
@@ -95,7 +95,7 @@ class Walk:
         copies = self.checkpoints.copies
         assert copies.restorable(key)
         if self.state.settings.replicas and not bare and key not in self.spoilt:
-            assert all(copies.restorable(key, without=name) for name in self.nodes.agents)
+            assert all(without(copies, name).restorable(key) for name in self.nodes.agents)
 
     def quiet(self) -> None:
         """All that is on its way arrives; nobody believes in a copy that is not there."""

@@ -19,7 +19,7 @@ from jurymast.core.planning.failure_rate import (
     mtbf_s,
     prior,
 )
-from jurymast.core.planning.reliability import gamma_below, gamma_quantile, poisson_below
+from jurymast.core.planning.reliability import gamma_below, gamma_quantile
 from jurymast.core.run.incident import Incident
 
 
@@ -41,12 +41,6 @@ def test_gamma_follows_its_recurrence(shape: float, x: float) -> None:
     """P(a + 1, x) = P(a, x) - x^a e^-x / Gamma(a + 1)."""
     step = math.exp(shape * math.log(x) - x - math.lgamma(shape + 1.0))
     assert gamma_below(shape + 1.0, x) == pytest.approx(gamma_below(shape, x) - step, abs=1e-12)
-
-
-def test_poisson() -> None:
-    assert poisson_below(0, 1.0) == 0.0
-    assert poisson_below(3, 2.0) == pytest.approx(math.exp(-2.0) * (1 + 2 + 2))
-    assert poisson_below(3, 0.0) == 1.0
 
 
 def test_the_prior_is_what_fleets_report() -> None:

@@ -14,7 +14,6 @@ from jurymast.core.planning.optimum import (
     Saving,
     async_goodput,
     goodput,
-    linear_ettr,
     optimal_interval_s,
     optimal_s,
     optimal_share,
@@ -105,7 +104,6 @@ def test_goodput_at_its_ends() -> None:
     assert goodput(0.0, 0.0, 100.0, 10.0) == pytest.approx(math.exp(-0.1))
     assert goodput(0.0, 1.0, 100.0, 10.0) == 0.0
     assert goodput(1e6, 1.0, 1.0, 0.0) == 0.0
-    assert linear_ettr(10.0, 0.0, 1.0, 0.0) == 0.0
 
 
 def test_small_wastes_add_up_as_the_first_order_says() -> None:

@@ -9,6 +9,7 @@ from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints import parity
 from jurymast.core.checkpoints.copies import ALL, COMMON, MEMORY, OWN, PEER, Copies, Copy, Member, Source
 from jurymast.core.checkpoints.parity import Protection, keeping
+from support.holding import without
 
 KEY = (10, 1)
 SIZE, COMMON_SIZE = 1000, 600
@@ -28,9 +29,17 @@ def saved(placement: tuple[str, ...], per_node: int, common: str = "same") -> Co
     return held
 
 
+def missing(
+    held: Copies, key: cp.Key, placement: tuple[str, ...], per_node: int, kept: Protection
+) -> list[cp.Replication]:
+    """What must be copied, or made, so that everything is held as `kept` says."""
+    orders = cp.missing_replicas(held, key, placement, per_node, kept.whole)
+    return orders + parity.missing_parity(held, key, placement, per_node, kept.parity)
+
+
 def obey(held: Copies, placement: tuple[str, ...], per_node: int, kept: Protection) -> list[cp.Replication]:
     """All agents do as they are told."""
-    orders = parity.missing(held, KEY, placement, per_node, kept)
+    orders = missing(held, KEY, placement, per_node, kept)
     for order in orders:
         group = order.group or (order.rank,)
         for rank in group:
@@ -53,9 +62,8 @@ def test_any_one_node_may_be_lost(
     kept = keeping(placement, per_node, waiting, domains, copies=1, parity=size)
     obey(held, placement, per_node, kept)
     assert not kept.bare
-    assert parity.missing(held, KEY, placement, per_node, kept) == []
+    assert missing(held, KEY, placement, per_node, kept) == []
     for lost in (*placement, *waiting):
-        assert held.restorable(KEY, without=lost), lost
         left, survivors = planned_without(held, placement, per_node, lost)
         for rank in range(active * per_node):
             check(left.sources(KEY, rank, survivors[rank // per_node]), rank, lost)
@@ -65,10 +73,8 @@ def planned_without(
     held: Copies, placement: tuple[str, ...], per_node: int, lost: str
 ) -> tuple[Copies, tuple[str, ...]]:
     """What is left, and where the ranks are now."""
-    left = Copies()
-    for copy in held.every():
-        if copy.node != lost:
-            left.hold(copy)
+    left = without(held, lost)
+    assert left.restorable(KEY), lost
     survivors = tuple("fresh" if node == lost else node for node in placement)
     plan = cp.plan_restore(left, {}, survivors, per_node)
     assert (plan.step, plan.tier) == (10, MEMORY)
@@ -131,7 +137,7 @@ def test_a_common_part_that_nobody_else_has_is_in_the_xor() -> None:
 def test_parity_on_a_node_that_has_become_a_member_s_is_made_again() -> None:
     held = saved(("n0", "s0", "n2"), 1)
     held.hold(Copy("s0", PEER, *KEY, 0, 3, OWN, SIZE, COMMON_SIZE, "same", (0, 1)))
-    orders = parity.missing(held, KEY, ("n0", "s0", "n2"), 1, Protection({}, {(0, 1): "n2"}))
+    orders = missing(held, KEY, ("n0", "s0", "n2"), 1, Protection({}, {(0, 1): "n2"}))
     assert [order.holder for order in orders] == ["n2"]
 
 

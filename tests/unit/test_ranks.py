@@ -173,12 +173,12 @@ def test_both_are_gone_with_the_agent_and_the_rank_goes_on() -> None:
     environment = {**os.environ, PAGE_VARIABLE: page, EVENTS_VARIABLE: events}
     told = (
         "from jurymast.core import within; from jurymast.worker import link; l = link.current(); l.beat(1);"
-        "l.emit(within.Cadence(steps=1)); print(l.attached)"
+        "l.emit(within.Cadence(steps=1)); print(l.schedule)"
     )
     done = subprocess.run(
         [sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "None"
 
 
 def test_without_an_agent_every_call_does_nothing() -> None:
@@ -187,7 +187,7 @@ def test_without_an_agent_every_call_does_nothing() -> None:
     link.optimizer_stepped()
     link.enter(3)
     link.emit(within.Cadence(steps=5))
-    assert not link.attached
+    assert link.schedule is None
 
 
 def test_state_of_real_processes(tmp_path: Path) -> None:

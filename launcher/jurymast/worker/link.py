@@ -105,11 +105,6 @@ class Link:
         self._write()
 
     @property
-    def attached(self) -> bool:
-        """True when an agent listens."""
-        return self._page is not None
-
-    @property
     def schedule(self) -> ScheduleRecord | None:
         """Where the agent says when to save."""
         return None if self._page is None else ScheduleRecord(self._page)

@@ -327,28 +327,26 @@ class Copies:
         key = next(iter(self.newest_first()), None)
         return key is not None and self.restorable(key)
 
-    def restorable(self, key: Key, without: str = "") -> bool:
-        """True while every part of every rank's image has a copy (on a node other than `without`)."""
-        world, whole = self.world(key), self._of(key).whole if not without else ()
+    def restorable(self, key: Key) -> bool:
+        """True while every part of every rank's image has a copy."""
+        world, whole = self.world(key), self._of(key).whole
         return world > 0 and all(
             rank in whole
             or all(
-                _elsewhere(self.nodes_with(key, rank, part), without)
-                or any(copy.helps(part) for copy in self.parities(key, rank, without))
+                self.nodes_with(key, rank, part) or any(copy.helps(part) for copy in self.parities(key, rank))
                 for part in (COMMON, OWN)
             )
             for rank in range(world)
         )
 
-    def parities(self, key: Key, rank: int, without: str = "") -> list[Copy]:
+    def parities(self, key: Key, rank: int) -> list[Copy]:
         """The XORs that give the rank's part, because all others of their groups have copies."""
         return [
             copy
             for copy in self._of(key).held.get(rank, {}).values()
             if copy.group
-            and copy.node != without
             and all(
-                _elsewhere(self.nodes_with(key, other, part), without)
+                self.nodes_with(key, other, part)
                 for other in copy.group
                 if other != rank
                 for part in ((COMMON, OWN) if copy.part == ALL else (copy.part,))
@@ -395,11 +393,6 @@ class Copies:
                 found += [_ranked(copy, node, COMMON, rank) for copy in near]
         # stable: equals stay in order
         return [source for _, source in sorted(found, key=_rank_of)]
-
-
-def _elsewhere(nodes: Set[str], without: str) -> bool:
-    """True when one of them is another."""
-    return len(nodes) > (without in nodes)
 
 
 def _whole(copy: Copy) -> bool:

@@ -19,7 +19,6 @@ from jurymast.core.checkpoints.copies import (
     Key,
     Replication,
     holders,
-    missing_replicas,
 )
 from jurymast.core.checkpoints.retries import Pair
 
@@ -133,14 +132,6 @@ def _take(queue: list[_Load], members: Set[str], domains: Mapping[str, str]) -> 
     for one in passed:
         heapq.heappush(queue, one)
     return chosen
-
-
-def missing(
-    copies: Copies, key: Key, placement: Sequence[str], ranks_per_node: int, kept: Protection
-) -> list[Replication]:
-    """What must be copied, or made, so that everything is held as `kept` says."""
-    orders = missing_replicas(copies, key, placement, ranks_per_node, kept.whole)
-    return orders + missing_parity(copies, key, placement, ranks_per_node, kept.parity)
 
 
 def missing_parity(

@@ -148,12 +148,6 @@ class Forecast:
     sensitivity: float
 
 
-def state_bytes(parameters: float, bytes_per_parameter: float = 13.0) -> float:
-    """A checkpoint's size. MLPerf Storage's models have 13 (70B, 405B) to 18 bytes (1T) a parameter: weights
-    and an Adam optimizer's state in mixed precision; 2 are the weights in bfloat16 alone."""
-    return parameters * bytes_per_parameter
-
-
 def forecast(question: Question) -> Forecast:
     """Everything `plan` tells. Raises ValueError for no nodes, and for a target outside [0.5, 1)."""
     if question.nodes < 1:

@@ -59,12 +59,6 @@ def goodput(tau_s: float, save_s: float, mtbf_s: float, restart_s: float) -> flo
         return 0.0
 
 
-def linear_ettr(interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
-    """(1 - (R + Delta/2)/M) / (1 + C/Delta): Meta's form (arXiv 2410.21680), biased low once waste passes
-    30 % and 0 where it would be negative. Kept to compare with published figures."""
-    return max(0.0, 1.0 - (restart_s + interval_s / 2.0) / mtbf_s) / (1.0 + save_s / interval_s)
-
-
 @dataclass(frozen=True)
 class Saving:
     """What one kind of save costs. `stall_s`: training waits; `copy_s`: the copy goes on in the background,

@@ -62,11 +62,6 @@ def _upper_fraction(shape: float, x: float) -> float:
     return value
 
 
-def poisson_below(k: int, x: float) -> float:
-    """P(fewer than `k` events) when `x` are expected."""
-    return 1.0 - gamma_below(k, x) if k > 0 else 0.0
-
-
 def gamma_quantile(shape: float, probability: float) -> float:
     """x with P(Gamma(shape) <= x) = `probability`, for shape > 0 and 0 < probability < 1; by bisection."""
     low, high = 0.0, shape + 10.0 * math.sqrt(shape) + 10.0
