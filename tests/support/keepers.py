@@ -16,10 +16,11 @@ import pytest
 
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
+from jurymast.core.keeper.slots import SLOTS
 from jurymast.keeper import manifest
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.manifest import Manifest
-from jurymast.keeper.page import SLOTS, RankRecord, RestoreStatus, SlotWord, Word
+from jurymast.keeper.page import RankRecord, RestoreStatus, SlotWord, Word
 from jurymast.wire.shield import Access
 from jurymast.worker import link
 

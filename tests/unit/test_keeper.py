@@ -12,10 +12,11 @@ import pytest
 from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper.memory import ROUND_BYTES
+from jurymast.core.keeper.slots import SLOTS
 from jurymast.keeper import loans, tasks
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.memory import MappedBuffer
-from jurymast.keeper.page import SLOTS, RestoreStatus, SlotWord, Word
+from jurymast.keeper.page import RestoreStatus, SlotWord, Word
 from support.keepers import (
     BLOCK,
     COMMON_BYTES,

@@ -11,8 +11,9 @@ from jurymast.core import messages as msg
 from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.keeper import effects as do
 from jurymast.core.keeper.memory import ROUND_BYTES, Buffer, BufferPool
+from jurymast.core.keeper.slots import SLOTS
 from jurymast.keeper import memory as node_memory
-from jurymast.keeper.page import SLOTS, RestoreStatus, Word
+from jurymast.keeper.page import RestoreStatus, Word
 from support.keepers import SIZE, FakeRank, keeper, plan, ready_rank, run, saved, settled, source, until
 
 GIB = 1 << 30

@@ -24,6 +24,7 @@ from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.agent.succession import Succeeding
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.sbatch_options import visible_gpus
+from jurymast.cluster.verdicts import boot_id
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.agent import effects as do
@@ -165,7 +166,7 @@ class Agent:
             _note(self._node, f"no other node can have images from {self._connecting.address}: {error}")
         hello = msg.Hello(
             node=self._node, allocation=self._allocation, address=self._connecting.address,
-            incarnation=self._incarnation, pid=os.getpid(), boot_id=here.boot_id(),
+            incarnation=self._incarnation, pid=os.getpid(), boot_id=boot_id(),
             gpus=visible_gpus(os.environ), attempt=ranks.attempt, ranks=ranks.state,
             store_port=ranks.store_port, pids=ranks.pids, data_port=self._keeping.data_port,
             copies=self._keeping.inventory(), room=self._keeping.room(), domain=own_domain(),

@@ -97,10 +97,3 @@ def local_address(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return ""
-
-
-def boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

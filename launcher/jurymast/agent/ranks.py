@@ -63,11 +63,7 @@ class RankMemory:
         self._asked = event
 
     def order(self, order: msg.CadenceSet) -> None:
-        """The supervisor's word on when to save: a proposal, with its decision once there is one."""
-        if order.schedule.number != self._schedule.number:
-            self._schedule.propose(order.schedule)
-        if order.decided:
-            self._schedule.decide(order.decided)
+        self._schedule.take(order.schedule, order.decided)
 
     def cadence(self) -> CadenceReport | None:
         """For the heartbeat, to be asked before the ranks are looked at: their schedule as they see it, and

@@ -21,16 +21,10 @@ from jurymast.checkpoint.directory import one_line
 from jurymast.checkpoint.group import Candidate, Group, SaveResult
 from jurymast.checkpoint.state import ScriptState
 from jurymast.core import within
+from jurymast.core.keeper.slots import SLOTS
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Manifest
-from jurymast.keeper.page import (
-    PAGE_VARIABLE,
-    SLOTS,
-    RankRecord,
-    RestoreStatus,
-    SlotWord,
-    Word,
-)
+from jurymast.keeper.page import PAGE_VARIABLE, RankRecord, RestoreStatus, SlotWord, Word
 from jurymast.worker import link
 
 log = logging.getLogger("jurymast.checkpoint")

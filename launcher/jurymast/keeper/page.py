@@ -15,7 +15,6 @@ from enum import IntEnum
 
 from jurymast.worker.fence import fence
 
-SLOTS = 2
 PAGE_VARIABLE = "JURYMAST_KEEPER"
 
 

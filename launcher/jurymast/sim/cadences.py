@@ -88,8 +88,7 @@ class SimRanks:
             if isinstance(effect, Record):
                 events.append(effect.event)
             elif isinstance(effect, Send) and isinstance(effect.message, msg.CadenceSet):
-                self._record.propose(effect.message.schedule)
-                self._record.decide(effect.message.decided or self._record.decided)
+                self._record.take(effect.message.schedule, effect.message.decided)
         return events
 
 

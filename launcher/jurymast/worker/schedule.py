@@ -75,6 +75,13 @@ class ScheduleRecord:
     def decide(self, decided: int) -> None:
         self[_Word.DECIDED] = decided
 
+    def take(self, schedule: Schedule, decided: int) -> None:
+        """The supervisor's word on when to save: a proposal, with its decision once there is one (else 0)."""
+        if schedule.number != self.number:
+            self.propose(schedule)
+        if decided:
+            self.decide(decided)
+
     def read(self) -> Schedule | None:
         """What is proposed; None when nothing is, or at the very moment when it changes."""
         number = self.number

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from msgspec.structs import asdict
+
 from jurymast.core import events as ev
 from jurymast.core import messages as msg
 from jurymast.core import within
@@ -25,43 +27,25 @@ class RankEvents:
 
     def hear(self, node: str, message: msg.RankEvent, now: float) -> list[Effect]:
         """`now` is Unix time in seconds."""
-        said, attempt = message.event, message.attempt
+        said, attempt, fields = message.event, message.attempt, asdict(message.event)
+        local_rank = fields.pop("local_rank")
+        rank = self.state.places.get(node, 0) * self.state.ranks_per_node + local_rank
         match said:
             case within.Saved():
                 if message in self._saves:  # said over two connections
                     return []
                 self._saves.append(message)
-                saved = ev.Saved(
-                    t=now, attempt=attempt, step=said.step, tier=said.tier, ok=said.ok,
-                    stall_s=said.stall_s, size_bytes=said.size_bytes, error=said.error,
-                )  # fmt: skip
-                return [Record(saved)]
+                return [Record(ev.Saved(t=now, attempt=attempt, **fields))]
             case within.Restored():
                 self.checkpoints.restored(attempt, said.step, said.tier)
-                restored = ev.Restored(
-                    t=now, attempt=attempt, step=said.step, tier=said.tier, seconds=said.seconds,
-                    size_bytes=said.size_bytes, skipped=said.skipped,
-                )  # fmt: skip
-                return [Record(restored)]
+                return [Record(ev.Restored(t=now, attempt=attempt, **fields))]
             case within.RestoreWaits():
-                rank = self._rank(node, said.local_rank)
-                waits = ev.RestoreWaits(
-                    t=now, attempt=attempt, node=node, rank=rank, path=said.path, seconds=said.seconds
-                )
-                return [Record(waits)]
+                return [Record(ev.RestoreWaits(t=now, attempt=attempt, node=node, rank=rank, **fields))]
             case within.ColdStart():
                 if self.state.cold:
                     return []
-                rank = self._rank(node, said.local_rank)
-                cold = ev.ColdStart(
-                    t=now, attempt=attempt, node=node, rank=rank, why=said.why, seconds=said.seconds
-                )
-                return [Record(cold)]
+                return [Record(ev.ColdStart(t=now, attempt=attempt, node=node, rank=rank, **fields))]
             case within.Skipped():
-                rank = self._rank(node, said.local_rank)
                 return self.checkpoints.skipped(attempt, said.step, rank, said.why, now)
             case _:
                 return never(said)
-
-    def _rank(self, node: str, local_rank: int) -> int:
-        return self.state.places.get(node, 0) * self.state.ranks_per_node + local_rank

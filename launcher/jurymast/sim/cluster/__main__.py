@@ -64,7 +64,7 @@ def main() -> int:
     if arguments.plan:
         try:
             plan = Plan.from_json(arguments.plan)
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             print(f"--plan: {error}", file=sys.stderr)
             return 2
         result = run(plan)

@@ -172,7 +172,7 @@ class SimAgent:
     """One process: a new incarnation."""
 
     def __init__(self, cluster: Cluster, site: SimSite) -> None:
-        self.cluster, self._site, self.world = cluster, site, cluster.world
+        self.cluster, self.site, self.world = cluster, site, cluster.world
         self.process = site.process()
         self.incarnation = f"{site.name}-{cluster.new_port()}"
         self.data_port = cluster.new_port()
@@ -191,10 +191,6 @@ class SimAgent:
         self._tries = self._beats = self._wakes = 0
         self._writes: dict[str, SimWrite] = {}  # by id
         self._carry_out(self.machine.start(self.now, reachable=True))
-
-    @property
-    def site(self) -> SimSite:
-        return self._site
 
     @property
     def now(self) -> float:
@@ -408,10 +404,7 @@ class SimAgent:
     def _obey(self, order: do.Obeyed) -> None:
         match order:
             case msg.CadenceSet():
-                if order.schedule.number != self.page.record.number:
-                    self.page.record.propose(order.schedule)
-                if order.decided:
-                    self.page.record.decide(order.decided)
+                self.page.record.take(order.schedule, order.decided)
             case msg.GoOn() | msg.LeaveVerdict():
                 pass
             case _:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from jurymast.core.keeper.machine import KeeperMachine
 from jurymast.core.keeper.memory import round_up
 from jurymast.core.keeper.slots import SLOTS, SlotState
 from jurymast.core.keeper.work import Filled, Found
+from jurymast.keeper.page import RestoreStatus
 from jurymast.sim.cluster.storage import Token
 
 if TYPE_CHECKING:
@@ -38,13 +38,6 @@ SLOT_BYTES = round_up(SIZE_BYTES + MANIFEST_BYTES)
 HASH_S, COPY_S, MEMORY_S = (0.002, 0.08), (0.01, 0.25), (0.001, 0.03)
 UNREACHABLE_S = 3.0
 WRONG = "wrong bytes"
-
-
-class SimRestore(Enum):
-    PENDING = "pending"
-    READY = "ready"
-    ELSEWHERE = "elsewhere"
-    FAILED = "failed"
 
 
 class SimImage(core.KeptCopy):
@@ -119,7 +112,7 @@ class SimKeeper:
         self.machine = KeeperMachine(agent.site.name, count)
         self.bytes = SLOT_BYTES * ((SLOTS + 1) * count + room)
         self.held: list[SimImage] = []
-        self.status: dict[int, SimRestore] = {}  # by local rank
+        self.status: dict[int, RestoreStatus] = {}  # by local rank
         self.found: dict[int, SimImage] = {}
         self._allocated: dict[int, int] = {}  # by buffer
         self._capacity: dict[int, int] = {}
@@ -245,16 +238,16 @@ class SimKeeper:
     def _for_ranks(self, effect: do.Effect) -> None:
         match effect:
             case do.Begin(local):
-                self.status[local] = SimRestore.PENDING
+                self.status[local] = RestoreStatus.PENDING
                 self.found.pop(local, None)
             case do.Elsewhere(local):
-                self.status[local] = SimRestore.ELSEWHERE
+                self.status[local] = RestoreStatus.ELSEWHERE
             case do.FailRestore(local):
-                self.status[local] = SimRestore.FAILED
+                self.status[local] = RestoreStatus.FAILED
             case do.SlotReady(local):
                 copy = self.machine.ranks[local].restored
                 assert isinstance(copy, SimImage)
-                self.status[local], self.found[local] = SimRestore.READY, copy
+                self.status[local], self.found[local] = RestoreStatus.READY, copy
             case do.Withdraw():
                 self.act(self.machine.withdrawn(effect.local, effect.slot, effect.buffer))
             case do.Hash(local, slot, buffer):

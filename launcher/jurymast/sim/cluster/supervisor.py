@@ -95,7 +95,7 @@ class SimSupervisor:
     one before for `silent_s`."""
 
     def __init__(self, cluster: Cluster, site: SimSite, takeover: SimAgent | None, silent_s: float) -> None:
-        self.cluster, self._site, self.world, self.takeover = cluster, site, cluster.world, takeover
+        self.cluster, self.site, self.world, self.takeover = cluster, site, cluster.world, takeover
         self.process, self.thread = site.process(), site.process()
         self.port = cluster.batch_port if takeover is None else cluster.new_port()
         self.allocation = cluster.allocation
@@ -113,10 +113,6 @@ class SimSupervisor:
         self.machine: Supervision
         self.state: RunState
         self._silent_since = self.world.now - silent_s
-
-    @property
-    def site(self) -> SimSite:
-        return self._site
 
     @property
     def now(self) -> float:

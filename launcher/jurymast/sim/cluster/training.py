@@ -11,16 +11,16 @@ from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints.copies import MEMORY, SHARED, Key
 from jurymast.core.messages import RankReport
-from jurymast.sim.cluster.keeper import SIZE_BYTES, SimRestore
+from jurymast.keeper.page import RestoreStatus
+from jurymast.sim.cluster.keeper import SIZE_BYTES
 from jurymast.sim.cluster.storage import Token
-from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
+from jurymast.worker.schedule import DOUBT_LIMIT_S, SCHEDULE_BYTES, ScheduleFollower, ScheduleRecord
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.agent import SimAgent, SimHost
     from jurymast.sim.cluster.cluster import Cluster
 
 RETRY_S = 0.1
-DOUBT_LIMIT_S = 30.0
 STALL_S = (0.001, 0.02)
 _serial = itertools.count(1)
 
@@ -125,16 +125,16 @@ class SimGroup:
         count = range(self.cluster.ranks_per_node)
         keepers = [member.agent.keeper for member in self.members.values()]
         status = [keeper.status[local] for keeper in keepers for local in count]
-        if any(one in (SimRestore.PENDING, SimRestore.FAILED) for one in status) or self._blocked():
+        if any(one in (RestoreStatus.PENDING, RestoreStatus.FAILED) for one in status) or self._blocked():
             self._again(0.03, self._restore)
-        elif all(one is SimRestore.READY for one in status):
+        elif all(one is RestoreStatus.READY for one in status):
             found = [keeper.found[local] for keeper in keepers for local in count]
             self.cluster.oracle.restores(self, [(image.key, image.token) for image in found])
             if len({image.key for image in found}) > 1:
                 self.fail_all("memory has no one step (and attempt) for all ranks")
             else:
                 self._begin(found[0].key, found[0].token, MEMORY)
-        elif all(one is SimRestore.ELSEWHERE for one in status):
+        elif all(one is RestoreStatus.ELSEWHERE for one in status):
             lead = self.members[0].agent
             self.cluster.storage.do(lead.site.name, lead.process, self._newest_shared, self._from_shared)
             self._again(within.RESTORE_TOLD_S, partial(self._tell_of_wait, self.cluster.world.now))
