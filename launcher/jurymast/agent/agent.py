@@ -84,7 +84,7 @@ class Agent:
             loop.add_signal_handler(warning, lambda: None)
         loop.add_reader(self._memory.events_fd, self._ranks_said)
         threading.Thread(target=here.remove_abandoned, name="remove-abandoned", daemon=True).start()
-        await self._keeping.start()
+        await self._keeping.keeper.start()
         if self._hint is not None:
             self._connecting.address = here.local_address(*self._hint)
         driver.act(self._machine.start(driver.now, reachable=bool(self._connecting.address)))
@@ -129,7 +129,7 @@ class Agent:
             case do.WarmWriter():
                 self._keeping.warm()
             case do.SayForeseen(image, own):
-                foreseen = msg.Foreseen(image_bytes=image, own_bytes=own, room=self._keeping.room())
+                foreseen = msg.Foreseen(image_bytes=image, own_bytes=own, room=self._keeping.keeper.room())
                 self._driver.say(foreseen)
             case do.Leave():
                 self._keeping.run_is_over = effect.over
@@ -152,7 +152,7 @@ class Agent:
                 leaving = leave_verdict(order, self._plan, self._node, self._driver.say)
                 self._driver.spawn(leaving, vital=False)
             case _:
-                self._keeping.obey(order)
+                self._keeping.keeper.obey(order)
 
     # To the supervisor.
 
@@ -161,22 +161,22 @@ class Agent:
         self._probing.new_supervisor()
         ranks = self._machine.ranks
         try:
-            self._keeping.listen_at(self._connecting.address)
+            self._keeping.keeper.listen_at(self._connecting.address)
         except OSError as error:
             _note(self._node, f"no other node can have images from {self._connecting.address}: {error}")
         hello = msg.Hello(
             node=self._node, allocation=self._allocation, address=self._connecting.address,
             incarnation=self._incarnation, pid=os.getpid(), boot_id=boot_id(),
             gpus=visible_gpus(os.environ), attempt=ranks.attempt, ranks=ranks.state,
-            store_port=ranks.store_port, pids=ranks.pids, data_port=self._keeping.data_port,
-            copies=self._keeping.inventory(), room=self._keeping.room(), domain=own_domain(),
+            store_port=ranks.store_port, pids=ranks.pids, data_port=self._keeping.keeper.port,
+            copies=self._keeping.keeper.inventory(), room=self._keeping.keeper.room(), domain=own_domain(),
             health=self._probing.known(),
         )  # fmt: skip
         self._connecting.send(hello)
 
     def _beat(self, beat: do.Beat) -> None:
         """Now, and again after a while."""
-        self._keeping.look()
+        self._keeping.keeper.look()
         ranks = self._watch.look(list(beat.pids)) if beat.pids else []
         cadence = self._memory.cadence()
         times = self._watch.times() if ranks else None

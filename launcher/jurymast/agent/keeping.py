@@ -12,7 +12,6 @@ from typing import Any
 from jurymast.core import messages as msg
 from jurymast.core import within
 from jurymast.core.checkpoints import copies as cp
-from jurymast.core.checkpoints.foresight import Room
 from jurymast.core.settings import RunPlan
 from jurymast.keeper.keeper import Keeper
 from jurymast.keeper.loans import Loan
@@ -55,43 +54,21 @@ class Keeping:
         self._shared, self._keep = directory.checkpoints.absolute(), settings.keep
         access = Access(directory.secret(), encrypt=settings.encrypt)
         access.ways  # noqa: B018  # raises here, rather than when another node asks
-        self._keeper = Keeper(access, node, plan.ranks_per_node, tell, local_root=self._local)
+        self.keeper = Keeper(access, node, plan.ranks_per_node, tell, local_root=self._local)
         self._storage = StorageProcesses()
         self._writes: dict[str, asyncio.Task[None]] = {}
         self._warming: asyncio.Future[Answer] | None = None
         self.run_is_over = False  # nobody will restore from this node's disk any more
 
-    async def start(self) -> None:
-        """See what earlier allocations left on this node's disk."""
-        await self._keeper.start()
-
-    def listen_at(self, address: str) -> None:
-        """Serve other agents there. Raises OSError."""
-        self._keeper.listen_at(address)
-
     def environment(self) -> dict[str, str]:
         """For the ranks; empty when the policy wants no checkpoints in memory."""
-        return {PAGE_VARIABLE: self._keeper.page_path} if self._plan.settings.memory else {}
-
-    @property
-    def data_port(self) -> int:
-        return self._keeper.port
-
-    def inventory(self) -> tuple[msg.CopyReport, ...]:
-        return self._keeper.inventory()
-
-    def room(self) -> Room:
-        return self._keeper.room()
-
-    def look(self) -> None:
-        """What ranks have published or asked for since; at every heartbeat."""
-        self._keeper.look()
+        return {PAGE_VARIABLE: self.keeper.page_path} if self._plan.settings.memory else {}
 
     def checkpoints_at(self, event: within.CheckpointsKept) -> None:
         self._shared, self._keep = Path(event.directory), event.keep
 
     def image_published(self, event: within.Image) -> None:
-        self._keeper.image_published(event.local_rank, event.slot, event.stall_s)
+        self.keeper.image_published(event.local_rank, event.slot, event.stall_s)
 
     def warm(self) -> None:
         """Have the process ready that brings shared checkpoints together; once."""
@@ -102,10 +79,7 @@ class Keeping:
         count = self._plan.ranks_per_node
         first = order.rank * count
         here = list(range(first, first + count))
-        self._keeper.launch(order.attempt, here, order.world * count, order.restore)
-
-    def obey(self, order: msg.KeeperOrder) -> None:
-        self._keeper.obey(order)
+        self.keeper.launch(order.attempt, here, order.world * count, order.restore)
 
     def write(self, order: msg.Write) -> None:
         task = self._writes[order.id] = asyncio.ensure_future(self._write(order))
@@ -123,7 +97,7 @@ class Keeping:
         loans: list[Loan] = []
         try:
             for rank in order.ranks:
-                loan = await self._keeper.lend(order.step, order.attempt, rank)
+                loan = await self.keeper.lend(order.step, order.attempt, rank)
                 if loan is None:
                     answer: Answer = StorageFailed(why=f"the image of rank {rank} is not here any more")
                     break
@@ -137,7 +111,7 @@ class Keeping:
         size_bytes, why = (answer.bytes, "") if isinstance(answer, Done) else (0, answer.why)
         self._tell(msg.Written(id=order.id, tier=order.tier, ok=ok, size_bytes=size_bytes, why=why))
         if ok and order.tier == cp.LOCAL and self._local is not None:
-            self._keeper.scan_local(self._local)
+            self.keeper.scan_local(self._local)
 
     def _order(self, write: msg.Write, loans: list[Loan]) -> WriteLocal | WriteShared | Upload:
         step, attempt, run = write.step, write.attempt, self._plan.run
@@ -169,7 +143,7 @@ class Keeping:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._storage.close()
-        await self._keeper.close()
+        await self.keeper.close()
         if self.run_is_over and self._local is not None:
             await asyncio.to_thread(local.remove, self._local)
 
