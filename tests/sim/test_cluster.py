@@ -34,7 +34,7 @@ SEEDS = range(200)
 
 
 def test_no_rule_is_broken() -> None:
-    results = several(True, SEEDS)
+    results = several(SEEDS)
     assert [f"{one.broken} {one.plan.to_json()}" for one in results if one.broken] == []
     assert sum(one.steps for one in results) > 50 * len(SEEDS), "the ranks train"
     restores = sum(len(one.restores) for one in results)

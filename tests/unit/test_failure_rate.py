@@ -144,7 +144,6 @@ def test_machines_and_scripts_apart() -> None:
         incident(1000.0, "infrastructure"), incident(2000.0, "nobody"), incident(3000.0, ""),
     ]  # fmt: skip
     assert failure_times(seen) == [0.0, 1000.0]
-    assert failure_times(seen, "application") == [5.0]
 
 
 def test_evidence_in_words() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jurymast.cluster.control import reason_of, seconds_of, where_options
+from jurymast.cluster.control import reason_of, where_options
 from jurymast.cluster.lift import start_time
+from jurymast.cluster.sbatch_options import seconds_of
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_why_a_job_ends(job: dict[str, str], reason: str) -> None:
         ("2-00:00:01", 172801),
         ("UNLIMITED", None),
         ("", None),
-        ("5:0", None),
+        ("5:0", 300),
     ],
 )
 def test_slurm_times(text: str, seconds: int | None) -> None:

@@ -29,8 +29,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import xxhash
 
 from jurymast import foreign
@@ -40,6 +41,7 @@ from jurymast.rundir import sync_directory, write_atomically
 MANIFEST = "jurymast.json"
 FORMAT = 1
 READ_BYTES = 4 << 20
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 _FINAL = re.compile(r"step-(\d{8,})")
 _SAVING = re.compile(r"\.saving-(\d+)\.a(\d+)\.[0-9a-f]+")
@@ -60,18 +62,18 @@ class FileRecord:
     """One file of a checkpoint: `name` relative to it, its size and hash as they were written by `rank`."""
 
     name: str
-    size_bytes: int
+    size_bytes: Natural
     xxh3_64: str
-    rank: int = 0
+    rank: Natural = 0
 
 
 @dataclass(frozen=True)
 class CheckpointManifest:
     """What a complete checkpoint consists of. `entries` says of each entry how it was saved."""
 
-    step: int
-    attempt: int
-    world_size: int
+    step: Natural
+    attempt: Natural
+    world_size: Natural
     torch: str
     files: tuple[FileRecord, ...]
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -97,33 +99,19 @@ class CheckpointManifest:
                 raise BadCheckpoint(f"its format is {values['format']}, this version reads {FORMAT}")
             if _hash_of_values(values) != expected:
                 raise BadCheckpoint(f"{MANIFEST} is damaged: its hash does not match")
-            values["files"] = tuple(_record(record) for record in values["files"])
-            return _checked(cls(**values))
+            manifest = msgspec.convert(values, cls)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadCheckpoint(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+        for file in manifest.files:
+            _check_name(file.name)
+        return manifest
 
 
-def _record(values: dict[str, Any]) -> FileRecord:
-    """Raises TypeError, and BadCheckpoint for a name that leads out of the checkpoint: it may be read from a
-    bucket that others write to."""
-    record = FileRecord(**values)
-    if not (isinstance(record.name, str) and isinstance(record.xxh3_64, str)):
-        raise TypeError("a name and a hash are text")
-    if not all(type(number) is int and number >= 0 for number in (record.size_bytes, record.rank)):
-        raise TypeError("a size and a rank are whole numbers")
-    if record.name in ("", ".", "..", MANIFEST) or "/" in record.name or not record.name.isprintable():
-        raise BadCheckpoint(f"{MANIFEST} names a file that is none of a checkpoint's: {record.name!r}")
-    return record
-
-
-def _checked(manifest: CheckpointManifest) -> CheckpointManifest:
-    """Raises TypeError."""
-    numbers = (manifest.step, manifest.attempt, manifest.world_size)
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise TypeError("step, attempt and number of ranks are whole numbers")
-    if not isinstance(manifest.entries, dict) or not isinstance(manifest.torch, str):
-        raise TypeError("its entries are no mapping, or its version of torch no text")
-    return manifest
+def _check_name(name: str) -> None:
+    """Raises BadCheckpoint for one that leads out of the checkpoint: it may be read from a bucket that others
+    write to."""
+    if name in ("", ".", "..", MANIFEST) or "/" in name or not name.isprintable():
+        raise BadCheckpoint(f"{MANIFEST} names a file that is none of a checkpoint's: {name!r}")
 
 
 def _hash_of_values(values: dict[str, Any]) -> str:

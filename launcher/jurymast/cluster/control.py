@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from jurymast.cluster import earlier
 from jurymast.cluster.allocation import Allocation, job_fields, run_command
+from jurymast.cluster.sbatch_options import seconds_of
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ClusterUnavailableError
 from jurymast.rundir import RunDirectory, write_atomically
@@ -190,13 +191,3 @@ def reason_of(job: dict[str, str], restarts: int) -> str:
     if limit_s is not None and ran_s is not None and ran_s >= limit_s:
         return "timeout"
     return "cancelled" if "COMPLETING" in states else job.get("JobState", "").lower() or "unknown"
-
-
-def seconds_of(text: str) -> int | None:
-    """Slurm's [D-]HH:MM:SS in seconds; None for UNLIMITED and the like."""
-    days, _, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if len(parts) != 3 or not all(part.isdigit() for part in [*parts, days or "0"]):
-        return None
-    hours, minutes, seconds = (int(part) for part in parts)
-    return ((int(days or "0") * 24 + hours) * 60 + minutes) * 60 + seconds

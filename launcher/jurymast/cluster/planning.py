@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jurymast import foreign
 from jurymast.cluster.batch_script import DONE_HERE, BatchScript, merged
-from jurymast.cluster.sbatch_options import CommandLine, Given, ranks_per_node
+from jurymast.cluster.sbatch_options import CommandLine, Given, ranks_per_node, seconds_of
 from jurymast.core.planning.spares import auto_spares
 from jurymast.core.settings import RunPlan
 from jurymast.errors import ScriptError, UsageError
@@ -134,17 +134,8 @@ def check_options(line: CommandLine, environment: Mapping[str, str]) -> None:
 
 
 def time_limit_s(text: str | None) -> float | None:
-    """sbatch's --time in seconds: minutes, minutes:seconds, hours:minutes:seconds, or days-hours with
-    minutes and seconds behind it. None for no limit, and for what sbatch itself will refuse."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text or "")
-    if match is None:
-        return None
-    days, first, second, third = (None if part is None else int(part) for part in match.groups())
-    if days is None and third is None:
-        seconds = 60 * (first or 0) + (second or 0)
-    else:
-        seconds = 86_400 * (days or 0) + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)
-    return float(seconds) or None  # 0 asks for no limit
+    """sbatch's --time in seconds. None for no limit, and for what sbatch itself will refuse."""
+    return float(seconds_of(text or "") or 0) or None  # 0 asks for no limit
 
 
 def passed_on(line: CommandLine, consumed: frozenset[str]) -> tuple[str, ...]:

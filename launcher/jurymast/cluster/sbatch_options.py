@@ -6,6 +6,7 @@ one of the two knows are left to the installed sbatch to accept or refuse.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -236,3 +237,15 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
     """GPUs that a process with these variables may use."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     return len([part for part in visible.split(",") if part.strip()])
+
+
+def seconds_of(text: str) -> int | None:
+    """A time of Slurm's in seconds: minutes, minutes:seconds, hours:minutes:seconds, or days-hours with
+    minutes and seconds behind it. None for UNLIMITED and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, first, second, third = (None if part is None else int(part) for part in match.groups())
+    if days is None and third is None:
+        return 60 * (first or 0) + (second or 0)
+    return 86_400 * (days or 0) + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)

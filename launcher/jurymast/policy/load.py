@@ -6,6 +6,7 @@ Mappings are merged key by key; anything else replaces what is below it.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,7 +199,7 @@ def _lay(below: dict[str, Any], above: dict[str, Any], key: Key, merged: Layer, 
         for old in _places(below.get(name), place):
             merged.origins.pop(old, None)
         merged.origins.update({new: layer.origin(new) for new in _places(value, place)})
-        below[name] = _copy(value)
+        below[name] = copy.deepcopy(value)
 
 
 def _places(value: Any, key: Key) -> Iterator[Key]:
@@ -207,9 +208,3 @@ def _places(value: Any, key: Key) -> Iterator[Key]:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, item in inner:
         yield from _places(item, (*key, name))
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _copy(item) for name, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value

@@ -26,7 +26,7 @@ class Hearing:
     answer."""
 
     def __init__(self, answer_every_s: float) -> None:
-        """`interval_s`: how often a supervisor answers heartbeats, in seconds."""
+        """`answer_every_s`: how often a supervisor answers heartbeats, in seconds."""
         self._answer_every_s = answer_every_s
         self.epoch: int | None = None
         self.heir: int | None = None

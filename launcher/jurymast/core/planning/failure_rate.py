@@ -162,10 +162,10 @@ def merged(times_s: Iterable[float], window_s: float = MERGE_S) -> list[float]:
     return starts
 
 
-def failure_times(incidents: Sequence[Incident], charged: str = INFRASTRUCTURE) -> list[float]:
-    """When failures struck that are charged to the infrastructure (or, asked so, to the application): bursts
-    merged. What somebody asked for is charged to nobody and is no failure."""
-    return merged(incident.fault_at for incident in incidents if incident.charged == charged)
+def failure_times(incidents: Sequence[Incident]) -> list[float]:
+    """When failures struck that are charged to the infrastructure: bursts merged. What somebody asked for is
+    charged to nobody and is no failure."""
+    return merged(incident.fault_at for incident in incidents if incident.charged == INFRASTRUCTURE)
 
 
 class FailureRate:

@@ -78,11 +78,11 @@ def gamma_quantile(shape: float, probability: float) -> float:
     return (low + high) / 2.0
 
 
-def mtbf(failures: int, observed_s: float, level: float = LEVEL) -> Mtbf:
-    """MTBF after `failures` in `observed_s` seconds, with its interval at `level`."""
+def mtbf(failures: int, observed_s: float) -> Mtbf:
+    """MTBF after `failures` in `observed_s` seconds, with its interval at `LEVEL`."""
     if observed_s <= 0.0:
         return Mtbf(failures, 0.0, None, None, None)
-    tail = (1.0 - level) / 2.0
+    tail = (1.0 - LEVEL) / 2.0
     low = observed_s / gamma_quantile(failures + 1, 1.0 - tail)
     if failures == 0:
         return Mtbf(0, observed_s, None, low, None)

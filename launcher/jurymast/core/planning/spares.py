@@ -47,54 +47,41 @@ class Outages:
 
 @dataclass(frozen=True)
 class Spares:
-    """`count` is what to ask for; `rule` what the risk alone asks for; `risk` is P(more than `count` nodes
-    are out at a time), which is the share of the time that the run waits for a node."""
+    """`count` is what to ask for; `rule` what the risk alone asks for."""
 
     count: int
     rule: int
-    risk: float
     outages: Outages
 
 
-def outages(
-    nodes: int, rate: float, replace_s: float = REPLACE_S, run_s: float | None = None, kappa: float = KAPPA
-) -> Outages:
+def outages(nodes: int, rate: float, replace_s: float, run_s: float | None = None) -> Outages:
     """`rate` is in failures per 1,000 node-days. A run shorter than a replacement has only its own length to
     lose nodes in."""
     span_s = replace_s if run_s is None else min(replace_s, run_s)
-    return Outages(max(0.0, nodes * rate / 1000.0 * span_s / DAY_S), kappa)
+    return Outages(max(0.0, nodes * rate / 1000.0 * span_s / DAY_S))
 
 
-def by_risk(found: Outages, epsilon: float = EPSILON) -> int:
-    """The smallest S with P(X > S) <= epsilon."""
+def by_risk(found: Outages) -> int:
+    """The smallest S with P(X > S) <= `EPSILON`."""
     spares, covered = 0, found.probability(0)
-    while covered < 1.0 - epsilon:
+    while covered < 1.0 - EPSILON:
         spares += 1
         covered += found.probability(spares)
     return spares
 
 
-def size_spares(
-    nodes: int,
-    rate: float,
-    replace_s: float = REPLACE_S,
-    run_s: float | None = None,
-    epsilon: float = EPSILON,
-) -> Spares:
+def size_spares(nodes: int, rate: float, replace_s: float, run_s: float | None = None) -> Spares:
     """Spares for `nodes` active nodes at `rate` failures per 1,000 node-days: the rule, and the cap on it."""
     found = outages(nodes, rate, replace_s, run_s)
-    rule = by_risk(found, epsilon)
+    rule = by_risk(found)
     count = rule
     while count > 0 and nodes * found.probability(count) <= 1.0:
         count -= 1
-    return Spares(count, rule, found.more_than(count), found)
+    return Spares(count, rule, found)
 
 
 def auto_spares(
-    active: int,
-    rate: float | None = None,
-    replace_s: float = REPLACE_S,
-    run_s: float | None = None,
+    active: int, rate: float | None = None, replace_s: float = REPLACE_S, run_s: float | None = None
 ) -> int:
     """Spare nodes for `active` nodes under `spares: auto`; `rate` None is what fleets report. 0 for a few
     nodes: they fail so rarely that a spare would idle for more than it saves."""

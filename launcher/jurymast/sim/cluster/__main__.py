@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 
 from jurymast.sim.cluster.cluster import Result, run, smallest
 from jurymast.sim.cluster.plans import Plan, random_plan
@@ -24,24 +23,24 @@ AT_ONCE = 20
 TOLD_EVERY_S = 10.0
 
 
-def several(shrink: bool, seeds: range) -> list[Result]:
+def several(seeds: range) -> list[Result]:
     """One result a seed, the smallest of those that broke something."""
     results = []
     for seed in seeds:
         result = run(random_plan(seed))
-        results.append(smallest(result) if result.broken and shrink else result)
+        results.append(smallest(result) if result.broken else result)
     return results
 
 
-def every(seeds: range, processes: int, *, shrink: bool = True) -> Iterator[Result]:
+def every(seeds: range, processes: int) -> Iterator[Result]:
     """In their order."""
     parts = [seeds[first : first + AT_ONCE] for first in range(0, len(seeds), AT_ONCE)]
     if processes < 2:
         for part in parts:
-            yield from several(shrink, part)
+            yield from several(part)
         return
     with ProcessPoolExecutor(processes) as pool:
-        for results in pool.map(partial(several, shrink), parts):
+        for results in pool.map(several, parts):
             yield from results
 
 
