@@ -78,7 +78,10 @@ class PastRun:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PastRun:
         """Raises ValueError for anything else than `to_json` wrote."""
-        return msgspec.convert(values, cls)
+        made = msgspec.convert(values, cls)
+        if values.keys() != vars(made).keys():
+            raise ValueError("its fields are others")
+        return made
 
 
 @dataclass(frozen=True)
