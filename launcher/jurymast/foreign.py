@@ -209,6 +209,11 @@ def load(path: Path | str) -> Any:
     return parse(read(path))
 
 
+def load_own(path: Path | str) -> Any:
+    """The JSON in a file that this user has written. Raises NotOurs, OSError, ValueError."""
+    return parse(read_own(path))
+
+
 def parse(data: bytes | str) -> Any:
     """JSON. Raises ValueError, for brackets without end, too."""
     try:

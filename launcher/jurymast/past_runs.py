@@ -5,7 +5,6 @@ A journal is replayed once; what it comes to is kept in the runs directory until
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from jurymast.core.run.machine import step
 from jurymast.core.run.state import Node, Phase, Role, RunState
 from jurymast.errors import RunDirectoryError
 from jurymast.journal import initial_state, read, take
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import RunDirectory, write_json
 
 VERSION = 1
 
@@ -77,7 +76,7 @@ def forgiven_nodes(runs: Path) -> dict[str, float]:
 def forgive(runs: Path, node: str, now: float) -> None:
     """What `node` did so far no longer keeps it out of runs. Raises OSError."""
     kept = {**forgiven_nodes(runs), node: now}
-    write_atomically(forgiven_file(runs), json.dumps({"v": VERSION, "entries": kept}).encode())
+    write_json(forgiven_file(runs), {"v": VERSION, "entries": kept})
 
 
 def _names(runs: Path) -> list[str]:
@@ -105,7 +104,7 @@ def _stamp(directory: RunDirectory) -> Stamp:
 def _load(path: Path) -> dict[str, Any]:
     """{} for a file that is none of ours: anybody may have put it there."""
     try:
-        content = foreign.parse(foreign.read_own(path))
+        content = foreign.load_own(path)
         entries = content["entries"] if content["v"] == VERSION else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -114,7 +113,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _save(path: Path, entries: dict[str, Any]) -> None:
     try:
-        write_atomically(path, json.dumps({"v": VERSION, "entries": entries}).encode(), durable=False)
+        write_json(path, {"v": VERSION, "entries": entries}, durable=False)
     except OSError:
         pass  # somebody else's runs directory, or a full disk: the next reader replays once more
 

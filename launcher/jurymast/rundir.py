@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,6 +38,11 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
             raise
     if durable:
         sync_directory(path.parent)
+
+
+def write_json(path: Path, values: Any, *, durable: bool = True) -> None:
+    """The same for JSON."""
+    write_atomically(path, json.dumps(values).encode(), durable=durable)
 
 
 # A hundred thousand files in one directory are slow on shared storage, and a directory a node could not be

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -15,7 +14,7 @@ import psutil
 
 from jurymast import foreign
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import RunDirectory, write_json
 from jurymast.wire.addresses import ANY, listen_at_each
 
 COMMAND_LIMIT_S = 30.0
@@ -38,7 +37,7 @@ class Allocation:
         return f"{self.job}.{self.restarts}"
 
     def save(self, directory: RunDirectory) -> None:
-        write_atomically(directory.allocation_file, json.dumps(asdict(self)).encode())
+        write_json(directory.allocation_file, asdict(self))
 
     @classmethod
     def load(cls, directory: RunDirectory) -> Allocation:

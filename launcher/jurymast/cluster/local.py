@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -13,7 +12,7 @@ import psutil
 from jurymast import foreign
 from jurymast.core.settings import RunPlan
 from jurymast.errors import SubmissionError
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import RunDirectory, write_atomically, write_json
 
 
 def batch_process(plan: RunPlan) -> tuple[str, ...]:
@@ -51,7 +50,7 @@ def submit_local(run_directory: str) -> int:
     try:
         started = psutil.Process(process.pid).create_time()
         record = {"pid": process.pid, "started": started, "host": socket.gethostname()}
-        write_atomically(run.submission / "local.json", json.dumps(record).encode())
+        write_json(run.submission / "local.json", record)
         write_atomically(run.submission / "jobs" / f"local-{process.pid}", b"")
     except BaseException:
         process.kill()

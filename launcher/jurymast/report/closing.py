@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 
@@ -11,7 +10,7 @@ from jurymast.core import events as ev
 from jurymast.core.run.machine import step
 from jurymast.core.run.state import RunState
 from jurymast.journal import JournalWriter, first_events, replay
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import RunDirectory, write_json
 from jurymast.wire.endpoint import claim_epoch
 
 
@@ -39,5 +38,5 @@ def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
             journal.decision(state.now, instruction)
     journal.close()
     outcome = {"state": state.public_state, "exit_code": state.exit_code, "exclude": [], "lost": []}
-    write_atomically(directory.outcome_file, json.dumps(outcome).encode())
+    write_json(directory.outcome_file, outcome)
     return state

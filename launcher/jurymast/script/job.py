@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from jurymast.cluster.planning import WARN_SIGNAL
 from jurymast.cluster.request import users_script
 from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
-from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import shims
 from jurymast.script.held import PASSED_ON, hold, release
 from jurymast.script.narrow import narrowed
@@ -39,7 +38,7 @@ def run(run_directory: str, arguments: list[str]) -> int:
     shims.write(directory, sys.executable)
     environment = _environment(allocation, plan)
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
-    write_atomically(true_variables_file(directory), json.dumps(true).encode())
+    write_json(true_variables_file(directory), true)
     warns = plan.sbatch_options[-1:] == (f"--signal={WARN_SIGNAL}",)
     return _Script(directory, warns).run(arguments, shims.with_shims(environment, directory))
 

@@ -5,19 +5,19 @@ It runs in the Python that trains.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jurymast import foreign
 from jurymast.cluster.sbatch_options import visible_gpus
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import run_module
-from jurymast.rundir import RunDirectory, renew, write_atomically
+from jurymast.rundir import RunDirectory, renew
 from jurymast.script import shims, torchrun
+from jurymast.script.notes import note_first, noted
 from jurymast.script.recognise import python_command
 from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
@@ -106,24 +106,17 @@ def _train(folder: Path, training: Training) -> int:
 
 def _ask(path: Path, training: Training) -> None:
     """All nodes ask for the same; the first one's word counts."""
-    if path.exists():
-        return
-    own = path.with_name(f".{path.name}-{os.environ.get('SLURMD_NODENAME', '')}")
-    write_atomically(own, json.dumps(training.to_json()).encode(), durable=False)
-    try:
-        os.link(own, path)
-    except FileExistsError:
-        pass
+    if not path.exists():
+        note_first(path, asdict(training))
 
 
 def _await(path: Path) -> dict[str, Any]:
     end = time.monotonic() + ANSWER_LIMIT_S
     while time.monotonic() < end:
-        try:
-            answer: dict[str, Any] = json.loads(foreign.read_own(path))
+        answer: dict[str, Any] | None = noted(path)
+        if answer is not None:
             return answer
-        except FileNotFoundError:
-            renew(path.parent)
+        renew(path.parent)
         time.sleep(POLL_S)
     raise ClusterUnavailableError(f"no word from the batch host within {ANSWER_LIMIT_S:g} s")
 

@@ -8,19 +8,18 @@ they are.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import psutil
 
-from jurymast import foreign
-from jurymast.rundir import RunDirectory, make_folder, write_atomically
+from jurymast.rundir import RunDirectory, make_folder
+from jurymast.script.notes import note, note_first, noted
 from jurymast.script.output import Output, Relay
 from jurymast.script.recognise import named_node
 from jurymast.script.say import say
@@ -49,10 +48,6 @@ class Part:
         node = named_node(srun, nodes)
         return cls(srun.command, node, {**environment, **_exported(srun)}, os.getpid())
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Part:
-        return cls(**{**values, "command": tuple(values["command"])})
-
 
 def _exported(srun: Srun) -> dict[str, str]:
     """The variables to which srun's --export gives a value."""
@@ -70,27 +65,14 @@ def run(step: Step, srun: Srun, training: str) -> int | None:
 def join(place: Path, part: Part, size: int) -> tuple[Path, int]:
     """Where the parts of this training meet, and this one's number among them. One whose like is complete is
     of the next: a script may start the same training again."""
-    text = json.dumps(asdict(part))
+    values = asdict(part)
     for count in itertools.count(1):
         folder = place.with_name(f"{place.name}-{count}")
         make_folder(folder)
         for number in range(size):
-            if _claim(folder / PART.format(number), text):
+            if note_first(folder / PART.format(number), values):
                 return folder, number
     raise AssertionError("unreachable")
-
-
-def _claim(path: Path, text: str) -> bool:
-    """Write the file, unless it is there."""
-    own = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
-    write_atomically(own, text.encode(), durable=False)
-    try:
-        os.link(own, path)
-    except FileExistsError:
-        return False
-    finally:
-        own.unlink()
-    return True
 
 
 def gather(folder: Path, size: int, limit_s: float = LIMIT_S) -> list[Part] | None:
@@ -99,12 +81,12 @@ def gather(folder: Path, size: int, limit_s: float = LIMIT_S) -> list[Part] | No
     files = [folder / PART.format(number) for number in range(size)]
     while not all(file.exists() for file in files):
         if time.monotonic() > end:
-            taken = [_claim(file, "null") for file in files]
+            taken = [note_first(file, None) for file in files]
             if any(taken):
                 return None
             break
         time.sleep(POLL_S)
-    return [Part.from_json(json.loads(foreign.read_own(file))) for file in files]
+    return [msgspec.convert(noted(file), Part) for file in files]
 
 
 def places(parts: Sequence[Part], nodes: Sequence[str]) -> list[int]:
@@ -139,22 +121,22 @@ def for_all(srun: Srun) -> Srun:
 def _lead(step: Step, srun: Srun, folder: Path) -> int | None:
     parts = gather(folder, step.active)
     if parts is None:
-        _write(folder / WORD, {})
+        note(folder / WORD, {})
         say(f"not all of {step.active} steps of one node came within {LIMIT_S:g} s: no failure handling")
         return None
     found = places(parts, step.nodes[: step.active])
     # Not on the node that a part names, which may be a spare: what counts is which ranks it has.
     own = {step.likely[place]: shell_text(part, parts[0]) for part, place in zip(parts, found, strict=True)}
     together = Together(step.new_folder(), own, found[0])
-    _write(folder / WORD, {"step": str(together.folder), "places": found})
+    note(folder / WORD, {"step": str(together.folder), "places": found})
     code = step.run(for_all(srun), together)
-    _write(folder / ENDED, {"code": code})
+    note(folder / ENDED, {"code": code})
     return code
 
 
 def _follow(srun: Srun, folder: Path, number: int) -> int | None:
-    leader = Part.from_json(json.loads(foreign.read_own(folder / PART.format(0)))).pid
-    while (word := _read(folder / WORD)) is None:
+    leader = noted(folder / PART.format(0))["pid"]
+    while (word := noted(folder / WORD)) is None:
         if not psutil.pid_exists(leader):
             return 1
         time.sleep(POLL_S)
@@ -176,7 +158,7 @@ def _hand_on(folder: Path, step: Path, leader: int, output: Output, place: int) 
 
     while True:
         last = over()  # before the look, or an answer of its last moment would be missed
-        answer = _read(step / ANSWER.format(training))
+        answer = noted(step / ANSWER.format(training))
         if answer is not None and "run" in answer:
             with Relay(RunDirectory(answer["run"]), output, answer["after"], place):
                 while not (over() or (step / ANSWER.format(training + 1)).exists()):
@@ -187,16 +169,4 @@ def _hand_on(folder: Path, step: Path, leader: int, output: Output, place: int) 
             break
         else:
             time.sleep(POLL_S)
-    return int((_read(folder / ENDED) or {"code": 1})["code"])
-
-
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    write_atomically(path, json.dumps(values).encode(), durable=False)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        values: dict[str, Any] = json.loads(foreign.read_own(path))
-    except FileNotFoundError:
-        return None
-    return values
+    return int((noted(folder / ENDED) or {"code": 1})["code"])

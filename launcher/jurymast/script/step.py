@@ -8,7 +8,6 @@ nodes is the next training of the same step.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -19,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
 from jurymast.cluster.batch import SIGNALS, SURVIVE, BatchProcess, end_srun
@@ -27,10 +28,11 @@ from jurymast.core.settings import RunPlan
 from jurymast.core.supervision.batch import Outcome
 from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import name_process, run_module
-from jurymast.rundir import RunDirectory, make_folder, write_atomically
+from jurymast.rundir import RunDirectory, make_folder, write_json
 from jurymast.script import shims
 from jurymast.script.narrow import LISTS
 from jurymast.script.node_command import container_command, node_command, seen
+from jurymast.script.notes import note, noted
 from jurymast.script.output import Output, Relay, is_each_tasks, newest_attempt
 from jurymast.script.recognise import gpus_a_task, in_container, python_command, read_shell_script
 from jurymast.script.say import say
@@ -74,7 +76,7 @@ class StepAgents:
 
     def start(self, port: int) -> None:
         answer = {**self._answer, "supervisor": f"{announced_hosts()[0]}:{port}"}
-        write_atomically(self._path, json.dumps(answer).encode(), durable=False)
+        note(self._path, answer)
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -191,7 +193,7 @@ class Step:
         program = folder / "node"
         log = self._job.submission / f"job-{self._allocation.job}-spares.log"
         # srun goes by them for how many nodes there are.
-        true = json.loads(foreign.read_own(true_variables_file(self._job)))
+        true = foreign.load_own(true_variables_file(self._job))
         narrow = {name: os.environ[name] for name in true if name in os.environ}
         shown = {**narrow, **self._hidden, **seen(os.environ, self.active)}
         words = list(srun.command)
@@ -234,7 +236,7 @@ class Step:
         run, ended = self._trainings.claim(training)
         if ended is not None:
             say(f"{run.root.name} ended with code {ended} before the job was requeued; it is not run again")
-            write_atomically(answer, json.dumps({"exit_code": ended}).encode())
+            write_json(answer, {"exit_code": ended})
             self._trainings.told(run)
             return
         if ignored := sorted(set(training.ignored)):
@@ -286,11 +288,10 @@ def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | 
     """What a launcher asks for; None when the command has ended with no further one."""
     while True:
         ended = process.poll() is not None
-        try:
-            return Training.from_json(json.loads(foreign.read_own(path)))
-        except FileNotFoundError:
-            if ended:
-                return None
+        if (asked := noted(path)) is not None:
+            return msgspec.convert(asked, Training)
+        if ended:
+            return None
         time.sleep(POLL_S)
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jurymast import foreign
 from jurymast.core.settings import RunPlan
 from jurymast.journal import replay
-from jurymast.rundir import RunDirectory, make_folder, write_atomically
+from jurymast.rundir import RunDirectory, make_folder, write_atomically, write_json
 from jurymast.script import shims
+from jurymast.script.notes import noted
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,6 @@ class Training:
             ranks_per_node=self.ranks, working_directory=self.directory, python=self.python,
         )  # fmt: skip
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Training:
-        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**kept)
-
 
 class Trainings:
     """`job`: the run directory of the batch script; `life`: names the job's present life."""
@@ -72,7 +65,7 @@ class Trainings:
         number = 1
         while True:
             file = self._folder / f"{training.key}-{number}.json"
-            entry = _read(file)
+            entry = noted(file)
             if entry is None:
                 run = self._new_run()
             elif entry["told"] or entry["life"] == self._life:  # over, or the same beside this one
@@ -97,12 +90,12 @@ class Trainings:
 
     def _entries(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         for file in sorted(self._folder.glob("*.json")):
-            if (entry := _read(file)) is not None:
+            if (entry := noted(file)) is not None:
                 yield file, entry
 
     def _write(self, file: Path, run: RunDirectory, what: Mapping[str, Any]) -> None:
         entry = {"run": str(run.root), "life": self._life, **what}
-        write_atomically(file, json.dumps(entry).encode())
+        write_json(file, entry)
 
     def _new_run(self) -> RunDirectory:
         number = 1 + sum(1 for _ in self._folder.glob("*.json"))
@@ -121,11 +114,3 @@ def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:
     write_atomically(run.submission / "jobs" / job, b"")
     write_atomically(run.policy_file, foreign.read_own(submitted.policy_file))
     run.save_plan(plan)
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        entry: dict[str, Any] = json.loads(foreign.read_own(file))
-    except FileNotFoundError:
-        return None
-    return entry

@@ -49,7 +49,7 @@ from jurymast.core.checkpoints.meeting import (
 )
 from jurymast.errors import CheckpointError
 from jurymast.keeper import manifest as keeper
-from jurymast.rundir import write_atomically
+from jurymast.rundir import write_atomically, write_json
 from jurymast.storage.layout import Layout, decide, file_name, ranges, write_metadata
 from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared, explain
 from jurymast.storage.source import ImageSource
@@ -189,7 +189,7 @@ class _Part:
         if not self._sources:
             return
         texts = [source.manifest.to_bytes().decode() for source in self._sources]
-        write_atomically(self._message("layout"), json.dumps(texts).encode(), durable=False)
+        write_json(self._message("layout"), texts, durable=False)
 
     def _read_layouts(self) -> Next:
         found = {}
@@ -210,7 +210,7 @@ class _Part:
     def _share_out(self) -> None:
         self._layout = decide({rank: self._manifests[rank] for rank in range(self._world)})
         self._shares = self._layout.writes
-        write_atomically(self._place / WRITES, json.dumps(self._shares).encode(), durable=False)
+        write_json(self._place / WRITES, self._shares, durable=False)
 
     def _find_shares(self) -> Next:
         """By name: there may be hundreds of thousands of files, and thousands of nodes that look. Raises
@@ -218,7 +218,7 @@ class _Part:
         if (self._place / FAILED).exists():
             self._listed()
         try:
-            shares = json.loads(foreign.read(self._place / WRITES))
+            shares = foreign.load(self._place / WRITES)
         except FileNotFoundError:
             self._place.stat()
             return self._machine.saw_shares(there=False)
@@ -230,7 +230,7 @@ class _Part:
         written = self._job.each(lambda one: self._write_rank(one, writes[one.manifest.rank]), self._sources)
         records = [asdict(record) for record in written if record]
         if self._sources:
-            write_atomically(self._message("done"), json.dumps(records).encode(), durable=False)
+            write_json(self._message("done"), records, durable=False)
 
     def _write_rank(self, source: ImageSource, numbers: list[int]) -> FileRecord | None:
         if not numbers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import signal
 import socket
@@ -26,7 +25,7 @@ from jurymast.core.run.state import Phase, Role, RunState
 from jurymast.core.supervision.machine import Supervision
 from jurymast.errors import ClusterUnavailableError, SubmissionError, never
 from jurymast.journal import JournalWriter
-from jurymast.rundir import RunDirectory, renew, write_atomically
+from jurymast.rundir import RunDirectory, renew, write_atomically, write_json
 from jurymast.supervisor.acceptor import Acceptor
 from jurymast.supervisor.hold import Hold
 from jurymast.wire import endpoint
@@ -296,7 +295,7 @@ class Supervisor:
             "exclude": sorted(self.state.excluded),
             "lost": sorted(n.name for n in self.state.nodes.values() if n.role is Role.FAILED),
         }
-        write_atomically(self._directory.outcome_file, json.dumps(outcome).encode())
+        write_json(self._directory.outcome_file, outcome)
 
     # Agents and operators.
 

@@ -9,7 +9,6 @@ a known name holds that is opened anew: the newest place and the pulse are in su
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from jurymast import foreign
 from jurymast.core.agent.succession import PULSE_INTERVAL_S as PULSE_INTERVAL_S
 from jurymast.core.messages import Endpoint as Endpoint
-from jurymast.rundir import write_atomically
+from jurymast.rundir import write_json
 
 PULSE, NEWEST = "pulse", "newest.json"
 DIGITS_MAX = 12  # of an epoch's number
@@ -69,7 +68,7 @@ def _listed(epochs: Path, suffix: str) -> list[int]:
 
 def announce(epochs: Path, endpoint: Endpoint) -> None:
     for path in (_place(epochs, endpoint.epoch), epochs / NEWEST):
-        write_atomically(path, json.dumps(asdict(endpoint)).encode())
+        write_json(path, asdict(endpoint))
 
 
 def pulse(epochs: Path, epoch: int, count: int) -> None:

@@ -1,0 +1,35 @@
+"""What the processes of a batch script tell each other by files: JSON, whole or absent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jurymast import foreign
+from jurymast.rundir import write_json
+
+
+def note(path: Path, values: Any) -> None:
+    write_json(path, values, durable=False)
+
+
+def note_first(path: Path, values: Any) -> bool:
+    """Unless it is there: whether this is the first one's word."""
+    own = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
+    note(own, values)
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        return False
+    finally:
+        own.unlink()
+    return True
+
+
+def noted(path: Path) -> Any:
+    """None for a file that is not there."""
+    try:
+        return foreign.load_own(path)
+    except FileNotFoundError:
+        return None
