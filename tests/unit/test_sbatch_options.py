@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jurymast.cluster.sbatch_options import (
-    LONG,
     NONE,
     OPTIONAL,
     REQUIRED,
+    SBATCH,
     SHORT,
     ranks_per_node,
     split_command_line,
@@ -25,8 +25,8 @@ def passed(*words: str) -> list[str]:
 
 
 def test_the_table_is_consistent() -> None:
-    assert len(LONG) == len(REQUIRED) + len(OPTIONAL) + len(NONE)
-    assert set(SHORT.values()) <= LONG
+    assert len(SBATCH.long) == len(REQUIRED) + len(OPTIONAL) + len(NONE)
+    assert set(SHORT.values()) <= SBATCH.long
 
 
 def test_ours_sbatchs_and_the_scripts_are_told_apart() -> None:

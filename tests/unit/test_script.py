@@ -48,7 +48,7 @@ from support.waiting import wait_until
         ("--nodes=2 --ntasks 2 -lu hostname", "hostname", "-l -u"),
         ("--cpu-bind=none --export=A=1 -- prog --nodes", "prog --nodes", "--cpu-bind=none --export=A=1"),
         ("--container-image x.sqsh --container-wo /a torchrun", "torchrun",
-         "--container-image x.sqsh --container-wo /a"),
+         "--container-image x.sqsh --container-workdir /a"),
         ("-K --kill-on-bad-exit=1 --mpi=pmix -l -Whello prog", "prog", "--mpi=pmix -l"),
         ("", "", ""),
     ],

@@ -36,7 +36,6 @@ NONE = frozenset({
     "quiet", "reboot", "requeue", "spread-job", "stepmgr", "test-only", "usage", "use-min-nodes",
     "verbose", "version", "wait",
 })  # fmt: skip
-LONG = REQUIRED | OPTIONAL | NONE
 SHORT = {
     "a": "array", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error", "h": "help",
     "i": "input", "k": "no-kill", "m": "distribution", "n": "ntasks", "o": "output", "p": "partition",
@@ -48,8 +47,26 @@ SHORT = {
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """The options of one of Slurm's commands: the long ones, by whether they take a value, and the letters of
+    those that have one."""
+
+    required: frozenset[str]
+    optional: frozenset[str]
+    none: frozenset[str]
+    short: Mapping[str, str]
+
+    @property
+    def long(self) -> frozenset[str]:
+        return self.required | self.optional | self.none
+
+
+SBATCH = Grammar(REQUIRED, OPTIONAL, NONE, SHORT)
+
+
+@dataclass(frozen=True)
 class Given:
-    """One sbatch option: its full name, its value (None: none given) and its words as typed."""
+    """One option: its full name, its value (None: none given) and its words as typed."""
 
     name: str
     value: str | None
@@ -73,7 +90,9 @@ class CommandLine:
         return any(given.name in names for given in self.sbatch)
 
 
-def split_command_line(words: Iterable[str], own: Mapping[str, bool]) -> CommandLine:
+def split_command_line(
+    words: Iterable[str], own: Mapping[str, bool], grammar: Grammar = SBATCH
+) -> CommandLine:
     """Split `[our options] [sbatch options] [--] SCRIPT [arguments]`.
 
     `own` has our option names, with their dashes, and whether each takes a value; they win over sbatch's of
@@ -88,9 +107,9 @@ def split_command_line(words: Iterable[str], own: Mapping[str, bool]) -> Command
             line.script.extend(rest)
             break
         if word.startswith("--"):
-            _long_option(line, word, rest, own)
+            _long_option(line, word, rest, own, grammar)
         elif word.startswith("-") and word != "-":
-            _short_options(line, word, rest, own)
+            _short_options(line, word, rest, own, grammar)
         elif word == ":":
             raise UsageError(
                 "heterogeneous jobs (`:` between options) are not supported",
@@ -102,7 +121,9 @@ def split_command_line(words: Iterable[str], own: Mapping[str, bool]) -> Command
     return line
 
 
-def _long_option(line: CommandLine, word: str, rest: list[str], own: Mapping[str, bool]) -> None:
+def _long_option(
+    line: CommandLine, word: str, rest: list[str], own: Mapping[str, bool], grammar: Grammar
+) -> None:
     typed, equals, value = word.partition("=")
     if typed in own:
         line.own.append(word)
@@ -111,31 +132,33 @@ def _long_option(line: CommandLine, word: str, rest: list[str], own: Mapping[str
         elif equals and not own[typed]:
             raise UsageError(f"option {typed} takes no value")
         return
-    name = _full_name(typed, own)
+    name = _full_name(typed, own, grammar.long)
     # An abbreviation is passed on in full, so that whoever reads the words later finds them by name.
     word = f"--{name}{equals}{value}"
     if equals:
-        if name in NONE:
+        if name in grammar.none:
             raise UsageError(f"option --{name} takes no value")
         line.sbatch.append(Given(name, value, (word,)))
-    elif name in REQUIRED:
+    elif name in grammar.required:
         value = _value(typed, rest)
         line.sbatch.append(Given(name, value, (word, value)))
     else:
         line.sbatch.append(Given(name, None, (word,)))
 
 
-def _short_options(line: CommandLine, word: str, rest: list[str], own: Mapping[str, bool]) -> None:
+def _short_options(
+    line: CommandLine, word: str, rest: list[str], own: Mapping[str, bool], grammar: Grammar
+) -> None:
     """One word of short options: `-N4`, `-N 4`, `-HkN4`. A bundle is taken apart."""
     letters = word[1:]
     while letters:
         letter, letters = letters[0], letters[1:]
         flag = f"-{letter}"
-        name = SHORT.get(letter, "")
+        name = grammar.short.get(letter, "")
         if flag not in own and not name:
             raise UsageError(f"unknown option {flag} in {word}", hint="jurymast submit --help; man sbatch")
         attached = letters
-        if own.get(flag, name in REQUIRED):
+        if own.get(flag, name in grammar.required):
             letters = ""
             value = attached or _value(flag, rest)
             words = (flag + attached,) if attached else (flag, value)
@@ -145,7 +168,7 @@ def _short_options(line: CommandLine, word: str, rest: list[str], own: Mapping[s
                 line.sbatch.append(Given(name, value, words))
         elif flag in own:
             line.own.append(flag)
-        elif name in OPTIONAL and attached:
+        elif name in grammar.optional and attached:
             # getopt gives an optional value's option the rest of the word: -koff is --no-kill=off
             letters = ""
             line.sbatch.append(Given(name, attached, (flag + attached,)))
@@ -159,17 +182,17 @@ def _value(option: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def _full_name(typed: str, own: Mapping[str, bool]) -> str:
-    """sbatch's option for `typed`, which may be abbreviated as sbatch allows. Raises UsageError."""
+def _full_name(typed: str, own: Mapping[str, bool], known: frozenset[str]) -> str:
+    """The option that `typed` stands for, which may be abbreviated as Slurm allows. Raises UsageError."""
     word = typed[2:]
-    if word in LONG:
+    if word in known:
         return word
-    matches = sorted(name for name in LONG if name.startswith(word))
+    matches = sorted(name for name in known if name.startswith(word))
     if len(matches) == 1:
         return matches[0]
     if len(matches) > 1 and not any(option.startswith(typed) for option in own):
         raise UsageError(f"option {typed} is ambiguous: " + ", ".join(f"--{name}" for name in matches))
-    names = [*(option for option in own if option.startswith("--")), *(f"--{name}" for name in LONG)]
+    names = [*(option for option in own if option.startswith("--")), *(f"--{name}" for name in known)]
     hint = TORCHRUN_HINTS.get(
         word.replace("_", "-"), "options are those of jurymast submit --help and of sbatch"
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from jurymast.cluster.sbatch_options import Given
 from jurymast.rundir import RunDirectory, make_folder
 from jurymast.script.notes import note, note_first, noted
 from jurymast.script.output import Output, Relay
@@ -112,9 +113,9 @@ def shell_text(part: Part, first: Part) -> str:
 
 def for_all(srun: Srun) -> Srun:
     """The first part's srun, as one for all nodes."""
-    options = [option for option in srun.options if option[0] not in OWN]
+    options = [given for given in srun.options if given.name not in OWN]
     if gpus := srun.last("gpus"):
-        options.append(("gpus-per-node", gpus, (f"--gpus-per-node={gpus}",)))
+        options.append(Given("gpus-per-node", gpus, (f"--gpus-per-node={gpus}",)))
     return replace(srun, options=tuple(options))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jurymast.cluster import sbatch_options as sbatch
+from jurymast.errors import UsageError
 
 REQUIRED = (sbatch.REQUIRED - {"array", "wrap", "export-file", "ignore-pbs"}) | {
     "accel-bind", "bcast-exclude", "cpu-bind", "epilog", "het-group", "jobid", "launch-cmd", "launcher-opts",
@@ -27,7 +28,6 @@ NONE = (sbatch.NONE - {"parsable", "wait", "ignore-pbs", "no-requeue", "requeue"
     "no-container-remap-root", "container-entrypoint", "no-container-entrypoint",
     "container-entrypoint-log", "container-writable", "container-readonly",
 }  # fmt: skip
-LONG = REQUIRED | OPTIONAL | NONE
 SHORT = {
     **{letter: name for letter, name in sbatch.SHORT.items() if letter not in "aFW"},
     "E": "preserve-env", "I": "immediate", "K": "kill-on-bad-exit", "T": "threads", "W": "wait",
@@ -35,71 +35,32 @@ SHORT = {
 }  # fmt: skip
 
 
+SRUN = sbatch.Grammar(REQUIRED, OPTIONAL, NONE, SHORT)
+
+
 @dataclass(frozen=True)
 class Srun:
-    """One call of srun: (name, value, words as typed) of each option, and the command."""
+    """One call of srun: its options, and the command."""
 
-    options: tuple[tuple[str, str | None, tuple[str, ...]], ...]
+    options: tuple[sbatch.Given, ...]
     command: tuple[str, ...]
 
     def last(self, *names: str) -> str | None:
         """Value of the last of these; "" without one, None when none is there."""
-        found = [value or "" for name, value, _ in self.options if name in names]
+        found = [given.value or "" for given in self.options if given.name in names]
         return found[-1] if found else None
 
     def without(self, names: frozenset[str]) -> list[str]:
-        """The options as typed, but for these."""
-        return [word for name, _, words in self.options if name not in names for word in words]
+        """The words of the options, but for these."""
+        return [word for given in self.options if given.name not in names for word in given.words]
 
 
 def parse(arguments: Sequence[str]) -> Srun | None:
     """None for what this grammar does not know: the real srun may."""
-    options: list[tuple[str, str | None, tuple[str, ...]]] = []
-    rest = list(arguments)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.pop(0)
-        if word == "--":
-            break
-        found = _long(word, rest) if word.startswith("--") else _short(word, rest)
-        if found is None:
-            return None
-        options += found
-    if ":" in rest:  # a second step's options: heterogeneous
+    try:
+        line = sbatch.split_command_line(arguments, {}, SRUN)
+    except UsageError:
         return None
-    return Srun(tuple(options), tuple(rest))
-
-
-def _long(word: str, rest: list[str]) -> list[tuple[str, str | None, tuple[str, ...]]] | None:
-    typed, equals, value = word[2:].partition("=")
-    names = [typed] if typed in LONG else [name for name in LONG if name.startswith(typed)]
-    if len(names) != 1:
+    if ":" in line.script:  # a second step's options: heterogeneous
         return None
-    if equals:
-        return [(names[0], value, (word,))]
-    if names[0] in REQUIRED:
-        if not rest:
-            return None
-        value = rest.pop(0)
-        return [(names[0], value, (word, value))]
-    return [(names[0], None, (word,))]
-
-
-def _short(word: str, rest: list[str]) -> list[tuple[str, str | None, tuple[str, ...]]] | None:
-    found: list[tuple[str, str | None, tuple[str, ...]]] = []
-    letters = word[1:]
-    while letters:
-        letter, letters = letters[0], letters[1:]
-        name = SHORT.get(letter)
-        if name is None:
-            return None
-        if name in REQUIRED:
-            if not letters and not rest:
-                return None
-            value, words = (
-                (letters, (f"-{letter}{letters}",)) if letters else (rest[0], (f"-{letter}", rest.pop(0)))
-            )
-            return [*found, (name, value, words)]
-        if name in OPTIONAL and letters:
-            return [*found, (name, letters, (f"-{letter}{letters}",))]
-        found.append((name, None, (f"-{letter}",)))
-    return found
+    return Srun(tuple(line.sbatch), tuple(line.script))

@@ -23,6 +23,7 @@ import msgspec
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts, run_command
 from jurymast.cluster.batch import SIGNALS, SURVIVE, BatchProcess, end_srun
+from jurymast.cluster.sbatch_options import Given
 from jurymast.core.hostlist import compressed
 from jurymast.core.settings import RunPlan
 from jurymast.core.supervision.batch import Outcome
@@ -157,8 +158,8 @@ class Step:
         command = (*srun.command[:place], *agent)
         # The agent is one task, and what it has is shared out to its ranks: it must have all of the node.
         self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}
-        options = [option for option in srun.options if option[0] not in SHARED_OUT]
-        options.append(("cpu-bind", "none", ("--cpu-bind=none",)))
+        options = [given for given in srun.options if given.name not in SHARED_OUT]
+        options.append(Given("cpu-bind", "none", ("--cpu-bind=none",)))
         return self.run(Srun(tuple(options), command))
 
     def around_lost(
