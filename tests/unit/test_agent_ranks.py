@@ -87,7 +87,7 @@ def test_who_has_no_ranks_answers_a_stop_at_once_and_every_time(make: Callable[[
         assert ranks.host_said(within.Waiting(store_port=PORT), 5.0) == [], "there was no word to wait for"
     for _ in range(2):
         assert ranks.stop(1, 6.0) == [stopped(1, PORT)]
-    assert ranks.dismiss(7.0) == [stopped(ranks.attempt, PORT)]
+    assert ranks.stop(ranks.attempt, 7.0) == [stopped(ranks.attempt, PORT)]
 
 
 def test_the_way_back_of_the_host_of_finished_ranks_is_news_to_who_has_asked() -> None:

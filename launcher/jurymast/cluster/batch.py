@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
+
+import msgspec
 
 from jurymast import foreign
 from jurymast.cluster.allocation import LOOPBACK, Allocation, announced_hosts, from_slurm_environment, listen
@@ -215,11 +217,8 @@ class BatchProcess:
 
     def _read_outcome(self) -> core.Outcome | None:
         try:
-            told: dict[str, Any] = foreign.load(self._directory.outcome_file)
-            return core.Outcome(
-                str(told["state"]), int(told["exit_code"]), tuple(told["exclude"]), tuple(told["lost"])
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+            return msgspec.convert(foreign.load(self._directory.outcome_file), core.Outcome)
+        except (OSError, ValueError):
             return None
 
 

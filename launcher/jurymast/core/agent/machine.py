@@ -164,7 +164,7 @@ class AgentMachine:
             case msg.Stop():
                 return self.ranks.stop(order.attempt, now, stacks=order.stacks)
             case msg.Dismiss():
-                return self.ranks.dismiss(now)
+                return self.ranks.stop(self.ranks.attempt, now)
             case msg.Look():
                 return self.ranks.look(order, now)
             case msg.CadenceSet():

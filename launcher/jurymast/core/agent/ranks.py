@@ -150,9 +150,6 @@ class Ranks:
             self._finished = False  # without a port the host is on its way to wait: that will be news
         return [Send(msg.Stopped(attempt=attempt, store_port=self.store_port))]
 
-    def dismiss(self, now: float) -> list[Effect]:
-        return self.stop(self.attempt, now)
-
     def look(self, order: msg.Look, now: float) -> list[Effect]:
         here = order.attempt == self._told and self.state == "running"
         return [LookAtRanks(order.number, self.pids)] if here else []
