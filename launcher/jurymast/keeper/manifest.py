@@ -15,6 +15,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import xxhash
 
 from jurymast import foreign
@@ -119,18 +120,9 @@ class Manifest:
             values: dict[str, Any] = foreign.parse(text)
             if values["format"] != FORMAT:
                 raise BadImage(f"its format is {values['format']}, this version reads {FORMAT}")
-            values["items"] = tuple(_item(item) for item in values["items"])
-            values["blocks"] = {part: tuple(hashes) for part, hashes in values["blocks"].items()}
-            return cls(**values)
+            return msgspec.convert(values, cls)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadImage(f"its manifest is damaged: {type(error).__name__}: {error}") from error
-
-
-def _item(values: dict[str, Any]) -> Item:
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-    }
-    return Item(**fields)
 
 
 def hash_block(data: memoryview | bytes) -> str:

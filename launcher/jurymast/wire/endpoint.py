@@ -13,6 +13,8 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
+
 from jurymast import foreign
 from jurymast.core.agent.succession import PULSE_INTERVAL_S as PULSE_INTERVAL_S
 from jurymast.core.messages import Endpoint as Endpoint
@@ -109,8 +111,6 @@ def find(epochs: Path) -> Endpoint | None:
 
 def _endpoint(path: Path) -> Endpoint | None:
     try:
-        values = foreign.load(path)
-        values["hosts"] = tuple(values["hosts"])
-        return Endpoint(**values)
-    except (OSError, ValueError, TypeError, KeyError):
+        return msgspec.convert(foreign.load(path), Endpoint)
+    except (OSError, ValueError):
         return None
