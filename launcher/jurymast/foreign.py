@@ -79,7 +79,7 @@ class NotOurs(OSError):
         path = _name_of(str(path))
         todo = "remove it, or choose another path"
         if status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode):
-            todo = f"if nobody else has put anything there: chmod go-w {path}"
+            todo = f"if nobody else has changed anything in it, run: chmod go-w {path}"
         super().__init__(
             f"{path} is not this user's own alone (owner {user_name(status.st_uid)}, mode "
             f"{stat.filemode(status.st_mode)}): nothing is read or kept there; {todo}"

@@ -96,7 +96,7 @@ def test_what_verify_found_is_remembered(run: RunDirectory, shell: Shell) -> Non
     (row,) = [row for row in shell.json()["checkpoints"] if row["step"] == 2]
     assert (row["complete"], row["verified_at"]) == (False, None)
     assert row["problem"] == "__0_0.distcp is corrupt: its hash does not match"
-    assert "step 2 is damaged, nothing was pinned: __0_0.distcp" in shell("pin", "2", code=78)
+    assert "step 2 is damaged and was not pinned: __0_0.distcp" in shell("pin", "2", code=78)
     assert CheckpointDirectory(run.checkpoints).pinned() == set()
     flip(file)
     assert shell("verify", "2") == "step 2: good\n"
@@ -106,10 +106,10 @@ def test_what_verify_found_is_remembered(run: RunDirectory, shell: Shell) -> Non
 
 def test_rollback(run: RunDirectory, shell: Shell) -> None:
     flip(run.checkpoints / "step-00000002" / "__0_0.distcp")
-    assert "step 2 is damaged, nothing was rolled back" in shell("rollback", "2", code=78)
+    assert "step 2 is damaged, so the run was not rolled back" in shell("rollback", "2", code=78)
     assert CheckpointDirectory(run.checkpoints).steps() == [3, 2, 1]
     said = shell("rollback", "1")
-    assert "step 1 is the newest now; set aside: step-00000003.rolled-back-" in said
+    assert "step 1 is now the newest; set aside: step-00000003.rolled-back-" in said
     assert "set aside by a rollback: step-00000002.rolled-back-" in shell()
     weight = torch.zeros(5, 2)
     assert jurymast.Checkpointer({"model": {"weight": weight}}, directory=run.checkpoints).restore() == 1
@@ -125,7 +125,7 @@ def test_export(run: RunDirectory, shell: Shell, tmp_path: Path) -> None:
     found = torch.load(target / "step-00000002.pt", weights_only=True)
     wanted = {"model": {"weight": torch.full((5, 2), 2.0)}, "plan": {1: "odd"}, "epoch": 2}
     assert same({key: found[key] for key in wanted}, wanted)
-    assert "is there already" in shell("export", "2", str(target), code=78)
+    assert "already exists" in shell("export", "2", str(target), code=78)
     assert os.listdir(target) == ["step-00000002.pt"]
     flip(run.checkpoints / "step-00000003" / "__0_0.distcp")
     assert "step 3 is damaged" in shell("export", "3", str(target), code=78)
@@ -156,7 +156,7 @@ def test_an_object_store(run: RunDirectory, shell: Shell, tmp_path: Path) -> Non
         ["shared", "object"],
         ["shared"],
     ]
-    assert "step 2 is there already" in shell("fetch", "2", "--object", url, code=78)
+    assert "step 2 already exists" in shell("fetch", "2", "--object", url, code=78)
     directory.set_aside(2)
     assert shell("fetch", "2", "--object", url) == f"{run.checkpoints}/step-00000002\n"
     assert shell("verify", "2") == "step 2: good\n"

@@ -94,7 +94,7 @@ def test_the_page_is_one_file_with_pictures(tmp_path: Path) -> None:
         (["--cadence", "often"], "'often' is not a cadence"),
         (["--faults", "lemon"], "did you mean lemons"),
         (["--faults", "weibull:0"], "'0' is not a number above 0"),
-        (["--trace", "infinitehbd", "--rate", "3"], "--rate and --trace do not go together"),
+        (["--trace", "infinitehbd", "--rate", "3"], "--rate and --trace exclude each other"),
         (["--spares", "few"], "a number, or auto"),
         (["--faults", "multi,lemon"], "did you mean lemons"),
         (["--durations", "/nowhere.yaml"], "cannot read /nowhere.yaml"),

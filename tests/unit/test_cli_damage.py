@@ -90,7 +90,7 @@ def test_a_directory_without_a_plan_is_not_called_missing(place: Place) -> None:
     assert "cut-short has no plan.json" in done.stderr
     done = place.run("status", str(place.bin))
     assert done.returncode == 67
-    assert f"{place.bin} is no run directory: it has no plan.json" in done.stderr
+    assert f"{place.bin} is not a run directory: it has no plan.json" in done.stderr
     assert place.json("ps") == []
 
 

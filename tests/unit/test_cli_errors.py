@@ -72,8 +72,8 @@ BAD: list[tuple[str, int, str, str]] = [
     ("submit -- -m no.such.module", 66, "there is no module no.such.module", "-m MODULE"),
     ("submit -- -m json.nothing", 66, "there is no module json.nothing (no nothing in json)", "-m MODULE"),
     ("submit --runs new%j -- train.py", 73, "has a character that Slurm does not take", "--runs DIR"),
-    ("plan -N 4 --checkpoint-bytes 5XB", 64, "5XB is no size", "5e12 or 5TB"),
-    ("plan -N 4 --checkpoint-bytes 0", 64, "0 is no size", "jurymast plan --help"),
+    ("plan -N 4 --checkpoint-bytes 5XB", 64, "5XB is not a size", "5e12 or 5TB"),
+    ("plan -N 4 --checkpoint-bytes 0", 64, "0 is not a size", "jurymast plan --help"),
     ("ps --runs does/not/exist", 73, "there is no directory", "does/not/exist"),
     ("nodes --runs does/not/exist", 73, "there is no directory", "does/not/exist"),
 ]
@@ -179,7 +179,7 @@ def test_a_run_that_nobody_watches_any_more_goes_on(
     (run,) = runs.iterdir()
     said = capsys.readouterr()
     assert said.out.startswith(f"run        {run.name}\n")
-    assert said.err == (f"the run goes on; jurymast cancel '{run}' ends it\n\njurymast: error: interrupted\n")
+    assert said.err == (f"the run goes on; to end it: jurymast cancel '{run}'\n\njurymast: error: interrupted\n")
 
 
 def test_a_local_dry_run_says_what_it_does_not_use(place: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_size_may_have_a_unit(text: str, number: float) -> None:
 
 @pytest.mark.parametrize("text", ["1e400", "0", "-1", "5 apples", "1e9 PB"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         size(text)
 
 
@@ -295,7 +295,7 @@ def test_a_working_directory_that_is_gone_is_one_line(place: Path) -> None:
         cwd=gone, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (73, "")
-    assert done.stderr == "jurymast: error: the working directory is gone: cd to one that is there\n"
+    assert done.stderr == "jurymast: error: the working directory no longer exists: change to one that does\n"
 
 
 def test_help_names_values_in_words(place: Path) -> None:

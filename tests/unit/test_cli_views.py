@@ -247,12 +247,12 @@ MISTAKES: list[tuple[str, int, str, str]] = [
     ("status nowhere", 67, "there is no run nowhere", "the newest runs are"),
     ("status", 64, "missing argument 'RUN'", "jurymast status --help"),
     ("logs {run}", 67, "there is no log for attempt", ""),
-    ("logs {run} --job --rank 1", 64, "it has neither ranks nor attempts", ""),
+    ("logs {run} --job --rank 1", 64, "leave out --rank, --all and --attempt", ""),
     ("restart {run}", 74, "the run has ended (succeeded: every rank ended with exit code 0)", ""),
     ("drain {run} n1", 74, "there is nothing to drain", ""),
-    ("checkpoints {run} --object nonsense", 64, "--object nonsense: no URL", "s3://"),
+    ("checkpoints {run} --object nonsense", 64, "--object nonsense: not the URL", "s3://"),
     ("report {run} --html /nowhere/page.html", 73, "cannot write /nowhere/page.html", ""),
-    ("report {run} --html x --compare {run}", 64, "do not go together", ""),
+    ("report {run} --html x --compare {run}", 64, "exclude each other", ""),
     ("report {run} --compare nowhere", 67, "there is no run nowhere", ""),
 ]
 
@@ -346,7 +346,7 @@ def test_a_refusal_is_told(place: Place) -> None:
     with supervisor(directory, Declined(why="the run is starting: it does no steps now")):
         done = place.run("save", RUN)
     assert done.returncode == 74
-    assert "the supervisor refuses: the run is starting" in done.stderr
+    assert "the supervisor refused: the run is starting" in done.stderr
 
 
 def test_a_node_that_the_run_does_not_have_is_not_drained(place: Place) -> None:

@@ -107,7 +107,7 @@ def test_explain_tells_the_packaged_reading_and_the_policy_s(tmp_path: Path) -> 
         "bad (hardware)",
         "reboot",
         "docs.nvidia.com",
-        "does not say otherwise",
+        "does not change this",
     ):
         assert part in plain
     changed = health(None, "--explain", "79", "--policy", str(policy)).stdout

@@ -64,7 +64,7 @@ def place(tmp_path: Path) -> Site:
 
 def test_nodes_shows_what_speaks_against_each(place: Site) -> None:
     assert place.rows() == []
-    assert "no run on Slurm's nodes" in place.run("nodes").stderr
+    assert "has no runs on Slurm's nodes" in place.run("nodes").stderr
     place.fails("n3", "run-1")
     rows = place.rows()
     assert [(r["node"], r["incidents"], r["strikes"], r["excluded"]) for r in rows] == [
@@ -121,7 +121,7 @@ def test_three_strikes_are_for_good_until_somebody_forgives(place: Site) -> None
     assert "keeps out" not in place.submit("--nodes", "2")[1]
     done = place.run("nodes", "--forgive", "n33")
     assert (done.returncode, done.stdout) == (64, "")
-    assert "knows a node n33 (did you mean n3?)" in done.stderr
+    assert "had a node n33 (did you mean n3?)" in done.stderr
 
 
 def test_no_run_is_left_without_enough_nodes(place: Site) -> None:

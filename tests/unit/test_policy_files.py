@@ -79,7 +79,7 @@ def test_init_writes_a_policy_that_is_good_and_changes_nothing(
     before = path.read_text()
     assert main(["policy", "init", str(path)]) == 64
     assert path.read_text() == before
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_init_where_nothing_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:

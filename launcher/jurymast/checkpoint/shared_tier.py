@@ -152,7 +152,7 @@ class SharedTier:
                 problems = self._verify(present)
                 if not problems:
                     return SaveResult(ok=True, size_bytes=present.size_bytes, existing=True)
-                log.warning("step %d is there already but damaged (%s)", step, problems[0])
+                log.warning("step %d exists already but is damaged (%s)", step, problems[0])
             temporary = group.on_first(lambda: self._begin(step))
         except OSError as error:
             return SaveResult(ok=False, error=one_line(error))

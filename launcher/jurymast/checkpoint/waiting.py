@@ -37,7 +37,7 @@ def _watch(over: threading.Event, link: Link, every_s: float) -> None:
             told, told_s = path, 0.0
         if waited_s >= told_s + every_s:
             told_s = waited_s
-            log.warning("%s: its storage has given no answer for %.0f s; waiting for it", path, waited_s)
+            log.warning("%s: its storage has not responded for %.0f s; waiting for it", path, waited_s)
             link.emit(within.RestoreWaits(path=_short(path), seconds=round(waited_s, 3)))
 
 

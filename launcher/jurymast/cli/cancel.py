@@ -1,4 +1,4 @@
-"""`jurymast cancel`: end a run, whoever is left to do it."""
+"""`jurymast cancel`: end a run, even if no supervisor is left to do it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def command(run: str, runs: Path | None) -> None:
     over = watcher.state.ended and foreign.exists(directory.outcome_file)
     answer = None if over else ask(directory, "cancel", by=user())
     if isinstance(answer, Accepted) and answer.gives_up:
-        click.echo(f"{name} had ended; {answer.gives_up}, for which it kept its nodes, is given up")
+        click.echo(f"{name} had ended already; it no longer waits for {answer.gives_up}")
         return
     if watcher.state.ended:
         click.echo(f"{name} has ended already: {watcher.state.phase.value}")
@@ -70,8 +70,8 @@ def _await_end(watcher: StatusWatcher, limit_s: float) -> bool:
 
 
 def _end_local(directory: RunDirectory) -> str:
-    """End the recorded batch process, and no other of the same number; after a while with all that it has
-    started. "" when it is gone already."""
+    """End the recorded batch process, but no other process that has its number now. If it does not end in
+    time, kill it with all that it has started. Returns what was ended, or "" if nothing was left."""
     import psutil
 
     from jurymast.cluster.local import local_process
@@ -105,7 +105,7 @@ def _end_slurm(directory: RunDirectory) -> str:
     if not jobs:
         raise ClusterUnavailableError(
             f"no Slurm job is recorded for {directory.root.name}, and no supervisor answers",
-            hint=f"look at {directory.submission}",
+            hint=f"if squeue --me lists its job, end it with scancel; its logs are in {directory.submission}",
         )
     job, cluster = jobs[-1]
     if slurm_state(job, cluster).kind == "gone":

@@ -1,4 +1,4 @@
-"""`jurymast checkpoints`: what a run has saved, whether it is sound, and which of it is kept."""
+"""`jurymast checkpoints`: list, verify, pin, roll back, export or fetch a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -60,40 +60,44 @@ DAMAGED_EXIT_CODE = CheckpointError.exit_code
 @click.argument("action", default="ls", metavar="[ls|verify|pin|unpin|rollback|export|fetch]")
 @click.argument("words", nargs=-1, metavar="[STEP] [DIR]")
 @click.option("--format", "form", type=click.Choice(["torch", "safetensors"]), default="torch",
-              show_default=True, help="What to export as.")  # fmt: skip
+              show_default=True, help="File format of an export.")  # fmt: skip
 @click.option(
     "--object",
     "url",
     metavar="URL",
-    help="Look into this object store too (s3://bucket/prefix); default: the policy's.",
+    help="Also use this object store, like s3://bucket/prefix.  [the policy's]",
 )
-@click.option("--delete", is_flag=True, help="After a rollback: delete what it set aside.")
-@click.option("--unsealed", is_flag=True, help="Fetch a checkpoint that is not signed with the run's key.")
+@click.option("--delete", is_flag=True, help="With rollback: delete what rollbacks have set aside.")
+@click.option(
+    "--unsealed", is_flag=True, help="With fetch: accept a checkpoint that is not signed with the run's key."
+)
 @json_option
 @runs_option
 def command(
     run: str, action: str, words: tuple[str, ...], form: str, url: str | None, delete: bool,
     unsealed: bool, as_json: bool, runs: Path | None,
 ) -> int:  # fmt: skip
-    """List a run's checkpoints, or do something about them.
+    """List a run's checkpoints, or verify, pin, roll back, export or fetch them.
 
     \b
-    ls            what there is, where, and whether it can be restored (the default)
-    verify [STEP] read and hash everything; fails when something is damaged
-    pin STEP      never remove it; unpin STEP takes that back
-    rollback STEP make it the newest: newer ones are set aside, and restored no more
-    export STEP DIR   write it to DIR as one file
-    fetch STEP    get it back from the object store
+    ls               list the checkpoints, where they are, and whether they can be restored (the default)
+    verify [STEP]    read all files and check their hashes; fails if a file is damaged
+    pin STEP         never remove this checkpoint; unpin STEP undoes this
+    rollback STEP    make it the newest: newer ones are set aside and no longer restored
+    export STEP DIR  write it to DIR as one file
+    fetch STEP       copy it from the object store to shared storage
     """
     if action not in ACTIONS:
         raise UsageError(f"there is no action {action}{did_you_mean(action, ACTIONS)}", hint=_HELP)
     least, most, names = ACTIONS[action]
     if not least <= len(words) <= most:
-        raise UsageError(f"{action} takes {names or 'nothing more'}, not {' '.join(words) or 'nothing'}")
+        raise UsageError(
+            f"{action} takes {names or 'no arguments'}, but was given {' '.join(words) or 'none'}"
+        )
     if delete and action != "rollback":
-        raise UsageError(f"--delete is for rollback, not for {action}")
+        raise UsageError(f"--delete goes with rollback, not with {action}")
     if unsealed and action != "fetch":
-        raise UsageError(f"--unsealed is for fetch, not for {action}")
+        raise UsageError(f"--unsealed goes with fetch, not with {action}")
     step = _number(words[0]) if words else None
     asked = _Call(the_run(run, runs, only_look=action in LOOKS), as_json, url)
     with _findings():
@@ -116,7 +120,7 @@ _HELP = "jurymast checkpoints --help"
 
 def _number(word: str) -> int:
     if not word.isdecimal():
-        raise UsageError(f"a step is a number, not {word}")
+        raise UsageError(f"STEP must be a number, not {word}")
     return int(word)
 
 
@@ -144,7 +148,9 @@ class _Call:
         self._directory: CheckpointDirectory = CheckpointDirectory(run.checkpoints)
         self._as_json = as_json
         if url is not None and "://" not in url:
-            raise UsageError(f"--object {url}: no URL of an object store", hint="like s3://bucket/prefix")
+            raise UsageError(
+                f"--object {url}: not the URL of an object store", hint="write it like s3://bucket/prefix"
+            )
         self._insists = url is not None
         self._ours = foreign.owns(run.root)
         # What another user's plan names is not asked with this user's credentials.
@@ -162,15 +168,18 @@ class _Call:
         from jurymast.storage.object_store import ObjectStore
 
         if self._url is None:
-            raise UsageError("which object store? the policy names none", hint="--object URL")
+            raise UsageError("the policy names no object store", hint="name one with --object URL")
         return ObjectStore(self._url, self._run.root.name, self._run.secret() if self._ours else b"")
 
     def _present(self, step: int) -> None:
-        """Raises CheckpointError, which says what there is."""
+        """Raises CheckpointError, which names the newest steps, if there is no checkpoint of this step."""
         steps = self._directory.steps()
         if step not in steps:
-            newest = ", ".join(map(str, steps[:3])) or "none"
-            raise CheckpointError(f"there is no checkpoint of step {step}", hint=f"the newest are: {newest}")
+            newest = ", ".join(map(str, steps[:3]))
+            hint = (
+                f"the newest steps are {newest}" if newest else f"{self._directory.root} has no checkpoints"
+            )
+            raise CheckpointError(f"there is no checkpoint of step {step}", hint=hint)
 
     # ---- looking
 
@@ -192,7 +201,7 @@ class _Call:
         from jurymast.report.layout import Block, Line, Table
         from jurymast.report.words import size
 
-        held = [Line(f"the object store cannot be looked at: {unseen}", "bold yellow")] if unseen else []
+        held = [Line(f"the object store cannot be read: {unseen}", "bold yellow")] if unseen else []
         held += [Line(f"on the nodes: step {step} ({', '.join(tiers)})") for step, tiers in nodes.items()]
         if not rows:
             show([*held, Line(f"no checkpoints in {self._directory.root}")])
@@ -312,11 +321,11 @@ class _Call:
         self._present(step)
         if why := self._directory.found_damaged(step):
             raise CheckpointError(
-                f"step {step} is damaged, nothing was pinned: {why}",
-                hint=f"after a repair: jurymast checkpoints {self._run.root} verify {step}",
+                f"step {step} is damaged and was not pinned: {why}",
+                hint=f"once it is repaired, run: jurymast checkpoints {self._run.root} verify {step}",
             )
         self._directory.pin(step)
-        return self._say(f"step {step} is pinned: it stays until it is unpinned", step=step, pinned=True)
+        return self._say(f"step {step} is pinned: it is kept until it is unpinned", step=step, pinned=True)
 
     def unpin(self, step: int) -> int:
         was = self._directory.unpin(step)
@@ -329,19 +338,22 @@ class _Call:
         self._present(step)
         for _, problems in self._verified([step]):
             if problems:
-                raise CheckpointError(f"step {step} is damaged, nothing was rolled back: {problems[0]}")
+                raise CheckpointError(
+                    f"step {step} is damaged, so the run was not rolled back: {problems[0]}"
+                )
         renamed = self._directory.rollback(step, self._run.newest_attempt())
         if delete:
             remove_trees(self._directory.rolled_back())
-        text = f"step {step} is the newest now; "
-        text += f"set aside: {', '.join(renamed)}" if renamed else "there was no newer one"
+        text = f"step {step} is now the newest; "
+        text += f"set aside: {', '.join(renamed)}" if renamed else "no step was newer"
         text += " (deleted)" if delete and renamed else ""
         restarted = self._go_back(step)
-        text += "; its ranks are being restarted from there" if restarted else ""
+        text += "; the ranks are being restarted from it" if restarted else ""
         return self._say(text, step=step, set_aside=renamed, deleted=delete, restarted=restarted)
 
     def _go_back(self, step: int) -> bool:
-        """Have a run that is running do so at once: nodes hold newer steps in memory. False: it is not."""
+        """Have a running run restart from this step at once, because its nodes hold newer steps in memory.
+        False: it is not running."""
         from jurymast.core.messages import Accepted
         from jurymast.wire.ask import ask
 
@@ -354,7 +366,7 @@ class _Call:
         target = place / f"{final_name(step)}{ENDINGS[form]}"
         if os.path.lexists(target):
             raise CheckpointError(
-                f"{target} is there already", hint="move it away, or choose another directory"
+                f"{target} already exists", hint="move it away, or choose another directory"
             )
         for _, problems in self._verified([step]):
             if problems:
@@ -374,7 +386,7 @@ class _Call:
 
         store = self._store()
         if step in self._directory.complete():
-            raise CheckpointError(f"step {step} is there already: {self._directory.path(step)}")
+            raise CheckpointError(f"step {step} already exists: {self._directory.path(step)}")
         if step not in store.steps():
             raise CheckpointError(f"there is no complete checkpoint of step {step} in {store.url}")
         if step in self._directory.steps():

@@ -13,7 +13,7 @@ VARIABLE = "_JURYMAST_COMPLETE"
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(context: click.Context, shell: str) -> None:
-    """Print what makes a shell complete commands, options and runs. Once for each user:
+    """Print the script with which a shell completes commands, options and runs. Install it once:
 
     \b
       bash  jurymast completion bash > ~/.local/share/bash-completion/completions/jurymast

@@ -39,9 +39,9 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 @click.option("--keep", is_flag=True, help="Keep the run directory, in $JURYMAST_RUNS or ./runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
 def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_json: bool) -> int:
-    """Train a small GPT on this machine, kill a node on the way, and see it go on.
+    """Train a small GPT on this machine, kill a node on the way, and recover.
 
-    The nodes are groups of processes; everything else is what runs on a cluster. Takes a minute or two.
+    The nodes are groups of processes; everything else works as on a cluster. Takes one to two minutes.
     """
     from jurymast.demo.local_run import LocalRun, Wanted, request_for
     from jurymast.demo.screen import Screen
@@ -49,7 +49,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
 
     if importlib.util.find_spec("torch") is None:
         raise RunFailedError(
-            "the demo trains with torch, which is missing", hint="pip install jurymast[torch]"
+            "the demo needs torch, which is not installed", hint="pip install jurymast[torch]"
         )
     wanted = Wanted(nodes, spares, steps)
     screen = Screen(sys.stderr if as_json else sys.stdout)
@@ -69,7 +69,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
             click.echo(json.dumps(values, indent=1))
         _point_to(screen, directory, page, kept=keep or folder.worth_keeping)
         if show.state.exit_code == 0 and not no_fault and not show.shown:
-            raise RunFailedError("the run succeeded, but it did not lose a node and recover from that")
+            raise RunFailedError("the run succeeded, but no node was lost and replaced")
         return show.state.exit_code
 
 
@@ -141,11 +141,11 @@ def _introduce(screen: Screen, wanted: Wanted, *, with_fault: bool) -> None:
     words = ["jurymast", "submit", "--cluster", "local", "--nodes", str(wanted.nodes)]
     words += ["--spares", str(wanted.spares), "--", str(SCRIPT), *wanted.arguments]
     screen.write(
-        "A small GPT learns the sources of Python's standard library, "
-        f"on {count(wanted.nodes, 'node')}{spare}, all on this machine."
+        "A small GPT is trained on the source code of Python's standard library, "
+        f"on {count(wanted.nodes, 'node')}{spare} simulated on this machine."
     )
     if with_fault:
-        screen.write("Halfway one of the nodes is killed.")
+        screen.write("Halfway, one of the nodes is killed.")
     screen.write(f"$ {shlex.join(words)}\n")
 
 
@@ -163,10 +163,12 @@ def _report(directory: RunDirectory, page: Path, *, quiet: bool) -> None:
 def _point_to(screen: Screen, directory: RunDirectory, page: Path, *, kept: bool) -> None:
     from jurymast.demo.screen import can_open_a_browser
 
-    screen.write(f"\nreport as a page: {page}")
+    screen.write(f"\nreport as an HTML page: {page}")
     if kept:
-        screen.write(f"run directory: {directory.root} (jurymast status, events and logs take it as RUN)")
+        screen.write(f"run directory: {directory.root} (RUN for jurymast status, events and logs)")
     else:
-        screen.write("the run directory is removed; --keep keeps it for jurymast status, events and logs")
+        screen.write(
+            "the run directory is removed; with --keep it stays, for jurymast status, events and logs"
+        )
     if can_open_a_browser():
         webbrowser.open(page.as_uri())

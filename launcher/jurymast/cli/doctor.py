@@ -15,9 +15,11 @@ from jurymast.cli.options import json_option, runs_option, show, show_json
 @json_option
 @runs_option
 def command(as_json: bool, runs: Path | None) -> int:
-    """Tell whether this site is ready, and what to do about each no. Run it on a login node, then with srun
-    on a compute node: behind a script's own set-up it looks at what the script will find there as well. Exit
-    code 1 when something has to be done."""
+    """Check whether this site is ready, and say what to do where it is not.
+
+    Run it on a login node, then with srun on a compute node. In a batch script, run it after the script's own
+    set-up: it then also checks the Python that the script will find. Exit code 1: something has to be done.
+    """
     from jurymast.policy.load import site_layers
     from jurymast.policy.resolve import resolve
     from jurymast.report.doctor import NO, doctor_blocks, examine, examine_script

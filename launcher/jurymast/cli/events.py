@@ -30,8 +30,10 @@ ALIKE_SHOWN = 3
 @click.command(epilog=examples("jurymast events 4711 --follow"))
 @run_argument
 @click.option("-f", "--follow", is_flag=True, help="Continue until the run ends.")
-@click.option("-a", "--all", "everything", is_flag=True, help="Also routine reports of every node and step.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with `at` and `text`.")
+@click.option(
+    "-a", "--all", "everything", is_flag=True, help="Also show routine reports of every node and step."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line, with `at` and `text`.")
 @runs_option
 def command(run: str, follow: bool, everything: bool, as_json: bool, runs: Path | None) -> None:
     """Show what happened in a run, and what was decided (=>) and why."""
@@ -113,7 +115,7 @@ def _brief(entries: Iterable[Entry]) -> Iterator[str]:
                     shown += 1
                     yield _as_text(one)
         if count > shown:
-            yield f"{_at(last_t)}  ... the same of {count - shown} more nodes, up to here (--all)"
+            yield f"{_at(last_t)}  ... {count - shown} more nodes reported the same until then (--all)"
 
 
 def _at(t: float) -> str:

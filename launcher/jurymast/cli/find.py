@@ -53,11 +53,11 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
     if places and foreign.is_directory(places[0]):
         if places[0].parent == runs:
             raise RunDirectoryError(
-                f"{places[0]} has no plan.json: it was never submitted, or is damaged",
-                hint="if there is nothing in its checkpoints, remove it",
+                f"{places[0]} has no plan.json: the run was never submitted, or its directory is damaged",
+                hint="if it holds no checkpoints, remove it",
             )
         raise RunNotFoundError(
-            f"{places[0]} is no run directory: it has no plan.json", hint=_hint(text, runs)
+            f"{places[0]} is not a run directory: it has no plan.json", hint=_hint(text, runs)
         )
     raise RunNotFoundError(f"there is no run {text or '(empty)'} in {runs}", hint=_hint(text, runs))
 
@@ -65,7 +65,9 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
 def _hint(text: str, runs: Path) -> str:
     ids = run_ids(runs)
     if not ids:
-        return "no runs there; runs kept elsewhere are found with JURYMAST_RUNS=DIR, or by their directory"
+        return (
+            "it has no runs: name another one with --runs or JURYMAST_RUNS, or give the run's own directory"
+        )
     near = [name for name in ids if text and text in name][:3]
     closest = nearest(text, ids)
     near = near or ([closest] if closest else [])

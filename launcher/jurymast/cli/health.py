@@ -1,4 +1,4 @@
-"""`jurymast health`: look at this machine through every probe, now."""
+"""`jurymast health`: run every health probe on this machine, now."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
 
 
 @click.command(epilog=examples("jurymast health", "jurymast health --explain 79"))
-@click.option("--probe", "names", multiple=True, metavar="NAME", help="Only this probe; can be given again.")
+@click.option("--probe", "names", multiple=True, metavar="NAME", help="Run only this probe; may be repeated.")
 @click.option(
     "--limit", type=click.FloatRange(0.1), metavar="S",
-    help="Seconds for a look; one that takes longer is tried once more.  [look-limit-s: 30]",
+    help="Seconds a probe may take; one that takes longer is run once more.  [look-limit-s: 30]",
 )  # fmt: skip
 @click.option("--explain", type=int, metavar="XID", help="Explain an Xid code of NVIDIA's driver.")
 @click.option("--thresholds", is_flag=True, help="List the probes' limits.")
@@ -59,7 +59,7 @@ def _look(settings: Settings, names: tuple[str, ...], limit_s: float | None, as_
         if name not in installed():
             raise UsageError(
                 f"there is no probe {name}{did_you_mean(name, installed())}",
-                hint=f"installed are {', '.join(installed())}",
+                hint=f"the installed probes are {', '.join(installed())}",
             )
     limits = settings.thresholds | ({"look-limit-s": limit_s} if limit_s is not None else {})
     view = look(
@@ -105,8 +105,8 @@ def _explain(code: int, resolved: Resolved, as_json: bool) -> None:
     entry = xids().get(code)
     if entry is None:
         raise UsageError(
-            f"Xid {code} is not in the table; a run would report it and do nothing",
-            hint=f"known are {', '.join(map(str, xids()))}",
+            f"Xid {code} is not in the table; a run would report it and do nothing else",
+            hint=f"known codes are {', '.join(map(str, xids()))}",
         )
     own = resolved.settings().xid.get(str(code))
     verdict, kind = reading(code, "", Context(xid={str(code): own} if own else {}))
@@ -123,10 +123,10 @@ def _explain(code: int, resolved: Resolved, as_json: bool) -> None:
     lines = [
         ("Xid", f"{code}: {entry.meaning}"),
         ("class", entry.group),
-        ("verdict", f"by its text ({by_text})" if follows else f"{verdict.value} ({kind})"),
+        ("verdict", f"depends on its text ({by_text})" if follows else f"{verdict.value} ({kind})"),
         ("action", entry.action),
         ("source", entry.source),
-        ("policy", f"reads it as {own} ({view['origin']})" if own else "does not say otherwise"),
+        ("policy", f"reads it as {own} ({view['origin']})" if own else "does not change this"),
     ]
     show([Line(f"{name:<9}{text}") for name, text in lines])
 

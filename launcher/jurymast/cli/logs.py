@@ -35,7 +35,7 @@ FILES_A_SECOND = 2000.0
 @run_argument
 @click.option(
     "-r", "--rank", type=click.IntRange(0), multiple=True, metavar="R",
-    help=f"Only this rank.  [all; of more than {RANKS_SHOWN_MAX} rank 0, and any that incidents name]",
+    help=f"Only this rank.  [all; of more than {RANKS_SHOWN_MAX}: rank 0 and those that incidents name]",
 )  # fmt: skip
 @click.option("--all", "everything", is_flag=True, help="All ranks, however many there are.")
 @click.option("-a", "--attempt", type=click.IntRange(1), metavar="A", help="Which attempt.  [the newest]")
@@ -49,13 +49,13 @@ def command(
 ) -> None:  # fmt: skip
     """Print what the ranks wrote, each line with its rank.
 
-    Lines of different ranks carry no times, so they stand in the order in which they are found.
+    Output has no times: lines of different ranks stand in the order in which they were found.
     """
     directory = the_run(run, runs, only_look=True)
     if job and (rank or everything or attempt):
-        raise UsageError("--job is the log of the whole job: it has neither ranks nor attempts")
+        raise UsageError("--job shows the log of the whole job: leave out --rank, --all and --attempt")
     if rank and everything:
-        raise UsageError("--rank and --all do not go together")
+        raise UsageError("--rank and --all exclude each other")
     chosen = attempt or directory.newest_attempt()
     find = _Finder(directory, rank, everything=everything, job=job)
     if not find(chosen) and not follow:
@@ -75,7 +75,7 @@ def _nothing(directory: RunDirectory, attempt: int, ranks: tuple[int, ...], job:
         return (f"no attempt of {directory.root.name} has started yet",)
     wanted = f" of rank {', '.join(map(str, ranks))}" if ranks else ""
     have = sorted(path.name for path in foreign.found(directory.logs, "attempt-*"))
-    others = f"there is {', '.join(have[-5:])}" if have else "no attempt has written one"
+    others = f"the newest are of {', '.join(have[-5:])}" if have else "no attempt has written one"
     return (f"there is no log{wanted} for attempt {attempt}; {others}",)
 
 

@@ -124,7 +124,7 @@ def _trouble(error: OSError) -> str:
     try:
         os.getcwd()
     except OSError:
-        return "the working directory is gone: cd to one that is there"
+        return "the working directory no longer exists: change to one that does"
     what = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {what}" if error.filename else f"cannot write the output: {what}"
 

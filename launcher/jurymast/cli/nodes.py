@@ -1,4 +1,4 @@
-"""`jurymast nodes`: what earlier runs say about each node."""
+"""`jurymast nodes`: each node's history over all runs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from jurymast.errors import RunDirectoryError, UsageError
 
 
 @click.command(epilog=examples("jurymast nodes --all", "jurymast nodes --forgive node012"))
-@click.option("-a", "--all", "everything", is_flag=True, help="Also nodes without an incident.")
-@click.option("--forgive", metavar="NODE", help="NODE was repaired: its history no longer excludes it.")
+@click.option("-a", "--all", "everything", is_flag=True, help="Also show nodes without an incident.")
+@click.option("--forgive", metavar="NODE", help="Disregard NODE's history from now on: it was repaired.")
 @json_option
 @runs_option
 def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | None) -> None:
-    """Show each node's incidents over my runs, and which are kept out of new ones, until when and why.
+    """Show each node's incidents over my runs. Nodes that new runs keep out are listed with the end of the
+    exclusion and its reason.
 
-    LEMON counts the signals of a node that fails again and again (of six, over 28 days). RATE is how often it
-    is expected to fail against all nodes on average: 25 times its own rate on the day after it came back
-    from a failure. A strike keeps a node out for the policy's nodes_policy.expire, three within 28 days for
-    good.
+    LEMON counts the signs of a node that fails again and again: how many of six it showed within 28 days.
+    RATE is the failure rate expected of the node, relative to the average of all nodes; on the day after it
+    returned from a failure it is multiplied by 25. One strike excludes a node for the time that the policy's
+    nodes_policy.expire sets, three within 28 days exclude it for good.
     """
     from jurymast.past_runs import forgive as wipe
     from jurymast.policy.load import site_layers
@@ -36,7 +37,7 @@ def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | N
     if forgive is not None:
         known = [row["node"] for row in node_rows(place, exclusion_s)]
         if forgive not in known:
-            raise UsageError(f"no run in {place} knows a node {forgive}{did_you_mean(forgive, known)}")
+            raise UsageError(f"no run in {place} had a node {forgive}{did_you_mean(forgive, known)}")
         try:
             wipe(place, forgive, time.time())
         except OSError as error:
@@ -46,6 +47,6 @@ def command(everything: bool, forgive: str | None, as_json: bool, runs: Path | N
         show_json(rows)
         return
     if not rows:
-        click.echo(f"no run on Slurm's nodes in {place}", err=True)
+        click.echo(f"{place} has no runs on Slurm's nodes", err=True)
         return
     show(node_blocks(rows, everything=everything))

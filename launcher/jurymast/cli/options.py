@@ -60,7 +60,7 @@ def size(text: str) -> float:
     if match is not None:
         found = float(match[1]) * (1024.0 if match[3] else 1000.0) ** " kMGTP".find(match[2] or " ")
     if not 0 < found < LARGEST_BYTES:
-        raise ValueError(f"{text} is no size; write bytes, or a number with a unit, like 5e12 or 5TB")
+        raise ValueError(f"{text} is not a size; write bytes, or a number with a unit, like 5e12 or 5TB")
     return found
 
 
@@ -93,14 +93,14 @@ def the_run(run: str, runs: Path | None, *, only_look: bool = False) -> RunDirec
     status = foreign.status(found.root)
     if status.st_uid == os.geteuid():
         raise RunDirectoryError(
-            f"others can write to {found.root}: what is in it may not be yours",
-            hint=f"if nobody else has put anything there: chmod go-w {found.root}",
+            f"other users can write to {found.root}, so its contents cannot be trusted",
+            hint=f"if nobody else has changed anything in it, run: chmod go-w {found.root}",
         )
     owner = foreign.user_name(status.st_uid)
     if not only_look:
         raise RunDirectoryError(
             f"{found.root} belongs to {owner}",
-            hint="of others' runs there are only status, events, logs, report, checkpoints ls and verify",
+            hint="on other users' runs only status, events, logs, report, checkpoints ls and verify work",
         )
     click.echo(f"jurymast: note: this run belongs to {owner}", err=True)
     return found
@@ -168,8 +168,6 @@ def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: 
     refuse_ended(directory, what)
     answer = ask(directory, what, by=user(), node=node, step=step)
     if answer is None:
-        raise NotNowError(
-            "no supervisor answers for this run", hint=f"jurymast status {directory.root} says how it is"
-        )
+        raise NotNowError("no supervisor answers for this run", hint=f"see jurymast status {directory.root}")
     if isinstance(answer, Declined):
-        raise NotNowError(f"the supervisor refuses: {answer.why}")
+        raise NotNowError(f"the supervisor refused: {answer.why}")

@@ -1,4 +1,4 @@
-"""`jurymast plan`: what to expect of a run, before it spends a GPU-hour."""
+"""`jurymast plan`: estimate a run before it spends a GPU-hour."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
 @click.option(
     "-N", "--nodes", type=click.IntRange(1, MOST_NODES), required=True, metavar="N", help="Active nodes."
 )
-@click.option("--gpus-per-node", type=click.IntRange(1), default=8, metavar="G", help="GPUs a node.  [8]")
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, metavar="G", help="GPUs per node.  [8]")
 @checkpoint_bytes_option
 @click.option(
     "--storage-gb-per-s", type=POSITIVE, metavar="W",
-    help="What the shared storage takes from all nodes together, in 1e9 bytes a second.",
+    help="Write bandwidth of the shared storage for all nodes together, in 1e9 bytes per second.",
 )  # fmt: skip
 @click.option(
     "--rate", type=POSITIVE, metavar="R",
@@ -53,18 +53,22 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
 )
 @click.option(
     "--restart-s", type=click.FloatRange(0.0), metavar="S",
-    help="From a failure to new steps.  [as measured, and 30 for the training's own start]",
+    help="Seconds from a failure to the next new step.  [as measured, plus 30 for the training's start]",
 )  # fmt: skip
 @click.option(
     "--durations", "figures", type=click.Path(path_type=Path), metavar="FILE",
     help="YAML with measured durations in place of the packaged ones.",
 )  # fmt: skip
-@click.option("--stall-s", type=click.FloatRange(0.0), metavar="S", help="How long a save stops training.")
+@click.option(
+    "--stall-s", type=click.FloatRange(0.0), metavar="S", help="Seconds for which a save stops training."
+)
 @click.option("--replace-h", type=POSITIVE, metavar="H", help="Hours until a lost node is replaced.  [6]")
-@click.option("--days", type=POSITIVE, metavar="D", help="The run's length; a short one needs fewer spares.")
+@click.option(
+    "--days", type=POSITIVE, metavar="D", help="Length of the run in days; a short run needs fewer spares."
+)
 @click.option(
     "--target", type=click.FloatRange(0.5, 1.0, max_open=True), metavar="SHARE",
-    help="Goodput to find the storage's bandwidth for.  [0.95]",
+    help="Goodput for which to show the storage bandwidth needed.  [0.95]",
 )  # fmt: skip
 @click.option(
     "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts."
@@ -73,7 +77,8 @@ POSITIVE = click.FloatRange(min=0.0, min_open=True)
 def command(
     policy: Path | None, figures: Path | None, html: Path | None, as_json: bool, **given: Any
 ) -> None:
-    """Tell how often a run will fail, how often to save, how many spares it needs, and what remains."""
+    """Estimate how often a run fails, how often to save, how many spares it needs, and the goodput that
+    remains."""
     from jurymast.core.planning.forecast import forecast
     from jurymast.report.plan import plan_view, restart_lines
     from jurymast.sim.durations import read_measured
@@ -110,7 +115,7 @@ def _question(policy: Resolved, given: dict[str, Any]) -> Question:
         where = policy.origins[("checkpoint", "cadence")]
         raise UsageError(
             f"a cadence of {settings.cadence_steps} steps ({where}) cannot be planned for",
-            hint="say it in time (10m), or auto, in the policy that you plan with",
+            hint="in the policy for the plan, write the cadence as a time (10m) or auto",
         )
     rate = given["rate"] if given["rate"] is not None else settings.rate
     said: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`jurymast policy`: start a policy file, check one, or show what it comes to."""
+"""`jurymast policy`: write a policy file, check one, or show the policy in force."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(file: Path) -> None:
 
 @command.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--origin", is_flag=True, help="Say where each value came from.")
+@click.option("--origin", is_flag=True, help="Also show where each value came from.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(file: Path | None, origin: bool, as_json: bool) -> None:
     """Print the policy in force with FILE: the site's, the file's and the defaults."""
@@ -74,7 +74,7 @@ def init(file: Path) -> None:
         with file.open("x", encoding="utf-8") as out:
             out.write(starter)
     except FileExistsError as error:
-        raise UsageError(f"{file} is there already", hint="give another name, or remove it") from error
+        raise UsageError(f"{file} already exists", hint="give another name, or remove it") from error
     except OSError as error:
         raise PolicyError(f"{file}: cannot be written: {error.strerror}") from error
     checked = f"jurymast policy check {shlex.quote(str(file))}"

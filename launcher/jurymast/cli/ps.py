@@ -11,7 +11,9 @@ from jurymast.cli.options import json_option, runs_option, runs_place, show, sho
 
 
 @click.command()
-@click.option("-a", "--all", "everything", is_flag=True, help="Also those that ended more than a day ago.")
+@click.option(
+    "-a", "--all", "everything", is_flag=True, help="Also list runs that ended more than a day ago."
+)
 @json_option
 @runs_option
 def command(everything: bool, as_json: bool, runs: Path | None) -> None:

@@ -26,9 +26,12 @@ from jurymast.errors import UsageError
 )
 @run_argument
 @click.option(
-    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page in one file."
+    "--html",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the report to FILE as one HTML page.",
 )
-@click.option("--compare", metavar="RUN2", help="Show another run beside it.")
+@click.option("--compare", metavar="RUN2", help="Compare with another run.")
 @json_option
 @runs_option
 def command(run: str, html: Path | None, compare: str | None, as_json: bool, runs: Path | None) -> None:
@@ -41,7 +44,7 @@ def command(run: str, html: Path | None, compare: str | None, as_json: bool, run
     watcher = read_status(the_run(run, runs, only_look=True))
     if compare is not None:
         if html is not None:
-            raise UsageError("--html and --compare do not go together")
+            raise UsageError("--html and --compare exclude each other")
         other = read_status(the_run(compare, runs, only_look=True))
         both = compared(report_view(watcher), report_view(other))
         show_json(both) if as_json else show(compare_blocks(both))

@@ -16,4 +16,4 @@ def command(run: str, runs: Path | None) -> None:
     """Restart a run's ranks in place, from the newest checkpoint; no budget is charged."""
     directory = the_run(run, runs)
     ask_supervisor(directory, "restart")
-    click.echo(f"restart asked of {directory.root.name}")
+    click.echo(f"restart of {directory.root.name} requested")

@@ -1,4 +1,4 @@
-"""`jurymast save`: a checkpoint now, of a run that goes on."""
+"""`jurymast save`: save a checkpoint now; the run goes on."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ POLL_S = 0.1
 @run_argument
 @click.option(
     "--limit", type=click.IntRange(1), default=120, show_default=True, metavar="SECONDS",
-    help="How long to wait until it is saved.",
+    help="Seconds to wait for the save.",
 )  # fmt: skip
 @json_option
 @runs_option
 def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
-    """Have all ranks save at their next common step, and wait until all have that step in memory. Replicas
-    and copies on storage follow."""
+    """Save a checkpoint now: all ranks save at their next common step. The command waits until all have
+    that step in memory; replicas and copies on storage follow."""
     from jurymast.core.checkpoints.copies import MEMORY
     from jurymast.report.status import read_status
 
@@ -38,8 +38,8 @@ def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
     saved = _await_save(watcher, done, limit)
     if saved is None:
         raise CheckpointError(
-            f"step {done} of {directory.root.name}, or a later one, was not saved within {limit} s",
-            hint=f"jurymast events {directory.root} tells what became of it",
+            f"{directory.root.name} saved no step from {done} on within {limit} s",
+            hint=f"see jurymast events {directory.root}",
         )
     step, tier = saved
     if as_json:
@@ -50,7 +50,8 @@ def command(run: str, limit: int, as_json: bool, runs: Path | None) -> None:
 
 
 def _await_save(watcher: StatusWatcher, done: int, limit_s: float) -> tuple[int, str] | None:
-    """(step, tier) of a checkpoint that the journal tells of from now on, of step `done` or later."""
+    """(step, tier) of the next checkpoint of step `done` or later in the journal; None after `limit_s`, or
+    when the run has ended."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end and not watcher.state.ended:
         for entry in watcher.poll():

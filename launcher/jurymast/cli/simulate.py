@@ -1,4 +1,4 @@
-"""`jurymast simulate`: the same decisions run through simulated failures."""
+"""`jurymast simulate`: simulate failures with the decisions of real runs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
     type=click.FloatRange(0.0, min_open=True),
     default=30.0,
     metavar="D",
-    help="How long a run is.  [30]",
+    help="Length of a run in days.  [30]",
 )
 @click.option("--rate", type=click.FloatRange(0.0), metavar="R", help="Failures per 1,000 node-days.  [5]")
 @click.option(
@@ -105,18 +105,18 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 @checkpoint_bytes_option
 @click.option(
     "--storage-gb-per-s", type=POSITIVE, metavar="W",
-    help="What the shared storage takes from all nodes together, in 1e9 bytes a second.",
+    help="Write bandwidth of the shared storage for all nodes together, in 1e9 bytes per second.",
 )  # fmt: skip
 @click.option(
     "--durations", "figures", type=click.Path(path_type=Path), metavar="FILE",
     help="YAML with measured durations in place of the packaged ones.",
 )  # fmt: skip
-@_time("--restart", "From a failure to the first step after it.")
-@_time("--stall", "How long training stands still for a save.")
-@_time("--copy", "From a save's stall until the save is complete.")
-@_time("--step", "One training step.")
-@_time("--repair", "From a failure until the node, or another, is a spare.")
-@_time("--requeue", "From a requeue to the next allocation.")
+@_time("--restart", "Time from a failure to the first step after it.")
+@_time("--stall", "Stall: time for which a save stops training.")
+@_time("--copy", "Time from the end of the stall until the save is complete.")
+@_time("--step", "Time of a training step.")
+@_time("--repair", "Time from a failure until the node, or its replacement, is a spare.")
+@_time("--requeue", "Time from a requeue to the next allocation.")
 @click.option(
     "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts."
 )
@@ -124,7 +124,7 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
 def command(
     nodes: int, days: float, seeds: int, policy: Path | None, html: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Run the state machine, the cadence and the accounting against simulated failures."""
+    """Simulate runs with failures, with the decisions, the cadence and the accounting of real runs."""
     from jurymast.core.planning.spares import auto_spares
     from jurymast.report.simulation import simulate_blocks, simulated_lines
     from jurymast.sim.cadences import asked_cadence
@@ -201,7 +201,7 @@ def _spares(given: str | None, policy: int | None) -> int | None:
     if given == "auto":
         return None
     if not given.isdigit():
-        raise UsageError(f"--spares {given}: a number, or auto")
+        raise UsageError(f"--spares {given}: must be a number, or auto")
     return int(given)
 
 
@@ -235,7 +235,7 @@ def _faults(options: dict[str, Any], resolved: Resolved, seconds: float) -> tupl
 
     if options["trace"] is not None:
         if options["rate"] is not None:
-            raise UsageError("--rate and --trace do not go together")
+            raise UsageError("--rate and --trace exclude each other")
         trace = read_trace(options["trace"], options["trace_nodes"])
         repair = options["trace_repairs"]
 

@@ -24,7 +24,7 @@ WATCH_EVERY_S = 1.0
 
 @click.command(epilog=examples("jurymast status 4711", "jurymast status 4711 --watch"))
 @run_argument
-@click.option("-w", "--watch", is_flag=True, help="Show it again every second, until the run ends.")
+@click.option("-w", "--watch", is_flag=True, help="Refresh every second, until the run ends.")
 @click.option("-a", "--all", "everything", is_flag=True, help="List every node, incident and note.")
 @json_option
 @runs_option

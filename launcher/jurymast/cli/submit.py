@@ -63,7 +63,7 @@ def _batch_script(line: CommandLine, own: dict[str, bool]) -> BatchScript | None
     wrap = line.last("wrap")
     if wrap is not None:
         if line.script:
-            raise UsageError("--wrap takes the place of a script", hint="leave one of the two out")
+            raise UsageError("--wrap and a batch script exclude each other", hint="leave one of the two out")
         line.script.append("wrap")
         return wrapped(wrap)
     if not line.script and not sys.stdin.isatty() and (text := sys.stdin.read()):
@@ -83,7 +83,7 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
 
 @click.command(
     cls=SubmitCommand,
-    epilog="All of sbatch's options are passed on to it (man sbatch), as are its SBATCH_* variables. "
+    epilog="All of sbatch's options (man sbatch) and SBATCH_* variables work as with sbatch. "
     "Write -- -m MODULE to run a module instead of a script.\n\n"
     + examples(
         "jurymast submit --spares 2 job.sbatch",
@@ -103,7 +103,7 @@ def _spares(context: click.Context, option: click.Parameter, value: str | None) 
 )
 @click.option(
     "--nproc-per-node", "--nproc_per_node", type=click.IntRange(1), metavar="K",
-    help="Ranks on each node.  [the node's GPUs as asked from Slurm, else 1]",
+    help="Ranks on each node.  [the GPUs per node requested from Slurm, else 1]",
 )  # fmt: skip
 @click.option(
     "--policy",
@@ -169,7 +169,7 @@ def command(context: click.Context, /, **options: Any) -> int:
             return wait(request.plan.directory)
     except KeyboardInterrupt:
         ends = f"jurymast cancel {shlex.quote(request.plan.directory)}"
-        click.echo(f"the run goes on; {ends} ends it", err=True)
+        click.echo(f"the run goes on; to end it: {ends}", err=True)
         raise
     return 0
 
