@@ -179,7 +179,9 @@ def test_a_run_that_nobody_watches_any_more_goes_on(
     (run,) = runs.iterdir()
     said = capsys.readouterr()
     assert said.out.startswith(f"run        {run.name}\n")
-    assert said.err == (f"the run goes on; to end it: jurymast cancel '{run}'\n\njurymast: error: interrupted\n")
+    assert said.err == (
+        f"the run goes on; to end it: jurymast cancel '{run}'\n\njurymast: error: interrupted\n"
+    )
 
 
 def test_a_local_dry_run_says_what_it_does_not_use(place: Path) -> None:

@@ -248,8 +248,8 @@ MISTAKES: list[tuple[str, int, str, str]] = [
     ("status", 64, "missing argument 'RUN'", "jurymast status --help"),
     ("logs {run}", 67, "there is no log for attempt", ""),
     ("logs {run} --job --rank 1", 64, "leave out --rank, --all and --attempt", ""),
-    ("restart {run}", 74, "the run has ended (succeeded: every rank ended with exit code 0)", ""),
-    ("drain {run} n1", 74, "there is nothing to drain", ""),
+    ("restart {run}", 74, "the run has ended already (succeeded: every rank ended with exit code 0)", ""),
+    ("replace {run} n1", 74, "the run has ended already (succeeded", ""),
     ("checkpoints {run} --object nonsense", 64, "--object nonsense: not the URL", "s3://"),
     ("report {run} --html /nowhere/page.html", 73, "cannot write /nowhere/page.html", ""),
     ("report {run} --html x --compare {run}", 64, "exclude each other", ""),
@@ -329,7 +329,7 @@ def supervisor(directory: RunDirectory, answer: Accepted | Declined) -> Iterator
     [
         (("cancel", RUN), {"what": "cancel", "node": ""}),
         (("restart", RUN), {"what": "restart", "node": ""}),
-        (("drain", RUN, "n2"), {"what": "drain", "node": "n2"}),
+        (("replace", RUN, "n2"), {"what": "drain", "node": "n2"}),
     ],
 )
 def test_what_is_asked_reaches_the_supervisor(
@@ -349,9 +349,9 @@ def test_a_refusal_is_told(place: Place) -> None:
     assert "the supervisor refused: the run is starting" in done.stderr
 
 
-def test_a_node_that_the_run_does_not_have_is_not_drained(place: Place) -> None:
+def test_a_node_that_the_run_does_not_have_is_not_replaced(place: Place) -> None:
     place.story(swapped(finished=False))
-    done = place.run("drain", RUN, "n22")
+    done = place.run("replace", RUN, "n22")
     assert done.returncode == 64
     assert "no node n22 in this run (did you mean n2?)" in done.stderr
 
@@ -362,16 +362,16 @@ def test_a_node_that_the_run_does_not_have_is_not_drained(place: Place) -> None:
         (1, True, "n2", "a spare takes its place"),
         (1, True, "n1", "it has no ranks"),
         (0, True, "n1", "no spare is ready: the job will be requeued without it"),
-        (0, False, "n1", "no spare is ready and the job must not be requeued: THE RUN WILL END"),
+        (0, False, "n1", "no spare is ready and the job cannot be requeued: THE RUN WILL END"),
     ],
 )
-def test_a_drain_says_what_will_happen(
+def test_replace_says_what_will_happen(
     place: Place, spares: int, requeue: bool, node: str, says: str
 ) -> None:
     story = Story(spares=spares, requeue=requeue).running(40)
     directory = place.story(story)
     with supervisor(directory, Accepted()):
-        assert place.good("drain", RUN, node).endswith(f": {says}\n")
+        assert place.good("replace", RUN, node).endswith(f": {says}\n")
     if node in story.state.placement:
         story.asked("drain", node)
         story.stopped()

@@ -229,7 +229,7 @@ def test_every_kind_of_entry_has_a_sentence(tmp_path: Path) -> None:
         "=> launch attempt 2 on n2, n1: swap after incident 1, n3 -> n1",
         "step 40 restored, 4 MB from the shared tier in 500 ms",
         "step 60 was NOT saved (shared tier): disk full",
-        "drain of node n2 requested by ada",
+        "replacement of node n2 requested by ada",
         "Slurm sent SIGUSR2",
         "note: hello",
     ):

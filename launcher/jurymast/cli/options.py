@@ -148,7 +148,7 @@ def user() -> str:
         return f"uid {os.getuid()}"
 
 
-def refuse_ended(directory: RunDirectory, what: str) -> None:
+def refuse_ended(directory: RunDirectory) -> None:
     """Raises NotNowError when the run is over."""
     from jurymast.report.status import public_state, read_status
 
@@ -157,7 +157,7 @@ def refuse_ended(directory: RunDirectory, what: str) -> None:
         from jurymast.report.liveness import Liveness
 
         word, why = public_state(watcher.state, Liveness("ended"))
-        raise NotNowError(f"the run has ended ({word}: {why}): there is nothing to {what}")
+        raise NotNowError(f"the run has ended already ({word}: {why})")
 
 
 def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: int | None = None) -> None:
@@ -165,7 +165,7 @@ def ask_supervisor(directory: RunDirectory, what: str, node: str = "", *, step: 
     from jurymast.core.messages import Declined
     from jurymast.wire.ask import ask
 
-    refuse_ended(directory, what)
+    refuse_ended(directory)
     answer = ask(directory, what, by=user(), node=node, step=step)
     if answer is None:
         raise NotNowError("no supervisor answers for this run", hint=f"see jurymast status {directory.root}")

@@ -287,7 +287,7 @@ class ColdStart(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked(Event):
-    """A user requested something: cancel, restart, save, rollback or drain (of `node`)."""
+    """A user requested something: cancel, restart, save, rollback, or drain: the replacement of `node`."""
 
     what: str
     by: str

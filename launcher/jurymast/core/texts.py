@@ -39,6 +39,13 @@ def memory_size(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
 
 
+def request(what: str, node: str = "") -> str:
+    """What a user requested, like "restart" or "replacement of node n2". The journal calls a replacement by
+    hand drain."""
+    named = "replacement" if what == "drain" else what
+    return f"{named} of node {node}" if node else named
+
+
 def seconds_in(text: str) -> float | None:
     """Of a duration as people write it: 0.5s, 10m, 1h30m, 90 min, 2d; None for anything else."""
     plain = text.strip().lower()

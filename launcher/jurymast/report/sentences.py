@@ -9,6 +9,7 @@ from jurymast.core.checkpoints.copies import MEMORY
 from jurymast.core.nodes.findings import APPLICATION, SYMPATHETIC
 from jurymast.core.run.attribution import describe_exit
 from jurymast.core.run.incident import because
+from jurymast.core.texts import request
 from jurymast.journal import single
 from jurymast.report.layout import one_line
 from jurymast.report.words import amounts, count, duration, size, some
@@ -138,8 +139,7 @@ def _cold_start(e: Entry) -> str:
 
 
 def _asked(e: Entry) -> str:
-    node = f" of node {e['node']}" if e.get("node") else ""
-    return f"{e['what']}{node} requested by {e['by'] or 'somebody'}"
+    return f"{request(e['what'], e.get('node', ''))} requested by {e['by'] or 'somebody'}"
 
 
 def _cadence_set(e: Entry) -> str:

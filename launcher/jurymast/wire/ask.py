@@ -1,4 +1,4 @@
-"""Asking a run's supervisor by hand: cancel, restart, drain, rollback, save."""
+"""Asking a run's supervisor by hand: cancel, restart, replace a node, rollback, save."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Endpoint:
 
 
 class Ask(ToSupervisor, frozen=True, kw_only=True):
-    """`what`: cancel, restart, drain (a `node`), rollback (to a `step`), save, or how (how is it?); `by`:
-    who."""
+    """`what` the user `by` requests: cancel, restart, drain (replacement of `node`), rollback (to `step`),
+    save, or how (the run's condition)."""
 
     what: str
     by: str

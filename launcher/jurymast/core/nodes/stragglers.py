@@ -241,7 +241,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1.0 else f"{1000 * seconds:.1f} ms"
 
 
-# A rank that is only slow can wait for a save as long as a drain by hand does.
+# A rank that is only slow can wait for a save as long as a replacement by hand does.
 SAVE_LIMIT_S = 60.0
 
 

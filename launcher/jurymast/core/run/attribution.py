@@ -34,7 +34,7 @@ from jurymast.core.run import causes, clues
 from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
 from jurymast.core.run.causes import APPLICATION, CAUSES
 from jurymast.core.run.clues import SIGNAL_NAMES
-from jurymast.core.texts import NODES_TOLD, count, some
+from jurymast.core.texts import NODES_TOLD, count, request, some
 
 # A finding so long before an end of ranks, or after it, has to do with it (seconds).
 NEAR_S = 180.0
@@ -125,8 +125,8 @@ def attribute(
     if lost:
         return _lost_cause(lost, around)
     if asked is not None:
-        where = f" {asked.node}" if asked.node else ""
-        return _cause(f"{asked.what}_asked", asked.node, f"{asked.what}{where} requested by {asked.by}")
+        told = f"{request(asked.what, asked.node)} requested by {asked.by}"
+        return _cause(f"{asked.what}_asked", asked.node, told)
     classed = [(_class_of(failure, around), failure) for failure in failures]
     if around.leaving and not _program_failed_before(classed, around.leaving):
         return _found_cause(around.leaving)

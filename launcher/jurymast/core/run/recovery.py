@@ -18,7 +18,7 @@ from jurymast.core.run.incident import Incident
 from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.ladder import Decision, decide
 from jurymast.core.run.state import Exclusion, Findings, Node, Phase, Role, RunState
-from jurymast.core.texts import NODES_TOLD, some
+from jurymast.core.texts import NODES_TOLD, request, some
 from jurymast.errors import RunFailedError
 
 # Once enough nodes are ready, wait this long for the rest, so that the slowest become the spares.
@@ -72,7 +72,8 @@ def begin(state: RunState, detected_at: float, fault_at: float) -> list[Instruct
     state.phase, state.stopped = Phase.STOPPING, set()
     state.deadline = stop_deadline(state, detected_at)
     asked = state.findings.asked
-    reason = f"{asked.what} requested by {asked.by}" if asked else "a failure ends the attempt for every rank"
+    told = f"{request(asked.what, asked.node)} requested by {asked.by}" if asked else ""
+    reason = told or "a failure ends the attempt for every rank"
     for name, finding in state.findings.health.items():
         reason = f"{name} leaves for {blame.describe(finding)}"
     if state.findings.straggling is not None:

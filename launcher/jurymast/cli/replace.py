@@ -1,4 +1,4 @@
-"""`jurymast drain`: take a node out of a run."""
+"""`jurymast replace`: replace a node of a run by a spare."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from jurymast.core.run.state import RunState
 
 
-@click.command(epilog=examples("jurymast drain 4711 node012"))
+@click.command(epilog=examples("jurymast replace 4711 node012"))
 @run_argument
 @click.argument("node")
 @runs_option
 def command(run: str, node: str, runs: Path | None) -> None:
-    """Take NODE out of a run; a spare takes its place.
+    """Save, take NODE out of a run, and put a spare in its place.
 
-    Without a spare that is ready the job is requeued without NODE: it waits in Slurm's queue again. Slurm's
-    own view of the node stays as it is.
+    If no spare is ready, the job is requeued without NODE, and waits in Slurm's queue again. NODE's state in
+    Slurm does not change.
     """
     from jurymast.report.status import read_status
 
@@ -32,7 +32,7 @@ def command(run: str, node: str, runs: Path | None) -> None:
     if state.nodes and not state.ended and node not in state.nodes:
         raise UsageError(
             f"no node {node} in this run{did_you_mean(node, state.nodes)}",
-            hint=f"it has {', '.join(state.nodes)}",
+            hint=f"its nodes are {', '.join(state.nodes)}",
         )
     then = what_follows(state, node)
     ask_supervisor(directory, "drain", node)
@@ -40,7 +40,7 @@ def command(run: str, node: str, runs: Path | None) -> None:
 
 
 def what_follows(state: RunState, node: str) -> str:
-    """In words, as the restart ladder decides it when the ranks stand still."""
+    """What the restart ladder will decide once the ranks are stopped, in words."""
     from jurymast.core.run.state import Role
 
     if node not in state.placement:
@@ -51,4 +51,4 @@ def what_follows(state: RunState, node: str) -> str:
         return "a spare takes its place"
     if state.may_requeue:
         return "no spare is ready: the job will be requeued without it"
-    return "no spare is ready and the job must not be requeued: THE RUN WILL END"
+    return "no spare is ready and the job cannot be requeued: THE RUN WILL END"
