@@ -8,22 +8,21 @@ does it then. After a while the two are tried again, each time after twice as lo
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
+
+from jurymast.core.signatures import ErrorSignature, error_signature
 
 # A copy that failed is tried again, with the newest step then, after this long; after twice as long each
 # further time, for storage may hang for hours.
 RETRY_S = 5.0
 RETRY_MAX_S = 300.0
-# Steps, sizes, nodes' numbers and the names of temporary files: different each time, and no news.
-_VARIES = re.compile(r"[0-9a-f]*\d[0-9a-f.]*")
 
 
 @dataclass
 class _Failing:
     at: float
     times: int
-    why: str
+    why: ErrorSignature
 
 
 @dataclass
@@ -47,9 +46,9 @@ class Retries:
     def failed(self, tier: str, why: str, now: float) -> bool:
         """True when that is news: the last try had not failed for the same reason."""
         last = self._failing.get(tier)
-        kind = _VARIES.sub("#", why)
-        self._failing[tier] = _Failing(now, last.times + 1 if last else 1, kind)
-        return last is None or last.why != kind
+        reason = error_signature("", why)
+        self._failing[tier] = _Failing(now, last.times + 1 if last else 1, reason)
+        return last is None or last.why != reason
 
     def succeeded(self, tier: str) -> None:
         self._failing.pop(tier, None)

@@ -23,7 +23,6 @@ What ranks say when they end is read with the tables in `core.run.clues`; classe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +33,7 @@ from jurymast.core.run import causes, clues
 from jurymast.core.run.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, describe
 from jurymast.core.run.causes import APPLICATION, CAUSES
 from jurymast.core.run.clues import SIGNAL_NAMES
+from jurymast.core.signatures import ErrorSignature, Signature, error_signature
 from jurymast.core.texts import NODES_TOLD, count, request, some
 
 # A finding so long before an end of ranks, or after it, has to do with it (seconds).
@@ -65,8 +65,6 @@ _OF_MANY = {
     findings.SYMPATHETIC: "fabric_fault",
     findings.STORAGE: "storage_failed",
 }
-# Ports, addresses, process ids, names of temporary files: the same error says others each time.
-_VARYING = re.compile(r"\w*\d\w*")
 _KILLED = ("out_of_memory", "worker_killed", "bus_error", "shm_full")
 _CASCADES = ("communication", "collective_timeout", "worker_terminated")
 
@@ -83,7 +81,7 @@ class Cause:
     rank: int | None
     exit_code: int
     evidence: str
-    signature: str
+    signature: Signature
 
 
 @dataclass(frozen=True)
@@ -227,9 +225,9 @@ def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
 # Causes from what was chosen.
 
 
-def _cause(kind: str, node: str, evidence: str, *, signature: str = "") -> Cause:
+def _cause(kind: str, node: str, evidence: str) -> Cause:
     charged = CAUSES[kind].charged if kind in CAUSES else causes.NOBODY
-    return Cause(kind, charged, node, (node,) if node else (), None, 0, evidence, signature or kind)
+    return Cause(kind, charged, node, (node,) if node else (), None, 0, evidence, Signature(kind))
 
 
 def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
@@ -245,7 +243,7 @@ def _lost_cause(lost: Sequence[NodeLost], around: Surroundings) -> Cause:
     if len(names) > max(MANY_LOST, MANY_LOST_FRACTION * around.nodes) and around.nodes:
         kind = "fabric_fault"
     node, evidence = names[0] if len(names) == 1 else "", some(parts, NODES_TOLD, "; ")
-    return Cause(kind, causes.INFRASTRUCTURE, node, names, None, 0, evidence, f"{kind} {node}")
+    return Cause(kind, causes.INFRASTRUCTURE, node, names, None, 0, evidence, Signature(kind, node))
 
 
 def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
@@ -254,7 +252,8 @@ def _found_cause(found: Sequence[tuple[str, Finding]]) -> Cause:
     kind = causes.of_finding(finding)
     evidence = some([f"{n}: {describe(f)}" for n, f in ((node, finding), *more)], NODES_TOLD, "; ")
     nodes = tuple(dict.fromkeys(n for n, _ in ((node, finding), *more)))
-    return Cause(kind, CAUSES[kind].charged, node, nodes, None, 0, evidence, f"{kind} {node} {finding.code}")
+    signature = Signature(kind, node, finding.code)
+    return Cause(kind, CAUSES[kind].charged, node, nodes, None, 0, evidence, signature)
 
 
 def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundings) -> Cause:
@@ -276,8 +275,14 @@ def _failure_cause(found: Sequence[tuple[str, WorkerFailed]], around: Surroundin
     )
     return Cause(
         kind, charged, nodes[0] if named else "", nodes, first.rank, first.exit_code, evidence,
-        f"{kind} {first.exit_code} {first.error} {_VARYING.sub('#', first.message)}"[:400],
+        Signature(kind, exit_code=first.exit_code, error=_error_of(first, charged)),
     )  # fmt: skip
+
+
+def _error_of(failure: WorkerFailed, charged: str) -> ErrorSignature:
+    """Where a broken machine or network interrupts a script is chance; an error of its own has one place."""
+    traceback = failure.traceback if charged == APPLICATION else ""
+    return error_signature(failure.error, failure.message, traceback)
 
 
 def _told(failure: WorkerFailed) -> str:
@@ -301,7 +306,7 @@ def _straggler_cause(event: Straggling) -> Cause:
         event.rank,
         0,
         event.evidence,
-        f"{kind} {event.node}",
+        Signature(kind, event.node),
     )
 
 
@@ -319,7 +324,7 @@ def _hang_cause(kind: str, hung: RanksHung, around: Surroundings) -> Cause:
     node = nodes[0] if len(nodes) == 1 else ""
     rank = next(iter(hung.ranks or missing), None)
     evidence = "; ".join([hung.evidence, *stacks.evidence(around.stacks)])
-    return Cause(kind, causes.INFRASTRUCTURE, node, nodes, rank, 0, evidence, kind)
+    return Cause(kind, causes.INFRASTRUCTURE, node, nodes, rank, 0, evidence, Signature(kind))
 
 
 def describe_exit(exit_code: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from jurymast.core.signatures import Signature
+
 
 def because(evidence: str, why: str) -> str:
     """A decision's whole reason as one sentence: what was found, and what followed from it."""
@@ -27,7 +29,7 @@ class Incident:
     rank: int | None = None
     evidence: str = ""
     traceback: str = ""
-    signature: str = ""
+    signature: Signature = Signature()
     action: str = ""
     why: str = ""
     stopped_at: float | None = None

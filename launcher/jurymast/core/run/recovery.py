@@ -18,6 +18,7 @@ from jurymast.core.run.incident import Incident
 from jurymast.core.run.instructions import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.run.ladder import Decision, decide
 from jurymast.core.run.state import Exclusion, Findings, Node, Phase, Role, RunState
+from jurymast.core.signatures import Signature
 from jurymast.core.texts import NODES_TOLD, request, some
 from jurymast.errors import RunFailedError
 
@@ -130,7 +131,7 @@ def others_run(state: RunState, names: Collection[str]) -> bool:
 def settle(state: RunState, cause: str, evidence: str, action: str, charged: str = INFRASTRUCTURE) -> None:
     incident = state.incidents[-1]
     incident.cause, incident.evidence, incident.action = cause, evidence, action
-    incident.charged, incident.signature = charged, cause
+    incident.charged, incident.signature = charged, Signature(cause)
     incident.stopped_at = incident.decided_at = state.now
     _count_failure(state, incident)
 
