@@ -135,6 +135,13 @@ extend: other.yaml
     assert lines[8].endswith("(did you mean extends?)")
 
 
+def test_mistakes_come_by_file_and_line_whatever_the_file_is_called(tmp_path: Path) -> None:
+    text = "".join(f"x{number}: 1\n" for number in range(1, 11))
+    assert [line.split(": ")[:2] for line in complaints(write(tmp_path, "team: 7:3.yaml", text))] == [
+        ["team", f"7:3.yaml:{number}"] for number in range(1, 11)
+    ]
+
+
 def test_layers_merge_key_by_key_and_remember_where_each_value_came_from(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -150,11 +157,11 @@ def test_layers_merge_key_by_key_and_remember_where_each_value_came_from(tmp_pat
     assert resolved.settings().heartbeat_s == 2.0
     assert resolved.settings().hang_s == 0.0
     assert resolved.values["health"]["data"] == []
-    assert resolved.origins[("spares",)] == "command line"
-    assert resolved.origins[("detect", "heartbeat")] == f"{tmp_path}/site.yaml:2"
-    assert resolved.origins[("detect", "hang")] == f"{tmp_path}/team.yaml:2"
-    assert resolved.origins[("health", "data")] == "job.yaml:3"
-    assert resolved.origins[("detect", "join_within")] == "default"
+    assert str(resolved.origins[("spares",)]) == "command line"
+    assert str(resolved.origins[("detect", "heartbeat")]) == f"{tmp_path}/site.yaml:2"
+    assert str(resolved.origins[("detect", "hang")]) == f"{tmp_path}/team.yaml:2"
+    assert str(resolved.origins[("health", "data")]) == "job.yaml:3"
+    assert str(resolved.origins[("detect", "join_within")]) == "default"
 
 
 def test_a_mistake_hidden_by_a_higher_layer_still_shows(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def _explain(code: int, resolved: Resolved, as_json: bool) -> None:
     view = {
         "xid": code, "class": entry.group, "verdict": verdict.value, "kind": kind, "meaning": entry.meaning,
         "action": entry.action, "source": entry.source, "policy": own,
-        "origin": resolved.origins.get(("health", "xid", str(code))) if own else None,
+        "origin": str(resolved.origins[("health", "xid", str(code))]) if own else None,
     }  # fmt: skip
     if as_json:
         show_json(view)
@@ -139,7 +139,7 @@ def _list_thresholds(resolved: Resolved, as_json: bool) -> None:
     view = [
         {
             "name": name, "value": own.get(name, limit.value), "unit": limit.unit, "meaning": limit.meaning,
-            "source": resolved.origins.get(("health", "thresholds", name), limit.source),
+            "source": str(resolved.origins.get(("health", "thresholds", name), limit.source)),
         }
         for name, limit in thresholds().items()
     ]  # fmt: skip

@@ -43,7 +43,7 @@ def show(file: Path | None, origin: bool, as_json: bool) -> None:
 
     values: dict[str, object] = {"values": resolved.values}
     if origin:
-        values["origins"] = {spelled(key): place for key, place in resolved.origins.items()}
+        values["origins"] = {spelled(key): str(place) for key, place in resolved.origins.items()}
     click.echo(json.dumps(values, indent=1))
 
 

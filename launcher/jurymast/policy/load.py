@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -29,20 +29,31 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _UNEXPECTED = re.compile(r"[-+]?(0_*[0-9]|[0-9_]+:)")
 
 
+class Place(NamedTuple):
+    """Where a value was written: `source` is a file or, like "command line", another layer; without a `line`
+    (from 1 on) 0. Places sort by source, then line."""
+
+    source: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+
 @dataclass
 class Layer:
-    """Plain values, and where each was written (`file:line`); key () is the whole."""
+    """Plain values, and where each was written; key () is the whole."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[Key, str] = field(default_factory=dict)
+    origins: dict[Key, Place] = field(default_factory=dict)
     extends: list[str] = field(default_factory=list)
 
-    def origin(self, key: Key) -> str:
+    def origin(self, key: Key) -> Place:
         """Where `key` was written, or the nearest mapping around it."""
         while key and key not in self.origins:
             key = key[:-1]
-        return self.origins.get(key, self.name)
+        return self.origins.get(key, Place(self.name))
 
 
 def spelled(key: Key) -> str:
@@ -89,7 +100,7 @@ def _read(path: Path, shown: str) -> Layer:
 
 def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
     """The node's plain value; notes its place and those of everything in it."""
-    layer.origins[key] = f"{layer.name}:{node.start_mark.line + 1}"
+    layer.origins[key] = Place(layer.name, node.start_mark.line + 1)
     if len(layer.origins) > VALUES_MAX:
         top = key[:1]
         raise PolicyError(
@@ -114,7 +125,7 @@ def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
             continue
         result[name] = _plain(value_node, place, layer, problems)
         # A key's line is where its name stands: a mapping's own mark is the line of its first entry.
-        layer.origins[place] = f"{layer.name}:{name_node.start_mark.line + 1}"
+        layer.origins[place] = Place(layer.name, name_node.start_mark.line + 1)
     return result
 
 
@@ -178,7 +189,7 @@ def pairs_layer(name: str, pairs: Sequence[tuple[str, Any]]) -> Layer:
         for parent in parents:
             target = target.setdefault(parent, {})
         target[last] = value
-        layer.origins[tuple(dotted.split("."))] = name
+        layer.origins[tuple(dotted.split("."))] = Place(name)
     return layer
 
 

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ValidationError
 from jurymast.core.settings import Settings
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import PolicyError
-from jurymast.policy.load import Key, Layer, merge, spelled
+from jurymast.policy.load import Key, Layer, Place, merge, spelled
 from jurymast.policy.model import Policy
 
-DEFAULT = "default"
+DEFAULT = Place("default")
 # Nothing acts on these yet: a policy may only say of them what holds anyway.
 NOT_YET: tuple[Key, ...] = (("nodes", "min"), ("notify",))
 
@@ -27,7 +27,7 @@ class Resolved:
 
     policy: Policy
     values: dict[str, Any]
-    origins: dict[Key, str]
+    origins: dict[Key, Place]
 
     @property
     def digest(self) -> str:
@@ -88,28 +88,23 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
 
     Raises PolicyError with one line per mistake: `file:line: key.path: what is wrong`.
     """
-    problems = [line for layer in layers for line in _problems(layer)]
+    problems = [one for layer in layers for one in _problems(layer)]
     merged = merge(layers)
-    problems += [line for line in _problems(merged) if line not in problems]
+    problems += [one for one in _problems(merged) if one not in problems]
     if problems:
-        raise PolicyError("\n".join(sorted(problems, key=_place)))
+        lines = (f"{place}: {text}" for place, text in sorted(problems, key=lambda one: one[0]))
+        raise PolicyError("\n".join(lines))
     policy = Policy.model_validate(merged.values)
     written = _with_defaults(Policy, merged.values)
     origins = {key: merged.origins.get(key, DEFAULT) for key in _leaves(written, ())}
     return Resolved(policy, written, origins)
 
 
-def _place(problem: str) -> tuple[str, int]:
-    """Sorts `file:line: …` by file, then line."""
-    file, _, rest = problem.partition(":")
-    line = rest.partition(":")[0]
-    return file, int(line) if line.isdigit() else 0
-
-
-def _problems(layer: Layer) -> Iterator[str]:
+def _problems(layer: Layer) -> Iterator[tuple[Place, str]]:
+    """(where, `key.path: what is wrong`) of each mistake."""
     for key in NOT_YET:
         if _value(layer.values, key):
-            yield f"{layer.origin(key)}: {spelled(key)}: is not supported yet; leave it out"
+            yield layer.origin(key), f"{spelled(key)}: is not supported yet; leave it out"
     try:
         Policy.model_validate(layer.values)
     except ValidationError as error:
@@ -125,7 +120,7 @@ def _problems(layer: Layer) -> Iterator[str]:
                 what = f"needs keys below it: {', '.join(_keys(key))}"
             else:
                 what = one["msg"].removeprefix("Input ")
-            yield f"{layer.origin(key)}: {spelled(key)}: {what}"
+            yield layer.origin(key), f"{spelled(key)}: {what}"
 
 
 def _value(values: Any, key: Key) -> Any:
@@ -177,7 +172,7 @@ def _leaves(value: Any, key: Key) -> Iterator[Key]:
         yield key
 
 
-def _lines(values: dict[str, Any], key: Key, origins: dict[Key, str] | None) -> Iterator[str]:
+def _lines(values: dict[str, Any], key: Key, origins: dict[Key, Place] | None) -> Iterator[str]:
     for name, value in values.items():
         place = (*key, name)
         indent = "  " * len(key)
