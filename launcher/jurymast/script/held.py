@@ -1,5 +1,5 @@
-"""Signals that Slurm may be asked to send to the batch process before the job ends. They are held back until
-it can pass them on to the script: one that comes while modules load would end the job."""
+"""Signals that Slurm may send to the batch process before the job ends. They are blocked until the process
+can pass them on to the script: a signal that arrives while modules load would end the job."""
 
 from __future__ import annotations
 

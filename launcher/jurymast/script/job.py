@@ -30,7 +30,7 @@ TRAPS_S = 1.0
 
 
 def run(run_directory: str, arguments: list[str]) -> int:
-    """The script's exit code. Raises ClusterUnavailableError, RunDirectoryError."""
+    """Run the script; returns its exit code. Raises ClusterUnavailableError, RunDirectoryError."""
     directory = _own_directory(RunDirectory(Path(run_directory)))
     plan = directory.plan()
     allocation = from_slurm_environment()
@@ -61,7 +61,7 @@ def _environment(allocation: Allocation, plan: RunPlan) -> dict[str, str]:
 
 
 def interpreter(script: Path) -> list[str]:
-    """As the kernel reads a script's first line: a program, and at most one argument."""
+    """The script's interpreter as the kernel reads the first line: a program and at most one argument."""
     first, _, _ = foreign.read_own(script).partition(b"\n")
     words = os.fsdecode(first).removeprefix("#!").split(None, 1)
     return [word.strip() for word in words] or ["/bin/sh"]

@@ -12,8 +12,8 @@ EACH = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
 
 
 def narrowed(environment: Mapping[str, str], asked: int, active: int, hosts: str) -> dict[str, str]:
-    """`environment` of a job that `asked` for so many nodes, as one with only the `active` first of them has
-    it. `hosts`: Slurm's list of those."""
+    """`environment` of a job that requested `asked` nodes, as it would be in a job with only the first
+    `active` of them. `hosts`: Slurm's list of those nodes."""
     values = dict(environment)
     values.update({name: str(active) for name in COUNTS if name in environment})
     values.update({name: hosts for name in LISTS if name in environment})

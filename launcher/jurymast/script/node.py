@@ -1,7 +1,5 @@
-"""A launcher of trainings, where a batch script calls it: in a training step it becomes the node's agent.
-
-It runs in the Python that trains.
-"""
+"""A launcher of trainings, called by a batch script: in a training step it becomes the node's agent. It
+runs in the Python that trains."""
 
 from __future__ import annotations
 
@@ -30,19 +28,19 @@ ANSWER_LIMIT_S = 600.0
 
 
 def run(launcher: str, arguments: list[str]) -> int:
-    """As a launcher's process: its exit code. Raises UsageError."""
+    """Run as the launcher's process; returns its exit code. Raises UsageError."""
     if not shims.in_the_script(os.environ):
         _really(launcher, arguments)
     if folder := os.environ.get(shims.STEP_VARIABLE):
         return _join(Path(folder), launcher, arguments)
     if "SLURM_STEP_ID" in os.environ:
         if os.environ.get("SLURM_PROCID") == "0":  # one of many says it
-            say(f"{launcher}: this step was not seen to be a training, and runs without failure handling")
+            say(f"{launcher}: this step was not recognized as a training and runs without failure handling")
         _really(launcher, arguments)
     # In the script itself, on the batch host: as if srun had started it.
     job = RunDirectory(os.environ[shims.RUN_VARIABLE])
     if _on_each_node(torchrun.parse(arguments, os.environ, launch=launcher == "launch"), job):
-        say(f"{launcher} is to have one node of {job.plan().active}, and runs there without failure handling")
+        say(f"{launcher} uses one node of {job.plan().active} and runs there without failure handling")
         _really(launcher, arguments)
     command = run_module(sys.executable, "jurymast.script", launcher, *arguments)
     return Step(job).run(Srun((), tuple(command)))
@@ -62,7 +60,7 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
         if node >= active:
             return 0
         if node == 0:
-            say(f"{active} trainings of one node each ({launcher} --nnodes=1): without failure handling")
+            say(f"{active} trainings of one node each ({launcher} --nnodes=1) run without failure handling")
         _really(launcher, arguments)
     training = Training(
         script=launch.script, arguments=launch.arguments, module=launch.module, program=launch.program,
@@ -78,7 +76,7 @@ def _on_each_node(launch: torchrun.TorchrunLaunch, job: RunDirectory) -> bool:
 
 
 def run_tasks(count: int, gpus: int, command: list[str]) -> int:
-    """So many tasks of a command on each node, which srun would have started, each with so many GPUs."""
+    """Run `count` tasks of a command on this node, as srun would have started them, each with `gpus` GPUs."""
     python = python_command(command)
     program, *arguments = command
     training = Training(
@@ -118,7 +116,7 @@ def _await(path: Path) -> dict[str, Any]:
             return answer
         renew(path.parent)
         time.sleep(POLL_S)
-    raise ClusterUnavailableError(f"no word from the batch host within {ANSWER_LIMIT_S:g} s")
+    raise ClusterUnavailableError(f"the batch host did not answer within {ANSWER_LIMIT_S:g} s")
 
 
 def _become_agent(training: Training, run_directory: str, supervisor: str, node: str) -> NoReturn:

@@ -1,6 +1,6 @@
-"""Where a step's output goes: into the file that its srun names, or files, one a task; else where the step's
-front end writes, which is the job's output unless the script says otherwise. There people
-look for what the ranks print."""
+"""Where a step's output goes: to the file that its srun names, or to one file for each task; otherwise to
+where the step's front end writes. That is the job's output, unless the script redirects it. People look
+there for what the ranks print."""
 
 from __future__ import annotations
 

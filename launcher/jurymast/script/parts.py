@@ -1,8 +1,8 @@
-"""A training that a batch script starts by one srun for each node: each of them is a part. They come together
-here, the first one starts one step for all, and the others hand on what their node's ranks print.
+"""A training that a batch script starts by one srun for each node: each srun is a part.
 
-torchrun would wait for all parts as well, so nothing is lost by it. Parts of which some do not come run as
-they are.
+The parts meet here. The first part starts one step for all, and the others pass on what their node's ranks
+print. torchrun would wait for all parts as well, so this loses no time. If some parts do not come, the others
+run as they are.
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ def _lead(step: Step, srun: Srun, folder: Path) -> int | None:
     parts = gather(folder, step.active)
     if parts is None:
         note(folder / WORD, {})
-        say(f"not all of {step.active} steps of one node came within {LIMIT_S:g} s: no failure handling")
+        say(
+            f"not all {step.active} steps of one node each started within {LIMIT_S:g} s: "
+            "they run without failure handling"
+        )
         return None
     found = places(parts, step.nodes[: step.active])
     # Not on the node that a part names, which may be a spare: what counts is which ranks it has.

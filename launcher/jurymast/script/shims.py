@@ -1,9 +1,9 @@
-"""Our front ends, found before the real programs.
+"""Programs that a batch script finds before the real ones.
 
-srun is found in a directory that is first on PATH. torchrun, and whatever else starts ranks, is Python's: a
-hook that Python imports when it starts makes it ours, in the very Python that trains. So an environment that
-the script activates, or a container, may have its own torchrun; jurymast must be installed there as well. All
-of this lies in the run directory, which is the only thing that a container needs to see.
+srun is found in a directory that is first on PATH. torchrun, and everything else that starts ranks, runs in
+Python: a hook that Python imports at its start replaces it, in the very Python that trains. So the script may
+activate an environment or a container that has its own torchrun; jurymast must be installed there as well.
+All these files are in the run directory, which is the only directory that a container needs to see.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Our srun: a training step goes to the run's agents, everything else to the real one as it is."""
+"""The srun that a batch script finds: a training step goes to the run's agents, everything else to the
+real srun as it is."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ def _as_training(step: Step, srun: Srun) -> int | None:
         if recognise.starts_ranks(srun.command, read):
             return step.run_tasks(srun, tasks)
         if recognise.names_python(srun.command):
-            say(f"{srun.command[0]}: not seen to start ranks; if it does, they run without failure handling")
+            say(
+                f"{srun.command[0]}: not recognized as a training; "
+                "ranks that it starts run without failure handling"
+            )
     return None
 
 

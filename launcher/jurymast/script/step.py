@@ -64,7 +64,7 @@ STARTED_BY = os.getppid()  # the shell that runs the script
 
 
 def true_variables_file(job: RunDirectory) -> Path:
-    """Slurm's own values of the variables that the batch script sees narrowed."""
+    """The file with Slurm's own values of the variables that the batch script sees narrowed."""
     return job.submission / "variables.json"
 
 
@@ -236,13 +236,13 @@ class Step:
     ) -> None:
         run, ended = self._trainings.claim(training)
         if ended is not None:
-            say(f"{run.root.name} ended with code {ended} before the job was requeued; it is not run again")
+            say(f"{run.root.name} ended with exit code {ended} before the requeue; it is not run again")
             write_json(answer, {"exit_code": ended})
             self._trainings.told(run)
             return
         if ignored := sorted(set(training.ignored)):
             names = ", ".join(f"--{name}" for name in ignored)
-            say(f"not used of torchrun's options: {names} (jurymast restarts, and keeps logs, by its policy)")
+            say(f"torchrun's options {names} are not used: jurymast's policy decides about restarts and logs")
         plan = training.plan(self._plan, run)
         run.save_plan(plan)
         # What earlier lives of the job printed is there already.

@@ -37,9 +37,9 @@ LOCAL_RANK = "--local-rank=${local_rank}"  # torch fills the number in
 
 @dataclass(frozen=True)
 class TorchrunLaunch:
-    """What a launcher is asked to start: a script, a `module` or a `program`, with its arguments. `ranks` a
-    node, as written: a number, or auto, gpu, cpu. `nodes`: the most it may have, "" when it was not said.
-    `ignored`: options that would change something."""
+    """What a launcher starts: a script, a `module` or a `program`, with its arguments. `ranks` per node,
+    as written: a number, or auto, gpu, cpu. `nodes`: the largest number of nodes, "" if not given.
+    `ignored`: options that have no effect here."""
 
     script: str
     arguments: tuple[str, ...] = ()
@@ -57,7 +57,8 @@ class _Given:
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool = False) -> TorchrunLaunch:
-    """`words` behind `torchrun`, or behind `python -m torch.distributed.launch`. Raises UsageError."""
+    """What a torchrun command starts. `words` follow `torchrun`, or with `launch` `python -m
+    torch.distributed.launch`. Raises UsageError."""
     given = _split(words)
     for name in VARIABLES_READ:
         variable = VARIABLES + name.upper().replace("-", "_")
@@ -125,8 +126,8 @@ def _option(word: str) -> tuple[str, str | None]:
 
 
 def rank_count(ranks: str, gpus: int, processors: int) -> int:
-    """As torch counts: a number; gpu or auto, that is GPUs, and without any the processors. Raises
-    UsageError."""
+    """Ranks on a node, as torch counts them: a number; `gpu`, its GPUs; `cpu`, its processors; `auto`, its
+    GPUs, or its processors if it has none. Raises UsageError."""
     if ranks.isdigit() and int(ranks):
         return int(ranks)
     if ranks == "gpu" and gpus:
@@ -135,4 +136,6 @@ def rank_count(ranks: str, gpus: int, processors: int) -> int:
         return gpus or processors
     if ranks == "cpu":
         return processors
-    raise UsageError(f"torchrun: --nproc-per-node={ranks}: no number, and no GPU is here to count")
+    raise UsageError(
+        f"torchrun: --nproc-per-node={ranks}: must be a number, auto, cpu or gpu (if the node has one)"
+    )

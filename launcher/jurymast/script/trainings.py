@@ -1,8 +1,9 @@
-"""Which run is which training of a batch script, over all lives of its job.
+"""Which run belongs to which training of a batch script, over all lives of its job.
 
-The first training is the run that was submitted; each further one is a run of its own beside it. After a
-requeue the script begins again: a training of the same command goes on where it was, unless the script has
-heard already how it ended. One that ended while nobody could tell the script is told then, and not run again.
+The first training is the run that was submitted; each further training is a run of its own beside it. After a
+requeue the script starts again: a training of the same command continues where it was, unless the script
+already received its exit code. If a training ended while nobody could tell the script, the script receives
+the exit code now, and the training is not run again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jurymast.script.notes import noted
 
 @dataclass(frozen=True)
 class Training:
-    """What a launcher was asked to start, where; see `RunPlan`. `ignored` options were not used."""
+    """What a launcher starts, and where; see `RunPlan`. `ignored` options have no effect."""
 
     script: str
     arguments: tuple[str, ...]
@@ -39,12 +40,12 @@ class Training:
 
     @property
     def key(self) -> str:
-        """The same for trainings that share their checkpoints: of the same command, in the same place."""
+        """Equal for trainings that share their checkpoints: the same command in the same directory."""
         same = (self.script, self.arguments, self.module, self.ranks, self.directory)
         return hashlib.sha256(json.dumps(same).encode()).hexdigest()[:16]
 
     def plan(self, job: RunPlan, run: RunDirectory) -> RunPlan:
-        """Of `run`, in the batch script that `job` is the plan of."""
+        """The plan of `run`, one training of the batch script whose plan is `job`."""
         return replace(
             job, run=run.root.name, directory=str(run.root), script=self.script, arguments=self.arguments,
             module=self.module, program=self.program, tasks=self.tasks, gpus_per_task=self.gpus,
@@ -61,7 +62,7 @@ class Trainings:
         make_folder(self._folder)
 
     def claim(self, training: Training) -> tuple[RunDirectory, int | None]:
-        """The run of this training, and the exit code if it has ended unheard."""
+        """The run of this training, and its exit code if it ended before the script received it."""
         number = 1
         while True:
             file = self._folder / f"{training.key}-{number}.json"
@@ -78,13 +79,13 @@ class Trainings:
             return run, state.exit_code if state is not None and state.ended else None
 
     def told(self, run: RunDirectory, lost: Sequence[str] = ()) -> None:
-        """The script hears how this one has ended, and which nodes were `lost` meanwhile."""
+        """Note that the script has received this run's exit code, and which nodes were `lost` meanwhile."""
         for file, entry in self._entries():
             if entry["run"] == str(run.root):
                 self._write(file, run, {"told": True, "lost": list(lost)})
 
     def lost(self) -> set[str]:
-        """Nodes of this life that earlier trainings have lost."""
+        """Nodes that earlier trainings lost in this life of the job."""
         here = [entry for _, entry in self._entries() if entry["life"] == self._life]
         return {node for entry in here for node in entry.get("lost", ())}
 
@@ -107,7 +108,7 @@ class Trainings:
 
 
 def beside(submitted: RunDirectory, run: RunDirectory, job: str) -> None:
-    """Make a run of the same submission, which this Slurm job serves. Raises RunDirectoryError."""
+    """Make another run of the same submission, for this Slurm job. Raises RunDirectoryError."""
     plan = replace(submitted.plan(), run=run.root.name, directory=str(run.root))
     run.create()
     (run.submission / "jobs").mkdir(mode=0o700)
