@@ -29,7 +29,7 @@ def test_what_a_script_sets_before_torch_counts_and_is_told_once(tmp_path: Path)
     assert (cold.attempt, cold.seconds > 0) == (1, True)
     assert cold.why == "the script sets OMP_NUM_THREADS before it imports torch"
     told = jurymast("events", str(run.directory.root)).stdout
-    assert "from now on ranks load everything themselves, which adds" in told
+    assert "from now on ranks start cold and load everything themselves, which adds" in told
 
 
 def test_a_policy_that_wants_cold_starts_gets_them(tmp_path: Path) -> None:

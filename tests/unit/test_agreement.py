@@ -314,7 +314,9 @@ def test_status_tells_the_cadence_and_what_the_rate_rests_on() -> None:
     saves, failures = cadence_lines({"cadence": found})
     assert saves.startswith(f"saves      every {told.every_steps} steps (")
     assert f"next at step {told.first_step}" in saves
-    assert saves.endswith("what loses least at this failure rate, twice the failures would cost 0.1 points")
+    assert saves.endswith(
+        "what loses least at this failure rate, twice the failure rate would cost 0.1 points of goodput"
+    )
     assert failures.endswith(
         "after 0 failures here, 3 in 41 node-days of 2 earlier runs, no Slurm accounting"
     )

@@ -144,7 +144,7 @@ def test_several_nodes_events_in_one_line_are_whole_or_not_read(colleague: Colle
 def test_a_line_that_no_run_writes_there_is_named(colleague: Colleague) -> None:
     entries, line = with_other(colleague.lines, "HealthFound", verdict="perhaps")
     told = colleague.complaints(entries, RunDirectoryError.exit_code)
-    assert f"{colleague.journal}, line {line}: HealthFound cannot follow what the lines before say" in told
+    assert f"{colleague.journal}, line {line}: HealthFound contradicts the lines before it" in told
 
 
 def test_whatever_stands_there_ends_no_command_in_a_traceback(colleague: Colleague) -> None:

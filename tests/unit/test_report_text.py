@@ -286,7 +286,7 @@ def test_the_report_text(tmp_path: Path) -> None:
     )
     assert "     swap: replaced: n3 out, a spare in\n" in shown, "the line above has the evidence"
     assert "MTBF " in shown
-    assert "cadence    policy: 20 steps; 1 save, stall 400 ms, 4 MB each; at this MTBF best: every" in shown
+    assert "cadence    policy: 20 steps; 1 save, stall 400 ms, 4 MB each; best at this MTBF: every" in shown
 
 
 def test_an_empty_report_is_a_report_too(tmp_path: Path) -> None:

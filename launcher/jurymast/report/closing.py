@@ -15,11 +15,9 @@ from jurymast.wire.endpoint import claim_epoch
 
 
 def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
-    """Write into the journal, as an epoch of its own, that `by` cancelled the run, and that as its outcome,
-    which others wait for who want its directory of checkpoints. Its job must be gone.
-
-    Claiming the epoch fences a supervisor that could not be reached. Raises RunDirectoryError, OSError.
-    """
+    """Write into the journal, as a new epoch, that `by` cancelled the run; then write the outcome, which
+    other runs wait for that want to use its checkpoint directory. The run's job must be gone. Claiming the
+    epoch fences a supervisor that could not be reached. Raises RunDirectoryError, OSError."""
     epoch = claim_epoch(directory.epochs)
     state = replay(directory)
     if state.ended:

@@ -98,9 +98,7 @@ def _slurm(conf: dict[str, str], trouble: str) -> DoctorCheck:
     version = conf.get("SLURM_VERSION", "")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_SLURM:
-        return DoctorCheck(
-            "slurm", NOTE, version, "older than 22.05, which is the oldest that jurymast is tested with"
-        )
+        return DoctorCheck("slurm", NOTE, version, "the oldest version that jurymast is tested with is 22.05")
     return DoctorCheck("slurm", YES, f"{version}, cluster {conf.get('ClusterName', '?')}")
 
 
@@ -118,7 +116,7 @@ def _runs_directory(site: SlurmSite) -> DoctorCheck:
     if not kind.startswith(SHARED):
         return DoctorCheck(
             name, NOTE, f"{site.runs} can be written, on {kind or 'an unknown file system'}",
-            "make sure that every node sees the same directory; the supervisor's successor needs it, too",
+            "make sure that every node sees the same directory; a supervisor that takes over needs it",
         )  # fmt: skip
     return DoctorCheck(name, YES, f"{site.runs} can be written, on {kind}")
 
@@ -144,12 +142,15 @@ def _torch(site: SlurmSite) -> DoctorCheck:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return DoctorCheck(
-            "torch", NO, f"none in {python}", "pip install torch beside jurymast, where all nodes see it"
+            "torch",
+            NO,
+            f"not installed in {python}",
+            "pip install torch beside jurymast, where all nodes see it",
         )
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TORCH:
         return DoctorCheck("torch", NO, f"{version} in {python}", "torch 2.6 or newer is needed")
     if closed := closed_above(Path(sys.executable)):
-        return DoctorCheck("torch", NO, f"{python} lies below {closed}, which others cannot enter",
+        return DoctorCheck("torch", NO, f"{python} is below {closed}, which other users cannot enter",
                      "install it where the nodes and other users can read it")  # fmt: skip
     return DoctorCheck("torch", YES, f"{version} in {python}")
 
@@ -203,9 +204,9 @@ def _shrink(site: SlurmSite) -> DoctorCheck:
     if "disable_job_shrink" in site.conf.get("SchedulerParameters", ""):
         return DoctorCheck(
             "give nodes back", NOTE, "SchedulerParameters has disable_job_shrink",
-            "a sick node stays in the job, idle, until that ends; take it out of slurm.conf to change this",
+            "a bad node stays idle in the job until the job ends; remove it from slurm.conf to change this",
         )  # fmt: skip
-    return DoctorCheck("give nodes back", YES, "a running job may give a sick node back")
+    return DoctorCheck("give nodes back", YES, "a running job may give a bad node back")
 
 
 def _kill_wait(site: SlurmSite) -> DoctorCheck:
@@ -215,7 +216,7 @@ def _kill_wait(site: SlurmSite) -> DoctorCheck:
     if wait_s < LEAST_KILL_WAIT_S:
         return DoctorCheck(
             "time to save", NOTE, f"KillWait={wait_s} s",
-            f"{LEAST_KILL_WAIT_S} s or more leave time to bring the last checkpoint to storage",
+            f"{LEAST_KILL_WAIT_S} s or more leave time to write the last checkpoint to storage",
         )  # fmt: skip
     return DoctorCheck("time to save", YES, f"KillWait={wait_s} s")
 
@@ -224,9 +225,9 @@ def _node_timeout(site: SlurmSite) -> DoctorCheck:
     wait_s = seconds(site.conf.get("SlurmdTimeout", ""))
     if wait_s is None:
         return _unseen("lost nodes")
-    found = f"SlurmdTimeout={wait_s} s; jurymast notices by itself, within seconds"
+    found = f"SlurmdTimeout={wait_s} s; jurymast itself detects lost nodes within seconds"
     if wait_s == 0:
-        return DoctorCheck("lost nodes", NOTE, found, "with 0 Slurm never takes a dead node out of the job")
+        return DoctorCheck("lost nodes", NOTE, found, "with 0, Slurm never removes a dead node from the job")
     return DoctorCheck("lost nodes", YES, found)
 
 
@@ -237,15 +238,13 @@ def _drain(site: SlurmSite) -> DoctorCheck:
     level = _admin_level()
     if os.geteuid() == 0 or level == "Administrator":
         return DoctorCheck(
-            "drain", YES, "you are Slurm's administrator; runs use the site's health check all the same"
+            "drain", YES, "you are a Slurm administrator; runs use the site's health check nevertheless"
         )
     program = site.conf.get("HealthCheckProgram", "(null)")
     if _is_ours(program):
-        return DoctorCheck(
-            "drain", YES, "by the site's health check, on munge's word: nodes_policy.bad: drain"
-        )
+        return DoctorCheck("drain", YES, "by the site's health check, with munge: nodes_policy.bad: drain")
     return DoctorCheck(
-        "drain", NOTE, "not for users; runs exclude bad nodes from themselves (nodes_policy.bad: exclude)",
+        "drain", NOTE, "users may not; runs exclude bad nodes from later runs (nodes_policy.bad: exclude)",
         "ask the site to install slurm/site/healthcheck if bad nodes should be drained for everybody",
     )  # fmt: skip
 
@@ -275,7 +274,7 @@ def _health_check(site: SlurmSite) -> DoctorCheck:
         return DoctorCheck("health check", NOTE, "HealthCheckProgram is not set", "see slurm/site/README.md")
     if not _is_ours(program):
         return DoctorCheck(
-            "health check", NOTE, f"{program} is not jurymast's", "let it call slurm/site/healthcheck, too"
+            "health check", NOTE, f"{program} is not jurymast's", "have it also call slurm/site/healthcheck"
         )
     if seconds(every) == 0:
         return DoctorCheck(
@@ -300,7 +299,7 @@ def _spool(site: SlurmSite) -> DoctorCheck:
         return DoctorCheck(
             name, NO, f"{spool} has mode {stat.S_IMODE(status.st_mode):o}, uid {status.st_uid}", todo
         )
-    return DoctorCheck(name, YES, f"{spool} takes them")
+    return DoctorCheck(name, YES, f"{spool} accepts them")
 
 
 def _clock(site: SlurmSite) -> DoctorCheck:
@@ -326,7 +325,7 @@ def _clock(site: SlurmSite) -> DoctorCheck:
 
 
 def _unseen(name: str) -> DoctorCheck:
-    return DoctorCheck(name, NOTE, "not known without Slurm's answer")
+    return DoctorCheck(name, NOTE, "not known: Slurm does not answer")
 
 
 def seconds(text: str) -> int | None:
@@ -394,8 +393,8 @@ def _python(environment: Mapping[str, str]) -> DoctorCheck:
 
 
 def _interface(variable: str, value: str, here: set[str]) -> DoctorCheck:
-    """As NCCL reads it: names begin so; `=` before them means all of the name, `^` others than these. gloo
-    knows names only."""
+    """Checks a variable as NCCL reads it: a list of prefixes of names; after `=` whole names, after `^`
+    the names to leave out. gloo knows whole names only."""
     exact, others = "=" in value[:2], value.startswith("^")
     names = re.sub(r"^\^?=?", "", value).split(",")
 
@@ -405,5 +404,5 @@ def _interface(variable: str, value: str, here: set[str]) -> DoctorCheck:
 
     if any(is_named(interface) != others for interface in here):
         return DoctorCheck(variable, YES, value)
-    found = f"{value}, which is none of {', '.join(sorted(here))}"
+    found = f"{value} matches none of {', '.join(sorted(here))}"
     return DoctorCheck(variable, NO, found, "name one that all nodes have")

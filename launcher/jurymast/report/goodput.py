@@ -104,7 +104,7 @@ def _cadence_json(saves: SaveCounts, failures: Mtbf, state: RunState) -> dict[st
 
 
 def cadence_words(settings: Settings) -> str:
-    """As a policy spells it; a script that sets its own cadence is not seen here."""
+    """The cadence as a policy spells it. A cadence that the script sets itself is not known here."""
     if settings.cadence_steps is not None:
         return f"{settings.cadence_steps} steps"
     return "auto" if settings.cadence_s is None else f"{settings.cadence_s:g} s"
@@ -167,10 +167,10 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
 
 
 def reach(report: Mapping[str, Any], form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Up to when the report goes, and whether that is the end."""
+    """The time at which the report ends, and whether the run ended there."""
     kind = "provisional" if report["provisional"] else "final"
     if report["until"] is None:
-        return f"{kind}, nothing is known of its time"
+        return f"{kind}, its times are not known"
     until = datetime.fromisoformat(report["until"]).strftime(form)
     return f"{kind}, up to {until}"
 
@@ -216,7 +216,7 @@ def mtbf_text(report: Mapping[str, Any]) -> str:
     found = report["mtbf"]
     seen = f"{count(found['failures'], 'failure')} in {duration(found['observed_seconds'])} with nodes"
     predicted = (
-        f"usual for {count(report['nodes']['active'], 'node')}: {duration(found['predicted_seconds'])}"
+        f"expected of {count(report['nodes']['active'], 'node')}: {duration(found['predicted_seconds'])}"
     )
     if found["seconds"] is None:
         low = f", so at least {duration(found['low_seconds'])} (95 %)" if found["low_seconds"] else ""
@@ -237,7 +237,7 @@ def cadence_text(report: Mapping[str, Any]) -> str:
         text += f", one every {duration(found['interval_seconds'])}"
     text += f", stall {duration(found['stall_seconds'])}"
     text += f", {size(found['size_bytes'])} each" if found["size_bytes"] else ""
-    return f"{text}; at this MTBF best: every {duration(found['optimal_seconds'])}"
+    return f"{text}; best at this MTBF: every {duration(found['optimal_seconds'])}"
 
 
 def source_text(report: Mapping[str, Any]) -> str:

@@ -41,7 +41,7 @@ def clean(text: str) -> str:
 
 
 def one_line(text: str, most: int | None = None) -> str:
-    """`text` on one line, control characters replaced, cut after `most` characters."""
+    """`text` on one line, with control characters replaced, cut after `most` characters."""
     line = clean(" ".join(text.split("\n")) if "\n" in text else text)
     return line if most is None or len(line) <= most else f"{line[: most - 4].rstrip()} ..."
 

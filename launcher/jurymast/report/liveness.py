@@ -1,5 +1,5 @@
-"""Does anything still run for this run, and what does its supervisor say? The journal cannot tell when its
-writer died without a word, or cannot write."""
+"""Is a run's job alive, and what does its supervisor say? The journal cannot tell if its writer died
+without a word, or cannot write."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ WAITING_STATES = frozenset(
 
 @dataclass(frozen=True)
 class Liveness:
-    """`kind`: ended (the journal says so), alive, pending, gone or unknown; `detail` is Slurm's word for it
-    (PENDING comes with the reason). What was looked at is a Slurm `job`, or the local process `pid`."""
+    """`kind`: ended (the journal says so), alive, pending, gone or unknown. `detail` is Slurm's word for
+    it, for PENDING with the reason. `job` is the Slurm job that was looked at, `pid` the local process."""
 
     kind: str
     detail: str = ""
@@ -135,7 +135,7 @@ def slurm_state(job: str, cluster: str = "") -> Liveness:
     except FileNotFoundError:
         return Liveness("unknown", "there is no squeue here", job)
     except subprocess.TimeoutExpired:
-        return Liveness("unknown", f"Slurm gave no answer within {ANSWER_LIMIT_S:.0f} s", job)
+        return Liveness("unknown", f"Slurm did not answer within {ANSWER_LIMIT_S:.0f} s", job)
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or ["squeue failed"])[-1]
         if "Invalid job id" in said:
@@ -157,8 +157,9 @@ def judge(job: str, word: str, reason: str) -> Liveness:
 
 
 def hear(directory: RunDirectory, state: RunState, silent_s: float) -> Condition | None:
-    """The supervisor's own word on a run whose journal has been silent for `silent_s` seconds; None when
-    there is no need to ask, or no answer. A run that has ended may still wait for its last checkpoint."""
+    """The supervisor's own answer about a run whose journal has been silent for `silent_s` seconds; None
+    if there is no need to ask, or no answer. A run that has ended may still be waiting for its last
+    checkpoint."""
     if foreign.exists(directory.outcome_file) or (silent_s < SILENT_S and not state.ended):
         return None
     if find(directory.epochs) is None:

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def node_rows(runs: Path, exclusion_s: float) -> list[Row]:
-    """One row a node that served a run below `runs`, those with most against them first."""
+    """One row for each node that served a run below `runs`; nodes with the most against them come first."""
     now = time.time()
     out = out_of_service(now)
     earlier, forgiven = past_runs(runs), forgiven_nodes(runs)
@@ -69,7 +69,7 @@ def _row(record: NodeRecord, out: tuple[float, str] | None, fleet: float, now: f
 
 
 def node_blocks(rows: list[Row], *, everything: bool) -> list[Block]:
-    """A table; without `everything` only nodes with something against them."""
+    """The table; without `everything` it shows only nodes with something against them."""
     shown = [r for r in rows if everything or r["incidents"] or r["lemon_score"] or r["excluded"]]
     blocks: list[Block] = []
     if shown:
@@ -90,9 +90,8 @@ def _cells(row: Row) -> list[str]:
     if row["after_repair"]:
         cause += f"; {row['why_rate']}"
     if row["out_of_service_s"] is not None:
-        cause += (
-            f"; in Slurm out for {duration(row['out_of_service_s'])}: {row['slurm_reason'] or 'no reason'}"
-        )
+        reason = row["slurm_reason"] or "no reason"
+        cause += f"; out of service in Slurm for {duration(row['out_of_service_s'])}: {reason}"
     return [
         row["node"], str(row["runs"]), str(row["incidents"]), _when(row["last_at"]), str(row["strikes"]),
         f"{row['lemon_score']}/{len(row['signals'])}", _times(row["rate_times"]), _kept_out(row), cause,

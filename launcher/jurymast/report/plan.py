@@ -24,9 +24,9 @@ from jurymast.sim.durations import NODE_BYTES, TRAINING_START_S, Durations, Meas
 
 GB = 1e9
 DEFINITIONS = {
-    "goodput": "share of the time in which training makes steps that count, while all nodes are there",
-    "ettr": "the same, with the time in which the run waits for a node; no queue before the start",
-    "allocation_goodput": "the same with the spares' time in the denominator",
+    "goodput": "share of the time spent on steps that count, while all nodes are present",
+    "ettr": "the same, including waits for a node, but not the queue before the start",
+    "allocation_goodput": "the same, with the spares' time in the denominator",
 }
 
 
@@ -104,11 +104,13 @@ def _needed_json(needed: Needed) -> dict[str, Any]:
 
 
 def _assumed(found: Forecast, restart: Sequence[str]) -> list[str]:
-    """What was not said and stands on a guess, for people."""
+    """The assumptions that no option replaced, for people."""
     question = found.question
     said = []
     if question.by_target:
-        said.append(f"the storage writes as fast as {100 * question.target:g} % needs (--storage-gb-per-s)")
+        said.append(
+            f"the storage is as fast as {100 * question.target:g} % goodput needs (--storage-gb-per-s)"
+        )
     elif question.stall_s is None:
         source = "guessed" if question.checkpoint_bytes is None else "from the checkpoint's size"
         said.append(f"training waits {question.stall_used_s:.2g} s for each save, {source} (--stall-s)")
@@ -116,11 +118,12 @@ def _assumed(found: Forecast, restart: Sequence[str]) -> list[str]:
         said.append(f"{question.rate.rate:.3g} failures per 1,000 node-days, not measured here (--rate)")
     said.append(f"{question.restart_s:.3g} s from a failure to new steps (--restart-s)")
     said += [f"  {line}" for line in restart]
-    said.append("failures are noticed, and ranks restarted, as quickly among all these nodes as among four")
+    said.append("failures are detected and ranks restarted as fast on all these nodes as on four")
     if found.way.name == "memory":
         said.append(
-            f"{100 * question.durable_share:g} % of failures take both copies in memory along; a node copies "
-            f"{COPY_BYTES_PER_S / GB:g} GB/s in its memory, {REPLICATE_BYTES_PER_S / GB:g} GB/s to another"
+            f"{100 * question.durable_share:g} % of failures destroy both copies in memory; a node "
+            f"copies {COPY_BYTES_PER_S / GB:g} GB/s within its memory, "
+            f"{REPLICATE_BYTES_PER_S / GB:g} GB/s to another"
         )
     said.append(f"a lost node is replaced in {question.replace_s / 3600.0:g} h (--replace-h)")
     return said
@@ -129,8 +132,8 @@ def _assumed(found: Forecast, restart: Sequence[str]) -> list[str]:
 def restart_lines(
     measured: Measured, durations: Durations, nodes: int, checkpoint_bytes: float | None
 ) -> list[str]:
-    """How the restart time comes about when nobody said it. The option is `--restart` (of `plan`:
-    `--restart-s`)."""
+    """How the restart time is made up if no option gave it. The option is `--restart`, or for `plan`
+    `--restart-s`."""
     own_s = durations.detection_s + durations.stop_s + durations.launch_s
     node_bytes = NODE_BYTES if checkpoint_bytes is None else checkpoint_bytes / nodes
     guess = "; the checkpoint's size is a guess (--checkpoint-bytes)" if checkpoint_bytes is None else ""
@@ -146,8 +149,8 @@ def restart_lines(
 
 WAYS = {
     "blocking": "training waits for each write to shared storage",
-    "asynchronous": "training waits for a copy in memory, which is written behind its back",
-    "memory": "saves stay in the memory of two nodes each; some of them are written",
+    "asynchronous": "training waits for a copy in memory, which is written in the background",
+    "memory": "each save is kept in the memory of two nodes; some are also written to shared storage",
 }
 
 
@@ -227,14 +230,14 @@ def _spares(plan: Mapping[str, Any]) -> list[Block]:
 
 
 def gains(plan: Mapping[str, Any]) -> list[str]:
-    """What would change the figures, a line each."""
+    """What would change the figures, one line for each."""
     lines = [f"one more spare: {points(plan['gain']['one_more_spare'])} of allocation goodput"]
     faster = plan["gain"]["storage_twice_as_fast"]
     if faster is not None:
         lines.append(f"storage twice as fast: {points(faster)} of goodput")
     wrong = plan["sensitivity"]
     lines.append(
-        f"a cadence for a failure rate {wrong['rate_factor']:g} times off: "
+        f"a cadence chosen for a failure rate {wrong['rate_factor']:g} times off: "
         f"{points(-wrong['goodput_lost'])} of goodput"
     )
     return lines + [_needed(each) for each in plan["needed_for_target"]]
@@ -247,12 +250,12 @@ def _needed(each: Mapping[str, Any]) -> str:
     goal = f"{100 * each['goodput']:g} % with {restart} needs"
     blocking, asynchronous = each["blocking_gb_per_s"], each["asynchronous_gb_per_s"]
     if blocking is None and asynchronous is None:
-        return f"{goal} another way to save: no storage is fast enough"
+        return f"{goal} another way to save; no storage is fast enough"
     if blocking is None:
-        return f"{goal} storage of {speed(asynchronous)}, written behind training's back"
+        return f"{goal} storage of {speed(asynchronous)}, written in the background"
     if asynchronous is None:
         return f"{goal} storage of {speed(blocking)}"
-    return f"{goal} storage of {speed(blocking)} when training waits for it, {speed(asynchronous)} when not"
+    return f"{goal} storage of {speed(blocking)} if training waits for it, {speed(asynchronous)} if not"
 
 
 def minutes(value: float) -> str:

@@ -21,13 +21,14 @@ ROUTINE = frozenset({"NodeReady", "WorkersStarted", "WorkersStopped", "NodeFinis
 
 
 def is_routine(entry: Entry) -> bool:
-    """Shown only when asked for: routine, or a probe that could not see something."""
+    """True for entries that are shown only on request: routine, or a probe that could not see something."""
     unseen = entry.get("verdict") == "unknown" and entry.get("kind") not in (APPLICATION, SYMPATHETIC)
     return entry.get("event") in ROUTINE or (entry.get("event") == "HealthFound" and unseen)
 
 
 def sentence(entry: Entry) -> str:
-    """What one journal entry says; of several nodes' the first. Entries of unknown kinds are named."""
+    """What one journal entry says; for the same report of several nodes, what the first says. Entries of
+    unknown kinds are named."""
     if "each" in entry:
         first, *more = single(dict(entry))
         return f"{sentence(first)} (and {len(more)} more nodes)"
@@ -36,7 +37,7 @@ def sentence(entry: Entry) -> str:
         told = tell(entry) if tell else str(entry["decision"])
         return f"=> {told}: {entry['reason']}" if entry.get("reason") else f"=> {told}"
     say = _EVENTS.get(str(entry.get("event")))
-    return say(entry) if say else f"({entry.get('event')}, of a newer version of jurymast)"
+    return say(entry) if say else f"({entry.get('event')}, written by a newer version of jurymast)"
 
 
 def short_reason(evidence: str, why: str, most: int) -> str:
@@ -135,7 +136,9 @@ def _restored(e: Entry) -> str:
 
 def _cold_start(e: Entry) -> str:
     takes = f", which adds {duration(e['seconds'])} to a start" if e["seconds"] else ""
-    return f"from now on ranks load everything themselves{takes} (rank {e['rank']}): {e['why']}"
+    return (
+        f"from now on ranks start cold and load everything themselves{takes} (rank {e['rank']}): {e['why']}"
+    )
 
 
 def _asked(e: Entry) -> str:
@@ -157,7 +160,7 @@ def _node_tested(e: Entry) -> str:
         "ok": "passed its tests",
         "suspect": "is suspect after its tests",
         "bad": "FAILED its tests",
-        "unknown": "could not be judged by tests",
+        "unknown": "had tests without a clear result",
     }.get(e["verdict"], e["verdict"])
     partner = f", paired with {e['partner']} last" if e.get("partner") else ""
     return f"node {e['node']} {told}: {e['message']} ({duration(e.get('seconds'))}{partner})"

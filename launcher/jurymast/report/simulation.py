@@ -65,8 +65,9 @@ def simulate_blocks(found: Mapping[str, Any]) -> list[Block]:
 def simulated_lines(
     measured: Measured, durations: Durations, setup: Mapping[str, Any], said: Mapping[str, Any]
 ) -> list[str]:
-    """Of `simulate`: `setup` has nodes, rate and replicas, `said` the options, None where not said."""
-    lines = ["failures are noticed, and ranks restarted, as quickly among all these nodes as among four"]
+    """The assumptions of `simulate`. `setup` has nodes, rate and replicas; `said` has the options, None
+    for those that were not given."""
+    lines = ["failures are detected and ranks restarted as fast on all these nodes as on four"]
     if said["restart"] is None:
         lines += restart_lines(measured, durations, setup["nodes"], said["checkpoint_bytes"])
     if said["stall"] is None:
@@ -80,8 +81,8 @@ def simulated_lines(
             lines.append(f"storage takes a whole checkpoint in {written} (--storage-gb-per-s)")
         held = f"replicas on {count(setup['replicas'], 'other node')}, a spare or half the run away"
         lines.append(
-            f"{held if setup['replicas'] else 'no replicas'}: if all that hold a copy are lost at once, back "
-            "to the newest save in storage"
+            f"{held if setup['replicas'] else 'no replicas'}: if all that hold a copy are lost at once, "
+            "the run goes back to the newest save in storage"
         )
     for name, text in (
         ("step", f"a step takes {duration(durations.step_s)}"),

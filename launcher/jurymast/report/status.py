@@ -376,7 +376,9 @@ def _saves(found: Mapping[str, Any]) -> str:
     if found["reason"]:
         parts.append(str(found["reason"]))
     if found["cost_if_rate_twice"] is not None:
-        parts.append(f"twice the failures would cost {100 * found['cost_if_rate_twice']:.1g} points")
+        parts.append(
+            f"twice the failure rate would cost {100 * found['cost_if_rate_twice']:.1g} points of goodput"
+        )
     return ", ".join(parts)
 
 
@@ -497,12 +499,12 @@ def _incident_blocks(view: View, everything: bool) -> list[Block]:
 
 
 def _cut(text: str) -> str:
-    """What somebody else may have written at length; `--json` and the report have all of it."""
+    """A text that may be long, cut short; `--json` and the report have all of it."""
     return one_line(text, TEXT_CHARACTERS)
 
 
 def _cause(incident: View) -> str:
-    return incident["cause"] or ("(being found)" if incident["open"] else "-")
+    return incident["cause"] or ("(being diagnosed)" if incident["open"] else "-")
 
 
 def _took(incident: View) -> str:

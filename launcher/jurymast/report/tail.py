@@ -68,7 +68,7 @@ class JournalTail:
 
     @property
     def unread(self) -> list[str]:
-        """What of the journal is missing or could not be read, in words."""
+        """What is missing from the journal or could not be read, in words."""
         found = [text for epoch in self._epochs.values() for text in epoch.unread()]
         if self._epochs and not any(name.endswith("-000001.jsonl") for name in self._epochs):
             found.insert(0, f"the journal begins with {min(self._epochs)}: what came before is not shown")
@@ -77,13 +77,13 @@ class JournalTail:
         return found
 
     def poll(self) -> list[Entry]:
-        """The entries since the last call, oldest first, those of several nodes together (see
-        `journal.single`); `state` has taken them in."""
+        """The entries since the last call, oldest first; entries that report the same of several nodes are
+        together (see `journal.single`). `state` includes them."""
         return list(self.new())
 
     def new(self) -> Iterator[Entry]:
-        """As `poll`, one by one: `state` has taken in those that were given. Raises RunDirectoryError, naming
-        the line, for what no run does."""
+        """As `poll`, one by one: `state` includes those that were yielded. Raises RunDirectoryError, which
+        names the line, for an entry that contradicts the lines before it."""
         files = list(self.directory.journal_files())
         for number, path in enumerate(files, 1):
             epoch = self._epochs.setdefault(path.name, _EpochTail(path))
@@ -100,7 +100,7 @@ class JournalTail:
         except Exception as error:
             what = entry.get("event", "this")
             raise RunDirectoryError(
-                f"{where}: {what} cannot follow what the lines before say ({type(error).__name__}: {error})"
+                f"{where}: {what} contradicts the lines before it ({type(error).__name__}: {error})"
             ) from error
 
     def _begin(self, path: Path) -> EpochBegin:

@@ -19,7 +19,7 @@ from jurymast.report.layout import clean
 
 
 def render(template: str, page: object, data: Mapping[str, Any]) -> str:
-    """The page; `data` is the JSON object that it is made from, which goes along in it."""
+    """The page. `data` is the JSON object that it is made from; the page contains it."""
     return _environment().get_template(template).render(page=page, data=data)
 
 

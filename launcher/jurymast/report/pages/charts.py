@@ -196,7 +196,7 @@ def timeline(account: Account, incidents: Sequence[Incident]) -> Timeline | None
     free = 0.0
     for incident in incidents:
         x = place(round(incident.fault_at * 1e6))
-        tip = f"incident {incident.id}: {incident.cause or 'being found'}"
+        tip = f"incident {incident.id}: {incident.cause or 'being diagnosed'}"
         flags.append(Flag(incident.id, x, x >= free, f"{tip} on {incident.node}" if incident.node else tip))
         free = x + FLAG_PX if x >= free else free
     marks = tuple(AxisTick(place(t), label) for t, label in ticks(start, end))

@@ -175,11 +175,11 @@ def _ratio_cards(report: Mapping[str, Any]) -> list[Card]:
 
 def _incident_card(incidents: Sequence[IncidentView]) -> Card:
     if not incidents:
-        return Card("Incidents", "none", "no failure, and nobody asked for a restart")
+        return Card("Incidents", "none", "no failures, and no restart was requested")
     worst = max(incidents, key=lambda each: each.total)
     told = f"cost {duration(sum(each.total for each in incidents))} of training"
     if len(incidents) > 1:
-        told += f"; the longest, {worst.cause or 'being found'} (#{worst.id}), {duration(worst.total)}"
+        told += f"; the longest, {worst.cause or 'being diagnosed'} (#{worst.id}), {duration(worst.total)}"
     return Card("Incidents", str(len(incidents)), told)
 
 
@@ -196,7 +196,7 @@ def _incident(incident: Mapping[str, Any]) -> IncidentView:
     return IncidentView(
         id=incident["id"],
         at=_clock(incident["at"]),
-        cause=incident["cause"] or "being found",
+        cause=incident["cause"] or "being diagnosed",
         meaning=known.meaning[:1].upper() + known.meaning[1:] if known else "",
         todo=known.todo if known else "",
         node=incident["node"],
