@@ -70,7 +70,7 @@ def test_a_cadence_is_agreed_on_and_saves_are_made_when_somebody_asks(tmp_path: 
 
         # A node that is taken out by hand costs no step but those since that save.
         victim = run.state().placement[1]
-        assert jurymast("replace", root, victim).returncode == 0
+        assert jurymast("drain", root, victim).returncode == 0
         state = run.wait("the swap", lambda s: s.attempt == 2 and s.first_step_at is not None)
         asks = [(e.what, e.by) for e in run.events() if isinstance(e, ev.Asked)]
         assert ("save", f"{asks[-1][1]}, before {victim} is removed") in asks

@@ -249,7 +249,7 @@ MISTAKES: list[tuple[str, int, str, str]] = [
     ("logs {run}", 67, "there is no log for attempt", ""),
     ("logs {run} --job --rank 1", 64, "leave out --rank, --all and --attempt", ""),
     ("restart {run}", 74, "the run has ended already (succeeded: every rank ended with exit code 0)", ""),
-    ("replace {run} n1", 74, "the run has ended already (succeeded", ""),
+    ("drain {run} n1", 74, "the run has ended already (succeeded", ""),
     ("checkpoints {run} --object nonsense", 64, "--object nonsense: not the URL", "s3://"),
     ("report {run} --html /nowhere/page.html", 73, "cannot write /nowhere/page.html", ""),
     ("report {run} --html x --compare {run}", 64, "exclude each other", ""),
@@ -329,7 +329,7 @@ def supervisor(directory: RunDirectory, answer: Accepted | Declined) -> Iterator
     [
         (("cancel", RUN), {"what": "cancel", "node": ""}),
         (("restart", RUN), {"what": "restart", "node": ""}),
-        (("replace", RUN, "n2"), {"what": "drain", "node": "n2"}),
+        (("drain", RUN, "n2"), {"what": "drain", "node": "n2"}),
     ],
 )
 def test_what_is_asked_reaches_the_supervisor(
@@ -351,7 +351,7 @@ def test_a_refusal_is_told(place: Place) -> None:
 
 def test_a_node_that_the_run_does_not_have_is_not_replaced(place: Place) -> None:
     place.story(swapped(finished=False))
-    done = place.run("replace", RUN, "n22")
+    done = place.run("drain", RUN, "n22")
     assert done.returncode == 64
     assert "no node n22 in this run (did you mean n2?)" in done.stderr
 
@@ -371,7 +371,7 @@ def test_replace_says_what_will_happen(
     story = Story(spares=spares, requeue=requeue).running(40)
     directory = place.story(story)
     with supervisor(directory, Accepted()):
-        assert place.good("replace", RUN, node).endswith(f": {says}\n")
+        assert place.good("drain", RUN, node).endswith(f": {says}\n")
     if node in story.state.placement:
         story.asked("drain", node)
         story.stopped()

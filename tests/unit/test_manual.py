@@ -19,7 +19,7 @@ def test_each_command_has_a_page_with_its_options_and_examples() -> None:
     submit = found["jurymast-submit.1"]
     assert ".B \\-\\-spares" in submit
     assert "jurymast submit \\-\\-" in submit.partition(".SH EXAMPLES")[2]
-    assert ".B jurymast replace" in found["jurymast.1"]
+    assert ".B jurymast drain" in found["jurymast.1"]
 
 
 def test_roff_has_nothing_against_them(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ COMMANDS = {
     "cancel": ("jurymast.cli.cancel", "End a run."),
     "restart": ("jurymast.cli.restart", "Restart a run's ranks."),
     "save": ("jurymast.cli.save", "Save a checkpoint of a run now."),
-    "replace": ("jurymast.cli.replace", "Replace a node of a run by a spare."),
+    "drain": ("jurymast.cli.drain", "Replace a node of a run by a spare."),
     "nodes": ("jurymast.cli.nodes", "Show the history of each node over all runs."),
     "doctor": ("jurymast.cli.doctor", "Check whether this site is ready, and what to do if not."),
     "health": ("jurymast.cli.health", "Check this machine with the health probes."),

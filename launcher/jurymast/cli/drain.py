@@ -1,4 +1,4 @@
-"""`jurymast replace`: replace a node of a run by a spare."""
+"""`jurymast drain`: replace a node of a run by a spare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jurymast.core.run.state import RunState
 
 
-@click.command(epilog=examples("jurymast replace 4711 node012"))
+@click.command(epilog=examples("jurymast drain 4711 node012"))
 @run_argument
 @click.argument("node")
 @runs_option
