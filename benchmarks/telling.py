@@ -35,7 +35,7 @@ from jurymast.core.run.state import Phase
 from jurymast.journal import JournalWriter, first_events, replay
 from jurymast.supervisor.hold import Hold
 from jurymast.supervisor.supervisor import Supervisor
-from jurymast.wire.channel import Channel, Connection, listen
+from jurymast.wire.channel import Channel, Connection, Listener
 from jurymast.wire.handshake import Seal
 from support.fleet import RANKS, run_directory
 
@@ -83,7 +83,7 @@ class Crowd:
 
     async def connect(self, listener: socket.socket) -> None:
         waiting = list(reversed(self.names))
-        await listen(lambda come: self._enter(waiting.pop(), come), listener)
+        Listener(lambda come: self._enter(waiting.pop(), come), listener)
         self.supervisor._do(self._machine.start(self.supervisor.now()))
         while waiting:
             await asyncio.sleep(0.01)
@@ -121,8 +121,9 @@ class Crowd:
             frames.append((connection, struct.pack(">I", len(payload)) + seal.tag(payload) + payload))
         began = time.process_time()
         for connection, frame in frames:
-            connection.get_buffer(len(frame))[: len(frame)] = frame
-            connection.buffer_updated(len(frame))
+            assert connection.on_bytes is not None
+            connection.unread += frame
+            connection.on_bytes()
         return time.process_time() - began
 
     async def recover(self) -> None:

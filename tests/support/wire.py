@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from jurymast.wire.channel import Connection, listen
+from jurymast.wire.channel import Connection, Listener
 
 
 @asynccontextmanager
@@ -19,11 +19,11 @@ async def served(serve: Callable[[Connection], Coroutine[Any, Any, None]]) -> As
     def take(come: Connection) -> None:
         came.append((come, asyncio.ensure_future(serve(come))))
 
-    server = await listen(take, socket.create_server(("127.0.0.1", 0)))
+    door = Listener(take, socket.create_server(("127.0.0.1", 0)))
     try:
-        yield server.sockets[0].getsockname()[1]
+        yield door.port
     finally:
-        server.close()
+        door.close()
         for connection, _ in came:
             connection.close()
         await asyncio.gather(*(task for _, task in came))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import secrets
 import socket
+import struct
 import subprocess
 import sys
+import weakref
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
@@ -21,7 +24,7 @@ from jurymast.errors import AuthenticationError
 from jurymast.supervisor import acceptor
 from jurymast.supervisor.acceptor import Acceptor
 from jurymast.wire import channel
-from jurymast.wire.channel import ACCEPTED_AT_ONCE, Connection
+from jurymast.wire.channel import ACCEPTED_AT_ONCE, Connection, Listener
 from jurymast.wire.handshake import MAGIC, NONCE_BYTES
 from support.wire import served
 
@@ -131,6 +134,42 @@ def test_a_crowd_at_the_door_delays_nobody_who_is_in() -> None:
             known.close()
             for stranger in crowd:
                 stranger.close()
+
+    run(work())
+
+
+def test_who_is_refused_leaves_nothing_for_the_garbage_collector() -> None:
+    """To look for what thousands have left would stop the loop for as long as a heartbeat takes."""
+    entrance, came, tasks = Acceptor(SECRET, NODES), 0, set[asyncio.Task[Any]]()
+    known = weakref.WeakSet[Connection]()
+
+    def take(come: Connection) -> None:
+        nonlocal came
+        came += 1
+        known.add(come)
+        task = asyncio.ensure_future(entrance.enter(come))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def work() -> None:
+        door = Listener(take, socket.create_server(("127.0.0.1", 0)))
+        crowd = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(CROWD)]
+        for stranger in crowd[::3]:
+            stranger.send(bytes(2 * NONCE_BYTES))  # no proof
+        for stranger in crowd[::2]:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        gc.disable()
+        try:
+            while came < CROWD:
+                await asyncio.sleep(0)
+            for stranger in crowd:
+                stranger.close()
+            while tasks:
+                await asyncio.sleep(0)
+            assert not list(known)
+        finally:
+            gc.enable()
+            door.close()
 
     run(work())
 

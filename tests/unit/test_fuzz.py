@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -101,11 +102,14 @@ def messages(read: Callable[[bytes], Any]) -> Check:
     return check
 
 
+def arrived(data: bytes) -> Connection:
+    """A connection of which only this has come."""
+    return cast(Connection, SimpleNamespace(unread=bytearray(data), peer_address="somewhere"))
+
+
 def frames(data: bytes, _folder: Path) -> None:
     """Of somebody without the key, of which nothing is ever heard."""
-    connection = Connection()
-    connection.unread += data
-    channel = Channel(connection, b"k" * 32, b"k" * 32, msg.read_said)
+    channel = Channel(arrived(data), b"k" * 32, b"k" * 32, msg.read_said)
     with refusing(AuthenticationError, ProtocolError):
         assert channel._payload() is None, "a frame of somebody without the key was let in"
 
@@ -354,9 +358,8 @@ def test_frames_are_heard_once_and_in_their_order(length: int) -> None:
     @settings(max_examples=EXAMPLES, deadline=None, database=None)
     @given(st.lists(st.integers(0, length - 1), max_size=10))
     def fuzz(order: list[int]) -> None:
-        connection = Connection()
-        connection.unread += b"".join(sent[number] for number in order)
-        channel = Channel(connection, b"o" * 32, b"k" * 32, msg.read_said)
+        came = arrived(b"".join(sent[number] for number in order))
+        channel = Channel(came, b"o" * 32, b"k" * 32, msg.read_said)
         heard = []
         with refusing(AuthenticationError):
             while (payload := channel._payload()) is not None:

@@ -65,21 +65,23 @@ class Acceptor:
     async def enter(self, come: Connection) -> tuple[Channel[Said], Hello | Ask] | None:
         """The connection and its greeting. None: it was refused, and is closed."""
         self._wait(come)
+        late = TimeoutError(f"no greeting within {channel.HANDSHAKE_LIMIT_S:g} s")
+        timer = asyncio.get_running_loop().call_later(channel.HANDSHAKE_LIMIT_S, come.abort, late)
         try:
-            accepting = channel.accept(come, self._secret, read_said)
-            connection = await asyncio.wait_for(accepting, channel.HANDSHAKE_LIMIT_S)
+            connection = await channel.accept(come, self._secret, read_said)
             self._waits_no_more(come)
-            first = await asyncio.wait_for(connection.receive(), channel.HANDSHAKE_LIMIT_S)
+            first = await connection.receive()
             if isinstance(first, Hello | Ask):
                 return connection, first
             what = first if isinstance(first, Strange) else out_of_place(first)
             raise ProtocolError(f"no greeting: {what}")
-        except (OSError, asyncio.TimeoutError, AuthenticationError, ProtocolError) as error:
+        except (OSError, AuthenticationError, ProtocolError) as error:
             if not isinstance(error, ConnectionError):  # an agent that found a quicker way here hangs up
                 self._tell(come, error)
             come.close()
             return None
         finally:
+            timer.cancel()
             self._waits_no_more(come)
 
     def _wait(self, come: Connection) -> None:

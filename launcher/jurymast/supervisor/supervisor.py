@@ -29,7 +29,7 @@ from jurymast.rundir import RunDirectory, renew, write_atomically, write_json
 from jurymast.supervisor.acceptor import Acceptor
 from jurymast.supervisor.hold import Hold
 from jurymast.wire import endpoint
-from jurymast.wire.channel import Channel, Connection, ConnectionClosed, listen
+from jurymast.wire.channel import Channel, Connection, ConnectionClosed, Listener
 from jurymast.wire.strangers import Strangers
 
 
@@ -245,11 +245,11 @@ class Supervisor:
         """Announce the endpoint, and supervise until the end. Raises what broke it."""
         self._allocation = allocation
         acceptor = Acceptor(self._secret, self.state.active + self.state.spares)
-        servers = [
-            await listen(lambda come: self._spawn(self._serve(acceptor, come)), listener)
+        doors = [
+            Listener(lambda come: self._spawn(self._serve(acceptor, come)), listener)
             for listener in listeners
         ]
-        port = listeners[0].getsockname()[1]
+        port = doors[0].port
         place = endpoint.Endpoint(self._hold.epoch, tuple(announce), port, node, allocation, pid)
         endpoint.announce(self._directory.epochs, place)
         loop = asyncio.get_running_loop()
@@ -262,8 +262,8 @@ class Supervisor:
         try:
             await self._over.wait()
         finally:
-            for server in servers:
-                server.close()
+            for door in doors:
+                door.close()
             for task in self._tasks:
                 task.cancel()
             for connection in list(self._channels.values()):

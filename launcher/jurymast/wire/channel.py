@@ -7,17 +7,21 @@ The content is not hidden: nothing secret is sent.
     the handshake      see `wire.handshake`
     then frames        u32 length, 16 bytes of HMAC(direction key, u64 sequence + payload), payload
 
-asyncio's streams do the same with a future and a task's turn for each message, which is most of what a
-message costs a supervisor that hears thousands of agents.
+asyncio's streams do the same with a future and a task's turn for each message, and its transports with a few
+calls more for each message and several turns of the loop for each connection: most of what a supervisor that
+hears thousands of agents would do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import secrets
 import socket
 import struct
 from collections.abc import Callable, Coroutine, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -31,9 +35,12 @@ from jurymast.wire.handshake import MAGIC, NONCE_BYTES, SUPERVISOR, TAG_BYTES, H
 BUFFER_BYTES = 256 * 1024
 # So many at a time while nobody takes them as they come: it may be a stranger who sends them.
 WAITING_BYTES = 16 * 1024
-# Every connection's bytes arrive here and are copied out before the next one's do.
 # Connections taken before others are heard again: thousands at a time would take longer than a heartbeat.
 ACCEPTED_AT_ONCE = 16
+# A listener that cannot take connections, as all files are in use, tries again after so many seconds.
+ACCEPT_AGAIN_S = 1.0
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+# Every connection's bytes arrive here and are copied out before the next one's do.
 _ARRIVING = memoryview(bytearray(BUFFER_BYTES))
 
 
@@ -41,56 +48,76 @@ class ConnectionClosed(ConnectionError):
     """In order, by the other side or at its process's end: no reset."""
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection:
     """`unread`: what has arrived and nobody has taken; `on_bytes`, once it is set, is called for more.
     `closed`: by its user, who wants to hear nothing more."""
 
-    def __init__(self, come: Callable[[Connection], None] | None = None) -> None:
+    def __init__(self, plug: socket.socket) -> None:
+        """Takes over a connected socket, in the running loop."""
         self.unread = bytearray()
         self.on_bytes: Callable[[], None] | None = None
         self.closed = False
-        self._come = come
-        self._transport: asyncio.Transport | None = None
+        self._plug = plug
+        self._unsent = bytearray()
         self._waiting: asyncio.Future[None] | None = None
-        self._ended: ConnectionError | None = None
-        self._writable = asyncio.Event()
-        self._writable.set()
-
-    # What asyncio calls.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        plug = transport.get_extra_info("socket")
+        self._ended: OSError | None = None
+        self._sent = asyncio.Event()
+        self._sent.set()
+        plug.setblocking(False)
         if plug.family in (socket.AF_INET, socket.AF_INET6):
             plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._come is not None:
-            self._come(self)
+        self.peer_address = _address(plug.getpeername)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(plug, self._read)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return _ARRIVING if self.on_bytes is not None else _ARRIVING[:WAITING_BYTES]
+    # What the loop calls.
 
-    def buffer_updated(self, nbytes: int) -> None:
-        self.unread += _ARRIVING[:nbytes]
+    def _read(self) -> None:
+        room = _ARRIVING if self.on_bytes is not None else _ARRIVING[:WAITING_BYTES]
+        try:
+            count = self._plug.recv_into(room)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._break(error)
+            return
+        if not count:
+            self._end(None)
+            return
+        self.unread += _ARRIVING[:count]
         if self.on_bytes is not None:
             self.on_bytes()
         else:
             self._wake()
 
-    def eof_received(self) -> bool:
-        return False  # the transport closes itself
+    def _write_more(self) -> None:
+        try:
+            del self._unsent[: self._plug.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._break(error)
+            return
+        if not self._unsent:
+            self._loop.remove_writer(self._plug)
+            self._sent.set()
+            if self.closed:
+                self._end(None)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        why = "the other side closed the connection"
-        self._ended = exc if isinstance(exc, ConnectionError) else ConnectionClosed(why)
-        self._writable.set()
+    def _break(self, error: OSError) -> None:
+        known = error if isinstance(error, ConnectionError) else ConnectionError(str(error))
+        self._end(known.with_traceback(None))  # which would hold this connection
+
+    def _end(self, why: OSError | None) -> None:
+        if self._ended is not None:
+            return
+        self._ended = why or ConnectionClosed("the other side closed the connection")
+        self._unsent.clear()
+        self._loop.remove_reader(self._plug)
+        self._loop.remove_writer(self._plug)
+        self._plug.close()
+        self._sent.set()
         self._wake()
-
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
 
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
@@ -99,23 +126,26 @@ class Connection(asyncio.BufferedProtocol):
     # What its user calls.
 
     async def more(self) -> None:
-        """Wait for bytes that add to `unread`. Raises ConnectionError at the connection's end."""
+        """Wait for bytes that add to `unread`. Raises ConnectionError at the connection's end, or what it was
+        aborted for."""
         had = len(self.unread)
         while len(self.unread) == had:
             if self._ended is not None:
-                raise self._ended
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+                raise copy(self._ended)  # what is raised holds the frames that it passes, and they hold us
+            await self._news()
 
-    async def end(self) -> ConnectionError:
+    async def end(self) -> OSError:
         """Wait for the connection's end; why it ended."""
         while self._ended is None:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+            await self._news()
         return self._ended
 
+    async def _news(self) -> None:
+        self._waiting = self._loop.create_future()
+        await self._waiting
+
     async def exactly(self, count: int) -> bytes:
-        """Raises ConnectionError."""
+        """Raises what `more` raises."""
         while len(self.unread) < count:
             await self.more()
         taken = bytes(self.unread[:count])
@@ -124,45 +154,92 @@ class Connection(asyncio.BufferedProtocol):
 
     def write(self, data: bytes) -> None:
         """Queue bytes; never blocks. A dead connection shows at `more`."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+        if self.closed or self._ended is not None:
+            return
+        if self._unsent:
+            self._unsent += data
+            return
+        try:
+            sent = self._plug.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self._break(error)
+            return
+        if sent < len(data):
+            self._unsent += data[sent:]
+            self._sent.clear()
+            self._loop.add_writer(self._plug, self._write_more)
 
     async def drain(self) -> None:
         """Wait until what was written has left this process, or the connection has ended."""
-        await self._writable.wait()
+        await self._sent.wait()
 
     def close(self) -> None:
         """Once what was written has left."""
         self.closed = True
-        if self._transport is not None:
-            self._transport.close()
+        if self._unsent and self._ended is None:
+            self._loop.remove_reader(self._plug)
+        else:
+            self._end(None)
 
-    def abort(self) -> None:
-        """At once."""
+    def abort(self, why: OSError | None = None) -> None:
+        """At once; `why` is what whoever waits for it hears."""
         self.closed = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._end(why)
 
     @property
     def local_address(self) -> str:
-        return self._address("sockname")
+        return _address(self._plug.getsockname)
+
+
+def _address(ask: Callable[[], Any]) -> str:
+    try:
+        known = ask()
+    except OSError:  # it has ended
+        return "somewhere"
+    return str(known[0]) if known else "somewhere"
+
+
+class Listener:
+    """Calls `come` for everybody who connects; of a crowd a few at a time, so that those who are here already
+    have their turn in between."""
+
+    def __init__(self, come: Callable[[Connection], None], plug: socket.socket) -> None:
+        """Takes over a bound socket, in the running loop."""
+        self._come, self._plug = come, plug
+        self._again: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        plug.setblocking(False)
+        plug.listen(BACKLOG)
+        self._loop.add_reader(plug, self._accept)
 
     @property
-    def peer_address(self) -> str:
-        return self._address("peername")
+    def port(self) -> int:
+        return int(self._plug.getsockname()[1])
 
-    def _address(self, name: str) -> str:
-        known = self._transport.get_extra_info(name) if self._transport is not None else None
-        return str(known[0]) if known else "somewhere"
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                plug, _ = self._plug.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # else it is one connection's, which has ended by now
+                if error.errno in _EXHAUSTED:
+                    log.warning("cannot accept connections: %s", error)
+                    self._loop.remove_reader(self._plug)
+                    self._again = self._loop.call_later(
+                        ACCEPT_AGAIN_S, self._loop.add_reader, self._plug, self._accept
+                    )
+                    return
+            else:
+                self._come(Connection(plug))
 
-
-async def listen(come: Callable[[Connection], None], listener: socket.socket) -> asyncio.Server:
-    """Call `come` for everybody who connects; of a crowd a few at a time, so that those who are here already
-    have their turn in between."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(come), sock=listener, backlog=ACCEPTED_AT_ONCE)
-    listener.listen(BACKLOG)  # asyncio takes one number for both
-    return server
+    def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        self._loop.remove_reader(self._plug)
+        self._plug.close()
 
 
 _LENGTH = struct.Struct(">I")
@@ -171,6 +248,7 @@ FRAME_BYTES_MAX = 4 * 1024 * 1024
 HANDSHAKE_LIMIT_S = 5.0
 
 Hears = TypeVar("Hears")
+log = logging.getLogger("jurymast.wire")
 
 
 class Channel(Generic[Hears]):
@@ -273,8 +351,7 @@ async def connect(
     host: str, port: int, secret: bytes, read: Callable[[bytes], Hears], limit_s: float = HANDSHAKE_LIMIT_S
 ) -> Channel[Hears]:
     """Connect and authenticate within `limit_s`. Raises OSError, TimeoutError or AuthenticationError."""
-    connecting = asyncio.get_running_loop().create_connection(Connection, host, port)
-    _, made = await asyncio.wait_for(connecting, limit_s)
+    made = Connection(await asyncio.wait_for(_plugged(host, port), limit_s))
     try:
         hello = await asyncio.wait_for(made.exactly(len(MAGIC) + NONCE_BYTES), limit_s)
         if not hello.startswith(MAGIC):
@@ -288,6 +365,25 @@ async def connect(
         made.close()
         raise
     return Channel(made, shaking.made(b"to-server"), shaking.made(b"to-client"), read)
+
+
+async def _plugged(host: str, port: int) -> socket.socket:
+    """Connected to one of the host's addresses. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, place in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        plug = socket.socket(family, kind, protocol)
+        plug.setblocking(False)
+        try:
+            await loop.sock_connect(plug, place)
+            return plug
+        except OSError as error:
+            failure = error
+            plug.close()
+        except BaseException:
+            plug.close()
+            raise
+    raise failure
 
 
 async def connect_any(
