@@ -16,10 +16,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from benchmarks import common
 from benchmarks.common import JURYMAST, Row, Target
+from jurymast.core.messages import read_said
 from jurymast.journal import read
+from jurymast.wire import stream
+from jurymast.wire.handshake import SUPERVISOR
 from support.fleet import HEARTBEAT_S, Fleet, Heard, Supervised, supervised
 
 SIZES = (100, 500, 2000, 5000, 12500)
@@ -46,6 +50,7 @@ LIMIT_S = 120.0
 STRANGERS, TURNS = 3000, 5
 CROWD = f"{STRANGERS} strangers"
 TURN_S, QUICK_TURN_S, SETTLE_S = 10.0, 4.0, 1.0
+COME_EVERY_S, COME_LIMIT_S = 0.1, 30.0
 
 
 @dataclass
@@ -163,12 +168,14 @@ def crowd(one: Lab, turn_s: float) -> None:
             with strangers(one, count):
                 one.fleet.run_for(SETTLE_S)
                 one.fleet.round_trips, one.fleet.silences = [], []
-                one.fleet.run_for(turn_s)
+                with coming_in(one) as ways_in:
+                    one.fleet.run_for(turn_s)
             trips = sorted(one.fleet.round_trips)
             for name, share in (("p50", 0.5), ("p99", 0.99)):
                 trip_s = trips[int(share * len(trips))] if trips else None
                 found[case, f"a heartbeat's round trip, {name}"].append(trip_s)
             found[case, "longest from one answer to the next"].append(max(one.fleet.silences, default=None))
+            found[case, "longest until one who knows the secret was in"].append(max(ways_in, default=None))
     for (case, metric), turns in found.items():
         of, name = common.spread(turns), f"{one.nodes} nodes: {case}"
         one.rows.append(Row(name, JURYMAST, metric, "s", of.median, of.low, of.high, of.n, samples=turns))
@@ -191,6 +198,28 @@ def strangers(one: Lab, count: int) -> Iterator[None]:
             yield
         finally:
             process.kill()
+
+
+@contextmanager
+def coming_in(one: Lab) -> Iterator[list[float]]:
+    """Somebody who knows the secret, again and again: how long each time until he was in, in seconds."""
+    place, secret, seconds, over = one.fleet.place(), one.run.directory.secret(), [], threading.Event()
+    assert place is not None
+
+    def come() -> None:
+        while not over.wait(COME_EVERY_S):
+            began = time.monotonic()
+            with suppress(OSError):
+                stream.connect(*place, secret, SUPERVISOR, read_said, COME_LIMIT_S).close()
+            seconds.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    try:
+        yield seconds
+    finally:
+        over.set()
+        thread.join()
 
 
 def _share(before: Any, after: Any, seconds: float) -> float:
