@@ -139,7 +139,7 @@ class Supervisor:
             self._spawn(self._work())
 
     def _tell_all(self, sends: list[do.Send]) -> None:
-        self._tell(sends[0].node, *(one.message for one in sends))
+        self._tell(sends[0].node, *[one.message for one in sends])
 
     def _tell(self, node: str, *messages: msg.ToAgent) -> None:
         connection = self._channels.get(node)
@@ -224,9 +224,13 @@ class Supervisor:
         self._do(self._machine.found_on_storage(sizes, rollbacks, self.now()))
 
     async def _tick(self) -> None:
+        took_s = 0.0
         while not self._over.is_set():
-            await asyncio.sleep(self._machine.interval_s)
-            self._do(self._machine.tick(self.now(), storage_waits_s=self._hold.waits_s))
+            # Others have at least as long as a tick takes.
+            await asyncio.sleep(max(self._machine.interval_s - took_s, took_s))
+            began = self.now()
+            self._do(self._machine.tick(began, storage_waits_s=self._hold.waits_s))
+            took_s = self.now() - began
 
     async def _await_successor(self) -> None:
         await self._hold.taken_over()

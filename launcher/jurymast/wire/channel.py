@@ -270,7 +270,8 @@ class Channel(Generic[Hears]):
 
     def send(self, *messages: msgspec.Struct) -> None:
         """Queue messages, together; never blocks. A dead connection shows at `receive`."""
-        self._connection.write(b"".join([self._frame(encode(message)) for message in messages]))
+        frames = [self._frame(encode(message)) for message in messages]
+        self._connection.write(frames[0] if len(frames) == 1 else b"".join(frames))
 
     def _frame(self, payload: bytes) -> bytes:
         return _LENGTH.pack(len(payload)) + self._sealing.tag(payload) + payload

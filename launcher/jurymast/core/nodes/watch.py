@@ -108,6 +108,8 @@ class Watch:
         self.ending = False  # the job ends, or agents were told to leave: who goes now is not lost
         self._lateness = Lateness(self._heartbeat_s)
         self.here: set[str] = set()  # connected
+        self._away: dict[str, None] = {}  # all others
+        self._quiet_at = -math.inf  # before, nobody who is connected can have been silent for too long
         self._broken: dict[str, None] = {}  # whose connection closed a moment ago
         self._broke_at: deque[float] = deque(maxlen=MANY)
         self._many_until = self._late_until = -math.inf
@@ -205,7 +207,7 @@ class Watch:
 
     def away(self) -> list[str]:
         """Known nodes that are to connect, and have time left for it."""
-        return [name for name, watch in self.nodes.items() if watch.away is not None]
+        return list(self._away)
 
     def _is_newest(self, node: str, connection: int) -> bool:
         watch = self.nodes.get(node)
@@ -216,10 +218,13 @@ class Watch:
         self.nodes[node] = watch
         if watch.away is None:
             self.here.add(node)
+        else:
+            self._away[node] = None
 
     def _drop(self, node: str) -> None:
         self.nodes.pop(node, None)
         self.here.discard(node)
+        self._away.pop(node, None)
         self._broken.pop(node, None)
         self._abandoned.discard(node)
 
@@ -380,12 +385,12 @@ class Watch:
         """Nodes that may be silent for too long: of thousands their own limits are not asked for at every
         look."""
         least_s = ISOLATED * (BEATS * self._heartbeat_s if self._fixed_s is None else self._fixed_s)
-        now = self.clock.now
-        return {
-            name: watch
-            for name, watch in self.nodes.items()
-            if now - watch.arrivals.last > least_s or watch.away is not None
-        }
+        now, away = self.clock.now, {name: self.nodes[name] for name in self._away}
+        if now < self._quiet_at:
+            return away
+        heard = {name: watch.arrivals.last for name, watch in self.nodes.items() if watch.away is None}
+        self._quiet_at = min(heard.values(), default=now) + least_s
+        return away | {name: self.nodes[name] for name, last in heard.items() if now - last > least_s}
 
     def _is_isolated(self, quiet: dict[str, NodeWatch]) -> bool:
         """True when this node hears none of at least two others: then it is the one that is cut off."""
@@ -417,6 +422,7 @@ class Watch:
             assert (watch.connection == 0) is (watch.away is not None), f"{name} is connected and away"
         here = {name for name, watch in self.nodes.items() if watch.away is None}
         assert here == self.here, "other nodes are connected than it says"
+        assert set(self._away) == self.nodes.keys() - here, "other nodes are away than it says"
         closed = {name for name, watch in self.nodes.items() if watch.away and watch.away.how == "closed"}
         assert closed == set(self._broken), "other connections broke a moment ago than the nodes say"
         assert self.reports.nodes == set(self.nodes), "nodes that report are not those that are watched"

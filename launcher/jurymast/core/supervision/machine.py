@@ -208,7 +208,10 @@ class Supervision:
     def tick(self, now: float, *, storage_waits_s: float = 0.0) -> list[Effect]:
         """`storage_waits_s`: for how long the run directory has not answered."""
         out = self._do(self.watch.storage_waits(storage_waits_s, now), now)
+        ran = self.state.phase is Phase.RUNNING
         out += self._do(self.watch.tick(now), now)
+        if ran and self.state.phase is Phase.STOPPING:
+            return out  # thousands are to be told: all else waits for the next tick
         if self.departure.begun:  # others may have what they do not write any more
             out += self._do(self.checkpoints.without(self.watch.silent(now), now), now)
         out += self._do(self.departure.tick(now), now)
