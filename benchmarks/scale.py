@@ -83,10 +83,16 @@ class Lab:
             self.row(case, f"{metric}, {name}", "s", value)
 
     def arrivals(self, case: str, metric: str, told: list[Heard], since: float) -> None:
-        """When it was in the agents' kernels, and when the one process of all agents had read it, too."""
-        self.times(case, metric, [one.arrived_at - since for one in told])
+        """When it was in the agents' kernels, as far as those know, and when the one process of all agents
+        had read it, too."""
+        self.times(case, metric, [one.arrived_at - since for one in told if one.alone])
         last = max((one.at - since for one in told), default=None)
         self.row(case, f"{metric}, read by the last", "s", last)
+
+    def known(self, case: str, what: str, told: list[Heard]) -> None:
+        """The share of orders whose arrival the agents' kernels still knew when they were read."""
+        if told:
+            self.row(case, f"{what} whose arrival is known", "", sum(one.alone for one in told) / len(told))
 
 
 def waited(one: Lab, what: str, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> float | None:
@@ -136,6 +142,7 @@ def up(one: Lab) -> bool:
         return False
     told = [agent.launch for agent in fleet.agents.values() if agent.launch.at]
     one.arrivals("first launch", "launch at an agent, from the first connection", told, began)
+    one.known("first launch", "launches", told)
     return True
 
 
@@ -244,9 +251,11 @@ def fault(one: Lab, case: str, victims: list[str], hurt: Callable[[str], None]) 
     one.row(case, "verdict", "s", verdict - began)
     one.arrivals(case, "stop at an agent", stops, began)
     one.arrivals(case, "stop at an agent, from the verdict", stops, verdict)
+    one.known(case, "stops", stops)
     answered = max((a.answered_at for a in fleet.healthy), default=began)
     one.row(case, "last answer", "s", answered - began)
     one.arrivals(case, "launch at an agent, from the last answer", launches, answered)
+    one.known(case, "launches", launches)
     one.row(case, WRONGLY, "", wrongly_lost(one))
     return done is not None
 

@@ -56,10 +56,12 @@ _STAMP_ROOM = socket.CMSG_SPACE(_STAMP.size)
 
 @dataclass(frozen=True)
 class Heard:
-    """An order: when it had arrived, by the kernel, and when this process read it."""
+    """An order: when it had arrived, by the kernel, and when this process read it. `alone`: nothing else had
+    arrived by then, else the kernel knows only of the newest."""
 
     arrived_at: float = 0.0
     at: float = 0.0
+    alone: bool = True
 
 
 @dataclass
@@ -357,7 +359,10 @@ class Fleet:
                 self._say(agent, msg.HangsUp())
                 self._drop(agent, again=True)
                 continue
-            heapq.heappush(self._due, (max(at + self.heartbeat_s, now), connections, name))
+            missed = (
+                now - at
+            ) // self.heartbeat_s  # while this process was late: agents do not drift together
+            heapq.heappush(self._due, (at + (missed + 1) * self.heartbeat_s, connections, name))
             agent.beat_at = time.monotonic()
             self._seal(agent, self._beat(agent, step))
             if self.saves and agent.ranks == "running" and step // SAVE_EVERY > agent.saved:
@@ -412,22 +417,21 @@ class Fleet:
                 self.silences.append(agent.heard_at - (agent.beat_answered_at or agent.heard_at))
                 agent.beat_answered_at = agent.heard_at
             else:
-                self._obey(agent, msg.read_order(payload))
+                self._obey(agent, msg.read_order(payload), Heard(agent.arrived_at, agent.heard_at, not inbox))
             if agent.connection is None:
                 return
 
-    def _obey(self, agent: Agent, order: msg.Order) -> None:
-        now = time.monotonic()
+    def _obey(self, agent: Agent, order: msg.Order, heard: Heard) -> None:
         match order:
             case msg.Launch() if order.attempt > agent.attempt:
                 agent.attempt, agent.ranks = order.attempt, "starting"
-                agent.launch = Heard(agent.arrived_at, now)
+                agent.launch = heard
                 agent.schedule = 0, 0
                 agent.rank, agent.world = order.rank, RANKS * order.world
                 self._world = agent.world
                 self._after(STARTS_S, lambda: self._started(agent, order.attempt))
             case msg.Stop() if agent.attempt <= order.attempt:
-                agent.attempt, agent.stop = order.attempt, Heard(agent.arrived_at, now)
+                agent.attempt, agent.stop = order.attempt, heard
                 self._after(STOPS_S, lambda: self._stopped(agent, order.attempt))
             case msg.Replicate():
                 image = order.step, order.attempt, order.rank
