@@ -381,11 +381,15 @@ class Watch:
             return own_s + more_s
         return watch.away.limit_s + (0.0 if watch.away.how == "closed" else more_s)
 
+    @property
+    def _least_s(self) -> float:
+        """Silence that says nothing of a node, whatever its limit."""
+        return ISOLATED * (BEATS * self._heartbeat_s if self._fixed_s is None else self._fixed_s)
+
     def _quiet(self) -> dict[str, NodeWatch]:
         """Nodes that may be silent for too long: of thousands their own limits are not asked for at every
         look."""
-        least_s = ISOLATED * (BEATS * self._heartbeat_s if self._fixed_s is None else self._fixed_s)
-        now, away = self.clock.now, {name: self.nodes[name] for name in self._away}
+        now, least_s, away = self.clock.now, self._least_s, {name: self.nodes[name] for name in self._away}
         if now < self._quiet_at:
             return away
         heard = {name: watch.arrivals.last for name, watch in self.nodes.items() if watch.away is None}
@@ -423,6 +427,8 @@ class Watch:
         here = {name for name, watch in self.nodes.items() if watch.away is None}
         assert here == self.here, "other nodes are connected than it says"
         assert set(self._away) == self.nodes.keys() - here, "other nodes are away than it says"
+        silent = [name for name in here if self.clock.now - self.nodes[name].arrivals.last > self._least_s]
+        assert not silent or self.clock.now >= self._quiet_at, f"nobody looks for {silent}, who are silent"
         closed = {name for name, watch in self.nodes.items() if watch.away and watch.away.how == "closed"}
         assert closed == set(self._broken), "other connections broke a moment ago than the nodes say"
         assert self.reports.nodes == set(self.nodes), "nodes that report are not those that are watched"
