@@ -49,6 +49,10 @@ class ClusterUnavailableError(JurymastError):
     exit_code = 69
 
 
+class ControllerAwayError(ClusterUnavailableError):
+    """slurmctld does not answer now, as during a restart or a fail-over; asked again it may."""
+
+
 class RunDirectoryError(JurymastError):
     """The runs directory cannot be written, or a run's is damaged, somebody else's or readable by others."""
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster import control
-from jurymast.cluster.allocation import Allocation
+from jurymast.cluster.allocation import Allocation, run_command
 from jurymast.core.settings import RunPlan
-from jurymast.errors import ClusterUnavailableError
+from jurymast.errors import ClusterUnavailableError, ControllerAwayError
 from jurymast.rundir import RunDirectory, write_atomically
 from jurymast.wire.endpoint import claim_epoch, find
 from support.waiting import wait_until
@@ -116,6 +116,18 @@ def test_a_slurmctld_that_stays_away_is_given_up(root: Path, monkeypatch: pytest
     cluster = Cluster(root, AWAY)
     with pytest.raises(ClusterUnavailableError, match="Unable to contact"):
         cluster.requeue()
+
+
+def test_a_slurmctld_that_is_away_differs_from_one_that_refuses() -> None:
+    """Only the first is asked again. A command that never ends counts as no answer."""
+    for words in ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted"):
+        with pytest.raises(ControllerAwayError, match=words):
+            run_command(["sh", "-c", f"echo 'scontrol: {words}' >&2; exit 1"])
+    with pytest.raises(ControllerAwayError, match="did not answer"):
+        run_command(["sleep", "infinity"], limit_s=0.1)
+    with pytest.raises(ClusterUnavailableError, match="Invalid job id") as refused:
+        run_command(["sh", "-c", "echo 'Invalid job id specified' >&2; exit 1"])
+    assert not isinstance(refused.value, ControllerAwayError)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -13,17 +14,19 @@ import msgspec
 import psutil
 
 from jurymast import foreign
-from jurymast.errors import ClusterUnavailableError, RunDirectoryError
+from jurymast.errors import ClusterUnavailableError, ControllerAwayError, RunDirectoryError
 from jurymast.rundir import RunDirectory, write_json
 from jurymast.wire.addresses import ANY, listen_at_each
 
 COMMAND_LIMIT_S = 30.0
+# How Slurm's commands say that slurmctld did not answer. All else is its refusal.
+_AWAY = re.compile(r"Unable to contact|timed out|Connection refused|Zero Bytes|standby mode", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """`job`: the Slurm job id, or local-PID; `host`: the node that runs the batch script; `eligible_at`:
-    when the job could have started (seconds since the epoch)."""
+    """`job`: the Slurm job id, or local-PID. `host`: the node that runs the batch script. `eligible_at`:
+    when the job could have started, in seconds since the epoch."""
 
     job: str
     restarts: int
@@ -72,16 +75,18 @@ def _eligible_at(job: str) -> float:
 
 
 def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S) -> str:
-    """Standard output of a Slurm command. Raises ClusterUnavailableError with Slurm's own words."""
+    """Standard output of a Slurm command. Raises ClusterUnavailableError with Slurm's own words, and
+    ControllerAwayError if slurmctld does not answer."""
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_s, check=False)
     except FileNotFoundError as error:
         raise ClusterUnavailableError(f"{arguments[0]} is not installed here") from error
     except subprocess.TimeoutExpired as error:
-        raise ClusterUnavailableError(f"{arguments[0]} gave no answer within {limit_s:.0f} s") from error
+        raise ControllerAwayError(f"{arguments[0]} did not answer within {limit_s:.0f} s") from error
     if done.returncode != 0:
         words = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise ClusterUnavailableError(f"{' '.join(arguments[:3])}: {words}")
+        away = ControllerAwayError if _AWAY.search(words) else ClusterUnavailableError
+        raise away(f"{' '.join(arguments[:3])}: {words}")
     return done.stdout
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import time
@@ -15,7 +14,7 @@ from jurymast.cluster import earlier
 from jurymast.cluster.allocation import Allocation, job_fields, run_command
 from jurymast.cluster.sbatch_options import seconds_of
 from jurymast.core.settings import RunPlan
-from jurymast.errors import ClusterUnavailableError
+from jurymast.errors import ClusterUnavailableError, ControllerAwayError
 from jurymast.rundir import RunDirectory, write_atomically
 
 Answer = TypeVar("Answer")
@@ -28,10 +27,6 @@ STILL_RUNNING = "running"
 # A restart or a fail-over of slurmctld must not cost the run: asked again so long, so often (seconds).
 CONTROLLER_LIMIT_S = 600.0
 CONTROLLER_RETRY_S = 5.0
-# How Slurm's commands, and `run_command`, say that slurmctld did not answer. All else is its refusal.
-_AWAY = re.compile(
-    r"Unable to contact|timed out|no answer within|Connection refused|Zero Bytes|standby mode", re.IGNORECASE
-)
 # Options that decide where a job may run at all; the helper job of a requeue needs the same.
 _WHERE = ("--partition", "--account", "--qos", "--reservation", "--clusters")
 _WHERE_SHORT = {"-p": "--partition", "-A": "--account", "-q": "--qos", "-M": "--clusters"}
@@ -106,10 +101,10 @@ def _patiently(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
     while True:
         try:
             return ask()
-        except ClusterUnavailableError as error:
-            if not _AWAY.search(str(error)) or time.monotonic() > end:
+        except ControllerAwayError as error:
+            if time.monotonic() > end:
                 raise
-            say(f"{error}; asking again in {CONTROLLER_RETRY_S:g} s")
+            say(f"{error}; trying again in {CONTROLLER_RETRY_S:g} s")
         time.sleep(CONTROLLER_RETRY_S)
 
 
