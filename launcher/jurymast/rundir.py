@@ -170,7 +170,7 @@ class RunDirectory:
                 shutil.rmtree(self.root, ignore_errors=True)
             raise RunDirectoryError(
                 f"cannot create the run directory {self.root}: {error.strerror}",
-                hint="choose another place with --runs DIR (it must be on storage that all nodes share)",
+                hint="choose another directory with --runs DIR, on storage that all nodes share",
             ) from error
 
     def secret(self) -> bytes:

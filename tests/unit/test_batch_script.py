@@ -100,13 +100,13 @@ def test_a_line_is_refused_as_documented(line: str, says: str) -> None:
 
 
 def test_a_script_without_an_interpreter_is_none() -> None:
-    with pytest.raises(UsageError, match="standard input, line 1: a batch script begins with #!"):
+    with pytest.raises(UsageError, match="standard input, line 1: a batch script must begin with #!"):
         parse("#SBATCH -N 2\n", "standard input", OWN)
     assert parse("#!/bin/sh\n", "standard input", OWN).job_name == "sbatch"
 
 
 def test_what_slurm_takes_from_nobody_is_refused_with_its_line() -> None:
-    with pytest.raises(UsageError, match=r"job.sbatch, line 1: ends as lines do on Windows") as refused:
+    with pytest.raises(UsageError, match=r"job.sbatch, line 1: ends with a Windows line break") as refused:
         script("#!/bin/bash\r\n#SBATCH -N 2\r\nsrun hostname\r\n")
     assert refused.value.hint == r"for example: sed -i 's/\r$//' job.sbatch"
     with pytest.raises(UsageError, match="job.sbatch, line 3: has a NUL character"):
@@ -114,7 +114,7 @@ def test_what_slurm_takes_from_nobody_is_refused_with_its_line() -> None:
 
 
 def test_the_local_cluster_runs_no_batch_script() -> None:
-    with pytest.raises(UsageError, match="no srun on the local cluster"):
+    with pytest.raises(UsageError, match="the local cluster has no srun"):
         plan(JOB, cluster="local")
 
 
@@ -215,7 +215,7 @@ def test_a_batch_script_is_told_from_a_training_script(tmp_path: Path) -> None:
     (tmp_path / "empty.slurm").write_text(" \n")
     for name in ("no-interpreter", "empty.slurm"):
         assert find_script([name], tmp_path) == tmp_path / name
-        with pytest.raises(UsageError, match="line 1: a batch script begins with #!"):
+        with pytest.raises(UsageError, match="line 1: a batch script must begin with #!"):
             read_script(tmp_path / name, OWN)
     for words in (["train.py"], ["train"], ["nowhere"], ["-m", "job.sbatch"], []):
         assert find_script(words, tmp_path) is None

@@ -63,7 +63,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("submit --policy bad.yaml -- train.py", 65, "bad.yaml:1: spare: unknown key (did you mean spares?)", ""),
     ("submit -- train.py", 69, "there is no Slurm here: sbatch is not in PATH", "--cluster local"),
     ("submit --test-only -- train.py", 69, "there is no Slurm here", "--cluster local"),
-    ("policy check bad.yaml", 65, "bad.yaml:2: detect.heartbeat: 1 is no duration", ""),
+    ("policy check bad.yaml", 65, "bad.yaml:2: detect.heartbeat: 1 is not a duration", ""),
     ("policy show none.yaml", 65, "none.yaml: cannot be read", ""),
     ("--verison", 64, "no such option", "--version"),
     ("submit -- python train.py", 64, "leave python out", "-- SCRIPT.py"),

@@ -195,7 +195,7 @@ health: {data: [/bin/page, "on", "a: b", "1"]}
     ("text", "says"),
     [
         ("spares: 1\nspares: 2\n", "p.yaml:2: spares: is given twice"),
-        ("- 1\n", "p.yaml:1: a policy is a mapping"),
+        ("- 1\n", "p.yaml:1: a policy must be a mapping"),
         ("spares: [1\n", "p.yaml:2: "),
         ("spares: !!python/object/apply:os.system [true]\n", "p.yaml:1: spares: "),
         ("spares: !!python/name:os.system x\n", "could not determine a constructor"),
@@ -208,16 +208,16 @@ health: {data: [/bin/page, "on", "a: b", "1"]}
         ("checkpoint: {tiers: {shared: off}}\n", "checkpoint.tiers.shared: "),
         ("nodes:\n  min: 12\n", "p.yaml:2: nodes.min: is not supported yet; leave it out"),
         ("notify: [{when: stop, command: [a]}]\n", "p.yaml:1: notify: is not supported yet"),
-        ("checkpoint: &all\n  tiers: *all\n", "p.yaml: it is nested too deeply"),
+        ("checkpoint: &all\n  tiers: *all\n", "p.yaml: is nested too deeply"),
         ("checkpoint:\n  ? {max_loss: 1}\n  : 3\n", "p.yaml:2: checkpoint: a key must be a word"),
         ("[1, 2]: 3\n", "p.yaml:1: the policy: a key must be a word"),
         ("checkpoint: {tiers: {local: {path: ''}}}\n", "checkpoint.tiers.local.path: must not be empty"),
-        ("checkpoint: {max_loss: 1:30:00}\n", "1:30:00 is no duration"),
-        ("checkpoint: {max_loss: ''}\n", '"" is no duration'),
+        ("checkpoint: {max_loss: 1:30:00}\n", "1:30:00 is not a duration"),
+        ("checkpoint: {max_loss: ''}\n", '"" is not a duration'),
         ("checkpoint: {max_loss: 99999999h}\n", "99999999h is longer than a hundred years"),
-        ("spares: 1:30\n", "1:30 is no whole number"),
-        ("spares: 010\n", "010 is no whole number"),
-        ("spares: '2'\n", '"2" is no whole number'),
+        ("spares: 1:30\n", "1:30 is not a whole number"),
+        ("spares: 010\n", "010 is not a whole number"),
+        ("spares: '2'\n", '"2" is not a whole number'),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, says: str) -> None:
@@ -301,7 +301,7 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["10", 10, "m", "-1s", "1 hour", "", True, None, "1e3s", "10m 5"])
 def test_bad_durations(text: object) -> None:
-    with pytest.raises(ValueError, match="no duration"):
+    with pytest.raises(ValueError, match="not a duration"):
         values.duration(text)
 
 
@@ -312,7 +312,7 @@ def test_fractions(text: object, share: float) -> None:
 
 @pytest.mark.parametrize("value", [True, 1.5, "3", None])
 def test_what_is_no_whole_number(value: object) -> None:
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="not a whole number"):
         values.whole_number(value)
 
 

@@ -1,8 +1,8 @@
-"""The batch process: one a Slurm job, on its first node. Starts the agents and keeps a supervisor running.
+"""The batch process: one per Slurm job, on its first node. It starts the agents and keeps a supervisor
+running.
 
-It is the job's life as far as Slurm is concerned, so it does as little as possible: a supervisor that
-crashes is started again, the agents and the ranks go on meanwhile. When is decided in
-`core.supervision.batch`.
+Slurm takes its end for the end of the job, so it does as little as possible. A supervisor that crashes is
+started again while the agents and the ranks go on; `core.supervision.batch` decides when.
 """
 
 from __future__ import annotations

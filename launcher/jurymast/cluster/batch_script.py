@@ -133,11 +133,11 @@ def _check_text(text: str, name: str) -> None:
     """sbatch refuses the same."""
     if not text.startswith("#!"):
         raise UsageError(
-            f"{name}, line 1: a batch script begins with #! and its interpreter",
+            f"{name}, line 1: a batch script must begin with #! and its interpreter",
             hint="for example #!/bin/bash",
         )
     for what, mark, hint in (
-        ("ends as lines do on Windows", "\r\n", f"for example: sed -i 's/\\r$//' {shlex.quote(name)}"),
+        ("ends with a Windows line break", "\r\n", f"for example: sed -i 's/\\r$//' {shlex.quote(name)}"),
         ("has a NUL character", "\0", ""),
     ):
         before, found, _ = text.partition(mark)
@@ -170,10 +170,10 @@ def _check(line: CommandLine, kind: str) -> None:
     if line.script and line.script[0] in ("hetjob", "packjob"):
         raise UsageError("heterogeneous jobs are not supported", hint="submit one run of equal nodes")
     if line.script:
-        raise UsageError(f"{line.script[0]} is no option")
+        raise UsageError(f"{line.script[0]} is not an option")
     if kind == OURS and line.sbatch:
         said = line.sbatch[0].words[0]
-        raise UsageError(f"{said} is none of jurymast's options", hint=f"say {SBATCH} {said}")
+        raise UsageError(f"{said} is not an option of jurymast", hint=f"write {SBATCH} {said}")
 
 
 def merged(script: BatchScript, environment: Mapping[str, str], line: CommandLine) -> CommandLine:

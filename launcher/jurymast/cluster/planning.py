@@ -1,4 +1,5 @@
-"""A command line or a batch script, and a policy -> the run's plan; every contradiction is found here."""
+"""Makes a run's plan from a command line or a batch script, and a policy. Finds every contradiction
+between them."""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ from jurymast.policy.resolve import Resolved
 # sbatch options that say what jurymast decides: the message says what to do instead.
 REFUSED = {
     "array": "one run is one job; a batch script may be an array",
-    "ntasks": "say --nodes N and --nproc-per-node K",
-    "ntasks-per-node": "say --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
-    "tasks-per-node": "say --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
-    "ntasks-per-gpu": "say --nproc-per-node K for the ranks of a node",
-    "ntasks-per-tres": "say --nproc-per-node K for the ranks of a node",
-    "ntasks-per-core": "say --nproc-per-node K for the ranks of a node",
-    "ntasks-per-socket": "say --nproc-per-node K for the ranks of a node",
-    "gpus": "a total would be shared with the spare nodes; say --gpus-per-node G",
-    "overcommit": "there is one task a node; leave it out",
-    "version": "ask sbatch --version, or jurymast --version",
+    "ntasks": "use --nodes N and --nproc-per-node K",
+    "ntasks-per-node": "use --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
+    "tasks-per-node": "use --nproc-per-node K for the ranks of a node; Slurm starts one agent on each",
+    "ntasks-per-gpu": "use --nproc-per-node K for the ranks of a node",
+    "ntasks-per-tres": "use --nproc-per-node K for the ranks of a node",
+    "ntasks-per-core": "use --nproc-per-node K for the ranks of a node",
+    "ntasks-per-socket": "use --nproc-per-node K for the ranks of a node",
+    "gpus": "a total would include the spare nodes; use --gpus-per-node G",
+    "overcommit": "there is one task per node; leave it out",
+    "version": "run sbatch --version or jurymast --version instead",
     "usage": "see jurymast submit --help",
 }
 # The same by environment variable.
@@ -67,10 +68,8 @@ def make_plan(
     python: str,
     run: str = "",
 ) -> RunPlan:
-    """The plan for this command line. Raises UsageError and ScriptError; touches nothing but the script.
-
-    `run` is made from the clock and the name unless given.
-    """
+    """The plan for this command line. Raises UsageError and ScriptError. Reads nothing but the script.
+    `run` is made from the time and the name if it is not given."""
     check_options(line, environment)
     script, arguments, module = _script(line.script)
     directory = working_directory / (line.last("chdir") or "")
@@ -127,7 +126,7 @@ def check_options(line: CommandLine, environment: Mapping[str, str]) -> None:
         if given.name == "no-kill" and given.value == "off":
             raise UsageError(
                 "--no-kill=off would end the job with its first lost node",
-                hint="leave it out; to end a run at the first failure say --no-requeue and --spares 0",
+                hint="leave it out; to end a run at the first failure, use --no-requeue and --spares 0",
             )
     if line.has("requeue") and line.has("no-requeue"):
         raise UsageError("--requeue and --no-requeue contradict each other")
@@ -165,11 +164,11 @@ def _script(words: list[str]) -> tuple[str, list[str], bool]:
         return words[1], words[2:], True
     if _LAUNCHERS.fullmatch(Path(words[0]).name) and not Path(words[0]).suffix == ".py":
         raise UsageError(
-            f"leave {words[0]} out: jurymast starts the script itself, a rank for each --nproc-per-node",
+            f"leave {words[0]} out: jurymast starts the script itself, on as many ranks as --nproc-per-node",
             hint=hint,
         )
     if words[0].startswith("-"):
-        raise UsageError(f"{words[0]} stands where the training script should", hint=hint)
+        raise UsageError(f"{words[0]} is where the training script should be", hint=hint)
     return words[0], words[1:], False
 
 
@@ -185,7 +184,7 @@ def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
         if isinstance(error, FileNotFoundError):
             what = "is a directory without a __main__.py" if path.is_dir() else "does not exist"
         raise ScriptError(
-            f"the training script {script} {what}", hint=f"looked for {path}; for a module say -- -m MODULE"
+            f"the training script {script} {what}", hint=f"looked for {path}; for a module write -- -m MODULE"
         ) from error
     return script if path == tried[0] else str(path.absolute())
 
@@ -206,7 +205,9 @@ def _check_module(module: str, directory: Path) -> None:
                 if parent
                 else f"not in {directory}, nor where {sys.executable} looks"
             )
-            raise ScriptError(f"there is no module {module} ({where})", hint="-- -m MODULE, or -- SCRIPT.py")
+            raise ScriptError(
+                f"there is no module {module} ({where})", hint="write -- -m MODULE, or -- SCRIPT.py"
+            )
         search, parent = list(found.submodule_search_locations or ()), name
 
 
@@ -229,8 +230,8 @@ TOTALS = ("ntasks", "gpus")
 # Not passed on as typed: the exclusions are merged into one option, and a command is a script by now.
 SCRIPT_CONSUMED = DONE_HERE | {"exclude", "wrap"}
 SCRIPT_REFUSED = {
-    "nodefile": "say --nodes N",
-    "version": "ask sbatch --version, or jurymast --version",
+    "nodefile": "use --nodes N",
+    "version": "run sbatch --version or jurymast --version instead",
     "usage": "see jurymast submit --help",
 }
 
@@ -263,12 +264,13 @@ def make_script_plan(
     told = merged(script, environment, line)
     if asked.cluster == "local":
         raise UsageError(
-            f"{script.name} is a batch script, and there is no srun on the local cluster",
-            hint="give the Python script that it starts: jurymast submit --cluster local -- SCRIPT.py [args]",
+            f"{script.name} is a batch script, but the local cluster has no srun",
+            hint="submit its Python script: jurymast submit --cluster local -- SCRIPT.py [args]",
         )
     if asked.nproc_per_node is not None:
         raise UsageError(
-            "--nproc-per-node is for a Python script", hint=f"say it where {script.name} starts torchrun"
+            "--nproc-per-node works only with a Python script",
+            hint=f"set it where {script.name} starts torchrun",
         )
     _check(script, told)
     size = size_of(script, told, asked.nodes)
@@ -324,7 +326,7 @@ def _node_count(script: BatchScript, given: Given) -> int:
     if not re.fullmatch(r"\d+(-\d+)?", given.value or "") or int(low) < 1 or (high and high != low):
         raise UsageError(
             f"{script.where(given)}--nodes={given.value}: jurymast adds spare nodes to a fixed number",
-            hint="say one number: the nodes that train",
+            hint="give one number: the nodes that train",
         )
     return int(low)
 
@@ -337,8 +339,8 @@ def _nodes_by_tasks(script: BatchScript, told: CommandLine) -> int:
     if each is None or not all(number.isdigit() and int(number) for number in numbers):
         raise UsageError(
             f"{script.where(tasks)}--ntasks={tasks.value} lets Slurm choose the number of nodes, "
-            "to which no spare ones can be added",
-            hint="say --nodes=N as well",
+            "so no spare nodes can be added",
+            hint="also give --nodes=N",
         )
     return -(-int(numbers[0]) // int(numbers[1]))
 
@@ -352,8 +354,8 @@ def _scaled(value: str, nodes: int, active: int) -> str:
 def _check(script: BatchScript, told: CommandLine) -> None:
     if script.pbs_line and not told.has("ignore-pbs"):
         raise UsageError(
-            f"{script.name}, line {script.pbs_line}: sbatch would read this #PBS line, and jurymast does not",
-            hint="say it in an #SBATCH line, or ignore all such lines with --ignore-pbs",
+            f"{script.name}, line {script.pbs_line}: sbatch would read this #PBS line, but jurymast does not",
+            hint="write it as an #SBATCH line, or ignore all #PBS lines with --ignore-pbs",
         )
     for given in told.sbatch:
         where = script.where(given)

@@ -89,13 +89,13 @@ def check_runs_directory(runs: Path, script: BatchScript | None = None) -> None:
     """Raise RunDirectoryError when no run directory that serves `script` can be made below `runs`."""
     if script is not None and ":" in str(runs):
         raise RunDirectoryError(
-            f"the runs directory {str(runs)!r} has a colon, and a batch script finds jurymast by PATH",
-            hint="choose another place with --runs DIR",
+            f"the runs directory {str(runs)!r} has a colon, and batch scripts find jurymast by PATH",
+            hint="choose another directory with --runs DIR",
         )
     if any(mark in str(runs) for mark in "%\\\n\r"):
         raise RunDirectoryError(
             f"the runs directory {str(runs)!r} has a character that Slurm does not take: %, \\ or line break",
-            hint="choose another place with --runs DIR",
+            hint="choose another directory with --runs DIR",
         )
     place = runs
     while not foreign.exists(place) and place != place.parent:
@@ -103,7 +103,7 @@ def check_runs_directory(runs: Path, script: BatchScript | None = None) -> None:
     if not foreign.is_directory(place) or not os.access(place, os.W_OK | os.X_OK):
         raise RunDirectoryError(
             f"cannot write to the runs directory {runs}" + ("" if place == runs else f" ({place})"),
-            hint="choose another place with --runs DIR (it must be on storage that all nodes share)",
+            hint="choose another directory with --runs DIR, on storage that all nodes share",
         )
 
 
@@ -124,7 +124,7 @@ def write_run_directory(request: Request) -> None:
         remove_run_directory(request)
         if isinstance(error, OSError):
             what = f"cannot write the run directory {run.root}: {error.strerror}"
-            raise RunDirectoryError(what, hint="choose another place with --runs DIR") from error
+            raise RunDirectoryError(what, hint="choose another directory with --runs DIR") from error
         raise
 
 

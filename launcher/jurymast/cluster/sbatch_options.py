@@ -156,7 +156,9 @@ def _short_options(
         flag = f"-{letter}"
         name = grammar.short.get(letter, "")
         if flag not in own and not name:
-            raise UsageError(f"unknown option {flag} in {word}", hint="jurymast submit --help; man sbatch")
+            raise UsageError(
+                f"unknown option {flag} in {word}", hint="see jurymast submit --help and man sbatch"
+            )
         attached = letters
         if own.get(flag, name in grammar.required):
             letters = ""
@@ -193,20 +195,18 @@ def _full_name(typed: str, own: Mapping[str, bool], known: frozenset[str]) -> st
     if len(matches) > 1 and not any(option.startswith(typed) for option in own):
         raise UsageError(f"option {typed} is ambiguous: " + ", ".join(f"--{name}" for name in matches))
     names = [*(option for option in own if option.startswith("--")), *(f"--{name}" for name in known)]
-    hint = TORCHRUN_HINTS.get(
-        word.replace("_", "-"), "options are those of jurymast submit --help and of sbatch"
-    )
+    hint = TORCHRUN_HINTS.get(word.replace("_", "-"), "see jurymast submit --help and man sbatch")
     raise UsageError(f"unknown option {typed}{did_you_mean(typed, names)}", hint=hint)
 
 
 # What people coming from torchrun type, and what to say.
 TORCHRUN_HINTS = {
-    "nnodes": "say --nodes N for the number of active nodes, and --spares N for the spare ones",
-    "node-rank": "nodes get their ranks from jurymast; leave it out",
-    "standalone": "say --cluster local to run on this machine",
-    "max-restarts": "restarts are the policy's: failures.restarts.application, for example 3 per 1h",
-    "monitor-interval": "leave it out; jurymast watches the workers itself",
-    "module": "say: jurymast submit [options] -- -m MODULE [args]",
+    "nnodes": "use --nodes N for active nodes and --spares N for spare nodes",
+    "node-rank": "leave it out; jurymast numbers the nodes",
+    "standalone": "to run on this machine, use --cluster local",
+    "max-restarts": "set restarts in the policy: failures.restarts.application, for example 3 per 1h",
+    "monitor-interval": "leave it out; jurymast watches the ranks itself",
+    "module": "write jurymast submit [options] -- -m MODULE [args]",
     **{
         f"rdzv-{name}": "jurymast does the rendezvous; leave it out"
         for name in ("backend", "endpoint", "id", "conf")

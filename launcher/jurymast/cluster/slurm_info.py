@@ -50,7 +50,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
 
 def partitions(clusters: str = "") -> dict[str, Partition]:
     """All partitions. Raises ClusterUnavailableError: no Slurm here, or it does not answer."""
-    hint = "to run on this machine without Slurm say --cluster local"
+    hint = "to run on this machine without Slurm, use --cluster local"
     for program in ("sbatch", "sinfo"):
         if shutil.which(program) is None:
             raise ClusterUnavailableError(f"there is no Slurm here: {program} is not in PATH", hint=hint)
@@ -94,9 +94,9 @@ def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int
     counted = f"has {room} node{plural}" if room == best.total else f"allows {room} node{plural} a job"
     out = f", {best.out} of them out of service" if best.out else ""
     if room >= active:
-        hint = f"the largest that fits is --spares {room - active}"
+        hint = f"the largest number that fits is --spares {room - active}"
     else:
-        hint = f"--nodes {active} alone is too many; with no spare node at most --nodes {room} fits"
+        hint = f"--nodes {active} does not fit; without spares, at most --nodes {room} fits"
     nodes = active + spares
     raise UsageError(
         f"the run needs {nodes} node{'s' if nodes > 1 else ''} ({active} active + {spares} spare), "

@@ -53,7 +53,7 @@ def leave(spool: Path, values: Mapping[str, Any]) -> Path:
     except OSError as error:
         raise ClusterUnavailableError(
             f"cannot leave a verdict in {spool}: {error.strerror}",
-            hint="jurymast doctor says what the site lacks; without it say nodes_policy.bad: exclude",
+            hint="jurymast doctor shows what the site lacks; or set nodes_policy.bad: exclude",
         ) from error
     return path
 
@@ -69,7 +69,7 @@ def seal(payload: bytes) -> bytes:
     except FileNotFoundError as error:
         raise ClusterUnavailableError("munge is not installed here") from error
     except subprocess.TimeoutExpired as error:
-        raise ClusterUnavailableError(f"munge gave no answer within {COMMAND_LIMIT_S:.0f} s") from error
+        raise ClusterUnavailableError(f"munge did not answer within {COMMAND_LIMIT_S:.0f} s") from error
     if done.returncode != 0:
         raise ClusterUnavailableError(f"munge: {done.stderr.decode(errors='replace').strip()}")
     return done.stdout

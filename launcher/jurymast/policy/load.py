@@ -67,7 +67,7 @@ def file_layer(path: Path, shown: str) -> Layer:
     try:
         return _read(path, shown)
     except RecursionError as error:  # also of a mapping that has itself inside, through an alias
-        raise PolicyError(f"{shown}: it is nested too deeply") from error
+        raise PolicyError(f"{shown}: is nested too deeply") from error
 
 
 def _read(path: Path, shown: str) -> Layer:
@@ -86,7 +86,7 @@ def _read(path: Path, shown: str) -> Layer:
     if node is None:
         return layer
     if not isinstance(node, yaml.MappingNode):
-        raise PolicyError(f"{shown}:{node.start_mark.line + 1}: a policy is a mapping of keys to values")
+        raise PolicyError(f"{shown}:{node.start_mark.line + 1}: a policy must be a mapping of keys to values")
     problems: list[str] = []
     layer.values = _plain(node, (), layer, problems)
     if problems:
@@ -160,7 +160,7 @@ def _add_layers(path: Path, shown: str, above: tuple[Path, ...], layers: list[La
         with foreign.asking(path):
             real = path.resolve()
     except RuntimeError as error:  # Python before 3.13 says so of links that lead in a circle
-        raise PolicyError(f"{shown}: cannot be read: its links lead in a circle") from error
+        raise PolicyError(f"{shown}: cannot be read: its links form a circle") from error
     if real in above:
         raise PolicyError(f"{shown}: extends itself through {' -> '.join(str(p) for p in (*above, real))}")
     if len(above) + len(layers) == FILES_MAX:

@@ -167,11 +167,11 @@ class Failures(Section):
         _either(_AUTO, {"type": "number", "exclusiveMinimum": 0}),
     ] = _key("auto", "failures per 1,000 node-days, if known")
     half_life: Duration = _key("14d", "age at which a past failure counts half in the failure rate")
-    burst: Duration = _key("10m", "failures within this time of each other count as one")
-    restarts: RestartBudgets = _key({}, "how many restarts in how much time")
+    burst: Duration = _key("10m", "failures this close together count as one")
+    restarts: RestartBudgets = _key({}, "restart budgets: how many restarts in how much time")
     requeues: Annotated[
         int | None, BeforeValidator(values.unlimited_or_count), _either({"const": "unlimited"}, _COUNT)
-    ] = _key("unlimited", "how often the Slurm job may go back to the queue")
+    ] = _key("unlimited", "how often the Slurm job may be requeued")
     stop_grace: Duration = _key(
         "1s", "time from SIGTERM to SIGKILL when ranks are stopped; torchrun waits 30 s"
     )
@@ -223,7 +223,9 @@ class Network(Section):
 
 
 class Notification(Section):
-    when: Literal["incident", "requeue", "stop", "end"] = Field(description="what it is called for")
+    when: Literal["incident", "requeue", "stop", "end"] = Field(
+        description="the events for which it is called"
+    )
     command: list[str] = Field(min_length=1, description="program and arguments; no shell")
 
 

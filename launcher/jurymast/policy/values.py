@@ -22,7 +22,7 @@ def duration(value: object) -> float:
         raise ValueError(f"{written(value)} is longer than a hundred years")
     if seconds is None:
         raise ValueError(
-            f"{written(value)} is no duration; write a number with a unit, like 0.5s, 10m, 1h30m or 2d"
+            f"{written(value)} is not a duration; write a number with a unit, like 0.5s, 10m, 1h30m or 2d"
         )
     return seconds
 
@@ -47,7 +47,7 @@ def auto_off_or_duration(value: object) -> float | None:
 def whole_number(value: object, *, least: int = 0) -> int:
     """A whole number of at least `least`; YAML's true and false are none."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{written(value)} is no whole number")
+        raise ValueError(f"{written(value)} is not a whole number")
     if value < least:
         raise ValueError(f"must be at least {least}")
     return value
@@ -78,7 +78,7 @@ def budget(value: object) -> Budget:
     match = re.fullmatch(r"\s*(\d+)\s+(?:per|in)\s+(\S.*)", value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(
-            f"{written(value)} is no restart budget; write unlimited, or a number per time, like 3 per 1h"
+            f"{written(value)} is not a restart budget; write unlimited, or a number per time, like 3 per 1h"
         )
     return Budget(count=int(match[1]), window_s=positive_duration(match[2]))
 
@@ -91,7 +91,7 @@ def cadence(value: object) -> Cadence:
     except ValueError:
         pass
     raise ValueError(
-        f"{written(value)} is no cadence; write auto, a number of steps (200 steps) or a time (10m)"
+        f"{written(value)} is not a cadence; write auto, a number of steps (200 steps) or a time (10m)"
     )
 
 
@@ -103,7 +103,7 @@ def fraction(value: object) -> float:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         share = float(value)
     else:
-        raise ValueError(f"{written(value)} is no share; write a percentage, like 2%")
+        raise ValueError(f"{written(value)} is not a share; write a percentage, like 2%")
     if not 0 <= share <= 1:
         raise ValueError("must be between 0% and 100%")
     return share
@@ -123,7 +123,7 @@ def off_or_factor(value: object) -> float:
     if value in (False, "off"):
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < math.inf:
-        raise ValueError(f"{written(value)} is no factor; write off, or a number above 1, like 1.5")
+        raise ValueError(f"{written(value)} is not a factor; write off, or a number above 1, like 1.5")
     return float(value)
 
 
@@ -133,7 +133,7 @@ def auto_or_rate(value: object) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(
-            f"{written(value)} is no failure rate; write auto, or failures per 1,000 node-days, like 6.5"
+            f"{written(value)} is not a failure rate; write auto, or failures per 1,000 node-days, like 6.5"
         )
     return float(value)
 
@@ -143,8 +143,8 @@ def xid_code(value: str) -> str:
     codes = [str(code) for code in xids()]
     if value not in codes:
         raise ValueError(
-            f"{written(value)} is no Xid code that this version knows{did_you_mean(value, codes)}; "
-            f"they are {', '.join(codes)}"
+            f"{written(value)} is not an Xid code that this version knows{did_you_mean(value, codes)}; "
+            f"known codes: {', '.join(codes)}"
         )
     return value
 

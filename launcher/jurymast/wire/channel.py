@@ -325,7 +325,7 @@ class Channel(Generic[Hears]):
         tag, payload = bytes(unread[4:HEAD_BYTES]), bytes(unread[HEAD_BYTES:end])
         del unread[:end]
         if not self._opening.fits(payload, tag):
-            raise AuthenticationError(f"a frame from {self.peer_address} is not sealed with this run's key")
+            raise AuthenticationError(f"a frame from {self.peer_address} is not sealed with the run's key")
         return payload
 
     async def drain(self) -> None:

@@ -37,7 +37,7 @@ def ways(encrypt: bool) -> tuple[str, ...]:
     if encrypt:
         if _aes() is None:
             why = "network.encrypt needs the package cryptography, which is not installed"
-            raise PolicyError(why, hint=f"on every node: {INSTALL}; or network: {{encrypt: off}}")
+            raise PolicyError(why, hint=f"run {INSTALL} on every node, or set network: {{encrypt: off}}")
         return (GCM,)
     return (BLAKE2B,) if _aes() is None else (GMAC, BLAKE2B)
 

@@ -66,7 +66,7 @@ class Stream(Generic[Hears]):
             raise ProtocolError(f"frame of {length} bytes")
         payload = _receive(self._connection, length)
         if not self._opening.fits(payload, head[4:]):
-            raise AuthenticationError("a frame is not sealed with this run's key")
+            raise AuthenticationError("a frame is not sealed with the run's key")
         return self._read(payload)
 
     def send_bytes(self, data: bytes | memoryview, way: str) -> None:
@@ -205,4 +205,4 @@ def _receive_into(connection: socket.socket, target: memoryview, end: float | No
 
 
 def _silent() -> TimeoutError:
-    return TimeoutError(f"not a byte for {SILENT_LIMIT_S:g} s")
+    return TimeoutError(f"no byte for {SILENT_LIMIT_S:g} s")
