@@ -197,7 +197,7 @@ def test_an_attempt_that_cannot_tell_whether_it_is_the_newest_publishes_nothing(
     checkpoint = jurymast.Checkpointer(weights(1.0))
     assert not checkpoint.save(1)
     assert CheckpointDirectory(run.checkpoints).steps() == []
-    assert "whether a newer attempt has started is not known" in caplog.text
+    assert "cannot find out whether a newer attempt has started" in caplog.text
     run.attempt_file.rmdir()
     run.attempt_file.write_text("2\n")
     assert checkpoint.save(2)
@@ -397,7 +397,7 @@ def test_two_runs_do_not_save_to_one_directory_but_one_may_start_from_the_others
     assert theirs.restore() == 1
     assert tuned["weight"][0] == 1.0
     assert being_saved.is_dir()  # it is the other's, whatever its attempt
-    with pytest.raises(CheckpointError, match=r"where run first .* saves, which has not ended: run second"):
+    with pytest.raises(CheckpointError, match=r"run first .*, which has not ended, saves to .*: run second"):
         theirs.save(3)
     assert jurymast.Checkpointer(tuned, directory=tmp_path / "own").save(3)
 

@@ -145,7 +145,7 @@ def test_a_store_that_is_down_and_back_again(
         server.stop()
         why = process.failure(upload(2))
         assert f"{BUCKET.removeprefix('s3://')}/down" in why
-        assert "is it up?" in why
+        assert "check that it is up" in why
         # back before it gives up: that only takes longer
         process.give(upload(2))
         server.start()

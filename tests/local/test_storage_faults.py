@@ -202,7 +202,7 @@ def test_an_object_store_that_is_down_is_told_and_caught_up_with(tmp_path: Path,
                    script="train_tiny.py", arguments=(*TRAIN, "--steps", "10000")) as run:  # fmt: skip
         state = run.wait("the failure", lambda s: "object" in s.saved and s.saved["object"].failures > 0)
         (warned,) = shown(run, "copying to the object tier failed")
-        assert "is it up?" in warned
+        assert "check that it is up" in warned
         assert (state.saved["shared"].failures, state.incidents) == (0, [])
         run.wait_saved((state.saved_step or 0) + 10)
         s3.start()

@@ -157,7 +157,7 @@ class Nodes:
         agent.written.add(order.id)
         key = order.step, order.attempt
         mine = {copy.rank for copy in agent.held if key_of(copy) == key and copy.part == "all"}
-        why = "" if set(order.ranks) <= mine else "an image is not here any more"
+        why = "" if set(order.ranks) <= mine else "an image is no longer here"
         why = "no space left" if self.chance.random() < self.fails else why
         agent.words.append(
             msg.Written(id=order.id, tier=order.tier, ok=not why, why=why, size_bytes=100 if not why else 0)

@@ -76,7 +76,7 @@ def test_a_manifest_of_other_kinds_is_refused(change: dict[str, object]) -> None
 
 def test_a_manifest_without_an_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "SMALL_BYTES_MAX", 1000)
-    with pytest.raises(StorageFailure, match="has 1001 bytes, most is 1000"):
+    with pytest.raises(StorageFailure, match="has 1001 bytes, at most 1000 are allowed"):
         bucket(tmp_path, b" " * 1001).manifest(STEP)
 
 
@@ -159,7 +159,7 @@ def test_a_file_of_the_same_hash_is_not_taken_for_the_runs(tmp_path: Path) -> No
     store = ObjectStore(f"file://{tmp_path}/bucket", "run-1", SECRET)
     store.upload(saved(tmp_path / "run", b"right"), STEP, Job(10.0))
     (tmp_path / f"bucket/run-1/step-{STEP:08d}/.metadata").write_bytes(b"wrong")
-    with pytest.raises(StorageFailure, match="is not what this run has uploaded"):
+    with pytest.raises(StorageFailure, match="is not what this run uploaded"):
         store.fetch(STEP, CheckpointDirectory(tmp_path / "back"), Job(10.0))
 
 

@@ -42,7 +42,7 @@ def test_the_first_run_that_writes_owns_the_directory(tmp_path: Path, root: Path
     assert (root / OWNER).stat().st_mode & 0o777 == 0o600
     with pytest.raises(CheckpointError) as raised:
         claim(root, second)
-    assert f"run first ({first.directory}) saves" in str(raised.value)
+    assert f"run first ({first.directory}), which has not ended, saves to" in str(raised.value)
     assert "run second cannot save there" in str(raised.value)
     assert str(root / OWNER) in raised.value.hint
     assert (is_foreign(root, first), is_foreign(root, second)) == (False, True)
@@ -143,7 +143,7 @@ def test_a_claim_that_was_cut_short_is_named(tmp_path: Path, root: Path) -> None
     root.mkdir(parents=True)
     half = root / f".{OWNER}.after-"
     half.write_bytes(first.to_bytes())
-    with pytest.raises(CheckpointError, match="another run claims") as raised:
+    with pytest.raises(CheckpointError, match="another run is claiming") as raised:
         claim(root, second)
     assert raised.value.hint.endswith(f"rm {half}*")
     claim(root, first)

@@ -137,7 +137,7 @@ def test_a_sharded_entry_that_differs_is_refused() -> None:
     part = tensor("data.t", 5, shape=(10,), offsets=(0,), sizes=(5,))
     manifests = [packed([], [part], rank=rank, entries={"data": {"digest": str(rank)}}) for rank in range(2)]
     with pytest.raises(
-        StorageFailure, match="the entry 'data' differs between ranks, and has sharded tensors"
+        StorageFailure, match="the entry 'data' differs between ranks and has sharded tensors"
     ):
         decided(*manifests)
 

@@ -23,7 +23,9 @@ def main() -> int:
         "--end-as", choices=("agent", "launcher", "task"), default="agent",
         help="a launcher ends with 1 when the run fails, as torchrun does, a task with the run's code",
     )  # fmt: skip
-    parser.add_argument("--supervisor", default="", help="HOST:PORT to try until the run directory names one")
+    parser.add_argument(
+        "--supervisor", default="", help="HOST:PORT of a supervisor to try until the run directory names one"
+    )
     arguments = parser.parse_args()
     log_as(f"agent on {arguments.node}")
     host, _, port = arguments.supervisor.rpartition(":")

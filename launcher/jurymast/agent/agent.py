@@ -163,7 +163,7 @@ class Agent:
         try:
             self._keeping.keeper.listen_at(self._connecting.address)
         except OSError as error:
-            _note(self._node, f"no other node can have images from {self._connecting.address}: {error}")
+            _note(self._node, f"no other node can fetch images from {self._connecting.address}: {error}")
         hello = msg.Hello(
             node=self._node, allocation=self._allocation, address=self._connecting.address,
             incarnation=self._incarnation, pid=os.getpid(), boot_id=boot_id(),

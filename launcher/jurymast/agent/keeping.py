@@ -99,7 +99,7 @@ class Keeping:
             for rank in order.ranks:
                 loan = await self.keeper.lend(order.step, order.attempt, rank)
                 if loan is None:
-                    answer: Answer = StorageFailed(why=f"the image of rank {rank} is not here any more")
+                    answer: Answer = StorageFailed(why=f"the image of rank {rank} is no longer here")
                     break
                 loans.append(loan)
             else:

@@ -39,7 +39,7 @@ class Succeeding:
             case do.EndStandby():
                 self._driver.spawn(self._dismiss(), vital=False)
             case do.StartSupervisor():
-                log.info("no supervisor answers, starting one here")
+                log.info("no supervisor answers: starting one here")
                 self._driver.spawn(self._supervise(effect))
             case _:
                 never(effect)

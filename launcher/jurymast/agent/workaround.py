@@ -53,7 +53,7 @@ class NetworkWorkaround:
 
 def _told(attempt: int, device: str, around: WorkAround) -> str:
     values = ", ".join(f"{name}={value}" for name, value in around.environment.items())
-    return f"the ranks of attempt {attempt} leave {device} out ({values}): {around.reason}"
+    return f"the ranks of attempt {attempt} do not use {device} ({values}): {around.reason}"
 
 
 def rdma_ports(sys: Path = Path("/sys")) -> list[str]:

@@ -45,15 +45,18 @@ class Checkpointer:
             checkpoint.step(step + 1)
 
     `state` maps names to modules, optimizers, anything with `state_dict` and `load_state_dict` (learning rate
-    schedules, data loaders), generators, tensors, or plain values in nested dicts and lists; the latter two
-    are restored in place where they can be. It is read anew at every save. What differs between ranks is
-    saved once a rank. All methods are called by every rank, with the same step.
+    schedules, data loaders), generators, tensors, or plain values in nested dicts and lists. Tensors and
+    plain values are restored in place where possible. The mapping is read anew at every save. An entry that
+    differs between ranks is saved once per rank. Every rank must call all methods, with the same step.
 
     Options, each with a default from the environment that jurymast sets:
     `directory` of the checkpoints ($JURYMAST_RUN_DIR/checkpoints, $JURYMAST_CHECKPOINTS, ./checkpoints);
-    `every`: "200 steps" or 200, "10m", or "auto" (JURYMAST_CADENCE_STEPS, JURYMAST_CADENCE_S, automatic:
-    what loses least, as the run's supervisor says, or from the measured stall and JURYMAST_MTBF_S);
-    `keep`: how many to keep (JURYMAST_KEEP, 3). Raises CheckpointError when `state` cannot be saved.
+    `every`: "200 steps" or 200, "10m", or "auto" ($JURYMAST_CADENCE_STEPS, $JURYMAST_CADENCE_S, auto). "auto"
+    loses the least time: the run's supervisor sets the interval; without one it follows from the measured
+    stall and $JURYMAST_MTBF_S;
+    `keep`: how many to keep ($JURYMAST_KEEP, 3).
+
+    Raises CheckpointError when `state` cannot be saved.
     """
 
     def __init__(
@@ -88,11 +91,12 @@ class Checkpointer:
     # ---- what scripts call
 
     def restore(self) -> int:
-        """Restore the newest complete, verified step and return it; 0, touching nothing, if there is none.
+        """Restore the newest complete, verified step and return it. If there is none, return 0 and change
+        nothing.
 
-        Damaged checkpoints are passed over, with a warning. Raises CheckpointError when there are
-        checkpoints but none can be read, or were some in an earlier attempt of the run and are gone: starting
-        over must be somebody's decision.
+        Damaged checkpoints are skipped with a warning. Raises CheckpointError if there are checkpoints but
+        none can be read, or if an earlier attempt of the run saved some that are gone: only a person can
+        decide to start over.
         """
         self._link.enter(link.RESTORING)
         started = time.monotonic()
@@ -112,9 +116,10 @@ class Checkpointer:
         return step
 
     def step(self, step: int) -> None:
-        """Say that `step` steps are done: a heartbeat, and a save when it is time for one.
+        """Report that `step` steps are done: a heartbeat, and a save if one is due.
 
-        Failing storage costs the checkpoint, not the training; CheckpointError: it can never be saved.
+        Failing storage costs the checkpoint, not the training. Raises CheckpointError if the state can never
+        be saved.
         """
         # Not before the first call: a script that only restores and saves is heard by its optimizer's steps.
         self._link.explicit_steps = True
@@ -128,9 +133,10 @@ class Checkpointer:
                 break
 
     def save(self, step: int) -> bool:
-        """Save `step` now, unless it is saved; False when it failed. Raises as `step` does.
+        """Save `step` now, unless it is saved already. Returns False if the save failed. Raises as `step`
+        does.
 
-        Unlike `step` this waits (for up to 30 s) until the node has room for one more image in memory.
+        Unlike `step`, this waits up to 30 s until the node's memory has room for one more image.
         """
         if not self._save_times.begun:
             self._begin_cadence(step)
@@ -197,7 +203,7 @@ class Checkpointer:
         if found.used is None:
             return f"memory is not ready yet on ranks {ranks}"[:ERROR_CHARACTERS]
         if not found.used and self._open().rank == 0:
-            log.warning("no memory for checkpoints on the nodes of ranks %s: saving to storage", ranks)
+            log.warning("the nodes of ranks %s have no memory for checkpoints: saving to storage", ranks)
         return ""
 
     def _capture(self) -> Any:
@@ -260,7 +266,7 @@ class Checkpointer:
         saved = int(os.environ.get("JURYMAST_SAVED_STEP") or 0)
         if saved:
             raise CheckpointError(
-                f"step {saved} of this run was saved, and there is no checkpoint in {self._directory}",
+                f"step {saved} of this run was saved, but {self._directory} has no checkpoint",
                 hint="is its file system mounted? To start from the beginning, submit a new run",
             )
 
@@ -269,7 +275,7 @@ class Checkpointer:
     ) -> None:
         passed_over = [_short(f"step {step}: {why}") for step, why in sorted(skipped.items())]
         if restored and passed_over:
-            log.warning("restored step %d, passing over %s", restored.step, "; ".join(passed_over))
+            log.warning("restored step %d, skipping %s", restored.step, "; ".join(passed_over))
         self._link.emit(
             within.Restored(
                 step=restored.step if restored else 0,
@@ -366,7 +372,7 @@ class Checkpointer:
         try:
             newest = RunDirectory(root).newest_attempt() if root else 0
         except RunDirectoryError as error:
-            return f"whether a newer attempt has started is not known: {error}"
+            return f"cannot find out whether a newer attempt has started: {error}"
         if newest > self._attempt:
             return f"attempt {self._attempt} is stale: attempt {newest} has started"
         return ""
@@ -388,7 +394,7 @@ def _keep(given: int | None) -> int:
     """Raises CheckpointError."""
     text = os.environ.get("JURYMAST_KEEP", "3") if given is None else str(given)
     if not text.isdecimal() or int(text) < 1:
-        raise CheckpointError(f"how many checkpoints to keep must be 1 or more, not {text}")
+        raise CheckpointError(f"the number of checkpoints to keep must be 1 or more, not {text}")
     return int(text)
 
 
@@ -414,5 +420,5 @@ def _cadence(every: str | int | None) -> Cadence:
         if seconds := os.environ.get("JURYMAST_CADENCE_S"):
             return Cadence(seconds=float(seconds))
     except ValueError as error:
-        raise CheckpointError(f"when to save is unclear: {error}") from error
+        raise CheckpointError(f"the save interval is invalid: {error}") from error
     return Cadence()

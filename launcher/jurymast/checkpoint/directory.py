@@ -54,7 +54,7 @@ ROLLBACK = "rollback.json"
 
 
 class BadCheckpoint(Exception):
-    """A finding, not a failure: this directory is no checkpoint to trust; says why, on one line."""
+    """Found, not failed: this directory is not a checkpoint to trust. Says why, on one line."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class CheckpointManifest:
             values: dict[str, Any] = foreign.parse(data)
             expected = values.pop("manifest_xxh3_64")
             if values["format"] != FORMAT:
-                raise BadCheckpoint(f"its format is {values['format']}, this version reads {FORMAT}")
+                raise BadCheckpoint(f"its format is {values['format']}, but this version reads only {FORMAT}")
             if _hash_of_values(values) != expected:
                 raise BadCheckpoint(f"{MANIFEST} is damaged: its hash does not match")
             manifest = msgspec.convert(values, cls)
@@ -111,7 +111,7 @@ def _check_name(name: str) -> None:
     """Raises BadCheckpoint for one that leads out of the checkpoint: it may be read from a bucket that others
     write to."""
     if name in ("", ".", "..", MANIFEST) or "/" in name or not name.isprintable():
-        raise BadCheckpoint(f"{MANIFEST} names a file that is none of a checkpoint's: {name!r}")
+        raise BadCheckpoint(f"{MANIFEST} names a file that does not belong to a checkpoint: {name!r}")
 
 
 def _hash_of_values(values: dict[str, Any]) -> str:
@@ -213,7 +213,7 @@ class CheckpointDirectory:
         try:
             data = foreign.read(self.path(step) / MANIFEST)
         except FileNotFoundError as error:
-            raise BadCheckpoint(f"it has no {MANIFEST}: incomplete, or not ours") from error
+            raise BadCheckpoint(f"it has no {MANIFEST}: it is incomplete, or not of jurymast") from error
         except OSError as error:
             raise BadCheckpoint(f"{MANIFEST} cannot be read: {error.strerror}") from error
         manifest = CheckpointManifest.from_bytes(data)
@@ -224,7 +224,7 @@ class CheckpointDirectory:
         return manifest
 
     def check_sizes(self, step: int, manifest: CheckpointManifest) -> None:
-        """The cheap check: every file is there in full length. Raises BadCheckpoint."""
+        """The quick check: every file exists in full length. Raises BadCheckpoint."""
         for record in manifest.files:
             try:
                 size = foreign.status(self.path(step) / record.name).st_size
@@ -236,7 +236,7 @@ class CheckpointDirectory:
     def check_files(
         self, step: int, files: Iterable[FileRecord], advance: Callable[[int], None] | None = None
     ) -> list[str]:
-        """The full check: read and hash `files`; returns what is wrong with them, a line each."""
+        """The full check: read and hash `files`. Returns what is wrong with them, one line each."""
         problems = []
         for record in files:
             try:
@@ -441,12 +441,10 @@ class CheckpointDirectory:
         return any(one.voids(step, attempt) for one in self.rollbacks())
 
     def rollback(self, step: int, attempt: int) -> list[str]:
-        """Make `step` the newest: all newer ones are renamed, and never restored; returns their new names.
-
-        `attempt`: the newest there is; later ones may save newer steps again. What is recorded counts: if
-        this is interrupted the newer ones are void already. Raises BadCheckpoint when `step` is not there,
-        OSError.
-        """
+        """Make `step` the newest: rename all newer ones, which are never restored again; returns their new
+        names. `attempt` is the newest attempt so far; later ones may save newer steps again. The record is
+        written first: after an interruption the newer checkpoints are void already. Raises OSError, and
+        BadCheckpoint if `step` does not exist."""
         self.check_sizes(step, self.manifest(step))
         record = [*self.rollbacks(), Rollback(step, attempt, time.time())]
         data = json.dumps({"rollbacks": [asdict(one) for one in record]}, indent=1).encode()

@@ -40,7 +40,7 @@ class GpuCopies:
             return
         torch.cuda.set_device(self._device)  # a thread's own setting, and this may be another one
         if code := int(torch.cuda.cudart().cudaHostRegister(address, buffer.numel(), 0)):
-            log.warning("cannot pin memory for checkpoints (CUDA error %d): saves are slower", code)
+            log.warning("cannot pin memory for checkpoints (CUDA error %d): saves take longer", code)
             self._refused.add(address)
             return
         self._registered.add(address)

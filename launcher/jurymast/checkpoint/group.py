@@ -60,7 +60,7 @@ def from_bytes(data: bytes) -> Any:
     try:
         return _unpacked(foreign.parse(data))
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"a rank has said what is none of a rank's words: {one_line(error)}") from error
+        raise CheckpointError(f"invalid message from a rank: {one_line(error)}") from error
 
 
 def _packed(value: Any) -> Any:
@@ -84,7 +84,7 @@ def _packed(value: Any) -> Any:
         return ["CheckpointError", str(value), value.hint]
     if isinstance(value, Exception):
         return ["CheckpointError", one_line(value), ""]
-    raise TypeError(f"ranks do not tell each other a {type(value).__name__}")
+    raise TypeError(f"ranks cannot exchange a {type(value).__name__}")
 
 
 def _unpacked(packed: Any) -> Any:

@@ -93,7 +93,7 @@ class MemoryTier:
         page = link.open_page(path)
         without = [rank for rank, has in enumerate(group.gather(page is not None)) if not has]
         if page is None or without:
-            log.warning("no memory for checkpoints: ranks %s cannot reach their agent", without)
+            log.warning("no checkpoints in memory: ranks %s cannot reach their agent", without)
             return None
         return cls(page, os.path.dirname(path), state, group, attempt)
 
@@ -125,7 +125,7 @@ class MemoryTier:
                 )
             if waited_s > SAY_SO_S and not said:
                 said = True
-                log.warning("still waiting for the agent to fetch what is to be restored")
+                log.warning("still waiting for the agent to fetch the image to restore")
             time.sleep(POLL_S)
         if answer != RestoreStatus.READY:
             return None
@@ -144,7 +144,7 @@ class MemoryTier:
         try:
             self._load(candidate, state)
         except Exception as error:
-            log.warning("what is in memory cannot be loaded", exc_info=error)
+            log.warning("cannot load the image in memory", exc_info=error)
             why = f"rank {self._group.rank}: {one_line(error)}"
         return next(filter(None, self._group.gather(why)), "")
 

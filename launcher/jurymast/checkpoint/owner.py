@@ -58,7 +58,7 @@ class Owner:
 
 
 def owner(root: Path) -> Owner | None:
-    """Whose `root` is; None: nobody's. Raises OSError, CheckpointError when the file is damaged."""
+    """The owner of `root`; None: nobody. Raises OSError, and CheckpointError when the file is damaged."""
     return _read(root / OWNER)
 
 
@@ -70,8 +70,8 @@ def _read(path: Path) -> Owner | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is damaged: which run saves there is not known, so nothing is saved",
-            hint=f"see that no other run saves there, then: rm {path}",
+            f"{path} is damaged, so nothing is saved: another run may be saving there",
+            hint=f"make sure that no other run saves there, then run: rm {path}",
         ) from error
 
 
@@ -89,7 +89,7 @@ def _half_made(path: Path) -> Owner | None:
 
 
 def is_foreign(root: Path, us: Owner | None) -> bool:
-    """Whether `root` is another run's, or may be: then what lies there is not ours to remove."""
+    """Whether `root` belongs to another run, or may: then its contents are not ours to remove."""
     try:
         found = owner(root)
     except (OSError, CheckpointError):
@@ -98,8 +98,8 @@ def is_foreign(root: Path, us: Owner | None) -> bool:
 
 
 def claim(root: Path, us: Owner | None) -> None:
-    """Before the first write to `root`. Raises CheckpointError when another run that has not ended owns it,
-    OSError."""
+    """Claim `root` before the first write to it. Raises CheckpointError if another run that has not ended
+    owns it, OSError."""
     for _ in range(TRIES):
         found = owner(root)
         if found is not None and us is not None and found.run == us.run:
@@ -107,16 +107,16 @@ def claim(root: Path, us: Owner | None) -> None:
         if found is not None and not found.over():
             ours = f"run {us.run}" if us is not None else "this training"
             raise CheckpointError(
-                f"{root} is where run {found.run} ({found.directory}) saves, which has not ended: "
-                f"{ours} cannot save there, too",
-                hint=f"choose another directory=, or, if that run is over: rm {root / OWNER}",
+                f"run {found.run} ({found.directory}), which has not ended, saves to {root}: "
+                f"{ours} cannot save there as well",
+                hint=f"choose another directory=, or, if that run has ended, run: rm {root / OWNER}",
             )
         if us is None:
             return
         _take(root, found, us)
     raise CheckpointError(
-        f"another run claims {root} at this moment, or was killed when it did",
-        hint=f"choose another directory=, or, if none does: rm {root}/.{OWNER}.after-*",
+        f"another run is claiming {root}, or was killed while it did",
+        hint=f"choose another directory=, or, if no run is, run: rm {root}/.{OWNER}.after-*",
     )
 
 

@@ -130,7 +130,7 @@ class SharedTier:
         self._cleared = True
         swept = self._group.on_first(self._sweep)
         if swept and self._group.rank == 0:
-            log.info("removing what earlier attempts left half-done: %s", ", ".join(swept))
+            log.info("removing unfinished checkpoints of earlier attempts: %s", ", ".join(swept))
 
     def _sweep(self) -> list[str]:
         if is_foreign(self._directory.root, self._us):
@@ -185,7 +185,7 @@ class SharedTier:
         if os.path.lexists(self._directory.path(step)):
             # Damaged, or `save` would not be here. It is kept, for it may be all that is left of something.
             name = self._directory.set_aside(step)
-            log.warning("a damaged checkpoint of step %d was in the way; it is now %s", step, name)
+            log.warning("moved a damaged checkpoint of step %d to %s", step, name)
         return self._directory.begin(step, self._attempt)
 
     def _write(self, temporary: Path, captured: Captured, files: _HashingFiles) -> str:
@@ -277,7 +277,7 @@ class SharedTier:
         if candidate.world_size != group.size and group.rank == 0:
             for key in (key for key, entry in candidate.entries.items() if entry.get("per_rank")):
                 log.warning(
-                    "%r was saved once for each of %d ranks; now %d ranks take these states in turn",
+                    "%r was saved by each of %d ranks; the present %d ranks take these states in turn",
                     key,
                     candidate.world_size,
                     group.size,
@@ -335,7 +335,7 @@ class SharedTier:
         whys = self._group.gather(one_line(caught) if caught else "")
         failed = [rank for rank, why in enumerate(whys) if why]
         if caught and failed[0] == self._group.rank:
-            log.warning("a checkpoint cannot be loaded", exc_info=caught)
+            log.warning("cannot load a checkpoint", exc_info=caught)
         return f"rank {failed[0]}: {whys[failed[0]]}" if failed else ""
 
 

@@ -154,8 +154,8 @@ class ScriptState:
             per_rank = len({theirs.get(key) for theirs in digests}) > 1
             if per_rank and has_sharded(value):
                 raise CheckpointError(
-                    f"the entry {key!r} differs between ranks, and has sharded tensors",
-                    hint="give what differs an entry of its own",
+                    f"the entry {key!r} differs between ranks and has sharded tensors",
+                    hint="make what differs an entry of its own",
                 )
             tree[key] = {rank_key(rank): value} if per_rank else value
             entries[key] = {"kind": kind_of(self.objects[key]), "per_rank": per_rank}
@@ -261,7 +261,7 @@ def _check_value(key: str, value: Any, *, nested: bool) -> None:
     """Raise CheckpointError for what would be pickled whole, and come back as a copy that nobody uses."""
     if nested and kind_of(value) != "value":
         raise CheckpointError(
-            f"the entry {key!r} has a {type(value).__name__} inside", hint="give it an entry of its own"
+            f"the entry {key!r} has a {type(value).__name__} inside", hint="make it an entry of its own"
         )
     if isinstance(value, Mapping):
         value = value.values()

@@ -62,7 +62,7 @@ def _saver(form: str) -> Callable[[dict[str, Any], Path], int]:
     try:
         safetensors = importlib.import_module("safetensors.torch")
     except ImportError as error:
-        raise ModuleNotFoundError(f"the form safetensors needs a package: {INSTALL}") from error
+        raise ModuleNotFoundError(f"the format safetensors needs a package: {INSTALL}") from error
 
     def save_tensors(state: dict[str, Any], path: Path) -> int:
         leaves = dict(_leaves(state))
@@ -91,7 +91,9 @@ def main() -> None:
     except Exception as error:
         sys.exit(" ".join(str(error).split()) or type(error).__name__)
     if left_out:
-        sys.stderr.write(f"{left_out} values that are no tensors have no place in this form\n")
+        sys.stderr.write(
+            f"left out {left_out} values that are not tensors: this format has no place for them\n"
+        )
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ def decide(manifests: dict[int, Manifest]) -> Layout:
             if entries.get(str(item.path[0]), {}).get("per_rank"):
                 if item.sizes != item.shape:
                     raise StorageFailure(
-                        f"the entry {item.path[0]!r} differs between ranks, and has sharded tensors: "
-                        "give what differs an entry of its own"
+                        f"the entry {item.path[0]!r} differs between ranks and has sharded tensors: "
+                        "make what differs an entry of its own"
                     )
                 writes[rank].append(number)
             elif not item.is_tensor or 0 not in item.sizes or 0 in item.shape:

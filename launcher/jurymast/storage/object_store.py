@@ -66,7 +66,7 @@ class BucketKey:
                 return dict(values["files"])
         except (AttributeError, KeyError, TypeError, ValueError):
             pass
-        raise StorageFailure(f"its {SEAL} is not this run's")
+        raise StorageFailure(f"its {SEAL} is not of this run")
 
     def _of(self, values: dict[str, Any]) -> str:
         return self._hash(SEAL, json.dumps(values, sort_keys=True).encode())
@@ -129,7 +129,7 @@ class ObjectStore:
     def _read(self, step: int, name: str) -> bytes:
         path = self._path(step, name)
         if (size := self._size(path)) > SMALL_BYTES_MAX:
-            raise StorageFailure(f"{path} has {size} bytes, most is {SMALL_BYTES_MAX}")
+            raise StorageFailure(f"{path} has {size} bytes, at most {SMALL_BYTES_MAX} are allowed")
         data: bytes = self._tried(path, lambda: self._files.cat_file(path, end=SMALL_BYTES_MAX))
         return data
 
@@ -187,7 +187,7 @@ class ObjectStore:
         path = self._path(step, name)
         self._tried(path, lambda: self._files.pipe_file(path, data), job)
         if self._size(path) != len(data):
-            raise StorageFailure(f"{path} is not what was uploaded: upload the step again")
+            raise StorageFailure(f"{path} differs from what was uploaded: upload the step again")
 
     def _upload(self, source: Path, step: int, record: FileRecord, job: Job) -> str:
         """Its keyed hash."""
@@ -195,7 +195,7 @@ class ObjectStore:
         keyed: str = self._tried(path, lambda: self._send(source, path, record, job), job)
         size = self._size(path)
         if size != record.size_bytes:
-            raise StorageFailure(f"{path} has {size} bytes, uploaded were {record.size_bytes}")
+            raise StorageFailure(f"{path} has {size} bytes, but {record.size_bytes} were uploaded")
         return keyed
 
     def _send(self, source: Path, path: str, record: FileRecord, job: Job) -> str:
@@ -212,7 +212,7 @@ class ObjectStore:
                     target.write(buffer[:count])
                     job.wrote(count)
             if digest.hexdigest() != record.xxh3_64:
-                raise StorageFailure(f"{source} is corrupt: its hash does not match; it is not uploaded")
+                raise StorageFailure(f"{source} is corrupt: its hash does not match, so it is not uploaded")
             target.close()
             target.commit()
             return str(keyed.hexdigest())
@@ -231,8 +231,8 @@ class ObjectStore:
     # ---- from the store
 
     def fetch(self, step: int, directory: CheckpointDirectory, job: Job, *, unsealed: bool = False) -> None:
-        """Download a checkpoint, verify it, and publish it in `directory`. `unsealed`: also one that is not
-        the run's by its key."""
+        """Download a checkpoint, verify it, and publish it in `directory`. `unsealed`: accept also one
+        that is not sealed with the run's key."""
         manifest, data = self._manifest(step)
         keyed = None if unsealed else self._vouched(step, data)
         if manifest.step != step:
@@ -271,7 +271,7 @@ class ObjectStore:
         if digest != record.xxh3_64:
             raise StorageFailure(f"{path} is corrupt: its hash does not match; restore another step")
         if keyed is not None and not hmac.compare_digest(found, keyed.get(record.name, "")):
-            raise StorageFailure(f"{path} is not what this run has uploaded: somebody has changed it")
+            raise StorageFailure(f"{path} is not what this run uploaded: somebody changed it")
 
     # ---- helpers
 
@@ -302,14 +302,14 @@ class ObjectStore:
             except Exception as error:  # fsspec and its file systems each raise what they like
                 if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
                     raise StorageFailure(
-                        f"{path or self.url}: the object store refuses: {one_line(error)}; "
+                        f"{path or self.url}: the object store refused: {one_line(error)}; "
                         "check the credentials"
                     ) from error
                 if isinstance(error, OSError) and error.filename:
                     raise StorageFailure(explain(error, str(error.filename))) from error
                 if pause is None:
                     raise StorageFailure(
-                        f"the object store does not do it: {path or self.url}: {one_line(error)}; is it up?"
+                        f"the object store failed: {path or self.url}: {one_line(error)}; check that it is up"
                     ) from error
                 (job.cancelled if job is not None else threading.Event()).wait(pause)
         raise AssertionError("unreachable")
@@ -320,7 +320,7 @@ def _discard(target: Any) -> None:
     try:
         target.discard()
     except Exception as error:
-        log.warning("an unfinished upload is left: %s", one_line(error))
+        log.warning("an unfinished upload was left behind: %s", one_line(error))
     try:
         target.closed = True  # or its finalizer would try to finish it
     except AttributeError:

@@ -56,7 +56,9 @@ class _Tier:
         except OSError as error:
             return StorageFailed(why=f"the storage process cannot be started: {error}")
         if child is None:
-            return StorageFailed(why=f"{self._name} storage still hangs: a killed process waits for it")
+            return StorageFailed(
+                why=f"{self._name} storage still hangs: its killed process has not ended yet"
+            )
         work = asyncio.ensure_future(self._talk(child, order))
         try:
             done, _ = await asyncio.wait([work], timeout=order.limit_s + grace_s)
@@ -64,7 +66,7 @@ class _Tier:
                 await self.kill()
                 place = getattr(order, "root", "")
                 return StorageFailed(
-                    why=f"{self._name} storage hangs at {place}: no end of it within {order.limit_s:.0f} s; "
+                    why=f"{self._name} storage hangs at {place}: not done within {order.limit_s:.0f} s; "
                     "its process was killed"
                 )
             return work.result() or StorageFailed(why=await self._why_ended())

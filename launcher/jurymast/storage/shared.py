@@ -205,7 +205,7 @@ class _Part:
         try:
             return [keeper.Manifest.from_bytes(text.encode()) for text in foreign.load(path)]
         except (keeper.BadImage, ValueError) as error:
-            raise StorageFailure(f"{path.name} is damaged on the way: {error}") from error
+            raise StorageFailure(f"{path.name} was damaged on its way: {error}") from error
 
     def _share_out(self) -> None:
         self._layout = decide({rank: self._manifests[rank] for rank in range(self._world)})

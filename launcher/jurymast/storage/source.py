@@ -39,7 +39,7 @@ class ImageSource:
         try:
             manifest = Manifest.from_bytes(image.manifest.encode())
         except BadImage as error:
-            raise StorageFailure(f"the image of rank {image.rank} is refused: {error}") from error
+            raise StorageFailure(f"the image of rank {image.rank} was refused: {error}") from error
         if manifest.image != (step, attempt, image.rank):
             raise StorageFailure(
                 f"{image.path} is of step {manifest.step}, attempt {manifest.attempt}, rank {manifest.rank}, "

@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="jurymast.supervisor")
     parser.add_argument("run_directory")
     parser.add_argument(
-        "--takeover", default="", metavar="NODE", help="the batch host is gone; act for it here"
+        "--takeover", default="", metavar="NODE", help="act for the batch host, which is gone"
     )
     parser.add_argument("--after", type=int, default=0, help="the epoch whose supervisor is gone")
     parser.add_argument(
@@ -36,7 +36,7 @@ def main() -> int:
         type=float,
         default=0.0,
         metavar="S",
-        help="nobody has heard the last one since then, by this node's monotonic clock",
+        help="nobody has heard that supervisor since then, in seconds of this node's monotonic clock",
     )
     parser.add_argument(
         "--listen-fd", type=int, action="append", default=[], help="a listening socket to inherit"

@@ -66,7 +66,7 @@ class Hold:
             try:
                 return await self._newest() > self.epoch
             except OSError as error:
-                log.warning("epoch %d: whether it is the newest is not known: %s", self.epoch, error)
+                log.warning("epoch %d: cannot find out whether it is the newest: %s", self.epoch, error)
                 if time.monotonic() > end:
                     raise
             await asyncio.sleep(RETRY_S)

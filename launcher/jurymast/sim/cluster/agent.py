@@ -466,7 +466,7 @@ class SimAgent:
         if len(lent) < len(order.ranks):
             for image in [image for image in self.keeper.held if image.key == key and image.corrupt]:
                 self.keeper.doubt(image)  # who writes it reads it
-            self._written(order, "an image is not here any more")
+            self._written(order, "an image is no longer here")
             return
         self._writes[order.id] = SimWrite(self, order, lent[0].token, lambda why: self._written(order, why))
 

@@ -164,7 +164,7 @@ class SimGroup:
         elif self.order.saved:
             self.cluster.oracle.unfound(self)
             self.fail_all(
-                f"step {self.order.saved} of this run was saved, and there is no checkpoint in sight"
+                f"step {self.order.saved} of this run was saved, but there is no checkpoint in sight"
             )
         else:
             self._begin(None, None, "")
