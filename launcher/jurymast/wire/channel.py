@@ -300,7 +300,7 @@ class Channel(Generic[Hears]):
                     return
                 try:
                     hear(message)
-                except Exception as error:  # for whoever waits below, not for asyncio's transport
+                except Exception as error:  # for whoever waits below, not for the loop
                     failure = error
                     self._connection.abort()
 
