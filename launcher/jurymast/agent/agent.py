@@ -1,5 +1,5 @@
-"""The agent: one a node, light, outlives the ranks. What it decides is `core.agent`; here what happens on the
-node becomes events, and effects are carried out."""
+"""The agent: one per node, light, outlives the ranks. `core.agent` decides; here, what happens on the node
+becomes events, and effects are carried out."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Agent:
         self.exit_code = INTERRUPTED
 
     async def run(self) -> None:
-        """Until the supervisor says that the run is over, or a SIGTERM. Raises what broke it: the supervisor
-        sees the node go."""
+        """Run until the supervisor says that the run is over, or until a SIGTERM. Raises what broke the
+        agent: the supervisor then sees the node leave."""
         driver, loop = self._driver, asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: driver.act(self._machine.terminated(driver.now)))
         for warning in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # what --signal may send to a step

@@ -1,5 +1,5 @@
-"""How the agent gets a connection to a supervisor, and hears it. When it tries, whom, and when it hangs up is
-decided in `core.agent.link`."""
+"""How the agent connects to a supervisor and receives its messages. `core.agent.link` decides when it
+tries, whom, and when it hangs up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a node shows when one of its ranks has ended badly: kills for want of memory, a full /dev/shm, the end
-of the rank's log. For the supervisor, which only sees an exit code otherwise."""
+"""What a node shows when one of its ranks fails: out-of-memory kills, a full /dev/shm, the end of the
+rank's log. The supervisor itself sees only an exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TELLING = re.compile(
 
 
 class Evidence:
-    """`kills_file` has the counter `oom_kill` of the agent's cgroup, None where there is none."""
+    """`kills_file` has the counter `oom_kill` of the agent's cgroup; None if there is none."""
 
     def __init__(self, kills_file: Path | None = None) -> None:
         self._kills_file = kills_file or where_kills_count(memory_cgroups())[1]
@@ -36,11 +36,11 @@ class Evidence:
         self.attempt_begins()
 
     def attempt_begins(self) -> None:
-        """Kills so far are not this attempt's."""
+        """Forget the kills so far: they are not of this attempt."""
         self._before = oom_kills(self._kills_file)
 
     def look(self, exit_code: int, log: Path | None = None) -> dict[str, Any]:
-        """Fields for the word of a failure with this exit code (negative for a signal)."""
+        """Fields for the report of a failure with this exit code (negative for a signal)."""
         kills = oom_kills(self._kills_file)
         if kills is not None:
             kills = max(0, kills - (self._before or 0))
@@ -51,7 +51,7 @@ class Evidence:
 
 
 def used_share(path: str) -> float:
-    """0..1 of the file system at `path`; 0.0 when it cannot be told."""
+    """The used share of the file system at `path`, 0..1; 0.0 if it is not known."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -60,8 +60,8 @@ def used_share(path: str) -> float:
 
 
 def end_of(log: Path) -> str:
-    """What a log ends with, lines joined with " | ": from the last one that tells of an error on, else the
-    last ones. "" when there are none, or storage does not answer."""
+    """The end of a log, its lines joined with " | ": from the last line that tells of an error, or else
+    the last few lines. "" if there are none, or if storage does not answer."""
     lines = _last_lines(log)
     telling = [place for place, line in enumerate(lines) if _TELLING.search(line)]
     start = telling[-1] if telling else -LOG_LINES
@@ -69,7 +69,7 @@ def end_of(log: Path) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Where a program that ends with an exit code of its own says why, if it does."""
+    """The last line of a log, where a program that ends with an exit code often says why."""
     return "".join(_last_lines(log)[-1:])[:LOG_CHARACTERS]
 
 

@@ -1,4 +1,4 @@
-"""Reads what torch's flight recorder wrote: a pickle of plain values, so nothing else is let in."""
+"""Reads what torch's flight recorder wrote: a pickle, of which only plain values are accepted."""
 
 from __future__ import annotations
 

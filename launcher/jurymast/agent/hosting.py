@@ -1,4 +1,5 @@
-"""The torchrun host and its ranks: what `core.agent.ranks` wants done to them, and what they say."""
+"""The torchrun host and its ranks: carries out what `core.agent.ranks` decides, and receives what they
+report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The agent's part in checkpoints: the keeper's memory, and the processes that write it to storage. Which
-writes there are is decided in `core.agent.writes`."""
+"""The agent's part in checkpoints: the keeper's memory, and the processes that write images to storage.
+`core.agent.writes` decides about the writes."""
 
 from __future__ import annotations
 

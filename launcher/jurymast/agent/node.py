@@ -1,4 +1,4 @@
-"""What an agent finds on its node, and what it gives its ranks to know of it."""
+"""What an agent finds on its node, and what it tells its ranks about it."""
 
 from __future__ import annotations
 

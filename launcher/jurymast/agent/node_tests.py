@@ -1,4 +1,4 @@
-"""The processes that test this node, `python -m jurymast.preflight`: they are started, asked and ended as
+"""The processes that test this node, `python -m jurymast.preflight`: started, given tests and ended as
 `core.agent.node_tests` decides."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The agent's part in health: the probe child, this node's clock, words to the supervisor, and telling the
-site that this node is bad."""
+"""The agent's part in health: the probe child, this node's clock, reports to the supervisor, and the
+report to the site that this node is bad."""
 
 from __future__ import annotations
 

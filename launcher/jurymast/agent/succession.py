@@ -1,5 +1,5 @@
-"""The agent's part in replacing a supervisor whose node died: reading its pulse, a process that stands by,
-and the next supervisor on this node. When is decided in `core.agent.succession`."""
+"""The agent's part in replacing a supervisor whose node died: reading its pulse, a standby process, and
+the next supervisor on this node. `core.agent.succession` decides when."""
 
 from __future__ import annotations
 

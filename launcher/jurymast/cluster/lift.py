@@ -1,8 +1,8 @@
 """The second half of a requeue, as a small Slurm job of its own.
 
-After `scontrol requeue` Slurm holds a job back until its submit time + 121 s (the lifetime of its
-credential + 1). Its owner may lift that, but only once the job is pending: an update while it is still
-completing is overwritten. Nobody inside the job lives that long.
+After `scontrol requeue`, Slurm holds a job back until 121 s after its submit time (the lifetime of its
+credential + 1 s). Its owner may lift that, but only once the job is pending: while it is completing, Slurm
+overwrites the update. Nothing inside the job lives that long.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Verdicts: how a run without privileges tells the site that a node is bad.
 
-A verdict is a small file in a spool directory that the site set up (root's, mode 1733: everybody may drop a
-file, nobody sees another's). It holds a munge credential, so that the site's health check, which runs as
-root on the node, knows for certain who wrote it and when. It never acts on a verdict alone: root's own
+A verdict is a small file in a spool directory of the site (root's, mode 1733: everybody may add a file,
+nobody sees another's). It holds a munge credential. So the site's health check, which runs as root on the
+node, knows for certain who wrote it and when. The health check never acts on a verdict alone: root's own
 probes must find the same. See slurm/site/README.md.
 """
 

@@ -1,4 +1,5 @@
-"""What probes look up: the reading of a Xid code and a limit, the policy's own before the packaged ones."""
+"""What probes look up: the classification of an Xid code, and limits; the policy's own come before the
+packaged ones."""
 
 from __future__ import annotations
 

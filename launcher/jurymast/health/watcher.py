@@ -1,5 +1,5 @@
-"""Keeps the probe child looking, and outlives whatever happens to it: a driver may hang, crash, or hold a
-process so that not even SIGKILL ends it. What follows from that is decided in `core.nodes.own_health`."""
+"""Keeps the probe child running, and outlives whatever happens to it: a driver may hang, crash, or hold a
+process so that not even SIGKILL ends it. `core.nodes.own_health` decides what follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node holds: whole images or parts of one, in memory or on its own disk, and who is reading them."""
+"""What a node holds: whole images or parts of them, in memory or on its own disk, and who is reading them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Bringing an image, or a part of one, together in a buffer, block by block, from wherever it can be had.
+"""Brings an image, or a part of one, together in a buffer, block by block, from all its sources.
 
-A block counts when its hash is right, whoever sent it. So a source that dies or lies costs only the blocks
-that are missing then, and the next source brings them.
+A block counts if its hash is right, whoever sent it. So a source that dies or sends wrong bytes costs only
+the blocks that are missing then, and the next source sends them.
 """
 
 from __future__ import annotations

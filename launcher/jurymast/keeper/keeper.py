@@ -1,7 +1,7 @@
-"""The keeper: what a node's agent holds of checkpoints, in memory that outlives the ranks. What it decides is
-decided in `core.keeper`; this is its memory, its words to ranks, its sockets, and its clock.
+"""The keeper: what a node's agent holds of checkpoints, in memory that outlives the ranks.
 
-All of it runs in the agent's loop; what takes time runs in threads, which touch only what they were given.
+`core.keeper` decides; here are its memory, its messages to ranks, its sockets, and its clock. All of it runs
+in the agent's event loop. Work that takes time runs in threads, which touch only what they were given.
 """
 
 from __future__ import annotations

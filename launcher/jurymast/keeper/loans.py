@@ -1,5 +1,5 @@
-"""Images lent to storage processes, for minutes maybe: from a copy where memory allows, so that the slot is
-the rank's again as soon as a newer step is safe."""
+"""Images lent to storage processes, perhaps for minutes. If memory allows, a copy is lent, so that the
+rank gets its slot back as soon as a newer step is safe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heavy or stuck work beside the agent's loop."""
+"""Slow or blocking work outside the agent's event loop."""
 
 from __future__ import annotations
 

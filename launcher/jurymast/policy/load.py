@@ -63,7 +63,8 @@ def spelled(key: Key) -> str:
 
 
 def file_layer(path: Path, shown: str) -> Layer:
-    """Read one file. Raises PolicyError: unreadable, too large, no YAML, a key twice, no mapping."""
+    """Read one file. Raises PolicyError if it is unreadable, too large, not YAML, not a mapping, or has a
+    key twice."""
     try:
         return _read(path, shown)
     except RecursionError as error:  # also of a mapping that has itself inside, through an alias

@@ -1,8 +1,6 @@
-"""The policy's JSON Schema, made from its model: for editors, and for whoever checks files without jurymast.
-
-It knows names, forms and ranges of values; `policy check` knows more (durations longer than 0, circles of
-`extends`) and says it better.
-"""
+"""The policy's JSON Schema, made from its model, for editors and for checks without jurymast. It knows the
+names, forms and ranges of values. `policy check` knows more, such as durations that must not be 0 and
+circles of `extends`, and says it better."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers for what people write in a policy; a ValueError says what is wrong and what to write."""
+"""Readers of the values in a policy. A ValueError says what is wrong and what to write."""
 
 from __future__ import annotations
 

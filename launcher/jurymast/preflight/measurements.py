@@ -1,5 +1,5 @@
-"""What one device can be tested for by itself: whether it calculates right, and how fast it is; and
-all-reduce among test processes, of one node or of two: how long a small one and a larger one take."""
+"""Tests of a device: does it calculate correctly, and how fast? And all-reduce among test processes of one
+node or of two: how long do a small one and a larger one take?"""
 
 from __future__ import annotations
 

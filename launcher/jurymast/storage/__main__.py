@@ -1,7 +1,7 @@
-"""`python -m jurymast.storage`: carries out orders from stdin, answers on stdout; see `storage.orders`.
+"""`python -m jurymast.storage`: carries out orders from stdin and answers on stdout; see `storage.orders`.
 
-Orders for one tier are carried out one after another, those for several at the same time. It ends with its
-stdin: nothing half-done of it is ever taken as whole.
+Orders for one tier are carried out one after another, those for different tiers at the same time. The process
+ends with its stdin; nothing that it leaves half-written counts as whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which rank writes which items of its image, so that the files of all together are one DCP checkpoint, and
-the `.metadata` file that makes it a stock one; torch writes that itself.
+"""Which rank writes which items of its image, so that all files together are one DCP checkpoint; and the
+`.metadata` file that makes it a stock one, which torch itself writes.
 
-Torch is imported in the functions that need it: only the process of one node ever calls them.
+Functions that need torch import it: only the process of one node calls them.
 """
 
 from __future__ import annotations

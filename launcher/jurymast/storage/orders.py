@@ -1,5 +1,5 @@
-"""What the storage process is told, and what it answers: a JSON object a line; and one order while it is
-carried out: its limits, and what is said of it meanwhile."""
+"""Orders to the storage process and its answers, one JSON object per line; and an order while it is
+carried out: its limits, and its progress reports."""
 
 from __future__ import annotations
 

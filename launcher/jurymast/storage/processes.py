@@ -1,4 +1,4 @@
-"""The agent's side of the storage processes: start them, give them orders, and kill them when they hang."""
+"""The agent's side of the storage processes: starts them, gives them orders, and kills them if they hang."""
 
 from __future__ import annotations
 

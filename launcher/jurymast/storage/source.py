@@ -1,4 +1,5 @@
-"""Images to be stored, read block by block, each checked against its hash before any of it is written."""
+"""Images to be stored, read block by block. Each block is checked against its hash before any of it is
+written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where agents and operators come in: whoever proves to know the run's secret. Few strangers wait there.
+"""Lets agents and operators in: whoever proves to know the run's secret.
 
-Everybody on the cluster's network can reach the port. Strangers must neither use up the supervisor's open
-files, which it has one of for every node, nor fill its log.
+Everybody on the cluster's network can reach the port. So only a few strangers may wait at a time: they must
+neither use up the supervisor's open files, of which it needs one per node, nor fill its log.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ BATCH_LIMIT_S = 3.0
 
 @dataclass(frozen=True)
 class Takeover:
-    """The batch host is gone, and this acts for it on `node`. It replaces the supervisor of the epoch `after`
-    (unless another does), which nobody has heard since `silent_since` (monotonic, in seconds)."""
+    """The batch host is gone, and this process acts for it on `node`. It replaces the supervisor of the
+    epoch `after`, unless another one does. Nobody has heard that supervisor since `silent_since`, in
+    seconds of the monotonic clock."""
 
     node: str
     after: int

@@ -1,4 +1,5 @@
-"""Holding an epoch: the pulse that shows that its supervisor lives, and whether another has taken over."""
+"""Holding an epoch: the pulse that shows that its supervisor lives, and the check whether another one has
+taken over."""
 
 from __future__ import annotations
 

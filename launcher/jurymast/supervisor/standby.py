@@ -1,9 +1,12 @@
-"""`python -m jurymast.supervisor.standby RUN_DIRECTORY NODE`: waits to become the next supervisor, here.
+"""`python -m jurymast.supervisor.standby RUN_DIRECTORY NODE`: waits to become the next supervisor on this
+node.
 
-Everything is imported and the journal is read, so that it needs milliseconds then. One line on its input
-calls it: the epoch whose supervisor is gone, and since when nobody has heard that, by this node's monotonic
-clock. The end of its input, so also of its agent, is its own. What costs processor time is done by a thread
-that others on the node go before, but not for ever: once it is called, it has to wait for that.
+It imports everything and reads the journal ahead, so that a take-over costs milliseconds. One line on its
+input calls it: the epoch whose supervisor is gone, and since when nobody has heard that supervisor, by this
+node's monotonic clock. It ends with its input, and so with its agent.
+
+A nicer thread imports and reads, so that others on the node go first. It does not get the lowest priority:
+once called, the process has to wait for it.
 """
 
 from __future__ import annotations

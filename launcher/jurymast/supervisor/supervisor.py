@@ -1,5 +1,5 @@
-"""The supervisor: what it decides is `core.supervision`; here connections, files, threads and signals become
-events, and effects are carried out."""
+"""The supervisor: `core.supervision` decides; here connections, files, threads and signals become events,
+and effects are carried out."""
 
 from __future__ import annotations
 

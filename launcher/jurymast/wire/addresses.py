@@ -1,4 +1,4 @@
-"""At which of this machine's addresses to listen: at the one that others are told, and at no other."""
+"""At which of this machine's addresses to listen: only at those that others are told."""
 
 from __future__ import annotations
 

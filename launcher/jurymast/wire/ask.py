@@ -20,10 +20,8 @@ _UNREACHED = (OSError, asyncio.TimeoutError, JurymastError, ValueError)
 def ask(
     directory: RunDirectory, what: str, *, by: str, node: str = "", step: int | None = None
 ) -> Answered | None:
-    """The supervisor's answer; None when no supervisor answers, or not in a way that is understood here.
-
-    Raises RunDirectoryError when the run's secret cannot be read.
-    """
+    """The supervisor's answer; None if no supervisor answers, or none that is understood here. Raises
+    RunDirectoryError if the run's secret cannot be read."""
     place = find(directory.epochs)
     secret = directory.secret()
     if place is None:

@@ -1,8 +1,8 @@
-"""What keeps bulk bytes from being changed on the way, or also read: a tag for each piece of them.
+"""Keeps bulk bytes from being changed on the way, and on request from being read: each piece has a tag.
 
-Three ways. GMAC makes the tag alone, GCM hides the bytes as well: both by the processor's own AES, with the
-package `cryptography`. Where that cannot be imported keyed BLAKE2b makes the tag, several times slower.
-Pieces are counted, so none can be left out, played again or moved.
+There are three ways. GMAC only makes the tag, GCM also hides the bytes; both use the processor's AES, through
+the package `cryptography`. Where that cannot be imported, keyed BLAKE2b makes the tag, which takes several
+times as long. Pieces are numbered, so none can be left out, replayed or moved.
 """
 
 from __future__ import annotations

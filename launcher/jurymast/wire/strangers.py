@@ -1,7 +1,7 @@
-"""Who says what is no message here: named once and counted, and nothing ends for it.
+"""Counts messages that are not understood, and names the first: nothing ends because of them.
 
-Both sides of a connection are of one version (see `channel.MAGIC`), so such a message is a mistake of ours,
-or of somebody who knows the run's secret: people should hear of it, and the training should not.
+Both sides of a connection have the same version (see `channel.MAGIC`). So such a message is a defect of
+jurymast, or of somebody who knows the run's secret: people should hear of it, and the training should go on.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ COMPILER = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_LOGS", "AO
 
 
 def presets(source: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables as they are when the script comes to import torch; {} for a text that is no Python."""
+    """Variables as they are when the script imports torch; {} for a text that is not Python."""
     found: dict[str, str] = {}
     for name, value, default_only in _settings(source):
         if value is None:

@@ -1,8 +1,8 @@
-"""A rendezvous that takes the supervisor's word: ranks are decided, nobody waits for last calls.
+"""A rendezvous in which the supervisor decides the ranks, so that no node waits for others to join.
 
-Registered with torch under `torchrun.handlers`. Each node listens in advance and tells its port, so that
-the plan can name rank 0's store and nobody binds a fixed port or meets keys of an earlier attempt. Only rank
-0's node makes a store of it: torch's store lets in everybody who reaches it.
+It is registered with torch under `torchrun.handlers`. Each node listens in advance and reports its port, so
+that the plan can name rank 0's store: nobody binds a fixed port, or meets keys of an earlier attempt. Only
+rank 0's node makes a store of its port, because torch's store lets in everybody who reaches it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What Slurm would have told a process that it had started itself, for ranks of a batch script.
+"""The variables that Slurm would have set if it had started a rank of a batch script itself.
 
-Under `srun torchrun` Slurm starts a torchrun on each node, and ranks have their torchrun's variables. Under
-`srun python train.py` Slurm starts each rank, and the script makes its process group of Slurm's variables.
+Under `srun torchrun` Slurm starts a torchrun on each node, and ranks have torchrun's variables. Under `srun
+python train.py` Slurm starts each rank, and the script makes its process group from Slurm's variables.
 """
 
 from __future__ import annotations
