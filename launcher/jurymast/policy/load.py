@@ -29,9 +29,9 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _UNEXPECTED = re.compile(r"[-+]?(0_*[0-9]|[0-9_]+:)")
 
 
-class Place(NamedTuple):
-    """Where a value was written: `source` is a file or, like "command line", another layer; without a `line`
-    (from 1 on) 0. Places sort by source, then line."""
+class Origin(NamedTuple):
+    """Where a value was written: `source` is a file, or another layer like "command line"; `line` counts from
+    1, 0: none. Origins sort by source, then line."""
 
     source: str
     line: int = 0
@@ -46,14 +46,14 @@ class Layer:
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[Key, Place] = field(default_factory=dict)
+    origins: dict[Key, Origin] = field(default_factory=dict)
     extends: list[str] = field(default_factory=list)
 
-    def origin(self, key: Key) -> Place:
+    def origin(self, key: Key) -> Origin:
         """Where `key` was written, or the nearest mapping around it."""
         while key and key not in self.origins:
             key = key[:-1]
-        return self.origins.get(key, Place(self.name))
+        return self.origins.get(key, Origin(self.name))
 
 
 def spelled(key: Key) -> str:
@@ -101,7 +101,7 @@ def _read(path: Path, shown: str) -> Layer:
 
 def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
     """The node's plain value; notes its place and those of everything in it."""
-    layer.origins[key] = Place(layer.name, node.start_mark.line + 1)
+    layer.origins[key] = Origin(layer.name, node.start_mark.line + 1)
     if len(layer.origins) > VALUES_MAX:
         top = key[:1]
         raise PolicyError(
@@ -126,7 +126,7 @@ def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
             continue
         result[name] = _plain(value_node, place, layer, problems)
         # A key's line is where its name stands: a mapping's own mark is the line of its first entry.
-        layer.origins[place] = Place(layer.name, name_node.start_mark.line + 1)
+        layer.origins[place] = Origin(layer.name, name_node.start_mark.line + 1)
     return result
 
 
@@ -190,7 +190,7 @@ def pairs_layer(name: str, pairs: Sequence[tuple[str, Any]]) -> Layer:
         for parent in parents:
             target = target.setdefault(parent, {})
         target[last] = value
-        layer.origins[tuple(dotted.split("."))] = Place(name)
+        layer.origins[tuple(dotted.split("."))] = Origin(name)
     return layer
 
 

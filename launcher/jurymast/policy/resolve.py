@@ -13,10 +13,10 @@ from pydantic import BaseModel, ValidationError
 from jurymast.core.settings import Settings
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import PolicyError
-from jurymast.policy.load import Key, Layer, Place, merge, spelled
+from jurymast.policy.load import Key, Layer, Origin, merge, spelled
 from jurymast.policy.model import Policy
 
-DEFAULT = Place("default")
+DEFAULT = Origin("default")
 # Nothing acts on these yet: a policy may only say of them what holds anyway.
 NOT_YET: tuple[Key, ...] = (("nodes", "min"), ("notify",))
 
@@ -27,7 +27,7 @@ class Resolved:
 
     policy: Policy
     values: dict[str, Any]
-    origins: dict[Key, Place]
+    origins: dict[Key, Origin]
 
     @property
     def digest(self) -> str:
@@ -100,7 +100,7 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     return Resolved(policy, written, origins)
 
 
-def _problems(layer: Layer) -> Iterator[tuple[Place, str]]:
+def _problems(layer: Layer) -> Iterator[tuple[Origin, str]]:
     """(where, `key.path: what is wrong`) of each mistake."""
     for key in NOT_YET:
         if _value(layer.values, key):
@@ -172,7 +172,7 @@ def _leaves(value: Any, key: Key) -> Iterator[Key]:
         yield key
 
 
-def _lines(values: dict[str, Any], key: Key, origins: dict[Key, Place] | None) -> Iterator[str]:
+def _lines(values: dict[str, Any], key: Key, origins: dict[Key, Origin] | None) -> Iterator[str]:
     for name, value in values.items():
         place = (*key, name)
         indent = "  " * len(key)
