@@ -69,6 +69,12 @@ def test_any_text_is_taken(told: str) -> None:
     assert error_signature("E", "m", told) == ErrorSignature("E", "m")
 
 
+def test_a_long_word_takes_no_longer_than_a_long_text() -> None:
+    """Words of a script's error are as long as it likes; trying a match at each character would take hours."""
+    told = f'  File "/tmp/{"x" * 1_000_000}", line 3, in load\n'
+    assert error_signature("E", "y" * 1_000_000, told).line == 3
+
+
 def failure(traceback: str, error: str = "AssertionError", message: str = "") -> WorkerFailed:
     return WorkerFailed(
         t=1.0, node="n1", attempt=1, rank=0, exit_code=1, error=error, message=message, traceback=traceback

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Ports, addresses, process ids, steps, sizes, names of temporary files: they differ each time.
-_VARYING = re.compile(r"\w*\d\w*")
+# Ports, addresses, process ids, steps, sizes, names of temporary files: they differ each time. Matches begin
+# at a word's start only: tried at every character, a long word takes a supervisor seconds.
+_VARYING = re.compile(r"\b\w*\d\w*")
 _FRAME = re.compile(r'^[ |]*File "(.+)", line (\d{1,9})\b', re.MULTILINE)
 MESSAGE_CHARACTERS = 400
 
