@@ -70,7 +70,7 @@ def test_any_text_is_taken(told: str) -> None:
 
 
 def test_a_long_word_takes_no_longer_than_a_long_text() -> None:
-    """Words of a script's error are as long as it likes; trying a match at each character would take hours."""
+    """Trying a match at each character of a word would take hours."""
     told = f'  File "/tmp/{"x" * 1_000_000}", line 3, in load\n'
     assert error_signature("E", "y" * 1_000_000, told).line == 3
 

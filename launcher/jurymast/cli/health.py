@@ -38,8 +38,9 @@ def command(
 ) -> None:  # fmt: skip
     """Check this machine with every probe, now.
 
-    Ends with 0: nothing that a run would act on. 1: something is suspect. 2: something is bad.
-    3: nothing could be seen. The kernel's log, where it may be read, counts for the last hour.
+    The exit code is 0 if nothing was found that a run would act on, 1 if something is suspect, 2 if
+    something is bad, and 3 if no probe could look. Messages of the last hour in the kernel's log count, if
+    the log can be read.
     """
     resolved = resolved_policy(policy)
     if explain is not None:

@@ -49,7 +49,7 @@ def command(
 ) -> None:  # fmt: skip
     """Print what the ranks wrote, each line with its rank.
 
-    Output has no times: lines of different ranks stand in the order in which they were found.
+    Lines have no timestamps, so lines of different ranks appear in the order in which they are read.
     """
     directory = the_run(run, runs, only_look=True)
     if job and (rank or everything or attempt):

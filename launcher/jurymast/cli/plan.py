@@ -114,7 +114,8 @@ def _question(policy: Resolved, given: dict[str, Any]) -> Question:
     if settings.cadence_steps is not None:
         where = policy.origins[("checkpoint", "cadence")]
         raise UsageError(
-            f"a cadence of {settings.cadence_steps} steps ({where}) cannot be planned for",
+            f"a cadence of {settings.cadence_steps} steps ({where}) cannot be planned for: "
+            "how long a step takes is not known",
             hint="in the policy for the plan, write the cadence as a time (10m) or auto",
         )
     rate = given["rate"] if given["rate"] is not None else settings.rate

@@ -83,24 +83,27 @@ def _time(flag: str, text: str) -> Callable[[Any], Any]:
     type=click.FloatRange(0.0),
     default=0.0,
     metavar="R",
-    help="Failures of the script itself.",
+    help="Failures of the script itself, per 1,000 node-days.",
 )
 @click.option(
     "--hang-rate", type=click.FloatRange(0.0), default=0.0, metavar="R", help="Hangs, per 1,000 node-days."
 )
 @click.option("--trace", metavar="CSV", help="Replay faults (node,start_day,end_day), or `infinitehbd`.")
 @click.option(
-    "--trace-nodes", type=click.IntRange(1), metavar="N", help="Nodes of the cluster that was traced."
+    "--trace-nodes", type=click.IntRange(1), metavar="N", help="How many nodes the traced cluster had."
 )
-@click.option("--trace-repairs", is_flag=True, help="Nodes are down for as long as the trace says.")
+@click.option("--trace-repairs", is_flag=True, help="Keep nodes down for as long as in the trace.")
 @click.option("--seeds", type=click.IntRange(1), default=3, metavar="N", help="Runs to simulate.  [3]")
-@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="The policy to decide with.")
+@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="Policy file that decides.")
 @click.option("--spares", metavar="N|auto", help="Spare nodes.  [the policy's]")
 @click.option(
     "--cadence", metavar="C", help="fixed:60m, young (at the true rate), optimum or adaptive.  [the policy's]"
 )
 @click.option(
-    "--prior", type=click.FloatRange(0.0, min_open=True), metavar="R", help="Rate that adaptive starts from."
+    "--prior",
+    type=click.FloatRange(0.0, min_open=True),
+    metavar="R",
+    help="Failures per 1,000 node-days that adaptive starts from.",
 )
 @checkpoint_bytes_option
 @click.option(
