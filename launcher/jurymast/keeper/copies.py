@@ -26,7 +26,7 @@ Group = tuple[int, ...]
 
 
 def trusted(data: bytes, key: Key) -> Manifest:
-    """The manifest of exactly this image, with hashes for all of it. Raises BadImage."""
+    """The manifest in `data`. Raises BadImage if it is not of this image or lacks hashes."""
     manifest = Manifest.from_bytes(data)
     if manifest.image != key:
         raise BadImage(
@@ -80,7 +80,7 @@ class StoredCopy(core.KeptCopy):
 
 
 def report_of(manifest: Manifest, tier: str, part: str, members: Sequence[Manifest] = ()) -> msg.CopyReport:
-    """As the supervisor is told."""
+    """The report of such a copy to the supervisor."""
     return msg.CopyReport(
         tier=tier, step=manifest.step, attempt=manifest.attempt, rank=manifest.rank, world=manifest.world,
         part=part, size_bytes=manifest.size_bytes, common_bytes=manifest.common_bytes,
@@ -121,7 +121,7 @@ class CopyTable:
             self._copies[copy.entry] = copy
 
     def remove(self, copy: StoredCopy) -> None:
-        """Nobody finds it any more; who reads it goes on."""
+        """No longer offer this copy; whoever reads it already can continue."""
         with self._lock:
             if self._copies.get(copy.entry) is copy:
                 del self._copies[copy.entry]
@@ -148,7 +148,7 @@ class CopyTable:
     def acquire(
         self, key: Key, at: int = 0, length: int | None = None, group: Group = ()
     ) -> StoredCopy | None:
-        """A copy that has these bytes (by default all), which stay as they are until `release`."""
+        """A copy that has these bytes (by default all); they do not change until `release`."""
         for copy in self.find(key, group=group):
             if copy.has(at, copy.manifest.size_bytes - at if length is None else length) and self.read(copy):
                 return copy
@@ -171,7 +171,7 @@ class CopyTable:
         return []
 
     def read(self, copy: StoredCopy) -> bool:
-        """Become a reader of this very copy; False when it was dropped. Ends with `release`."""
+        """Become a reader of this copy until `release`; False if it was dropped."""
         with self._lock:
             if self._copies.get(copy.entry) is not copy:
                 return False
@@ -189,7 +189,7 @@ class CopyTable:
                 self.idle(then)
 
     def when_idle(self, buffer: MappedBuffer, then: Callable[[], None]) -> None:
-        """Call `then` when no reader is left: at once, or through `idle`."""
+        """Call `then` once no reader is left: at once, or later through `idle`."""
         with self._lock:
             if buffer.readers:
                 self._waiting[buffer] = then

@@ -41,8 +41,8 @@ Tell = Callable[[msg.FromKeeper], None]
 
 
 class Keeper:
-    """`tell` passes a message on to the supervisor, `room` says how much memory can be had. Usable after
-    `start`."""
+    """Holds a node's images. `tell` sends a message to the supervisor; `room` returns how much memory the
+    node can give. Call `start` before anything else."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Keeper:
         self._acting = self._closed = False
 
     async def start(self) -> None:
-        """Look at the local disk, and re-read what is held from now on."""
+        """Find the images on the local disk, and begin to verify all held images again and again."""
         self._loop = asyncio.get_running_loop()
         self.spawn(scrub(self.copies, self.distrust))
         if self._local_root is not None:
@@ -86,7 +86,7 @@ class Keeper:
                 pass  # a disk that hangs has nothing for us
 
     def listen_at(self, address: str) -> None:
-        """Serve other agents there, too. Raises OSError."""
+        """Serve other agents at this address as well. Raises OSError."""
         self._server.listen_at(address)
         self.port = self._server.port
 
@@ -106,15 +106,15 @@ class Keeper:
 
     @property
     def page_path(self) -> str:
-        """Where ranks open the page with their words."""
+        """The path at which ranks open the page that they share with the agent."""
         return f"/proc/{os.getpid()}/fd/{self._page_fd}"
 
     def inventory(self) -> tuple[msg.CopyReport, ...]:
-        """All copies held, as the supervisor is told of them."""
+        """Reports of all copies held, for the supervisor."""
         return self.machine.inventory()
 
     def room(self) -> Room:
-        """What this node can give to checkpoints, with what it gives now."""
+        """How much memory this node can give to checkpoints, including what it gives already."""
         taken = sum(buffer.allocated for buffer in self.buffers.values())
         room = self._room()
         return Room(room.free + taken, room.limit)
@@ -122,15 +122,15 @@ class Keeper:
     # ---- events
 
     def launch(self, attempt: int, ranks: list[int], world: int, restore: msg.Restore | None) -> None:
-        """The ranks of earlier attempts are dead, those of this one (`ranks` by local rank) are about
-        to start."""
+        """Prepare for an attempt whose `ranks`, by local rank, are about to start. The ranks of earlier
+        attempts are dead."""
         self.act(self.machine.launch(attempt, ranks, world, restore, time.monotonic()))
 
     def obey(self, order: msg.KeeperOrder) -> None:
         self.act(self.machine.ordered(order))
 
     def look(self) -> None:
-        """See what ranks have published or asked for since; cheap."""
+        """Handle what ranks have published or requested since the last call; cheap."""
         for local, mine in enumerate(self.machine.ranks):
             for slot in mine.slots:
                 if slot.state is SlotState.FREE and memory.published(self._words(local, slot.number)):
@@ -139,7 +139,7 @@ class Keeper:
                 self.act(self.machine.wants(local, want))
 
     def image_published(self, local_rank: int, slot: int, stall_s: float) -> None:
-        """A rank says so; `stall_s`: how long its training stood still for it."""
+        """A rank has published an image; `stall_s`: seconds for which its training stood still."""
         ranks = self.machine.ranks
         if 0 <= local_rank < len(ranks) and 0 <= slot < len(ranks[local_rank].slots):
             there = ranks[local_rank].slots[slot]
@@ -149,15 +149,15 @@ class Keeper:
                 self.machine.stalled(local_rank, slot, stall_s)
 
     def distrust(self, copy: StoredCopy, why: str) -> None:
-        """Its bytes are not what they were when it was taken: then it is no copy."""
+        """Drop a copy whose bytes have changed since it was made."""
         self.act(self.machine.distrusted(copy, why))
 
     def doubt(self, copy: StoredCopy) -> None:
-        """Another agent got bytes from it that were wrong, or became so on the way: read it again."""
+        """Verify a copy again: another agent received wrong bytes from it, or they changed on the way."""
         self.spawn(read_again(self.copies, copy, self.distrust))
 
     def scan_local(self, root: Path) -> None:
-        """See what has come to the local disk, or gone from it, and tell."""
+        """Report the images that have appeared on the local disk or disappeared from it."""
         self.spawn(self._scan(root))
 
     async def _scan(self, root: Path) -> None:
@@ -170,15 +170,15 @@ class Keeper:
     # ---- the storage processes
 
     async def lend(self, step: int, attempt: int, rank: int) -> Loan | None:
-        """All of an image for a storage process; None when it is not here."""
+        """Lend a whole image to a storage process; None if it is not here."""
         return await lend(self, (step, attempt, rank))
 
     def is_slot(self, copy: StoredCopy) -> bool:
-        """Whether it keeps a slot from its rank."""
+        """Whether the copy occupies one of its rank's slots."""
         return self.machine.holding.slot_of(copy) is not None
 
     async def borrow(self, size: int, asked: str) -> MappedBuffer | None:
-        """Memory for a while, until `give_back`; None where it is short."""
+        """Memory that is used until `give_back`; None if there is not enough."""
         number = next(self._numbers)
         borrower: asyncio.Future[MappedBuffer | None] = asyncio.get_running_loop().create_future()
         self._borrowers[number] = borrower
@@ -198,7 +198,7 @@ class Keeper:
     # ---- effects
 
     def act(self, effects: list[do.Effect]) -> None:
-        """Carry these out, and what follows at once, in order."""
+        """Carry these effects out in order, together with those that follow from them at once."""
         self._due += effects
         if self._acting or self._closed:
             return

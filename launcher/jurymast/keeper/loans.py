@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loan:
-    """Files that stay as they are until `give_back`: one begins with the image, or has its own part in the
-    same place; then `common_path` begins with the common part."""
+    """Files that do not change until `give_back`. One file begins with the image. If it has only the image's
+    own part, at the same offset, the file at `common_path` begins with the common part."""
 
     path: str
     manifest: Manifest

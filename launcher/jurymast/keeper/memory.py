@@ -26,7 +26,7 @@ RESERVE_BYTES = 512 << 20
 
 
 def room(proc: Path = Path("/proc"), mount: Path = MOUNT) -> Room:
-    """The tightest of all limits over this process. A limit that cannot be read is none."""
+    """How much memory the tightest limit on this process leaves. A limit that cannot be read is ignored."""
     rooms = [*_cgroups(proc, mount), *_machine(proc)]
     return min(rooms, key=lambda one: one.free, default=Room(0, f"{proc}/meminfo, which cannot be read"))
 
@@ -74,7 +74,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class MappedBuffer:
-    """`capacity` bytes at most; only what was reserved takes memory. Raises OSError when made. `number`: the
+    """A buffer of up to `capacity` bytes; only reserved bytes take memory. Raises OSError. `number`: the
     keeper's for it.
 
     The size is sealed: nobody can make the pages under a mapping go away, which would end its user by
@@ -97,16 +97,16 @@ class MappedBuffer:
 
     @property
     def path(self) -> str:
-        """Where other processes of this user open it."""
+        """The path at which other processes of this user open the buffer."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     @property
     def allocated(self) -> int:
-        """Bytes of memory that it takes now."""
+        """Bytes of memory that the buffer takes now."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     def view(self, start: int, end: int) -> memoryview:
-        """The bytes themselves. While a view lives, `close` leaves the mapping to it."""
+        """A view of these bytes. The mapping outlives `close` for as long as the view exists."""
         return memoryview(self.map)[start:end]
 
     def reserve(self, start: int, end: int) -> None:
@@ -125,7 +125,7 @@ class MappedBuffer:
         self._reserved.append((start, end))
 
     def prefault(self) -> None:
-        """`reserve` all of it."""
+        """`reserve` the whole buffer."""
         self.reserve(0, self.capacity)
 
     def _touch(self, at: int, length: int) -> None:
@@ -148,33 +148,34 @@ class MappedBuffer:
 
 
 def published(words: SlotRecord) -> bool:
-    """The rank has written an image into this free slot."""
+    """Whether the rank has written an image into this free slot."""
     seq = words[SlotWord.SEQ]
     return seq % 2 == 0 and seq != words[SlotWord.FREED]
 
 
 def discard_unpublished(words: SlotRecord) -> None:
-    """The rank is dead: what it began or published unseen is nothing. The one time that we write its word."""
+    """Discard what a dead rank began to write or published unseen. Only here does the agent write a word of
+    the rank's."""
     words[SlotWord.SEQ] = words[SlotWord.FREED]
 
 
 def offer(words: SlotRecord, buffer: MappedBuffer) -> None:
-    """The rank may write into it."""
+    """Give the rank this buffer to write into."""
     _show(words, buffer, words[SlotWord.SEQ])
 
 
 def install(words: SlotRecord, buffer: MappedBuffer) -> None:
-    """An image that the rank has not written: it finds it here, and cannot write."""
+    """Show the rank an image that it has not written. It can read this slot, but not write into it."""
     _show(words, buffer, words[SlotWord.SEQ] - 2)
 
 
 def free(words: SlotRecord) -> None:
-    """The buffer is the rank's again."""
+    """Let the rank write into the slot again."""
     words[SlotWord.FREED] = words[SlotWord.SEQ]
 
 
 def withdraw(words: SlotRecord) -> bool:
-    """Take a free buffer away; False when the rank is just writing into it."""
+    """Take a free buffer from the rank; False if the rank is writing into it."""
     descriptor = words[SlotWord.FD]
     words[SlotWord.FD] = 0  # from here on the rank does not begin
     if words[SlotWord.SEQ] != words[SlotWord.FREED]:

@@ -40,7 +40,7 @@ NOT_HELD = NotServed(why="not held (any more)")
 
 
 class ImageServer:
-    """A thread a connection, which mostly waits for its socket; `port` is that of all addresses listened at.
+    """Serves each connection in its own thread; `port` is the same at all addresses.
 
     `doubt` is called, in such a thread, with a copy from which somebody got wrong bytes.
     """
@@ -60,7 +60,7 @@ class ImageServer:
         self._closed = threading.Event()
 
     def listen_at(self, address: str) -> None:
-        """From now on. Raises OSError."""
+        """Listen at this address as well. Raises OSError."""
         if address in self._listeners or any(
             one.getsockname()[0] == addresses.ANY for one in self._listeners.values()
         ):

@@ -108,7 +108,7 @@ class Tasks:
         return Found(tuple(report_of(one, PEER, ALL) for one in going.manifests), slot, tuple(why))
 
     async def verify(self, effect: do.Verify) -> bool:
-        """False also when it is not held any more."""
+        """Hash a held copy again. False if it is corrupt or no longer held."""
         going, copy = self._of(effect.number), effect.copy
         assert isinstance(copy, StoredCopy)
         assert isinstance(copy.place, MappedBuffer)
@@ -165,8 +165,8 @@ async def _reserve_and(work: Coroutine[Any, Any, None], buffer: MappedBuffer, st
 
 
 def slot_bytes(manifest: Manifest, capacity: int) -> int:
-    """How large a buffer should be that is to become a slot: as large as the one the image has elsewhere
-    (`capacity`), else with some room for the next image to grow. The manifest goes behind the image."""
+    """The size in bytes of a buffer that becomes a slot: that of the image's buffer on another node
+    (`capacity`), or else the image's with room to grow. The manifest follows the image."""
     if capacity:
         return max(manifest.size_bytes, capacity)
     values = sum(item.length for item in manifest.items if not item.is_tensor)

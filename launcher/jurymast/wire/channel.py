@@ -135,7 +135,7 @@ class Connection:
             await self._news()
 
     async def end(self) -> OSError:
-        """Wait for the connection's end; why it ended."""
+        """Wait until the connection ends; returns why it ended."""
         while self._ended is None:
             await self._news()
         return self._ended
@@ -153,7 +153,7 @@ class Connection:
         return taken
 
     def write(self, data: bytes) -> None:
-        """Queue bytes; never blocks. A dead connection shows at `more`."""
+        """Queue bytes for sending; never blocks. `more` raises if the connection is dead."""
         if self.closed or self._ended is not None:
             return
         if self._unsent:
@@ -176,7 +176,7 @@ class Connection:
         await self._sent.wait()
 
     def close(self) -> None:
-        """Once what was written has left."""
+        """Close once everything written has left."""
         self.closed = True
         if self._unsent and self._ended is None:
             self._loop.remove_reader(self._plug)
@@ -184,7 +184,7 @@ class Connection:
             self._end(None)
 
     def abort(self, why: OSError | None = None) -> None:
-        """At once; `why` is what whoever waits for it hears."""
+        """Close at once; whoever waits for the connection gets `why`."""
         self.closed = True
         self._end(why)
 
@@ -269,7 +269,7 @@ class Channel(Generic[Hears]):
         return self._connection.local_address
 
     def send(self, *messages: msgspec.Struct) -> None:
-        """Queue messages, together; never blocks. A dead connection shows at `receive`."""
+        """Queue these messages for sending; never blocks. `receive` raises if the connection is dead."""
         frames = [self._frame(encode(message)) for message in messages]
         self._connection.write(frames[0] if len(frames) == 1 else b"".join(frames))
 
@@ -283,7 +283,7 @@ class Channel(Generic[Hears]):
         return self._read(payload)
 
     async def listen(self, hear: Callable[[Hears], None]) -> Exception:
-        """Give every message to `hear` as soon as it is here; why that ended. Raises what `hear` raises."""
+        """Pass every message to `hear` as it arrives; returns why this ended. Raises what `hear` raises."""
         why: Exception | None = None
         failure: Exception | None = None
 

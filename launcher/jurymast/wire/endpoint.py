@@ -33,7 +33,7 @@ def _place(epochs: Path, epoch: int) -> Path:
 
 
 def claim_epoch(epochs: Path) -> int:
-    """Take the next epoch; two claimants never get the same one. Raises OSError."""
+    """Claim the next epoch; two claimants never get the same one. Raises OSError."""
     epoch = newest_epoch(epochs) + 1
     while not claim(epochs, epoch):
         epoch += 1
@@ -41,7 +41,7 @@ def claim_epoch(epochs: Path) -> int:
 
 
 def claim(epochs: Path, epoch: int) -> bool:
-    """Take this epoch, unless another has it. Raises OSError."""
+    """Claim this epoch, unless another process has it. Raises OSError."""
     try:
         os.close(os.open(_claim(epochs, epoch), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
@@ -50,8 +50,8 @@ def claim(epochs: Path, epoch: int) -> bool:
 
 
 def newest_epoch(epochs: Path) -> int:
-    """The newest epoch claimed; 0 before the first. Raises OSError: not even a directory that is not there
-    says that there is none."""
+    """The newest epoch claimed; 0 before the first. Raises OSError, also if the directory is missing: that
+    does not mean that there is no epoch."""
     beats, _, _ = _read(epochs / PULSE).partition(":")
     return max([*_listed(epochs, ".claim"), _number(beats) or 0])
 
@@ -74,8 +74,8 @@ def announce(epochs: Path, endpoint: Endpoint) -> None:
 
 
 def pulse(epochs: Path, epoch: int, count: int) -> None:
-    """Say that this epoch's supervisor lives, to those whom the network does not reach; at once after its
-    claim. Raises OSError, also when the claim is not there: that is another directory."""
+    """Show through the file system that this epoch's supervisor lives, beginning right after its claim.
+    Raises OSError, also if the claim is missing: then this is another directory."""
     os.stat(_claim(epochs, epoch))
     descriptor = os.open(epochs / PULSE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
@@ -85,7 +85,7 @@ def pulse(epochs: Path, epoch: int, count: int) -> None:
 
 
 def read_pulse(epochs: Path) -> str:
-    """Changes while the newest epoch's supervisor lives. Raises OSError."""
+    """A text that changes as long as the newest epoch's supervisor lives. Raises OSError."""
     return f"{newest_epoch(epochs)}:{_read(epochs / PULSE)}"
 
 

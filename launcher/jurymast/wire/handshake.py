@@ -28,7 +28,7 @@ def keeper_of(node: str) -> str:
 
 @dataclass(frozen=True)
 class Handshake:
-    """One connection's, once both nonces are known."""
+    """One connection's proofs and keys, once both nonces are known."""
 
     secret: bytes
     whom: str
@@ -36,7 +36,7 @@ class Handshake:
     client: bytes
 
     def made(self, what: bytes) -> bytes:
-        """What only the two ends can make: a proof, or a key."""
+        """A proof or a key, which only the two ends of the connection can make."""
         parts = (what, self.whom.encode(), self.server, self.client)
         return hmac.digest(self.secret, b"|".join(parts), "sha256")
 

@@ -19,7 +19,7 @@ FD_VARIABLE = "JURYMAST_HOST_FD"
 class AgentPipe:
     """Reads on a thread of its own, so that the torchrun host can ask at any moment whether to stop.
 
-    When the agent is gone the host has nothing left to do and ends at once.
+    If the agent is gone, the host has nothing left to do and ends at once.
     """
 
     def __init__(self, descriptor: int) -> None:

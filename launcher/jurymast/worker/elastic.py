@@ -100,7 +100,7 @@ class RankLogs(LogsSpecs):
 
 
 class RankServer:
-    """The line to the server that the ranks are forks of: ask for ranks, hear of their ends."""
+    """The connection to the server that forks the ranks: requests ranks, and reports when they end."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -127,7 +127,7 @@ class RankServer:
         return self._ended.get(pid)
 
     def _receive(self) -> list[dict[str, Any]]:
-        """What the server says next, with the ends of ranks taken note of; waits for it."""
+        """Wait for the server's next message and return it; ranks that it reports as ended are recorded."""
         data = self._channel.recv(1 << 16)
         if not data:
             os._exit(1)  # the server is gone, and this process with it
@@ -140,7 +140,7 @@ class RankServer:
 
 
 class RankProcess:
-    """One rank. It leads a process group, with whatever it starts that does not make one of its own."""
+    """One rank. It leads a process group of everything it starts, except what makes a group of its own."""
 
     def __init__(self, server: RankServer, pid: int) -> None:
         self._server, self.pid = server, pid
@@ -150,14 +150,14 @@ class RankProcess:
         return self._server.code(self.pid)
 
     def signal(self, number: signal.Signals) -> None:
-        """To the rank with its loader workers and the like, as torchrun does it."""
+        """Send it to the rank and to what it has started, such as loader workers, as torchrun does."""
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
 
 class RankContext(PContext):
-    """What torch's agent knows as the processes of an attempt."""
+    """The processes of an attempt, as torch's agent sees them."""
 
     def __init__(self, server: RankServer, cold: bool, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -199,7 +199,7 @@ class RankContext(PContext):
 
 
 class ImpatientAgent(LocalElasticAgent):
-    """One node's ranks. Failures go to the jurymast agent; the next rendezvous brings the decision."""
+    """One node's ranks. Reports failures to the jurymast agent; the next rendezvous brings its decision."""
 
     def __init__(
         self,

@@ -22,8 +22,8 @@ def write(error: BaseException, text: str) -> None:
 
 
 def read(path: str) -> dict[str, str]:
-    """{"error": exception class, "message", "traceback"}; {} when there is no such file, or it says
-    nothing of that: scripts may write there, too."""
+    """{"error": exception class, "message", "traceback"}; {} if the file is missing or has another content:
+    scripts may write there, too."""
     from jurymast import foreign  # not for ranks, which only write
 
     try:

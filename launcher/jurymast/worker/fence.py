@@ -12,7 +12,7 @@ from threading import Lock
 
 
 def fence() -> None:
-    """Nothing of this thread passes: accesses before it come first for every other process."""
+    """For every other process, this thread's accesses before the fence come before those after it."""
     lock = Lock()  # one of its own: nobody waits for it, and no fork inherits it taken
     with lock:
         pass

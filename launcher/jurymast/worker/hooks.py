@@ -36,7 +36,7 @@ from jurymast.worker.link import Link
 
 
 class StepParts:
-    """Adds up the parts of this process's steps, in seconds, from the first optimizer's first step on.
+    """Adds up the parts of this process's steps, in seconds, starting at the first optimizer's first step.
 
     Reentrant checkpointing runs backwards within a backward, on whatever thread: only the outermost counts.
     """
@@ -107,7 +107,7 @@ class Counted:
 
 
 def watch_steps(link: Link) -> None:
-    """Beat after each step of the optimizer that counts, and time all parts."""
+    """Send a heartbeat after each step of the training's optimizer, and time all parts of the step."""
     parts = StepParts(link)
     counted = Counted()
 

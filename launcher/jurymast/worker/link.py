@@ -82,10 +82,10 @@ def read_slot(page: Page, local_rank: int) -> RankBeat:
 
 
 class Link:
-    """One rank's way to its agent. `page` has `SLOT_BYTES` a local rank, and behind them the schedule of
-    saves; `events` is the path of a pipe, or "".
+    """One rank's connection to its agent. `page` has `SLOT_BYTES` for each local rank, followed by the
+    schedule of saves; `events` is the path of a pipe, or "".
 
-    Nothing is kept open: a script gets the descriptors that it would get under torchrun."""
+    Keeps nothing open: a script gets the same file descriptors as under torchrun."""
 
     def __init__(self, page: Page | None, events: str, local_rank: int) -> None:
         # Set once the script reports its own step numbers (Checkpointer): they are absolute, the optimizer
@@ -106,11 +106,11 @@ class Link:
 
     @property
     def schedule(self) -> ScheduleRecord | None:
-        """Where the agent says when to save."""
+        """The page on which the agent announces when to save."""
         return None if self._page is None else ScheduleRecord(self._page)
 
     def settled(self, number: int) -> None:
-        """Show that this rank has decided about the schedule `number`."""
+        """Show the agent that this rank has decided on the schedule `number`."""
         if self._page is not None:
             SETTLED.pack_into(self._page, self._offset + SLOT.size, number)
 
@@ -148,31 +148,31 @@ class Link:
             )
 
     def timed(self, steps: int, forward_s: float, backward_s: float, update_s: float) -> None:
-        """Record where the time of `steps` optimizer steps went."""
+        """Record how the time of `steps` optimizer steps is divided over their parts, in seconds."""
         if self._page is not None:
             TIMED.pack_into(self._page, self._offset + TIMED_OFFSET, steps, forward_s, backward_s, update_s)
 
     def optimizer_stepped(self) -> None:
-        """The hook's beat: counts optimizer steps of this process unless the script gives step numbers."""
+        """A heartbeat of the hook: counts this process's optimizer steps, unless the script numbers them."""
         if not self.explicit_steps and self._phase <= STEPPING:
             self.beat(self._step + 1)
 
     def stirred(self) -> None:
-        """Something was done that is no step: the rank is alive."""
+        """Show that the rank is alive although it has not finished a step."""
         if self._phase <= STEPPING:
             self._phase_at = time.monotonic()
             self._write()
 
     def enter(self, phase: int) -> None:
-        """Say what the rank does now (RESTORING, SAVING, ...), so that a long one is not taken for a hang."""
+        """Show what the rank does now (RESTORING, SAVING, ...), so that it is not mistaken for a hang."""
         self._phase = phase
         self._phase_at = time.monotonic()
         self._write()
 
     def resume_at(self, step: int) -> None:
-        """Show that training stands at `step` and goes on from there; counts no beat, for no step was done.
+        """Show that training continues from `step`. This is no heartbeat, because no step was done.
 
-        The next step is timed from now, so that neither a restore nor a save passes for a long step.
+        The next step is timed from now, so that neither a restore nor a save counts as a long step.
         """
         self._step = step
         self._phase = STEPPING if self._beats else STARTING
@@ -199,7 +199,7 @@ class Link:
 
 
 def open_page(path: str) -> Page | None:
-    """A page of words that the agent owns, for as long as this process lives; None when no agent is there."""
+    """A page of shared memory that the agent owns, mapped until this process ends; None without an agent."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -214,7 +214,7 @@ def open_page(path: str) -> Page | None:
 
 
 def _mapped(descriptor: int, size: int) -> Page:
-    """As mmap.mmap does it, but that keeps a descriptor of its own open before Python 3.13."""
+    """Like mmap.mmap, which however keeps a file descriptor open before Python 3.13."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -228,7 +228,7 @@ _current: Link | None = None
 
 
 def current() -> Link:
-    """This process's link, opened at the first call; one that does nothing when no agent is there."""
+    """This process's link, opened at the first call; without an agent, one that does nothing."""
     global _current
     if _current is None or _current._pid != os.getpid():
         page = open_page(os.environ[PAGE_VARIABLE]) if PAGE_VARIABLE in os.environ else None

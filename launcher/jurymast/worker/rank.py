@@ -175,8 +175,8 @@ def _renew(stages: Sequence[preload.Stage]) -> None:
 
 
 class _Rank:
-    """A rank that is about to run its script. `log`: bytes in its log when it began, -1 without one. Not
-    `attached`: it becomes a rank when it loads torch."""
+    """A rank that is about to run its script. `log`: bytes in its log when it started, -1 without a log. If
+    it is not `attached`, it becomes a rank when it loads torch."""
 
     def __init__(
         self, loaded: frozenset[str], variables: dict[str, str], log: int, *, attached: bool = True
@@ -226,7 +226,7 @@ class _Rank:
         self._link.emit(within.ColdStart(why=late, seconds=0.0))
 
     def start_cold(self, why: str) -> NoReturn:
-        """Become a new interpreter, with nothing loaded ahead. What was printed will be printed again."""
+        """Replace this process by a new interpreter with nothing preloaded, which prints everything again."""
         what = {"cold": {"why": why, "since": time.monotonic(), "log": self._log}}
         if self._log >= 0:
             os.ftruncate(1, self._log)

@@ -55,7 +55,7 @@ def _high_descriptor() -> int:
 
 
 def listens(pid: int) -> bool:
-    """True when the process catches the signal, which would end it otherwise. See proc(5): SigCgt."""
+    """True if the process catches the signal, which would end it otherwise. See proc(5): SigCgt."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8") as file:
             caught = next((line for line in file if line.startswith("SigCgt:")), "")

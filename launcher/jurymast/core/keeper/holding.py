@@ -164,7 +164,7 @@ class Holding:
             self.hold(copy)
 
     def free(self, slot: Slot) -> None:
-        """The buffer is the rank's again."""
+        """Let the rank write into the slot again."""
         slot.state, slot.copy = SlotState.FREE, None
         self._do(do.Free(slot.local, slot.number))
         self.settle(slot)

@@ -69,7 +69,7 @@ class KeeperMachine:
         return effects
 
     def inventory(self) -> tuple[msg.CopyReport, ...]:
-        """All copies held, as the supervisor is told of them."""
+        """Reports of all copies held, for the supervisor."""
         return tuple(copy.report for copy in self.holding.copies.values())
 
     # An attempt.
@@ -77,8 +77,8 @@ class KeeperMachine:
     def launch(
         self, attempt: int, ranks: Sequence[int], world: int, restore: msg.Restore | None, now: float
     ) -> list[do.Effect]:
-        """The ranks of earlier attempts are dead, those of this one (`ranks` by local rank) are about
-        to start."""
+        """Prepare for an attempt whose `ranks`, by local rank, are about to start. The ranks of earlier
+        attempts are dead."""
         self.restores.stop()
         self.holding.launch(attempt, restore)
         if restore is None:
@@ -174,7 +174,7 @@ class KeeperMachine:
         return self._out()
 
     def distrusted(self, copy: KeptCopy, why: str) -> list[do.Effect]:
-        """Its bytes are not what they were when it was taken: then it is no copy."""
+        """Drop a copy whose bytes have changed since it was made."""
         self.holding.drop(copy, why)
         return self._out()
 
