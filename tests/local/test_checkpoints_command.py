@@ -167,12 +167,12 @@ def test_an_object_store(run: RunDirectory, shell: Shell, tmp_path: Path) -> Non
     ("words", "why"),
     [
         ("lst", "there is no action lst (did you mean ls?)"),
-        ("pin", "pin takes STEP, not nothing"),
-        ("pin one", "a step is a number, not one"),
-        ("export 1", "export takes STEP DIR, not 1"),
-        ("verify 1 2", "verify takes [STEP], not 1 2"),
-        ("pin 1 --delete", "--delete is for rollback, not for pin"),
-        ("fetch 1", "which object store?"),
+        ("pin", "pin takes STEP, but was given none"),
+        ("pin one", "STEP must be a number, not one"),
+        ("export 1", "export takes STEP DIR, but was given 1"),
+        ("verify 1 2", "verify takes [STEP], but was given 1 2"),
+        ("pin 1 --delete", "--delete goes with rollback, not with pin"),
+        ("fetch 1", "the policy names no object store"),
     ],
 )
 def test_mistakes_are_named(shell: Shell, words: str, why: str) -> None:

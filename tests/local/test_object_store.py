@@ -93,7 +93,7 @@ def test_what_is_incomplete_or_damaged_does_not_count(tmp_path: Path, store: Obj
     make_checkpoint(root, 1)
     flip(root / "step-00000001" / "__0_0.distcp")
     with pytest.raises(
-        StorageFailure, match="__0_0.distcp is corrupt: its hash does not match; it is not up"
+        StorageFailure, match="__0_0.distcp is corrupt: its hash does not match, so it is not up"
     ):
         store.upload(CheckpointDirectory(root), 1, job())
     assert store.steps() == []

@@ -50,7 +50,7 @@ def test_no_file_outside_of_the_checkpoint_is_written(tmp_path: Path, name: str)
         source.parent.mkdir(parents=True, exist_ok=True)
         source.write_bytes(LOOT)
     checkpoints = CheckpointDirectory(tmp_path / "home/runs/run-1/checkpoints")
-    with pytest.raises(StorageFailure, match="names a file that is none of a checkpoint's"):
+    with pytest.raises(StorageFailure, match="names a file that does not belong to a checkpoint"):
         store.fetch(STEP, checkpoints, Job(10.0))
     assert not outside.exists()
 

@@ -188,7 +188,7 @@ def test_a_source_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         async with holding("a") as (a, _), keeper("b") as (new, told):
             rank = await restored(new, [source(new, 0, node="served", port=port), source(a, 0)])
             assert rank.restored()[0] == image_bytes(10, 0)
-            assert "not a byte" in told.of(msg.Prefetched)[0].passed_over[0]
+            assert "no byte for" in told.of(msg.Prefetched)[0].passed_over[0]
 
     with serving_process(3) as (_, port):
         run(work(port))
