@@ -81,7 +81,7 @@ class NotOurs(OSError):
         if status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode):
             todo = f"if nobody else has changed anything in it, run: chmod go-w {path}"
         super().__init__(
-            f"{path} is not this user's own alone (owner {user_name(status.st_uid)}, mode "
+            f"{path} is not private to this user (owner {user_name(status.st_uid)}, mode "
             f"{stat.filemode(status.st_mode)}): nothing is read or kept there; {todo}"
         )
 
@@ -231,7 +231,7 @@ def _open(path: os.PathLike[str] | str, flags: int = 0) -> int:
         os.close(descriptor)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+        raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
     return descriptor
 
 

@@ -272,7 +272,7 @@ def entry_of(line: bytes, path: Path) -> Entry | None:
     version = entry.get("v")
     if version != VERSION and type(version) is int:
         raise RunDirectoryError(
-            f"{path} has lines of journal version {version}, and this jurymast reads version {VERSION}",
+            f"{path} has lines of journal version {version}, but this jurymast reads version {VERSION}",
             hint="use the jurymast that the run was submitted with",
         )
     try:

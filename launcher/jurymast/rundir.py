@@ -96,7 +96,7 @@ def check_readable(run: Path) -> None:
     if uid == os.geteuid():
         raise RunDirectoryError(f"{run} cannot be read: permission denied", hint=f"chmod u+rwx {run}")
     raise RunDirectoryError(
-        f"{run} belongs to {foreign.user_name(uid)}", hint="a run is for its own user only"
+        f"{run} belongs to {foreign.user_name(uid)}", hint="only its owner can look into it"
     )
 
 
@@ -180,8 +180,8 @@ class RunDirectory:
             return bytes.fromhex(data.decode())
         except foreign.NotOurs as error:
             raise RunDirectoryError(
-                f"{self.secret_file} can be read by others, or was made by others",
-                hint=f"if it is yours: chmod 600 {self.secret_file}",
+                f"other users can read {self.secret_file}, or own it",
+                hint=f"if it is yours, run: chmod 600 {self.secret_file}",
             ) from error
         except (OSError, ValueError) as error:
             raise RunDirectoryError(f"cannot read the run's secret {self.secret_file}: {error}") from error
@@ -228,5 +228,5 @@ class RunDirectory:
 
 def _damage(error: Exception) -> str:
     if isinstance(error, msgspec.ValidationError):
-        return "something that belongs into a plan is missing, or is of another kind"
-    return f"no JSON ({error})"
+        return "a value of the plan is missing or of a wrong type"
+    return f"not JSON ({error})"

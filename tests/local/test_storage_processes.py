@@ -309,7 +309,7 @@ def test_a_directory_that_others_were_first_to_make_is_not_used(
         place.symlink_to(elsewhere)
     assert local_copies(place / "run") == []
     again = to_local(place / "run", simple_images(tmp_path / "j", step=20), step=20)
-    assert f"{place} is not this user's own alone" in processes[0].failure(again)
+    assert f"{place} is not private to this user" in processes[0].failure(again)
     remove(place / "run")
     assert LocalDirectory(place / "run").states() == [(10, 1)]
 

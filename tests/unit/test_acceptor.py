@@ -222,7 +222,7 @@ def test_refusals_are_told_now_and_then(
             monkeypatch.setattr(acceptor, "TOLD_EVERY_S", 0.0)
             await knock(port, 1)
             _, line = caplog.messages
-            assert line.endswith("; 6 others since the last one told")
+            assert line.endswith("; 6 more since the last message")
 
     run(work())
 

@@ -97,9 +97,9 @@ def test_a_directory_without_a_plan_is_not_called_missing(place: Place) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is damaged: no JSON"),
-        ('{"run": "x"}', "is damaged: something"),
-        ("[]", "is damaged: something"),
+        ("{", "is damaged: not JSON"),
+        ('{"run": "x"}', "is damaged: a value"),
+        ("[]", "is damaged: a value"),
     ],
 )
 def test_a_damaged_plan_is_told_in_words(place: Place, text: str, says: str) -> None:

@@ -111,7 +111,7 @@ def test_a_command_waits_for_no_pipe(
     told = capfd.readouterr().err.splitlines()
     assert told[0].startswith("jurymast: error: ")
     assert "pipe" in told[0]
-    assert told[0].endswith("it is no ordinary file")
+    assert told[0].endswith("it is not an ordinary file")
     assert [line for line in told[1:] if "hint: " not in line] == []
 
 

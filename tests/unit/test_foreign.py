@@ -148,7 +148,7 @@ def test_anothers_checkpoint_is_not_unpickled(shared: Place) -> None:
     tier = SharedTier(tier_root, Group(), keep=3, attempt=1, stale=lambda: "")
     with acting_as(ADA):
         found, _ = tier.candidates()
-        assert "is not this user's own alone" in tier.load(found[0], ScriptState({"x": torch.zeros(1)}))
+        assert "is not private to this user" in tier.load(found[0], ScriptState({"x": torch.zeros(1)}))
         with pytest.raises(foreign.NotOurs):
             export(CheckpointDirectory(tier_root).path(100), shared.root / "out", "torch")
     assert not (shared.root / "proof").exists()
@@ -170,7 +170,7 @@ def test_a_file_of_a_checkpoint_that_others_can_write_to_is_not_unpickled(common
         found, _ = tier.candidates()
         metadata.chmod(0o666)
         refused = tier.load(found[0], ScriptState({"x": torch.zeros(1)}))
-        assert f"{metadata} is not this user's own alone" in refused
+        assert f"{metadata} is not private to this user" in refused
         with pytest.raises(CheckpointException):
             export(metadata.parent, common / "out", "torch")
         assert not (common / "proof").exists()
@@ -193,7 +193,7 @@ def test_anothers_runs_say_nothing_about_nodes_and_hang_nothing(shared: Place) -
     with acting_as(ADA):
         assert [run.run for run in past_runs(shared.runs)] == [RUN]
         assert run_ids(shared.runs) == [RUN]
-        with pytest.raises(OSError, match="no ordinary file"):
+        with pytest.raises(OSError, match="not an ordinary file"):
             foreign.read(pipe / "plan.json")
 
 

@@ -263,14 +263,14 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_file_or_has_no_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert complaints(tmp_path / "pipe") == ["pipe: cannot be read: it is no ordinary file"]
-    assert complaints(Path("/dev/zero")) == ["zero: cannot be read: it is no ordinary file"]
+    assert complaints(tmp_path / "pipe") == ["pipe: cannot be read: it is not an ordinary file"]
+    assert complaints(Path("/dev/zero")) == ["zero: cannot be read: it is not an ordinary file"]
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 30)
     (line,) = complaints(tmp_path / "large")
     assert line == "large: cannot be read: it has 1073741824 bytes, most is 65536"
     path = write(tmp_path, "p.yaml", "spares: 1\nextends: pipe\n")
-    assert complaints(path) == [f"{tmp_path}/pipe: cannot be read: it is no ordinary file"]
+    assert complaints(path) == [f"{tmp_path}/pipe: cannot be read: it is not an ordinary file"]
 
 
 def test_an_empty_file_is_no_change(tmp_path: Path) -> None:

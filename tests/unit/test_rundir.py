@@ -60,7 +60,7 @@ def test_each_run_has_a_secret_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [0o640, 0o604, 0o660, 0o602, 0o610])
 def test_a_secret_that_others_could_touch_is_refused(directory: RunDirectory, bits: int) -> None:
     directory.secret_file.chmod(bits)
-    with pytest.raises(RunDirectoryError, match="by others") as caught:
+    with pytest.raises(RunDirectoryError, match="other users can read") as caught:
         directory.secret()
     assert "chmod 600" in caught.value.hint
     directory.secret_file.chmod(0o600)
@@ -71,7 +71,7 @@ def test_a_secret_that_others_could_touch_is_refused(directory: RunDirectory, bi
 def test_a_secret_that_another_user_has_put_there_is_refused(directory: RunDirectory, tmp_path: Path) -> None:
     """Who swapped it knows it; so does whoever wrote what a link leads to."""
     os.chown(directory.secret_file, NOBODY, NOBODY)
-    with pytest.raises(RunDirectoryError, match="made by others"):
+    with pytest.raises(RunDirectoryError, match="or own it"):
         directory.secret()
     os.chown(directory.secret_file, 0, 0)
     elsewhere = tmp_path / "known"

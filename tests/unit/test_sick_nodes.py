@@ -187,7 +187,7 @@ def test_an_agent_that_cannot_leave_word_is_quoted(answers: bool) -> None:
     victim = site.break_gpu()
     if answers:
         site.answered(victim, "munge is not installed here")
-    why = "munge is not installed here" if answers else "its agent gave no answer within 30 s"
+    why = "munge is not installed here" if answers else "its agent did not answer within 30 s"
     site.passes(ANSWER_LIMIT_S)
     site.answered(victim)  # too late to be news
     assert site.notes == [f"the site could not be told that {victim} is bad: {why}"]

@@ -176,7 +176,7 @@ class Show:
                     self._poll()
                     if not self.state.ended:
                         raise RunFailedError(
-                            "the run's processes ended without a word",
+                            "the run's processes ended without an outcome",
                             hint=f"their logs are in {self._local.directory.root}",
                         )
         self.curve.poll(self.state.attempt)
@@ -197,7 +197,7 @@ class Show:
             self._tell_decisions()
         if kind == "AllocationStarted":
             nodes = some(entry["nodes"])
-            self._say(entry, f"agents start on {nodes}: each a process group of its own, as a node would be")
+            self._say(entry, f"agents start on {nodes}: each is a process group that stands for a node")
         elif kind == "Launch":
             self._tell_launch(entry)
         elif kind == "Progress" and not self._stepped:

@@ -95,8 +95,12 @@ def _reading(text: str) -> tuple[str, str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="jurymast.health.once", description=__doc__.partition("\n")[0])
-    parser.add_argument("--probe", action="append", choices=installed(), help="only this one; again for more")
-    parser.add_argument("--off", action="append", choices=installed(), default=[], help="not this one")
+    parser.add_argument(
+        "--probe", action="append", choices=installed(), help="run only this probe; may be repeated"
+    )
+    parser.add_argument(
+        "--off", action="append", choices=installed(), default=[], help="leave out this probe"
+    )
     parser.add_argument("--threshold", type=_limit, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument(
         "--xid", type=_reading, action="append", default=[], metavar="CODE=READING",

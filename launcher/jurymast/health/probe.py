@@ -111,7 +111,7 @@ def open_probe(point: EntryPoint, context: Context) -> Probe | None:
     probe = point.load()(context)
     if probe is None or isinstance(probe, Probe):
         return probe
-    raise TypeError(f"{point.value} returned {probe!r}, which is no probe")
+    raise TypeError(f"{point.value} returned {probe!r}, which is not a probe")
 
 
 def failed(name: str, error: BaseException, doing: str) -> Finding:

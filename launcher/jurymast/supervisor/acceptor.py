@@ -108,7 +108,7 @@ class Acceptor:
         if now - self._told_at < TOLD_EVERY_S:
             self._untold += 1
             return
-        others = f"; {self._untold} others since the last one told" if self._untold else ""
+        others = f"; {self._untold} more since the last message" if self._untold else ""
         what = f"{type(error).__name__}: {error}{others}"
         log.warning("refused a connection from %s: %s", come.peer_address, what)
         self._told_at, self._untold = now, 0

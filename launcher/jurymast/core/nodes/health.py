@@ -106,7 +106,7 @@ class SickNodes:
         effects: list[Effect] = []
         for name, case in list(self._cases.items()):
             if now >= case.answer_by and case.back_at == math.inf:
-                why = f"its agent gave no answer within {ANSWER_LIMIT_S:.0f} s"
+                why = f"its agent did not answer within {ANSWER_LIMIT_S:.0f} s"
                 effects += self._site_told(name, why, now)
         return effects + self._give_back(now)
 
