@@ -40,7 +40,7 @@ def test_what_a_rank_prints_never_ends_it(tmp_path: Path, log: str) -> None:
     """The device that is always full; a place where no file can be made."""
     done = end_of(tmp_path, f"{TALKS}raise SystemExit(3)\n", log)
     assert done.returncode == 3, done.stderr
-    assert ("a rank writes here, for it has no log of its own" in done.stderr) == (log != "/dev/full")
+    assert ("a rank writes here, because it cannot open its own log" in done.stderr) == (log != "/dev/full")
     assert ("x" * 100_000 in done.stdout) == (log != "/dev/full")
 
 

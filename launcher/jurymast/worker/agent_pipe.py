@@ -36,7 +36,9 @@ class AgentPipe:
         """Raises RuntimeError outside an agent."""
         text = os.environ.get(FD_VARIABLE, "")
         if not text.isdigit():
-            raise RuntimeError("the jurymast rendezvous works under a jurymast agent: use `jurymast submit`")
+            raise RuntimeError(
+                "the jurymast rendezvous works only under a jurymast agent: use `jurymast submit`"
+            )
         return cls(int(text))
 
     def _read(self) -> None:

@@ -123,7 +123,7 @@ def _redirect_output(path: str) -> None:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
-            sys.stderr.write(f"a rank writes here, for it has no log of its own: {error}\n")
+            sys.stderr.write(f"a rank writes here, because it cannot open its own log: {error}\n")
         else:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
@@ -222,7 +222,9 @@ class _Rank:
         if not self._has_torch:
             self.start_cold(f"the script sets {', '.join(names)} before it imports torch")
         late = f"the script sets {', '.join(names)} after it imports torch"
-        sys.stderr.write(f"jurymast: {late}, which has no effect; with `start: cold` in the policy it has\n")
+        sys.stderr.write(
+            f"jurymast: {late}, which has no effect here; with `start: cold` in the policy it does\n"
+        )
         self._link.emit(within.ColdStart(why=late, seconds=0.0))
 
     def start_cold(self, why: str) -> NoReturn:
