@@ -137,4 +137,4 @@ def test_the_policy_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
         workaround = NetworkWorkaround(enabled, lambda: [finding("mlx9_1:1")], told.append)
         assert workaround.environment(2) == wanted
     assert [message.finding.verdict for message in told] == [Verdict.UNKNOWN]
-    assert "leave mlx9_1:1 out (NCCL_IB_HCA=^=mlx9_1)" in told[0].finding.message
+    assert "do not use mlx9_1:1 (NCCL_IB_HCA=^=mlx9_1)" in told[0].finding.message

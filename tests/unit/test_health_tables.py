@@ -138,7 +138,7 @@ def test_mistakes_in_a_policy_name_their_line_and_the_nearest_name(tmp_path: Pat
         ["p.yaml:6", "health.thresholds.shm-usd"],
         ["p.yaml:7", "health.thresholds.disk-used"],
     ]
-    assert "no Xid code" in lines[0]
+    assert "is not an Xid code" in lines[0]
     assert "did you mean shm-used" in lines[2]
 
 
