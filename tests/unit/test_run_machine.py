@@ -506,6 +506,22 @@ def test_a_drain_during_a_back_off_gives_the_place_to_a_spare() -> None:
     assert phase(story) is Phase.LAUNCHING
 
 
+def test_only_the_node_that_is_drained_by_hand_stays_out() -> None:
+    """The ranks ended by themselves at the same moment, and their torchrun hosts with them: all start anew."""
+    story = Story(active=3, spares=2).running()
+    drained, *others = story.state.placement
+    story.asked("drain", drained)
+    for name in story.last(StopWorkers).nodes:
+        story.feed(ev.WorkersStopped(t=story.t, node=name, attempt=1, store_port=0))
+    assert phase(story) is Phase.WAITING
+    for name in others:
+        story.feed(ev.NodeReady(t=story.t, node=name, store_port=29001))
+    assert phase(story) is Phase.LAUNCHING
+    assert set(others) < set(story.state.placement)
+    assert drained not in story.state.placement
+    assert [node.name for node in story.state.nodes.values() if node.drained] == [drained]
+
+
 def test_each_attempt_is_told_how_often_failures_are_expected_by_now() -> None:
     story = Story(active=2, spares=2).running()
     first = story.last(Launch).mtbf_s
