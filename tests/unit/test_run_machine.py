@@ -507,7 +507,7 @@ def test_a_drain_during_a_back_off_gives_the_place_to_a_spare() -> None:
 
 
 def test_only_the_node_that_is_drained_by_hand_stays_out() -> None:
-    """The ranks ended by themselves at the same moment, and their torchrun hosts with them: all start anew."""
+    """All ranks ended by themselves at the same moment, and their torchrun hosts with them."""
     story = Story(active=3, spares=2).running()
     drained, *others = story.state.placement
     story.asked("drain", drained)

@@ -236,7 +236,8 @@ def _carry_out(state: RunState, decision: Decision) -> list[Instruction]:
         if any(blamed.node == name for blamed in decision.blames):
             continue
         if node.role is not Role.FAILED:
-            node.drained = incident.cause == "drain_asked" and name == incident.node  # others lack a host only
+            # Others may lack no more than a torchrun host.
+            node.drained = incident.cause == "drain_asked" and name == incident.node
             node.become(Role.FAILED if node.drained else Role.SUSPECT, incident.reason, state.now)
             instructions.append(Dismiss(node=name, reason=incident.reason))
     if decision.action == "stop":
