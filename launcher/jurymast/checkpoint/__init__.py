@@ -1,6 +1,6 @@
-"""Checkpoints: what a training script uses, the tiers they live in, and their format on disk.
+"""Checkpoints: the interface for training scripts, the tiers that hold them, and their format on disk.
 
-`directory` has the format and needs no torch; everything else here does.
+`directory` defines the format and does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Checkpointer", "HeldRandomState", "RandomState"]
 
 
 def __getattr__(name: str) -> Any:
-    # Commands read the format, and must not wait for torch's import.
+    # Commands read the format without waiting for torch's import.
     if name == "Checkpointer":
         from jurymast.checkpoint.checkpointer import Checkpointer
 

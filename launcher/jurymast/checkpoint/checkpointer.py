@@ -1,4 +1,4 @@
-"""`Checkpointer`: what a training script sees of checkpoints."""
+"""`Checkpointer`, the interface to checkpoints for training scripts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ log = logging.getLogger("jurymast.checkpoint")
 ERROR_CHARACTERS = 300
 # How long the first save waits for the agent to have memory; later ones do not wait.
 FIRST_MEMORY_S = 30.0
-# A few of the agent's heartbeats: at one of them it sees that all ranks go on, and gives an older image up.
+# A few of the agent's heartbeats: at one of them it sees that all ranks continue, and drops an older image.
 FIRST_FREE_S = 2.0
 # How long a save that the script asked for waits for earlier ones to be safe.
 FREE_MEMORY_S = 30.0
 
 
 class Checkpointer:
-    """Saves and restores a training, and tells jurymast's agent how far it is.
+    """Saves and restores a training, and reports its progress to jurymast's agent.
 
         checkpoint = jurymast.Checkpointer({"model": model, "optimizer": optimizer, "data": loader})
         for step in range(checkpoint.restore(), total_steps):
@@ -75,17 +75,17 @@ class Checkpointer:
         self._attempt = int(os.environ.get("JURYMAST_ATTEMPT", "0"))
         self._link = link.current()
         self._beat = self._link.beat
-        # Opened with the first use: the process group may not be there yet.
+        # Opened at the first use, because the process group may not exist yet.
         self._group: Group | None = None
         self._shared: SharedTier
         self._memory: MemoryTier | None = None
-        # Whether this attempt saves to memory; None until the ranks agreed on it, with their first save.
+        # Whether this attempt saves to memory; None until the ranks agree on it at their first save.
         self._in_memory: bool | None = None
         self._waited_for_memory = False
         self._saved_step = -1
-        # What training stood still for the newest save, until that is accounted for.
+        # How long training stood still for the newest save, until that is accounted for.
         self._stall_s: float | None = None
-        # Where agents are, they say when to save.
+        # Under agents, they say when to save.
         self._follower: ScheduleFollower | None = None
 
     # ---- what scripts call
@@ -121,7 +121,8 @@ class Checkpointer:
         Failing storage costs the checkpoint, not the training. Raises CheckpointError if the state can never
         be saved.
         """
-        # Not before the first call: a script that only restores and saves is heard by its optimizer's steps.
+        # Not before the first call: a script that only restores and saves shows its progress by its
+        # optimizer's steps.
         self._link.explicit_steps = True
         self._beat(step)
         told = self._follower is not None and self._follower.due(step)
@@ -177,7 +178,7 @@ class Checkpointer:
         return saved.ok
 
     def _save_to_memory(self, memory: MemoryTier, step: int, started: float) -> SaveResult | None:
-        """This rank's part of it, with no word to the others; None when memory is not to be had."""
+        """Save this rank's image without talking to other ranks; None if there is no memory for it."""
         try:
             trees = self._state.trees()
             if self._in_memory is None:
@@ -194,7 +195,8 @@ class Checkpointer:
             raise CheckpointError(f"cannot capture the state: {text}") from error
 
     def _agree_on_memory(self, memory: MemoryTier) -> str:
-        """Decide with all ranks, once, whether this attempt saves to memory; why that must wait, or ""."""
+        """Decide with all ranks, once, whether this attempt saves to memory. Return why that must wait, or
+        ""."""
         if not self._waited_for_memory and memory.wait_ready(FIRST_MEMORY_S):
             memory.wait_free(FIRST_FREE_S)
         self._waited_for_memory = True
@@ -207,7 +209,7 @@ class Checkpointer:
         return ""
 
     def _capture(self) -> Any:
-        """This rank's state, all ranks having theirs. Raises CheckpointError on all if one cannot."""
+        """Capture this rank's state. Raises CheckpointError on all ranks if one of them cannot."""
         group = self._open()
         trees: dict[str, Any] = {}
         digests: dict[str, str] = {}
@@ -239,9 +241,10 @@ class Checkpointer:
     # ---- restoring
 
     def _restore_newest(self) -> tuple[Candidate | None, str, dict[int, str]]:
-        """Load the newest step that any tier has whole; says what was passed over, and why."""
+        """Load the newest step that is whole in some tier. Return it, its tier, and why each newer step was
+        skipped."""
         skipped: dict[int, str] = {}
-        # What the agent has brought is the newest there is: storage that hangs is not even looked at then.
+        # The agent brings the newest image there is, so that nothing waits for storage that hangs.
         tiers: list[MemoryTier | SharedTier] = [self._shared]
         if self._memory is not None:
             tiers.insert(0, self._memory)
@@ -262,7 +265,8 @@ class Checkpointer:
         return None, "", skipped
 
     def _check_nothing_was_saved(self) -> None:
-        """A file system that is not mounted looks like one with no checkpoints."""
+        """Raise CheckpointError if a step was saved: a file system that is not mounted looks like one without
+        checkpoints."""
         saved = int(os.environ.get("JURYMAST_SAVED_STEP") or 0)
         if saved:
             raise CheckpointError(
@@ -289,9 +293,9 @@ class Checkpointer:
     # ---- memory
 
     def _ask_for_memory(self, memory: MemoryTier, step: int) -> None:
-        """Have the agent prepare it long before it is needed: now, or after the first step, when optimizers
-        have their state, and until then tell it what can be foreseen. All ranks must take their state at the
-        same step: that may be a collective."""
+        """Ask the agent for memory long before the first save: now, or after the first step if optimizers
+        have no state yet; then the agent gets an estimate until that step. All ranks ask at the same step,
+        because taking the state may be a collective."""
         if all(self._open().gather(self._state.settled)):
             self._request(memory)
         else:
@@ -318,7 +322,7 @@ class Checkpointer:
             self._link.emit(within.Cadence(steps=self._cadence.steps, seconds=self._cadence.seconds))
 
     def _schedule(self, step: int) -> None:
-        """After a save, also a failed one."""
+        """Find the next step to save after a save, also after a failed one."""
         if self._follower is not None:
             self._follower.passed(step)
         stall_s, self._stall_s = self._stall_s, None
@@ -326,7 +330,7 @@ class Checkpointer:
         self._save_times.saved(step, time.monotonic(), stall_s=stall_s, again=again)
 
     def _do(self, due: Due, step: int) -> None:
-        """What all ranks do at this step."""
+        """Do what is due on all ranks at this step."""
         match due:
             case Due.MEASURE:
                 if self._memory is not None:
@@ -343,7 +347,7 @@ class Checkpointer:
     # ---- set-up
 
     def _open(self) -> Group:
-        """The ranks' group, made at the first use by all of them."""
+        """Return the group of all ranks, which all of them make at the first use."""
         if self._group is None:
             self._group = Group()
             self._shared = SharedTier(
@@ -356,7 +360,8 @@ class Checkpointer:
         return self._group
 
     def _follow(self, group: Group) -> ScheduleFollower | None:
-        """Collective among ranks of agents; None when some rank does not hear its agent."""
+        """Return this rank's follower of the agent's schedule. Collective among ranks of agents; None if some
+        rank does not hear its agent."""
         if link.PAGE_VARIABLE not in os.environ:
             return None
         schedule = self._link.schedule
@@ -366,8 +371,8 @@ class Checkpointer:
         return ScheduleFollower(schedule, self._link.settled, repeat=self._cadence.steps is None)
 
     def _stale(self) -> str:
-        """Why this attempt may not publish checkpoints any more, or "". While that is unknown it may not
-        either: the next save asks again."""
+        """Return why this attempt may no longer publish checkpoints, or "". It may not either while that is
+        unknown; the next save asks again."""
         root = os.environ.get("JURYMAST_RUN_DIR")
         try:
             newest = RunDirectory(root).newest_attempt() if root else 0
@@ -391,7 +396,7 @@ def _directory(given: str | os.PathLike[str] | None) -> Path:
 
 
 def _keep(given: int | None) -> int:
-    """Raises CheckpointError."""
+    """Return how many checkpoints to keep. Raises CheckpointError."""
     text = os.environ.get("JURYMAST_KEEP", "3") if given is None else str(given)
     if not text.isdecimal() or int(text) < 1:
         raise CheckpointError(f"the number of checkpoints to keep must be 1 or more, not {text}")
@@ -399,7 +404,7 @@ def _keep(given: int | None) -> int:
 
 
 def _mtbf_s() -> float:
-    """Time between failures of all nodes together. Raises CheckpointError."""
+    """Return the mean seconds between failures of all nodes together. Raises CheckpointError."""
     text = os.environ.get("JURYMAST_MTBF_S")
     if not text:
         # torchrun says how many agents, normally nodes, there are
@@ -411,7 +416,7 @@ def _mtbf_s() -> float:
 
 
 def _cadence(every: str | int | None) -> Cadence:
-    """Raises CheckpointError."""
+    """Return the cadence that the script or the environment gives. Raises CheckpointError."""
     try:
         if every is not None:
             return parse_cadence(every)

@@ -1,19 +1,19 @@
-"""The shared directory of checkpoints: names, manifests, what is complete, what may go. No torch here.
+"""The shared directory of checkpoints: names, manifests, completeness, retention. No torch here.
 
     checkpoints/owner.json                the run that writes here, see `checkpoint.owner`
     checkpoints/step-00000100/            complete: a stock torch.distributed.checkpoint directory ...
     checkpoints/step-00000100/jurymast.json   ... with our manifest, written last
     checkpoints/.saving-00000200.a0003.<nonce>/   being written by attempt 3
     checkpoints/.writing-00000200.a0003.<nonce>/ being written by the nodes' storage processes
-    checkpoints/.deleting-00000050.<nonce>/       on its way out
+    checkpoints/.deleting-00000050.<nonce>/       being deleted
     checkpoints/pinned/00000100                   this step is never removed
-    checkpoints/verified/00000100                 hash of the manifest whose files were all checked, and what
-                                                  was wrong with them
-    checkpoints/rollback.json                     what was rolled back: none of it is restored any more
+    checkpoints/verified/00000100                 hash of the manifest whose files were all checked, and the
+                                                  damage found
+    checkpoints/rollback.json                     all rollbacks: what they covered is never restored again
     checkpoints/step-00000150.rolled-back-<nonce>/   kept until somebody deletes it
 
-A checkpoint is complete or absent: it is written under a name nobody reads, and renamed once everything in
-it is on disk. Nothing is ever written into a directory that has its final name.
+A checkpoint is complete or absent: it is written under a name that nobody reads, and renamed once all of it
+is on disk. Nothing is ever written into a directory that has its final name.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ ROLLBACK = "rollback.json"
 
 
 class BadCheckpoint(Exception):
-    """Found, not failed: this directory is not a checkpoint to trust. Says why, on one line."""
+    """A directory is not a checkpoint to trust. The message says why, on one line."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint: `name` relative to it, its size and hash as they were written by `rank`."""
+    """One file of a checkpoint: its `name` relative to the checkpoint, and size and hash as `rank` wrote
+    it."""
 
     name: str
     size_bytes: Natural
@@ -69,7 +70,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a complete checkpoint consists of. `entries` says of each entry how it was saved."""
+    """The contents of a complete checkpoint. `entries` says how each entry was saved."""
 
     step: Natural
     attempt: Natural
@@ -84,14 +85,14 @@ class CheckpointManifest:
         return sum(file.size_bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
-        """JSON with a hash over itself, so that a damaged manifest is told from a damaged file."""
+        """Return JSON with a hash of itself, so that a damaged manifest is not taken for damaged files."""
         values = asdict(self)
         values["manifest_xxh3_64"] = _hash_of_values(values)
         return json.dumps(values, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> CheckpointManifest:
-        """Raises BadCheckpoint."""
+        """Parse a manifest. Raises BadCheckpoint."""
         try:
             values: dict[str, Any] = foreign.parse(data)
             expected = values.pop("manifest_xxh3_64")
@@ -108,8 +109,8 @@ class CheckpointManifest:
 
 
 def _check_name(name: str) -> None:
-    """Raises BadCheckpoint for one that leads out of the checkpoint: it may be read from a bucket that others
-    write to."""
+    """Raise BadCheckpoint for a name that leads out of the checkpoint: others may write to the bucket that
+    the manifest came from."""
     if name in ("", ".", "..", MANIFEST) or "/" in name or not name.isprintable():
         raise BadCheckpoint(f"{MANIFEST} names a file that does not belong to a checkpoint: {name!r}")
 
@@ -128,7 +129,8 @@ def step_of(name: str) -> int | None:
 
 
 def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> tuple[int, str]:
-    """Size and xxh3_64 of a file; `advance` is told of bytes as they are read. Raises OSError."""
+    """Return a file's size in bytes and its xxh3_64. `advance` gets the number of bytes after each read.
+    Raises OSError."""
     digest = xxhash.xxh3_64()
     size = 0
     buffer = memoryview(bytearray(READ_BYTES))
@@ -142,8 +144,8 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> tuple
 
 
 class NewFile:
-    """A file, 0600, that must not exist yet; `hashing` as it is written, so that what later differs from the
-    hash was damaged on the way. It is on disk when its block ends without an error."""
+    """A file of mode 0600 that must not exist yet. With `hashing` its bytes are hashed before they are
+    written, so that later damage shows. It is on disk once its block ends without an error."""
 
     def __init__(self, path: Path, *, hashing: bool = True) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -168,7 +170,7 @@ class NewFile:
         self._file.close()
 
     def fileno(self) -> int:
-        self._file.flush()  # who asks for it syncs it, and what is in our buffer must be synced too
+        self._file.flush()  # whoever asks syncs the file, and that must include our buffer
         return self._file.fileno()
 
     @property
@@ -192,7 +194,7 @@ def one_line(error: BaseException) -> str:
 
 
 class CheckpointDirectory:
-    """One directory of checkpoints. Methods that write are for one process, rank 0."""
+    """One directory of checkpoints. Only one process, rank 0, calls the methods that write."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
@@ -201,7 +203,7 @@ class CheckpointDirectory:
         return self.root / final_name(step)
 
     def steps(self) -> list[int]:
-        """Steps that have a directory, complete or not, newest first. Raises OSError."""
+        """List the steps that have a directory, complete or not, newest first. Raises OSError."""
         try:
             names = foreign.names(self.root)
         except FileNotFoundError:
@@ -209,7 +211,7 @@ class CheckpointDirectory:
         return sorted((step for name in names if (step := step_of(name)) is not None), reverse=True)
 
     def manifest(self, step: int) -> CheckpointManifest:
-        """Raises BadCheckpoint when there is none, or it is damaged or of another step."""
+        """Read a step's manifest. Raises BadCheckpoint if it is missing, damaged or of another step."""
         try:
             data = foreign.read(self.path(step) / MANIFEST)
         except FileNotFoundError as error:
@@ -224,7 +226,7 @@ class CheckpointDirectory:
         return manifest
 
     def check_sizes(self, step: int, manifest: CheckpointManifest) -> None:
-        """The quick check: every file exists in full length. Raises BadCheckpoint."""
+        """Check quickly that every file exists in full length. Raises BadCheckpoint."""
         for record in manifest.files:
             try:
                 size = foreign.status(self.path(step) / record.name).st_size
@@ -236,7 +238,7 @@ class CheckpointDirectory:
     def check_files(
         self, step: int, files: Iterable[FileRecord], advance: Callable[[int], None] | None = None
     ) -> list[str]:
-        """The full check: read and hash `files`. Returns what is wrong with them, one line each."""
+        """Check `files` fully, by reading and hashing them. Return what is wrong, one line for each file."""
         problems = []
         for record in files:
             try:
@@ -251,13 +253,13 @@ class CheckpointDirectory:
         return problems
 
     def complete(self) -> list[int]:
-        """Steps whose checkpoint is whole, newest first. Raises OSError."""
+        """List the steps whose checkpoint is whole, newest first. Raises OSError."""
         return [step for step in self.steps() if self.whole(step) is not None]
 
     def whole(self, step: int) -> CheckpointManifest | None:
-        """The manifest of a step that has all files in full length, and no damage that the last full check
-        found; None: it does not count."""
-        # Looked up first: what is set aside between the two looks is not there at the second.
+        """Return the manifest of a step that has all files in full length, and in which the last full check
+        found no damage; None for any other step."""
+        # Looked up first: a checkpoint set aside between the two looks is missing at the second.
         if self.found_damaged(step):
             return None
         try:
@@ -268,25 +270,27 @@ class CheckpointDirectory:
         return manifest
 
     def sizes(self) -> dict[tuple[int, int], int]:
-        """Bytes of each complete checkpoint, by its step and attempt. Raises OSError or BadCheckpoint."""
+        """Return the bytes of each complete checkpoint, by (step, attempt). Raises OSError or
+        BadCheckpoint."""
         found = (self.whole(step) for step in self.steps())
         return {(one.step, one.attempt): one.size_bytes for one in found if one is not None}
 
     def mark_verified(self, step: int) -> None:
-        """Remember that all files of the step were checked just now; best effort, for people to see."""
+        """Record that all files of the step were just found good; best effort, for people to see."""
         self._mark(step)
 
     def mark_damaged(self, step: int, why: str) -> None:
-        """Remember what was found wrong just now, `why` on one line; best effort, as `mark_verified`."""
+        """Record the damage just found in the step, `why` on one line; best effort."""
         self._mark(step, f"\n{why}")
 
     def found_damaged(self, step: int) -> str:
-        """What the last full check found wrong with what is there now; "": nothing, or there was none."""
+        """Return the damage that the last full check found in the present checkpoint; "" if it found none, or
+        there was no check."""
         digest, _, why = self._marked(step)
         return why if digest else ""
 
     def verified_at(self, step: int) -> float | None:
-        """When the last full check found what is there now good, Unix time; None: never."""
+        """Return the Unix time at which the last full check found the present checkpoint good, or None."""
         digest, at, why = self._marked(step)
         return at if digest and not why else None
 
@@ -301,8 +305,8 @@ class CheckpointDirectory:
             return
 
     def _marked(self, step: int) -> tuple[str, float, str]:
-        """(hash of its manifest, time, what was wrong) of the last full check of what is there now; the hash
-        is "" when there was none."""
+        """Return (manifest's hash, Unix time, damage) of the last full check of the present checkpoint; the
+        hash is "" if there was none."""
         mark = self.root / VERIFIED / f"{step:08d}"
         try:
             digest, _, why = foreign.read(mark).decode().partition("\n")
@@ -315,14 +319,15 @@ class CheckpointDirectory:
     # ---- writing (rank 0)
 
     def begin(self, step: int, attempt: int) -> Path:
-        """Make the directory in which `step` is written. Raises OSError."""
+        """Create the directory in which `step` is written. Raises OSError."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self.root / f".saving-{step:08d}.a{attempt:04d}.{secrets.token_hex(4)}"
         temporary.mkdir(mode=0o700)
         return temporary
 
     def seal(self, temporary: Path, manifest: CheckpointManifest) -> None:
-        """Write the manifest, the last file, and wait until names and content are on disk. Raises OSError."""
+        """Write the manifest as the last file, and wait until names and contents are on disk. Raises
+        OSError."""
         for record in manifest.files:
             size = foreign.status(temporary / record.name).st_size
             if size != record.size_bytes:
@@ -330,33 +335,33 @@ class CheckpointDirectory:
         write_atomically(temporary / MANIFEST, manifest.to_bytes())
 
     def publish(self, temporary: Path, step: int) -> None:
-        """Give a sealed directory its final name. Raises OSError, also when that name is taken."""
+        """Give a sealed directory its final name. Raises OSError, also if that name is taken."""
         # rename(2) replaces an empty directory only, so a complete checkpoint can never be overwritten.
         os.rename(temporary, self.path(step))
         sync_directory(self.root)
 
     def abandon(self, temporary: Path) -> None:
-        """Remove what a failed save left; best effort, `sweep` gets what stays."""
+        """Remove a failed save's directory; best effort: `sweep` removes what is left."""
         remove_trees([temporary])
 
     def set_aside(self, step: int) -> str:
-        """Move a damaged checkpoint out of the way of a new one, keeping it; returns its new name."""
+        """Rename a damaged checkpoint to make way for a new one; return its new name. Nothing is deleted."""
         name = f"{final_name(step)}.damaged-{secrets.token_hex(4)}"
         os.rename(self.path(step), self.root / name)
         sync_directory(self.root)
         return name
 
     def sweep(self, attempt: int) -> dict[str, Path]:
-        """Take away what attempts up to `attempt` left half-written or half-deleted: names, each with where
-        it is left to delete, which may take long.
+        """Rename what attempts up to `attempt` left half-written or half-deleted. Return each name with the
+        path that is left to delete, which may take long.
 
-        A newer attempt's directories stay: then we are the stale one.
+        Directories of newer attempts stay: if there are any, this attempt is the stale one.
         """
         try:
             names = foreign.names(self.root)
         except OSError:
             return {}
-        old = [name for name in names if _DELETING.fullmatch(name)]  # somebody may be at it this moment
+        old = [name for name in names if _DELETING.fullmatch(name)]  # another process may be deleting these
         for name in names:
             saving = _SAVING.fullmatch(name)
             if saving and int(saving[2]) <= attempt:
@@ -365,14 +370,15 @@ class CheckpointDirectory:
         return {name: gone for name, gone in found if gone is not None}
 
     def writing(self, step: int, attempt: int, nonce: str) -> Path:
-        """Where the nodes' storage processes meet to write a step; `nonce`: hexadecimal, one a try."""
+        """Return the path under which the nodes' storage processes write a step. `nonce` is hexadecimal and
+        differs with each try."""
         return self.root / f".writing-{step:08d}.a{attempt:04d}.{nonce}"
 
     def sweep_unfinished(self) -> list[str]:
-        """Remove what storage processes left half-written; returns the names. Raises OSError.
+        """Remove what storage processes left half-written; return the names. Raises OSError.
 
-        For when nobody writes, or by the only one who does: the supervisor orders one at a time. A write that
-        goes on all the same fails: it can publish no part of what is removed here.
+        Called while nobody writes, or by the one write that the supervisor allows at a time. Another write
+        that still goes on then fails, and publishes no part of what is removed here.
         """
         try:
             swept = [name for name in foreign.names(self.root) if _WRITING.fullmatch(name)]
@@ -382,9 +388,9 @@ class CheckpointDirectory:
         return swept
 
     def retire(self, keep: int, known_bad: frozenset[int] = frozenset()) -> list[Path]:
-        """Take all but the newest `keep` complete checkpoints away; returns what is left to delete.
+        """Rename all but the newest `keep` complete checkpoints; return the paths that are left to delete.
 
-        The rename makes each disappear at once, so that no reader ever sees half of one. Raises OSError.
+        A rename takes effect at once, so that no reader ever sees half a checkpoint. Raises OSError.
         """
         doomed: list[Path] = []
         for step in superfluous(self.complete(), keep, self.pinned(), known_bad):
@@ -396,14 +402,15 @@ class CheckpointDirectory:
     # ---- pins
 
     def pinned(self) -> set[int]:
-        """Steps that are never removed. Raises OSError."""
+        """Return the steps that are never removed. Raises OSError."""
         try:
             return {int(name) for name in foreign.names(self.root / PINNED) if name.isdecimal()}
         except FileNotFoundError:
             return set()
 
     def pin(self, step: int) -> None:
-        """Raises BadCheckpoint when there is no such complete checkpoint, OSError."""
+        """Pin a step, so that it is never removed. Raises OSError, and BadCheckpoint if the step has no
+        complete checkpoint."""
         place = self.root / PINNED
         self.check_sizes(step, self.manifest(step))
         place.mkdir(mode=0o700, exist_ok=True)
@@ -415,7 +422,7 @@ class CheckpointDirectory:
             raise
 
     def unpin(self, step: int) -> bool:
-        """False when it was not pinned. Raises OSError."""
+        """Unpin a step; return False if it was not pinned. Raises OSError."""
         try:
             (self.root / PINNED / f"{step:08d}").unlink()
         except FileNotFoundError:
@@ -425,8 +432,8 @@ class CheckpointDirectory:
     # ---- going back
 
     def rollbacks(self) -> list[Rollback]:
-        """All that there were, oldest first. Raises BadCheckpoint when the record cannot be read: then
-        nobody knows what may be restored."""
+        """List all rollbacks, oldest first. Raises BadCheckpoint if the record cannot be read: then nobody
+        knows what may be restored."""
         path = self.root / ROLLBACK
         try:
             values: dict[str, Any] = foreign.load(path)
@@ -437,11 +444,11 @@ class CheckpointDirectory:
             raise BadCheckpoint(f"{path} cannot be read: {one_line(error)}") from error
 
     def void(self, step: int, attempt: int) -> bool:
-        """True for a state that was rolled back, in whatever tier it is. Raises BadCheckpoint."""
+        """Return whether a state was rolled back; this holds in every tier. Raises BadCheckpoint."""
         return any(one.voids(step, attempt) for one in self.rollbacks())
 
     def rollback(self, step: int, attempt: int) -> list[str]:
-        """Make `step` the newest: rename all newer ones, which are never restored again; returns their new
+        """Make `step` the newest: rename all newer steps, which are never restored again; return their new
         names. `attempt` is the newest attempt so far; later ones may save newer steps again. The record is
         written first: after an interruption the newer checkpoints are void already. Raises OSError, and
         BadCheckpoint if `step` does not exist."""
@@ -460,7 +467,7 @@ class CheckpointDirectory:
         return renamed
 
     def rolled_back(self) -> list[Path]:
-        """Directories that rollbacks set aside. Raises OSError."""
+        """List the directories that rollbacks set aside. Raises OSError."""
         try:
             names = sorted(foreign.names(self.root))
         except FileNotFoundError:
@@ -469,21 +476,22 @@ class CheckpointDirectory:
 
 
 def remove_trees(directories: Iterable[Path]) -> None:
-    """Remove directories of checkpoints, best effort: what stays, `sweep` gets."""
+    """Remove directories of checkpoints, best effort: `sweep` removes what is left."""
     for directory in directories:
         if (gone := taken_away(directory)) is not None:
             shutil.rmtree(gone, ignore_errors=True)
 
 
 def delete_behind(directories: list[Path]) -> None:
-    """They are gone for every reader. Giving their space back may take long, or hang: nobody waits for it."""
+    """Delete renamed directories in a thread: freeing their space may take long, or hang, and no reader sees
+    them any more."""
     if directories:
         threading.Thread(target=remove_trees, args=(directories,), name="jurymast-delete").start()
 
 
 def taken_away(directory: Path) -> Path | None:
-    """Its new name, so that nobody goes on to write there, or gives it its final name while it is emptied;
-    None if it cannot be renamed."""
+    """Rename a directory, so that nobody writes to it or publishes it while it is emptied. Return its new
+    path, or None if it cannot be renamed."""
     if _DELETING.fullmatch(directory.name):
         return directory
     gone = directory.with_name(f".deleting-{0:08d}.{secrets.token_hex(4)}")

@@ -1,8 +1,8 @@
-"""Copies from a GPU into a slot that go on while the training does; imported only where CUDA is in use.
+"""Copies from a GPU into a slot that run alongside the training; imported only where CUDA is in use.
 
 They run on a stream of their own. What an optimizer owns cannot change before its next step, so only that
-step waits for those copies; everything else (buffers, which a forward pass changes, and what we know nothing
-about) is waited for by whatever the training does next on its stream. The CPU waits for neither.
+step waits for its copies. Whatever the training does next on its stream waits for all other copies (buffers,
+which a forward pass changes, and tensors of unknown use). The CPU waits for none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("jurymast.checkpoint")
 
 
 class GpuCopies:
-    """One at a time, from the GPU that is current now."""
+    """Makes copies from the GPU that is current when it is created, one image at a time."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
@@ -34,11 +34,11 @@ class GpuCopies:
         register_optimizer_step_pre_hook(self._before_step)
 
     def register(self, buffer: torch.Tensor) -> None:
-        """Pin `buffer`, which makes copies fast and keeps them from blocking; they are right without it."""
+        """Pin `buffer`, which makes copies faster and asynchronous; they are correct without it."""
         address = buffer.data_ptr()
         if address in self._registered or address in self._refused:
             return
-        torch.cuda.set_device(self._device)  # a thread's own setting, and this may be another one
+        torch.cuda.set_device(self._device)  # each thread has its own setting, and this may be another thread
         if code := int(torch.cuda.cudart().cudaHostRegister(address, buffer.numel(), 0)):
             log.warning("cannot pin memory for checkpoints (CUDA error %d): saves take longer", code)
             self._refused.add(address)
@@ -46,7 +46,7 @@ class GpuCopies:
         self._registered.add(address)
 
     def unregister(self, buffer: torch.Tensor) -> None:
-        """To be called before `buffer` is unmapped."""
+        """Undo `register`; must be called before `buffer` is unmapped."""
         self.wait()
         address = buffer.data_ptr()
         if address in self._registered:
@@ -61,10 +61,10 @@ class GpuCopies:
         objects: Iterable[Any],
         done: Callable[[BaseException | None], None],
     ) -> None:
-        """Copy each tensor to its place, and call `done` from another thread when all are there.
+        """Copy each tensor to its place, and call `done` from another thread when all are copied.
 
-        `objects` of the user: what the optimizers among them own changes only in their steps. Tensors that
-        are not on this GPU are copied before this returns. `done` gets what went wrong, or None.
+        `objects` are the user's: what the optimizers among them own changes only in their steps. Tensors that
+        are not on this GPU are copied before this returns. `done` gets the error, or None.
         """
         self.wait()
         pairs = list(zip(places, tensors, strict=True))
@@ -82,7 +82,7 @@ class GpuCopies:
             for place, tensor in later:
                 place.copy_(tensor, non_blocking=True)
             self._owned_done = self._stream.record_event()
-        # The thread holds on to the tensors: their memory must not be given to others meanwhile.
+        # The thread keeps references to the tensors, so that their memory is not reused meanwhile.
         self._publisher = threading.Thread(
             target=self._publish, args=(self._owned_done, pairs, done), name="jurymast-publish"
         )
@@ -90,7 +90,7 @@ class GpuCopies:
 
     @contextmanager
     def _nothing_left_behind(self) -> Iterator[None]:
-        """No copy goes on after an error: its place will be written again."""
+        """Let no copy continue after an error, because its place will be written again."""
         try:
             yield
         except BaseException:
@@ -98,7 +98,7 @@ class GpuCopies:
             raise
 
     def wait(self) -> None:
-        """Until no copy is under way, and what was copied is published."""
+        """Wait until no copy is under way and what was copied is published."""
         if self._publisher is not None:
             self._publisher.join()
             self._publisher = None
@@ -122,8 +122,8 @@ class GpuCopies:
 
 
 def owned_by_optimizers(objects: Iterable[Any]) -> set[int]:
-    """Addresses of the optimizers' parameters and state. Of an optimizer that may run inside a CUDA graph
-    nothing counts: its steps call no hook."""
+    """Return the addresses of the optimizers' parameters and state. Optimizers that may run inside a CUDA
+    graph are left out, because their steps call no hook."""
     owned: set[int] = set()
     for optimizer in objects:
         if not isinstance(optimizer, Optimizer):

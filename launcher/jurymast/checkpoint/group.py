@@ -1,7 +1,7 @@
-"""The ranks of a training talking about checkpoints; in a single process there is nobody to talk to.
+"""Exchanges values between the ranks of a training; a single process exchanges nothing.
 
-What they say is JSON: torch's own way for objects unpickles what comes, and connections between ranks know no
-authentication.
+Values travel as JSON: torch's own collectives for objects unpickle what they receive, and connections between
+ranks are not authenticated.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from jurymast.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended; but for memory the same on every rank. `error` is one line, empty when `ok`.
+    """How a save ended; the same on every rank, except in the memory tier. `error` is one line, empty if
+    `ok`.
 
-    `existing` is True when the step had a complete, verified checkpoint already, which was kept.
+    `existing` is True if the step already had a complete, verified checkpoint, which was kept.
     """
 
     ok: bool
@@ -37,7 +38,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that may be restored, not yet verified. `entries`: how each entry was saved."""
+    """A checkpoint that may be restored and is not yet verified. `entries` says how each entry was saved."""
 
     step: int
     size_bytes: int
@@ -51,12 +52,13 @@ KINDS: dict[str, type[Any]] = {
 
 
 def to_bytes(value: Any) -> bytes:
-    """Raises TypeError for a kind of value that ranks do not tell each other."""
+    """Encode a value as JSON. Raises TypeError for a type that ranks do not exchange."""
     return json.dumps(_packed(value), separators=(",", ":")).encode()
 
 
 def from_bytes(data: bytes) -> Any:
-    """The value; of an exception one of the same kind, as far as it is known here. Raises CheckpointError."""
+    """Decode a value. An exception becomes one of the same class if that is known here. Raises
+    CheckpointError."""
     try:
         return _unpacked(foreign.parse(data))
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -64,7 +66,8 @@ def from_bytes(data: bytes) -> Any:
 
 
 def _packed(value: Any) -> Any:
-    """Whatever JSON has no word of its own for, is a list that begins with one."""
+    """Return the value in JSON's types. Types that JSON lacks become a list that begins with the type's
+    name."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
@@ -116,12 +119,12 @@ T = TypeVar("T")
 
 
 class Group:
-    """All ranks of the default process group, over a CPU backend. Every method is called by all ranks."""
+    """All ranks of the default process group, over a CPU backend. All ranks call every method."""
 
     def __init__(self) -> None:
-        """Collective: makes a gloo group of its own when the training's group cannot carry CPU objects.
+        """Make a gloo group if the training's group cannot carry CPU tensors. Collective.
 
-        Raises CheckpointError when there are other ranks but no process group to reach them.
+        Raises CheckpointError if there are other ranks but no process group to reach them.
         """
         self.process_group: Any = None
         self.rank = 0
@@ -139,7 +142,7 @@ class Group:
                 self.process_group = dist.new_group(backend="gloo")
 
     def broadcast_step(self, step: int) -> int:
-        """Rank 0's `step`, on every rank: one small message, for ranks do this during training."""
+        """Return rank 0's `step` on every rank, by one small message: ranks do this during training."""
         if not self.distributed:
             return step
         boxed = torch.tensor(step, dtype=torch.int64)
@@ -147,7 +150,7 @@ class Group:
         return int(boxed)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, by rank, on every rank."""
+        """Return every rank's `value`, by rank, on every rank."""
         if not self.distributed:
             return [value]
         data = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
@@ -161,7 +164,7 @@ class Group:
         return [_value(one[: int(length)]) for one, length in zip(all_filled, lengths, strict=True)]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 and give its result to every rank; what it raises is raised on every rank."""
+        """Do `work` on rank 0 and return its result on every rank. What it raises is raised on every rank."""
         result: T | None = None
         error: Exception | None = None
         if self.rank == 0:
@@ -178,7 +181,7 @@ class Group:
         return result  # type: ignore[return-value]  # rank 0's, and that is a T
 
     def _broadcast(self, value: Any) -> Any:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
         data = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
         length = torch.tensor([len(data)])
         dist.broadcast(length, src=0, group=self.process_group)

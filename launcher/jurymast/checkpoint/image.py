@@ -1,12 +1,12 @@
-"""A rank's state to an image and back, for the tiers that keep images; the form is `keeper.manifest`'s.
+"""Converts a rank's state to an image and back; `keeper.manifest` defines the format.
 
-Order in an image: the common tensors, this rank's other tensors, then everything without a payload of a known
-size. Names, paths and chunks are those that torch.distributed.checkpoint's own planner gives. Items begin at
-multiples of `ALIGNMENT`, with zeros in between, so that every payload is aligned as well.
+An image holds the common tensors, then this rank's other tensors, then everything without a payload of known
+size. Names, paths and chunks are those of torch.distributed.checkpoint's planner. Items begin at multiples of
+`ALIGNMENT`, with zeros in between, so that every payload is aligned as well.
 
-What does not change from one save to the next (names, shapes, what torch.save writes around a payload, the
-manifest's lines on tensors) is made once and kept, so that a save is a copy and little else. What is kept
-never includes a tensor or its values: later saves must not find the earlier ones' state in it.
+What does not change from one save to the next (names, shapes, the bytes that torch.save writes around a
+payload, the manifest's lines on tensors) is made once and kept, so that a save does little more than copy.
+Tensors and their values are never kept: a later save must not contain the state of an earlier one.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from jurymast.checkpoint.tree import Path, put
 from jurymast.errors import CheckpointError
 from jurymast.keeper.manifest import Item, Manifest
 
-ALIGNMENT = 64  # torch.save aligns payloads to this, counted from where the item begins
+ALIGNMENT = 64  # torch.save aligns payloads to this many bytes from the item's beginning
 
-_Copy = tuple[torch.Tensor, torch.Tensor]  # into, from
+_Copy = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 
 def aligned(size: int) -> int:
@@ -57,14 +57,14 @@ def aligned(size: int) -> int:
 
 @dataclass(frozen=True)
 class Shell:
-    """What torch.save puts before and after a tensor's payload; the same for all of one type and shape."""
+    """The bytes that torch.save writes before and after the payload of any tensor of one type and shape."""
 
     before: bytes
     after: bytes
 
 
 class _Sink:
-    """A file for torch.save under `skip_data`, which seeks over the payload instead of writing it."""
+    """A file that torch.save writes to under `skip_data`, which seeks past the payload."""
 
     def __init__(self) -> None:
         self.parts = [bytearray()]
@@ -82,8 +82,8 @@ class _Sink:
 
 @lru_cache(maxsize=4096)
 def shell(dtype: torch.dtype, sizes: tuple[int, ...]) -> Shell:
-    """No memory is touched for the payload, however large. The checksum of the payload that the zip format
-    has a place for stays empty; torch does not look at it."""
+    """Return the shell of tensors of this type and shape, without touching memory for the payload. The zip
+    format's checksum of the payload stays empty; torch does not read it."""
     strides = torch.empty(sizes, dtype=dtype, device="meta").stride()
     storage = torch.UntypedStorage(math.prod(sizes) * dtype.itemsize, device="cpu")
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, sizes, strides)
@@ -101,9 +101,9 @@ def _saved(value: Any) -> bytes:
 
 
 def _constant(value: Any) -> Any:
-    """A key that is equal only for values that torch.save writes alike; None when there is no such key."""
+    """Return a key that is equal only for values that torch.save writes alike, or None if there is none."""
     if value is None or type(value) in (bool, int, float, str, bytes):
-        return (type(value), repr(value))  # repr tells 0.0 from -0.0, and nan is itself
+        return (type(value), repr(value))  # by repr, 0.0 differs from -0.0 and nan equals nan
     if type(value) in (tuple, list):
         keys = tuple(map(_constant, value))
         return None if None in keys else (type(value), keys)
@@ -115,7 +115,7 @@ def _constant(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One item to be: `item` without its extent, and where DCP finds the tensor or value."""
+    """A future item: `item` without its extent, and where DCP finds the tensor or value."""
 
     item: Item
     index: MetadataIndex
@@ -123,7 +123,7 @@ class _Piece:
 
 
 def _pieces(flat: dict[str, Any], paths: dict[str, Path]) -> list[_Piece]:
-    """What DCP would write for this rank. Raises whatever its planner raises."""
+    """List what DCP would write for this rank. Raises whatever its planner raises."""
     pieces = []
     for write in create_default_local_save_plan(flat, True).items:
         name, data = write.index.fqn, write.tensor_data
@@ -144,7 +144,7 @@ def _pieces(flat: dict[str, Any], paths: dict[str, Path]) -> list[_Piece]:
 
 
 def _local(flat: dict[str, Any], index: MetadataIndex) -> Any:
-    """This rank's tensor or value: of a DTensor what is here, all of it."""
+    """Return this rank's tensor or value; for a DTensor, its whole local part."""
     value = flat[index.fqn]
     if isinstance(value, DTensor):
         return value.to_local()
@@ -154,13 +154,13 @@ def _local(flat: dict[str, Any], index: MetadataIndex) -> Any:
 
 
 def _has_payload(tensor: torch.Tensor) -> bool:
-    """True when its bytes, row-major, are all there is to it."""
+    """Return whether the tensor has bytes, and they, in row-major order, are all of its data."""
     plain = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
     return plain and tensor.numel() > 0 and not is_traceable_wrapper_subclass(tensor)
 
 
 def _signature(flat: dict[str, Any], common: set[str]) -> list[Any]:
-    """Equal for two states that have the same layout."""
+    """Return a value that is equal for two states with the same layout."""
     found: list[Any] = []
     for name, value in flat.items():
         if isinstance(value, DTensor):
@@ -176,18 +176,19 @@ def _signature(flat: dict[str, Any], common: set[str]) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class ImageLayout:
-    """Where everything goes. Tensors with a payload have their extents; `rest` comes behind `fixed_bytes`."""
+    """The place of every item in an image. `tensors` have a payload, and their extents are known; `rest`
+    follows at the offset `fixed_bytes`."""
 
     signature: list[Any]
     tensors: tuple[_Piece, ...]
     rest: tuple[_Piece, ...]
     common_bytes: int
     fixed_bytes: int
-    # The manifest's lines in DCP's order, which is that of the keys in the user's dicts; "" for `rest`.
+    # The manifest's lines in DCP's order, that of the keys in the user's dicts; "" for items of `rest`.
     lines: tuple[str, ...]
 
     def json(self, lengths: list[int]) -> str:
-        """The manifest's lines on all items, those of `rest` having these lengths."""
+        """Return the manifest's lines on all items; `lengths` in bytes are those of `rest`."""
         position, rest = self.fixed_bytes, []
         for piece, length in zip(self.rest, lengths, strict=True):
             rest.append(_line(replace(piece.item, at=position, length=length)))
@@ -232,7 +233,7 @@ def _line(item: Item) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A state about to be copied: `tensors` are the live ones, in the layout's order; `values` are bytes."""
+    """A state to be copied: the live `tensors` in the layout's order, and all else as bytes in `values`."""
 
     layout: ImageLayout
     tensors: list[torch.Tensor]
@@ -242,7 +243,7 @@ class Draft:
     entries: dict[str, dict[str, Any]]
 
     def manifest(self, step: int, attempt: int, rank: int, world: int) -> bytes:
-        """As `Manifest.to_bytes`, but with the lines that are there already."""
+        """Return what `Manifest.to_bytes` would, made from the lines that exist already."""
         common = self.layout.common_bytes
         head = Manifest(
             step, attempt, rank, world, torch.__version__, self.size_bytes, common, entries=self.entries
@@ -254,7 +255,7 @@ class Draft:
 
 
 class Drafter:
-    """Makes drafts of one state, and keeps what the next one can use again."""
+    """Makes drafts of one state and keeps what the next draft can use again."""
 
     def __init__(self, state: ScriptState) -> None:
         self._state = state
@@ -265,7 +266,7 @@ class Drafter:
 
     @torch.no_grad()
     def draft(self, trees: dict[str, Any]) -> Draft:
-        """Raises whatever DCP's planner, or pickling a value, raises."""
+        """Make a draft of `trees`. Raises whatever DCP's planner, or pickling a value, raises."""
         flat, paths = flatten_state_dict(trees)
         common = self._state.common(trees)
         signature = _signature(flat, common)
@@ -297,7 +298,7 @@ class Drafter:
 
 
 class Window:
-    """A buffer that images are copied into. Nothing else may write to it while it is used."""
+    """A buffer that images are copied into. Nothing else may write to it while it is in use."""
 
     def __init__(self, buffer: Any) -> None:
         self.data = memoryview(buffer)
@@ -306,7 +307,8 @@ class Window:
         self._views: list[torch.Tensor] = []
 
     def frame(self, draft: Draft) -> list[torch.Tensor]:
-        """Write everything but payloads; returns where those belong, in the order of `draft.tensors`."""
+        """Write everything except payloads; return a view for each payload, in the order of
+        `draft.tensors`."""
         layout = draft.layout
         if self._layout is not layout:
             self._layout, self._views = None, []  # in case this is interrupted
@@ -319,10 +321,10 @@ class Window:
         return self._views
 
     def stage(self, draft: Draft) -> None:
-        """Write the image of `draft`; what happens to its tensors afterwards does not change it."""
+        """Write the image of `draft`. Later changes of its tensors do not change the image."""
         with torch.no_grad():
             for place, tensor in zip(self.frame(draft), draft.tensors, strict=True):
-                # Not UntypedStorage.copy_, which would keep all other threads waiting.
+                # Not UntypedStorage.copy_, which would block all other threads.
                 place.copy_(tensor)
 
     def _prepare(self, layout: ImageLayout) -> list[torch.Tensor]:
@@ -338,7 +340,7 @@ class Window:
         return views
 
     def _fill(self, position: int, data: bytes) -> None:
-        """Write `data` and the zeros behind it: the same state gives the same bytes, whatever was there."""
+        """Write `data` and the zeros after it, so that equal states give equal bytes in any buffer."""
         end = position + len(data)
         self.data[position:end] = data
         self.data[end : aligned(end)] = bytes(aligned(end) - end)
@@ -348,10 +350,10 @@ class Window:
 
 
 def load(image: memoryview, manifest: Manifest, state: ScriptState) -> None:
-    """Fill `state` with what is in `image`, saved by the same rank of a world of the same size.
+    """Load `image`, saved by the same rank of a world of the same size, into `state`.
 
-    Copies: nothing of `state` lies in `image` afterwards. Raises CheckpointError naming what does not fit,
-    and whatever the user's own `load_state_dict` raises.
+    Everything is copied: `state` does not refer to `image` afterwards. Raises CheckpointError naming what
+    does not fit, and whatever the user's own `load_state_dict` raises.
     """
     template = state.template(_metadata(manifest), manifest.entries, manifest.rank, manifest.world)
     flat, paths = flatten_state_dict(template)
@@ -377,8 +379,8 @@ def load(image: memoryview, manifest: Manifest, state: ScriptState) -> None:
 
 
 def _copy_all(copies: deque[_Copy]) -> None:
-    """Two threads share the work: entering the pages of a buffer that was just mapped takes half as long as
-    copying them. Not to a GPU, where order is that of this thread's stream."""
+    """Copy in two threads, because mapping the pages of a new buffer takes half as long as copying them.
+    Copies to a GPU use this thread alone, whose stream gives their order."""
     helped = all(target.device.type == "cpu" for target, _ in copies)
     with ThreadPoolExecutor(1, "jurymast-load") as pool:
         helper = pool.submit(_copy_next, copies) if helped else None
@@ -393,12 +395,12 @@ def _copy_next(copies: deque[_Copy]) -> None:
         try:
             target, source = copies.popleft()
         except IndexError:
-            return  # the other thread has the last one
+            return  # the other thread took the last copy
         target.copy_(source)
 
 
 def _fitting(wanted: Item, saved: Item | None) -> Item:
-    """`saved`. Raises CheckpointError when it is not what `wanted` needs."""
+    """Return `saved`. Raises CheckpointError if it does not match `wanted`."""
     if saved is None or not saved.is_tensor:
         raise CheckpointError(f"it does not have {wanted.name!r} sharded as it is now")
     for what, now, then in (
@@ -420,12 +422,12 @@ def _payload(image: memoryview, source: torch.Tensor, item: Item) -> torch.Tenso
 
 
 def _loaded(image: memoryview, item: Item) -> Any:
-    # the user's own objects, from memory that only the user's own processes can write
+    # unpickling is safe here: only the user's own processes can write this memory
     return torch.load(io.BytesIO(image[item.at : item.at + item.length]), weights_only=False)
 
 
 def _metadata(manifest: Manifest) -> Metadata:
-    """As DCP would describe a checkpoint that consists of this image alone."""
+    """Return DCP's metadata of a checkpoint that consists of this image alone."""
     stored: dict[str, Any] = {}
     for item in manifest.items:
         if not item.is_tensor:
@@ -441,12 +443,12 @@ def _metadata(manifest: Manifest) -> Metadata:
     return Metadata(stored, planner_data={item.name: item.path for item in manifest.items})
 
 
-# Tensors of a parameter's own size and type that these keep for each.
+# Optimizers that keep two or three tensors of the same size and type for each parameter.
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
 def foreseen_bytes(objects: Mapping[str, Any]) -> tuple[int, int]:
-    """(all of the image, the part of it that no other rank has)."""
+    """Estimate the bytes of this rank's image and of the part of it that no other rank has."""
     total = own = 0
     for value in objects.values():
         for tensor, times in _tensors(value):
@@ -459,7 +461,7 @@ def foreseen_bytes(objects: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _tensors(value: Any) -> Iterator[tuple[torch.Tensor, int]]:
-    """What is saved of an entry: tensors, and how many like each there will be."""
+    """Yield the tensors that give an entry's size, each with how many tensors of that size will be saved."""
     if isinstance(value, torch.nn.Module):
         yield from ((tensor, 1) for tensor in (*value.parameters(), *value.buffers()))
     elif isinstance(value, torch.optim.Optimizer):

@@ -1,6 +1,6 @@
 """The rank's side of the memory tier: its state as an image in a buffer of its node's agent.
 
-What the two say to each other is in `keeper.page`. Saving needs no other rank, and never waits.
+`keeper.page` has the protocol between the two. Saving needs no other rank, and never waits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MADV_POPULATE_READ = 22  # Linux 5.14
 
 @dataclass(frozen=True)
 class ReadySlot:
-    """What the agent has ready for this rank; sizes in bytes."""
+    """An image that the agent has ready for this rank; sizes in bytes."""
 
     step: int
     attempt: int
@@ -62,7 +62,7 @@ class _Mapped:
 
 
 class MemoryTier:
-    """Images of one rank. `agent` is the agent's directory of descriptors, /proc/<pid>/fd."""
+    """The images of one rank. `agent` is the agent's directory of descriptors, /proc/<pid>/fd."""
 
     name = "memory"
 
@@ -86,7 +86,8 @@ class MemoryTier:
 
     @classmethod
     def open(cls, state: ScriptState, group: Group, attempt: int) -> MemoryTier | None:
-        """Collective when this is a rank of an agent that keeps memory; None when some rank has none."""
+        """Open this rank's memory tier; None if some rank has none. Collective among ranks of agents that
+        keep images."""
         path = os.environ.get(PAGE_VARIABLE)
         if not path:
             return None
@@ -100,8 +101,9 @@ class MemoryTier:
     # ---- restoring
 
     def candidates(self) -> tuple[list[Candidate], dict[int, str]]:
-        """Collective. What all ranks have of the same step and attempt: that, or nothing."""
-        # Once this process has written into a slot, what was to be restored from it is gone.
+        """List the image to restore if all ranks have one of the same step and attempt, or nothing.
+        Collective."""
+        # Once this process has written into a slot, the image to restore may be gone from it.
         self._held = None if self._wrote else self.wait_restore()
         key = (self._held.step, self._held.attempt) if self._held else None
         gathered = self._group.gather(key)
@@ -113,8 +115,8 @@ class MemoryTier:
         return [Candidate(self._held.step, self._held.image_bytes, self._group.size)], {}
 
     def wait_restore(self, limit_s: float = RESTORE_LIMIT_S) -> ReadySlot | None:
-        """Wait until the agent has what is to be restored, or knows that there is nothing. Where it cannot
-        be brought the supervisor ends the attempt. Raises CheckpointError after `limit_s`."""
+        """Wait until the agent has the image to restore, or knows that there is none. If it cannot be
+        brought, the supervisor ends the attempt. Raises CheckpointError after `limit_s` seconds."""
         started = time.monotonic()
         said = False
         while (answer := self._record[Word.RESTORE]) in (RestoreStatus.PENDING, RestoreStatus.FAILED):
@@ -139,7 +141,7 @@ class MemoryTier:
         )
 
     def load(self, candidate: Candidate, state: ScriptState) -> str:
-        """Collective. Load what `candidates` found; why some rank could not, on one line, or ""."""
+        """Load what `candidates` found. Return why some rank could not, on one line, or "". Collective."""
         why = ""
         try:
             self._load(candidate, state)
@@ -153,7 +155,7 @@ class MemoryTier:
         if held is None or held.step != candidate.step:
             raise CheckpointError("it is no longer in memory")
         end = held.image_bytes + held.manifest_bytes
-        # To a GPU one thread copies, which pages to be entered would hold up.
+        # A single thread copies to a GPU, and mapping pages at the same time would delay it.
         ahead = end if torch.cuda.is_initialized() else 0
         data = self._map(held.slot, ahead, wait=False).window.data
         manifest = Manifest.from_bytes(bytes(data[held.image_bytes : end]))
@@ -173,9 +175,9 @@ class MemoryTier:
 
     @property
     def ready(self) -> bool:
-        """True when there is a slot of the size asked for, mapped into this process.
+        """Whether a slot of the requested size is mapped into this process.
 
-        Not two: what was restored keeps its slot, however small, until something newer is safe.
+        One is enough: a restored image keeps its slot, however small, until a newer one is safe.
         """
         return any(self._fitting())
 
@@ -186,7 +188,7 @@ class MemoryTier:
     def request(self, trees: dict[str, Any]) -> None:
         """Ask the agent for slots that `trees` fits into, and map them in the background.
 
-        Raises whatever cannot be pickled raises.
+        Raises whatever pickling a value raises.
         """
         self._use_gpu()
         self._request(self._drafter.draft(trees))
@@ -200,7 +202,7 @@ class MemoryTier:
     def _request(self, draft: image.Draft) -> None:
         values = draft.size_bytes - draft.layout.fixed_bytes
         wanted = draft.size_bytes + values + 2 * len(self._manifest(0, draft)) + HEADROOM_BYTES
-        # What is there is good enough, or is coming, unless the state grew beyond it.
+        # What was requested before suffices, unless the state grew beyond it.
         if self._record[Word.WANT] < wanted - HEADROOM_BYTES // 2:
             self._record[Word.WANT] = wanted
         self._start_mapping()
@@ -211,14 +213,14 @@ class MemoryTier:
             self._mapper.start()
 
     def wait_ready(self, limit_s: float) -> bool:
-        """Wait until saves can succeed, one after another; False when the time is up or memory is refused."""
+        """Wait until one save after another can succeed; False after `limit_s` or if memory is refused."""
         end = time.monotonic() + limit_s
         while not self._all_there() and not self.refused and time.monotonic() < end:
             time.sleep(POLL_S)
         return self.ready
 
     def wait_free(self, limit_s: float) -> bool:
-        """Wait until some slot can be written into; False when the time is up or memory is refused."""
+        """Wait until some slot can be written into; False after `limit_s` or if memory is refused."""
         end = time.monotonic() + limit_s
         while not any(slot.writable for slot in self._slots):
             if self.refused or time.monotonic() > end:
@@ -227,19 +229,20 @@ class MemoryTier:
         return True
 
     def _all_there(self) -> bool:
-        """True when no more slots can be hoped for until the agent frees one."""
+        """Return whether no further slot can be mapped until the agent frees one."""
         held = [slot[SlotWord.FD] != 0 and not slot.writable for slot in self._slots]
         return self.ready and all(a or b for a, b in zip(self._fitting(), held, strict=True))
 
     def _map_all(self) -> None:
-        """Map each slot when it is there: entering all its pages takes a while, and training goes on."""
+        """Map each slot once it exists. This runs alongside the training, because mapping all pages takes a
+        while."""
         started = time.monotonic()
         while not all(self._fitting()) and not self.refused:
             for number, slot in enumerate(self._slots):
                 if slot[SlotWord.FD] and not self._is_mapped(number, 0):
                     try:
                         self._map(number, self._record[Word.WANT])
-                    except (OSError, ValueError):  # replaced at this very moment
+                    except (OSError, ValueError):  # the agent is just replacing it
                         log.debug("slot %d cannot be mapped yet", number, exc_info=True)
             time.sleep(POLL_S if time.monotonic() - started < SAY_SO_S else LATER_POLL_S)
 
@@ -253,8 +256,8 @@ class MemoryTier:
         )
 
     def _map(self, number: int, used: int, *, wait: bool = True) -> _Mapped:
-        """The slot's buffer, mapped now unless it was; of it `used` bytes will be used. Their pages are
-        entered before this returns, or with `wait=False` by a thread, while somebody reads them already.
+        """Return the slot's buffer, mapping it unless it is mapped. The pages of its first `used` bytes are
+        mapped before this returns, or with `wait=False` by a thread while they are read already.
 
         Raises OSError or ValueError.
         """
@@ -266,12 +269,12 @@ class MemoryTier:
             self._mapped[number] = None
             if mapped is not None and self._copies is not None:
                 self._copies.unregister(mapped.window.bytes)
-            del mapped  # the old buffer's memory is free when nobody maps it
+            del mapped  # the old buffer's memory is freed once nobody maps it
             generation, number_there = slot[SlotWord.GENERATION], slot[SlotWord.FD]
             capacity = slot[SlotWord.CAPACITY]
             descriptor = os.open(f"{self._agent}/{number_there}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                if slot[SlotWord.FD] != number_there:  # else it may be another file by now
+                if slot[SlotWord.FD] != number_there:  # then this may be another file
                     raise OSError("the agent took the buffer away meanwhile")
                 buffer = mmap.mmap(descriptor, capacity)
             finally:
@@ -291,9 +294,9 @@ class MemoryTier:
     # ---- saving
 
     def save(self, step: int, trees: dict[str, Any], started: float) -> SaveResult:
-        """Copy `trees` into a free slot and publish it; `started`: when the training stopped for it.
+        """Copy `trees` into a free slot and publish it. `started` is when the training stopped for it.
 
-        Says why not when there is no room; raises whatever cannot be pickled raises.
+        The result says why if there is no room. Raises whatever pickling a value raises.
         """
         self._use_gpu()
         if self._copies is not None:
@@ -315,7 +318,7 @@ class MemoryTier:
         return draft.manifest(step, self._attempt, self._group.rank, self._group.size)
 
     def _begin(self, size: int) -> int | within.Skip:
-        """Begin to write `size` bytes into a slot: its number, or why there is none."""
+        """Begin to write `size` bytes into a slot; return its number, or why there is none."""
         why = within.Skip.REFUSED if self.refused else within.Skip.NOT_READY
         for number, slot in enumerate(self._slots):
             if not self._is_mapped(number, size):
@@ -323,8 +326,8 @@ class MemoryTier:
             why = within.Skip.BUSY
             if slot.writable:
                 freed = slot[SlotWord.FREED]
-                slot[SlotWord.SEQ] = freed + 1 + freed % 2  # odd, whatever was before
-                # Looked at again, now that the agent can see that we write: it may have taken it away.
+                slot[SlotWord.SEQ] = freed + 1 + freed % 2  # odd in any case
+                # Checked again now that the agent can see that we write: it may have taken the slot away.
                 if self._is_mapped(number, size):
                     self._wrote = True
                     return number
@@ -339,7 +342,7 @@ class MemoryTier:
 
         def done(error: BaseException | None) -> None:
             if error is not None:
-                slot[SlotWord.SEQ] = freed  # nobody looked at it, and it can be written again
+                slot[SlotWord.SEQ] = freed  # nobody has read the slot, so it can be written again
                 return
             mapped.window.data[draft.size_bytes : draft.size_bytes + len(manifest)] = manifest
             slot[SlotWord.STEP] = step
@@ -369,10 +372,10 @@ def _seconds_since(started: float) -> float:
 
 
 def _enter_pages(window: image.Window, size: int) -> None:
-    """Have the first `size` bytes in this process's page table, so that no save takes a fault a page.
+    """Enter the first `size` bytes into this process's page table, so that a save takes no page faults.
 
-    The memory itself is the agent's and there already, so entering it for reading, several pages at a time,
-    is enough: what is mapped shared can be written then too. Best effort: older kernels cannot do it.
+    The agent has reserved the memory already, so entering it for reading, several pages at a time, is enough:
+    a shared mapping can then be written too. Best effort: older kernels cannot do this.
     """
     # not mmap.madvise, which would hold the GIL
     ctypes.CDLL(None).madvise(

@@ -1,9 +1,9 @@
-"""The state of optimizers, keyed by parameter names, without side effects on the optimizer.
+"""Saves and restores optimizer state keyed by parameter names, without side effects on the optimizer.
 
-torch's functions bring missing state into being by a step with zero gradients and learning rate. That step
-counts (Adam's bias correction sees it), so a training that saved before its first step would go on
-differently from one that did not. Here it is avoided; on restore the checkpoint itself says what state
-there is. Only where that cannot say how a state is sharded is torch's way taken.
+torch's functions create missing state by a step with zero gradients and learning rate. That step counts
+(for Adam's bias correction), so a training that saved before its first step would differ from one that did
+not. This module avoids that step; on restore the checkpoint says what state there is. torch's functions
+create the state only if the checkpoint does not say how it is sharded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Modules = Mapping[str, torch.nn.Module]
 
 
 class _Joined(torch.nn.Module):
-    """Several modules as one, for an optimizer that has parameters of each."""
+    """Several modules as one module, for an optimizer with parameters of more than one."""
 
     def __init__(self, modules: Modules) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _owner(optimizer: Optimizer, modules: Modules) -> torch.nn.Module | None:
-    """The module that has all the optimizer's parameters; None when the user did not pass it."""
+    """Return the module with all of the optimizer's parameters, or None if the user did not pass it."""
     wanted = {id(parameter) for parameter in _parameters(optimizer)}
     for module in modules.values():
         if wanted <= {id(parameter) for parameter in module.parameters()}:
@@ -56,7 +56,7 @@ def _is_fsdp1(owner: torch.nn.Module) -> bool:
 
 @contextmanager
 def _no_initial_step(optimizer: Optimizer) -> Iterator[None]:
-    """Keep torch from stepping the optimizer, which it does when there is no state at all."""
+    """Keep torch from stepping the optimizer, which it does if the optimizer has no state at all."""
     parameters = _parameters(optimizer)
     if optimizer.state or not parameters:
         yield
@@ -70,16 +70,16 @@ def _no_initial_step(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _named_state(optimizer: Optimizer, owner: torch.nn.Module) -> dict[str, Any]:
-    if _is_fsdp1(owner):  # its state has no names before it exists
+    if _is_fsdp1(owner):  # FSDP1 names the state only once it exists
         return get_optimizer_state_dict(owner, optimizer)
     with _no_initial_step(optimizer):
         return get_optimizer_state_dict(owner, optimizer)
 
 
 def optimizer_state(optimizer: Optimizer, modules: Modules) -> dict[str, Any]:
-    """{"state": {parameter: {name: value}}, "param_groups": [...]}, parameters by name, the live tensors.
+    """Return {"state": {parameter name: {name: value}}, "param_groups": [...]} with the live tensors.
 
-    Parameters are numbered (as strings) when no module in `modules` has them.
+    If no module in `modules` has the parameters, their numbers (as strings) replace their names.
     """
     owner = _owner(optimizer, modules)
     if owner is None:
@@ -95,7 +95,7 @@ def optimizer_state(optimizer: Optimizer, modules: Modules) -> dict[str, Any]:
 
 
 def optimizer_template(optimizer: Optimizer, modules: Modules, stored: StoredTree) -> dict[str, Any]:
-    """A tree for DCP to load the state in `stored` into. Memory is taken where the state will live."""
+    """Return a tree into which DCP loads the state in `stored`, allocated where the state will be used."""
     owner = _owner(optimizer, modules)
     if owner is None:
         template: dict[str, Any] = stored.tree()
@@ -116,7 +116,7 @@ def optimizer_template(optimizer: Optimizer, modules: Modules, stored: StoredTre
 
 
 def _placeable(parameters: Mapping[str, torch.Tensor], path: tuple[str | int, ...], kind: Any) -> bool:
-    """False for a tensor of another shape than its sharded parameter: its own sharding is not known."""
+    """Return False for a tensor whose shape differs from its sharded parameter's: its sharding is unknown."""
     if not isinstance(kind, TensorStorageMetadata) or path[0] != "state":
         return True
     parameter = parameters.get(str(path[1]))
@@ -124,7 +124,7 @@ def _placeable(parameters: Mapping[str, torch.Tensor], path: tuple[str | int, ..
 
 
 def _template_by_torch(optimizer: Optimizer, owner: torch.nn.Module, stored: StoredTree) -> dict[str, Any]:
-    """The optimizer's own state, made by torch if need be, of those parameters that have some in `stored`."""
+    """Return the optimizer's state, created by torch if missing, for parameters with state in `stored`."""
     template: dict[str, Any] = get_optimizer_state_dict(owner, optimizer)
     present = {path[1] for path, _ in stored.leaves() if path[0] == "state"}
     template["state"] = {name: value for name, value in template["state"].items() if name in present}
@@ -133,7 +133,7 @@ def _template_by_torch(optimizer: Optimizer, owner: torch.nn.Module, stored: Sto
 
 
 def load_optimizer_state(optimizer: Optimizer, modules: Modules, loaded: dict[str, Any]) -> None:
-    """Raises ValueError or KeyError when groups or parameters do not fit."""
+    """Load `loaded` into the optimizer. Raises ValueError or KeyError if groups or parameters do not fit."""
     state = decode(loaded)
     values = state.setdefault("state", {})
     owner = _owner(optimizer, modules)
@@ -148,7 +148,7 @@ def load_optimizer_state(optimizer: Optimizer, modules: Modules, loaded: dict[st
     names = [name for group in own_groups for name in group["params"]]
     _claim_groups(state["param_groups"], own_groups)
     for name in names:
-        # a parameter that never had a gradient has no state, which torch takes for an incomplete checkpoint
+        # a parameter that never had a gradient has no state; torch would call the checkpoint incomplete
         values.setdefault(name, {})
     with _no_initial_step(optimizer):
         set_optimizer_state_dict(owner, optimizer, state)
@@ -159,8 +159,8 @@ def load_optimizer_state(optimizer: Optimizer, modules: Modules, loaded: dict[st
 
 
 def _claim_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
-    """Where ranks have different parameters (pipeline stages), one rank's groups were saved for all of them:
-    take those, by position, for the parameters that are here."""
+    """Where ranks have different parameters (pipeline stages), one rank's groups were saved for all ranks:
+    use them, by position, for this rank's parameters."""
     known = {name for group in saved for name in group["params"]}
     if len(saved) == len(own) and not known.issuperset(name for group in own for name in group["params"]):
         for group, mine in zip(saved, own, strict=True):
@@ -168,10 +168,10 @@ def _claim_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> Non
 
 
 def _complete(present: dict[str, Any], saved: Mapping[str, Any], parameter: torch.Tensor) -> None:
-    """Put right what torch's function changed in the state of one parameter.
+    """Correct what torch's function changed in the state of one parameter.
 
-    It casts to the parameter's type, where float32 moments of bfloat16 weights must stay float32, and it
-    leaves out the state of parameters that need no gradient.
+    It casts state to the parameter's type, although float32 moments of bfloat16 weights must stay float32,
+    and it leaves out the state of parameters that need no gradient.
     """
     for name, value in saved.items():
         now = present.get(name)

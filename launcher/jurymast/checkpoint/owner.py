@@ -1,10 +1,11 @@
-"""Whose a directory of checkpoints is: one run writes there, or one's sweeps would remove the other's files.
+"""The owner of a directory of checkpoints. Only one run writes there, because a run's sweeps would remove
+another run's files.
 
     checkpoints/owner.json      {"run": its id, "directory": its run directory}
 
-The first that writes owns it, for all its attempts and allocations, until its run has ended: then the next
-that writes does. Everybody may read. A training that is no run of jurymast owns nothing, but keeps off what
-is owned.
+The first run that writes there owns the directory, in all its attempts and allocations, until it has ended;
+then the next run that writes does. Everybody may read. A training that is no run of jurymast owns nothing,
+and does not write to a directory that a run owns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jurymast.rundir import RunDirectory, sync_directory
 
 OWNER = "owner.json"
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
-# Between a look and a claim another may claim it.
+# Another run may claim the directory between our look and our claim.
 TRIES = 10
 GIVEN_UP_S = 60.0
 _NO_NAME = re.compile(r"[^\w.-]")
@@ -38,7 +39,7 @@ class Owner:
 
     @classmethod
     def of_environment(cls) -> Owner | None:
-        """The run that this process is of; None: of no run."""
+        """Return the run that this process belongs to, or None."""
         run, directory = os.environ.get("JURYMAST_RUN"), os.environ.get("JURYMAST_RUN_DIR")
         return cls(run, directory) if run and directory else None
 
@@ -46,7 +47,7 @@ class Owner:
         return json.dumps(asdict(self)).encode()
 
     def over(self) -> bool:
-        """Whether the run has ended, or somebody has removed it; False also when that is not known."""
+        """Return whether the run has ended or was removed; False also if that is unknown."""
         run = RunDirectory(self.directory)
         try:
             outcome = foreign.load(run.outcome_file)
@@ -58,7 +59,7 @@ class Owner:
 
 
 def owner(root: Path) -> Owner | None:
-    """The owner of `root`; None: nobody. Raises OSError, and CheckpointError when the file is damaged."""
+    """Return the owner of `root`, or None. Raises OSError, and CheckpointError if the file is damaged."""
     return _read(root / OWNER)
 
 
@@ -76,8 +77,8 @@ def _read(path: Path) -> Owner | None:
 
 
 def _half_made(path: Path) -> Owner | None:
-    """Whose claim this is; None: nobody's any more. One that was begun and not written is given up after a
-    while: its process was killed. Raises as `_read`."""
+    """Return who made this claim, or None if it is gone. A claim that is not fully written after GIVEN_UP_S
+    is removed: its process was killed. Raises the errors of `_read`."""
     try:
         return _read(path)
     except CheckpointError:
@@ -89,7 +90,7 @@ def _half_made(path: Path) -> Owner | None:
 
 
 def is_foreign(root: Path, us: Owner | None) -> bool:
-    """Whether `root` belongs to another run, or may: then its contents are not ours to remove."""
+    """Return whether `root` belongs, or may belong, to another run, whose files must not be removed."""
     try:
         found = owner(root)
     except (OSError, CheckpointError):
@@ -98,8 +99,8 @@ def is_foreign(root: Path, us: Owner | None) -> bool:
 
 
 def claim(root: Path, us: Owner | None) -> None:
-    """Claim `root` before the first write to it. Raises CheckpointError if another run that has not ended
-    owns it, OSError."""
+    """Claim `root` before the first write to it. Raises OSError, and CheckpointError if another run that has
+    not ended owns it."""
     for _ in range(TRIES):
         found = owner(root)
         if found is not None and us is not None and found.run == us.run:
@@ -121,8 +122,8 @@ def claim(root: Path, us: Owner | None) -> None:
 
 
 def _take(root: Path, found: Owner | None, us: Owner) -> None:
-    """Become the owner after `found`, unless another is first: who has made the file of that name, and nobody
-    else, may put it into the place of that owner."""
+    """Become the owner after `found`, unless another run is first: only the run that made the file of this
+    name may put it into that owner's place."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     mine = root / f".{OWNER}.after-{_NO_NAME.sub('_', found.run) if found is not None else ''}"
     try:

@@ -1,4 +1,4 @@
-"""Reads what torch.distributed.checkpoint has written, and this user alone: it is unpickled."""
+"""Reads files of torch.distributed.checkpoint; only this user's, because they are unpickled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class _OwnFiles(FileSystem):
 
 
 def reader(place: Path) -> FileSystemReader:
-    """Of the directory `place`. What another user owns or can write to is refused (`foreign.NotOurs`)."""
+    """Return a reader of the directory `place`. It raises `foreign.NotOurs` for files that another user owns
+    or can write to."""
     made = FileSystemReader(place)
     made.fs = _OwnFiles()
     return made

@@ -39,7 +39,7 @@ log = logging.getLogger("jurymast.checkpoint")
 
 
 class _HashingFiles(FileSystem):
-    """DCP's file system, remembering size and hash of each file this rank wrote."""
+    """DCP's file system, which also keeps the size and hash of each file that this rank wrote."""
 
     def __init__(self) -> None:
         self.written: dict[str, tuple[int, str]] = {}
@@ -63,10 +63,10 @@ class _HashingFiles(FileSystem):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner, but where ranks may differ the lowest rank's value is written, not any rank's.
+    """DCP's planner, except that the lowest rank's value is written where ranks may differ.
 
-    No plan caching: torch's cache is one a process for each planner class, and takes plans whose tensors
-    only changed their type for equal, so a grown or changed state would be described by old metadata.
+    Plans are not cached: torch has one cache per process and planner class, and takes plans for equal if only
+    the types of tensors changed, so that old metadata would describe a changed state.
     """
 
     def __init__(self, balanced: frozenset[str]) -> None:
@@ -91,7 +91,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 @contextmanager
 def _alone_is_fine() -> Iterator[None]:
-    """DCP warns when there is no process group; a training in a single process knows."""
+    """Silence DCP's warning about a missing process group, which a single-process training does not need."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
@@ -113,18 +113,19 @@ class SharedTier:
         self._stale = stale
         self._us = Owner.of_environment()
         self._claimed = False
-        # Seen to be damaged by this process; only rank 0's matters.
+        # Steps that this process found damaged; only rank 0's matter.
         self._damaged: set[int] = set()
         self._cleared = False
 
     def _claim(self) -> None:
-        """Once. Raises CheckpointError on all ranks when the directory is another run's, OSError."""
+        """Claim the directory, once. Raises OSError, and CheckpointError on all ranks if the directory is
+        another run's."""
         if not self._claimed:
             self._group.on_first(lambda: claim(self._directory.root, self._us))
             self._claimed = True
 
     def _clear_away(self) -> None:
-        """What earlier attempts left half-done; once."""
+        """Remove what earlier attempts left half-done, once."""
         if self._cleared:
             return
         self._cleared = True
@@ -142,7 +143,8 @@ class SharedTier:
     # ---- saving
 
     def save(self, step: int, captured: Captured) -> SaveResult:
-        """Make `step` durable. Failing storage is an answer; CheckpointError: it cannot ever be saved."""
+        """Make `step` durable. The result says if storage failed. Raises CheckpointError if the state can
+        never be saved."""
         group = self._group
         try:
             self._claim()
@@ -175,7 +177,8 @@ class SharedTier:
         return group.on_first(lambda: self._finish(temporary, manifest))
 
     def _present(self, step: int) -> CheckpointManifest | None:
-        """What is under the final name already, as far as it can be told without reading it all."""
+        """Return the manifest of the checkpoint that has this step's final name already, or None. Its files
+        are not read."""
         try:
             return self._directory.manifest(step)
         except BadCheckpoint:
@@ -183,17 +186,17 @@ class SharedTier:
 
     def _begin(self, step: int) -> Path:
         if os.path.lexists(self._directory.path(step)):
-            # Damaged, or `save` would not be here. It is kept, for it may be all that is left of something.
+            # Damaged, or `save` would have returned. It is kept: it may be the last copy of something.
             name = self._directory.set_aside(step)
             log.warning("moved a damaged checkpoint of step %d to %s", step, name)
         return self._directory.begin(step, self._attempt)
 
     def _write(self, temporary: Path, captured: Captured, files: _HashingFiles) -> str:
-        """Have DCP write everything; returns what was wrong with the storage, on one line, or "".
+        """Have DCP write everything; return what was wrong with the storage, on one line, or "".
 
-        Raises CheckpointError when it is not the storage: then no later save can succeed either.
+        Raises CheckpointError for any other failure, because then no later save can succeed either.
         """
-        # One thread: an error in another of DCP's threads is lost, and with it the data it was to write.
+        # One thread: DCP loses errors of its other threads, and with them the data that they were to write.
         writer = FileSystemWriter(temporary, sync_files=True, thread_count=1, overwrite=False)
         writer.fs = files
         try:
@@ -214,7 +217,7 @@ class SharedTier:
         return ""
 
     def _finish(self, temporary: Path, manifest: CheckpointManifest) -> SaveResult:
-        """Rank 0: publish what all ranks have written."""
+        """Publish what all ranks have written; on rank 0 only."""
         step = manifest.step
         try:
             self._directory.seal(temporary, manifest)
@@ -241,7 +244,7 @@ class SharedTier:
     # ---- restoring
 
     def candidates(self) -> tuple[list[Candidate], dict[int, str]]:
-        """What could be restored, newest first, and why other steps found here cannot be."""
+        """List the checkpoints that may be restored, newest first, and why other steps here cannot be."""
         self._clear_away()
         return self._group.on_first(self._candidates)
 
@@ -264,7 +267,7 @@ class SharedTier:
         return found, skipped
 
     def load(self, candidate: Candidate, state: ScriptState) -> str:
-        """Verify the candidate and load it into `state`. Returns why not, on one line, or ""."""
+        """Verify the candidate and load it into `state`. Return why that failed, on one line, or ""."""
         group = self._group
         step = candidate.step
         manifest = group.on_first(lambda: self._present(step))
@@ -292,7 +295,7 @@ class SharedTier:
 
             def prepare() -> None:
                 nonlocal place
-                # What DCP unpickles runs as this user.
+                # DCP unpickles these files, which runs code as this user.
                 place = held.enter_context(foreign.own_directory(place))
                 metadata = reader(place).read_metadata()
                 template.update(state.template(metadata, candidate.entries, group.rank, candidate.world_size))
@@ -311,14 +314,15 @@ class SharedTier:
         return self._on_all(lambda: state.apply(template, candidate.entries))
 
     def _verify(self, manifest: CheckpointManifest) -> list[str]:
-        """Read and hash all files, each rank its share: those that the same rank number wrote."""
+        """Read and hash all files. Each rank checks those that the rank of the same number wrote."""
         group = self._group
         mine = [record for record in manifest.files if record.rank % group.size == group.rank]
         found = group.gather(self._directory.check_files(manifest.step, mine))
         return [problem for problems in found for problem in problems]
 
     def _mark(self, step: int, problems: list[str]) -> None:
-        """Others must know, who look at names and sizes only: what is damaged is not there for them."""
+        """Record the result of a full check, so that readers that look at names and sizes only skip a damaged
+        checkpoint."""
         if problems:
             self._damaged.add(step)
             self._directory.mark_damaged(step, problems[0])
@@ -326,7 +330,7 @@ class SharedTier:
             self._directory.mark_verified(step)
 
     def _on_all(self, work: Callable[[], None]) -> str:
-        """Do `work` on every rank; why it failed on the first rank where it did, the same on all, or ""."""
+        """Do `work` on every rank. Return on all ranks why the first rank that failed did so, or ""."""
         caught: Exception | None = None
         try:
             work()
@@ -340,6 +344,7 @@ class SharedTier:
 
 
 def _is_storage_failure(error: BaseException) -> bool:
-    """True for what another try may cure: torch's zip writer hides the OSError in a RuntimeError."""
+    """Return whether another try may succeed: an OSError, or the RuntimeError in which torch's zip writer
+    hides one."""
     hidden = isinstance(error, RuntimeError) and ".cc:" in str(error)
     return hidden or isinstance(error, OSError)

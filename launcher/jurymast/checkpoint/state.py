@@ -1,8 +1,8 @@
-"""What the user hands to `Checkpointer`, turned into what torch.distributed.checkpoint saves, and back.
+"""Converts the state that the user passes to `Checkpointer` for torch.distributed.checkpoint, and back.
 
 DCP flattens nested dicts to dotted names, turns every key into a string, drops empty dicts, and writes one
-rank's value where ranks differ. Here each of these is either undone or avoided, so that what is restored
-equals what was saved.
+rank's value where ranks differ. This module avoids or undoes each of these, so that the restored state equals
+the saved one.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from jurymast.errors import CheckpointError
 
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Parameters and persistent buffers by name: the live tensors, sharded ones as DTensor."""
+    """Return the live parameters and persistent buffers by name, sharded ones as DTensor."""
     if next(module.parameters(), None) is None and not module.state_dict():
-        return {}  # torch's function takes this for a mistake
+        return {}  # torch's function raises an error for a module without state
     return get_model_state_dict(module)
 
 
 def load_module_state(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Raises RuntimeError or ValueError when names or shapes do not fit."""
+    """Load `state` into `module`. Raises RuntimeError or ValueError if names or shapes do not fit."""
     if state:
-        # a copy, for torch renames its keys
+        # a copy, because torch renames the keys
         set_model_state_dict(module, dict(state))
 
 
-# Values of these modules' types are data, and restored by value. An object of any other must have a state.
+# Values of these modules' types are data and are restored by value. Other objects need a state_dict.
 PLAIN_MODULES = frozenset({"builtins", "collections", "datetime", "decimal", "numpy", "pathlib", "torch"})
 
 
@@ -68,7 +68,7 @@ class RandomState:
 
 
 class HeldRandomState(RandomState):
-    """Restored when `apply` is called: for loops that draw numbers on the way to their first step."""
+    """A RandomState that is restored only by `apply`, for loops that draw numbers before their first step."""
 
     def __init__(self) -> None:
         self._held: dict[str, Any] | None = None
@@ -77,7 +77,7 @@ class HeldRandomState(RandomState):
         self._held = state
 
     def apply(self) -> None:
-        """Once; without a restored state it does nothing."""
+        """Restore the held state. Does nothing if there is none, or if it was applied already."""
         if self._held is not None:
             super().load_state_dict(self._held)
             self._held = None
@@ -85,10 +85,10 @@ class HeldRandomState(RandomState):
 
 @dataclass(frozen=True)
 class Captured:
-    """A rank's state at one step, as DCP takes it. Tensors are the live ones: save before training goes on.
+    """A rank's state at one step, in DCP's form. Its tensors are live: save it before training continues.
 
-    `entries` is what the manifest says of each; `balanced` are the flat names of replicated tensors that
-    are the same on every rank, so that any rank may write them.
+    `entries` is what the manifest says of each entry; `balanced` has the flat names of replicated tensors
+    that are the same on every rank, so that any rank may write them.
     """
 
     tree: dict[str, Any]
@@ -98,7 +98,7 @@ class Captured:
 
 @dataclass
 class ScriptState:
-    """The user's mapping from names to what is to be saved; read anew at every save."""
+    """The user's mapping from names to the objects to save; read anew at every save."""
 
     objects: MutableMapping[str, Any]
 
@@ -115,7 +115,7 @@ class ScriptState:
     # ---- saving
 
     def trees(self) -> dict[str, Any]:
-        """Each entry's state as nested dicts and lists that DCP keeps as they are.
+        """Return each entry's state as nested dicts and lists that DCP does not alter.
 
         Raises whatever an object's own `state_dict` raises.
         """
@@ -135,7 +135,7 @@ class ScriptState:
         return trees
 
     def digests(self, trees: Mapping[str, Any]) -> dict[str, str]:
-        """A hash of every entry that may differ between ranks; modules and optimizers are DCP's business."""
+        """Hash every entry that may differ between ranks. DCP handles modules and optimizers."""
         return {
             key: digest(tree)
             for key, tree in trees.items()
@@ -143,9 +143,10 @@ class ScriptState:
         }
 
     def captured(self, trees: dict[str, Any], digests: list[dict[str, str]], rank: int) -> Captured:
-        """Join `trees` with what the other ranks have (their `digests`, by rank).
+        """Capture `trees`, given the `digests` of all ranks, by rank.
 
-        Entries that differ between ranks are saved once a rank, the others once. Raises CheckpointError.
+        Entries that differ between ranks are saved once per rank, all others once. Raises CheckpointError if
+        an entry that differs has sharded tensors.
         """
         tree: dict[str, Any] = {}
         entries: dict[str, dict[str, Any]] = {}
@@ -166,7 +167,8 @@ class ScriptState:
         return Captured(tree, entries, frozenset(balanced))
 
     def common(self, trees: Mapping[str, Any]) -> set[str]:
-        """Flat names of the plain tensors that data-parallel ranks have alike: what optimizers work on."""
+        """Return the flat names of plain tensors that are equal on data-parallel ranks: parameters and
+        optimizer state."""
         names: set[str] = set()
         for key, tree in trees.items():
             if isinstance(self.objects[key], torch.nn.Module):
@@ -176,7 +178,7 @@ class ScriptState:
         return names
 
     def entries(self, trees: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """What a rank can say of each entry without the others, who may differ in those with a digest."""
+        """Describe each entry without asking other ranks. Entries with a digest may differ between ranks."""
         entries: dict[str, dict[str, Any]] = {key: {"kind": kind_of(self.objects[key])} for key in trees}
         for key, text in self.digests(trees).items():
             entries[key]["digest"] = text
@@ -184,7 +186,7 @@ class ScriptState:
 
     @property
     def settled(self) -> bool:
-        """False while an optimizer has no state yet, which comes with its first step."""
+        """Whether every optimizer has its state, which it gets with its first step."""
         return all(value.state for value in self.objects.values() if isinstance(value, torch.optim.Optimizer))
 
     # ---- restoring
@@ -192,9 +194,10 @@ class ScriptState:
     def template(
         self, metadata: Metadata, entries: Mapping[str, Mapping[str, Any]], rank: int, world_size: int
     ) -> dict[str, Any]:
-        """What DCP loads into: live tensors of modules, new tensors for all else, shaped by the checkpoint.
+        """Return the tree that DCP loads into: a module's live tensors, and otherwise new tensors shaped by
+        the checkpoint.
 
-        `world_size` is the saver's. Raises CheckpointError for an entry that the checkpoint lacks.
+        `world_size` is that of the save. Raises CheckpointError for an entry that the checkpoint lacks.
         """
         stored = StoredTree(metadata)
         modules = self._modules()
@@ -214,7 +217,7 @@ class ScriptState:
         return template
 
     def apply(self, loaded: dict[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give what DCP loaded to the objects. Raises whatever their `load_state_dict` raises."""
+        """Load DCP's result into the user's objects. Raises whatever their `load_state_dict` raises."""
         modules = self._modules()
         for key, value in list(self.objects.items()):
             tree = loaded[key]
@@ -233,7 +236,7 @@ class ScriptState:
 
 
 def _place_like(value: Any) -> Callable[[Path, TensorStorageMetadata], torch.Tensor | None]:
-    """Load sharded tensors into ones that are sharded as `value`'s are now."""
+    """Return a function that gives a sharded tensor of `value` to load into, or None."""
     live = encode(value.state_dict()) if isinstance(value, Stateful) else encode(value)
 
     def place(path: Path, kind: TensorStorageMetadata) -> torch.Tensor | None:
@@ -258,7 +261,7 @@ def kind_of(value: Any) -> str:
 
 
 def _check_value(key: str, value: Any, *, nested: bool) -> None:
-    """Raise CheckpointError for what would be pickled whole, and come back as a copy that nobody uses."""
+    """Raise CheckpointError for an object that would be pickled whole and restored as an unused copy."""
     if nested and kind_of(value) != "value":
         raise CheckpointError(
             f"the entry {key!r} has a {type(value).__name__} inside", hint="make it an entry of its own"
@@ -283,7 +286,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def replaced(old: Any, new: Any) -> Any:
-    """`new`, put into `old` where `old` is a container or a tensor that others may hold on to."""
+    """Return `new`, written into `old` where `old` is a container or tensor to which others may refer."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
         if _fits_in_place(old, new):
             if old is not new:
@@ -302,7 +305,8 @@ def replaced(old: Any, new: Any) -> Any:
 
 
 def _fits_in_place(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Not into an expanded tensor, whose elements share memory, nor into one that is more than its bytes."""
+    """Return whether `new` can be copied into `old`. Not if elements of `old` share memory (an expanded
+    tensor), nor if either has data besides its bytes."""
     if not (is_plain(old) and is_plain(new)):
         return isinstance(old, DTensor) and old.shape == new.shape and old.dtype == new.dtype
     expanded = any(size > 1 and not step for size, step in zip(old.shape, old.stride(), strict=True))
@@ -310,8 +314,8 @@ def _fits_in_place(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _parameter_names(key: str, module: torch.nn.Module, state: Any) -> Iterator[str]:
-    """Flat names of the module's parameters. Not of its buffers: under DDP rank 0's are the ones that count,
-    as every forward broadcasts them, and those of the others may differ by then."""
+    """Yield the flat names of the module's parameters. Buffers are left out: under DDP every forward
+    broadcasts rank 0's, and those of other ranks may differ before that."""
     places = {parameter.data_ptr() for parameter in module.parameters() if _has_place(parameter)}
     if isinstance(state, dict):
         for name, tensor in state.items():
@@ -320,12 +324,12 @@ def _parameter_names(key: str, module: torch.nn.Module, state: Any) -> Iterator[
 
 
 def _has_place(value: Any) -> bool:
-    """True for a plain tensor with something in it; sharded ones are never replicated as a whole."""
+    """Return whether `value` is a plain tensor that is not empty. Sharded tensors are not replicated."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() > 0
 
 
 def _tensor_names(prefix: str, tree: Any, *, scalars: bool = False) -> Iterator[str]:
-    """Flat names of tensors, as DCP names them; of those without a dimension only with `scalars`."""
+    """Yield DCP's flat names of the tensors in `tree`; those without dimensions only with `scalars`."""
     if _has_place(tree):
         if tree.dim() or scalars:
             yield prefix

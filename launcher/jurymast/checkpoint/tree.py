@@ -1,7 +1,7 @@
-"""State as nested dicts, lists and tensors: to DCP's form and back, and how DCP stored it.
+"""Converts nested dicts, lists and tensors to DCP's form and back, and reads how DCP stored them.
 
-DCP flattens nested dicts to dotted names, turns every key into a string, and drops empty dicts. What it
-would not give back as it was is wrapped here.
+DCP flattens nested dicts to dotted names, turns every key into a string, and drops empty dicts. This module
+wraps what DCP would not restore unchanged.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-# A dict DCP would not give back as it was (keys that are no strings, or no keys) is stored as this tuple.
+# What DCP would not restore unchanged, such as a dict that is empty or has keys that are no strings, is
+# stored as a tuple of this and itself.
 OPAQUE = "__object__"
-# Of larger tensors a sample this big tells whether ranks differ.
+# For larger tensors, a sample of this many bytes decides whether ranks differ.
 DIGEST_BYTES = 1 << 20
 
 Path = tuple[str | int, ...]
@@ -37,7 +38,7 @@ class StoredTree:
         return StoredTree(self._metadata, self._prefix + prefix)
 
     def leaves(self) -> Iterator[tuple[Path, Any]]:
-        """(path below the prefix, DCP's storage metadata) of every value."""
+        """Yield (path below the prefix, DCP's storage metadata) for every value."""
         paths: Mapping[str, Path] = self._metadata.planner_data
         depth = len(self._prefix)
         for name, stored in self._metadata.state_dict_metadata.items():
@@ -49,10 +50,10 @@ class StoredTree:
         return any(isinstance(stored, TensorStorageMetadata) for _, stored in self.leaves())
 
     def tree(self, place: Callable[[Path, TensorStorageMetadata], torch.Tensor | None] | None = None) -> Any:
-        """A new tree with a tensor for every tensor and None for every other value.
+        """Return a new tree with a tensor for every tensor and None for every other value.
 
-        `place` may say which tensor to load one into (path below the prefix, its shape and type); without
-        it, or where it returns None, that is a new one in CPU memory.
+        `place` gets the path below the prefix and DCP's metadata, and may return the tensor to load into.
+        Without it, or where it returns None, that is a new tensor in CPU memory.
         """
         root: dict[str, Any] = {}
         for path, stored in self.leaves():
@@ -66,7 +67,7 @@ class StoredTree:
 
 
 def put(root: dict[str, Any], path: Path, value: Any) -> None:
-    """Set `value` at `path`, making dicts for string keys and lists for integers on the way."""
+    """Set `value` at `path`, creating missing dicts (for string keys) and lists (for integers)."""
     container: Any = root
     for here, following in zip(path, path[1:], strict=False):
         fresh: Any = {} if isinstance(following, str) else []
@@ -105,17 +106,18 @@ def is_opaque(value: Any) -> TypeGuard[tuple[str, Any]]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True when type, shape and the bytes, row-major, are all there is to it."""
+    """Return whether type, shape and the bytes in row-major order describe the tensor completely."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
 def encode(value: Any) -> Any:
-    """`value` with everything DCP would not give back unchanged wrapped; new containers, same tensors.
+    """Return `value` with everything wrapped that DCP would not restore unchanged; new containers, the same
+    tensors.
 
-    That includes tensors that are neither plain nor sharded (sparse, quantized, of a class of their own):
-    DCP saves some of them and cannot load them.
+    This includes tensors that are neither plain nor sharded (sparse, quantized, tensor subclasses): DCP saves
+    some of them and cannot load them.
     """
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor | ShardedTensor):
         return value if is_plain(value) else opaque(value)
@@ -128,7 +130,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(tree: Any) -> Any:
-    """Inverse of `encode`, except that an OrderedDict comes back as a dict."""
+    """Undo `encode`, except that an OrderedDict becomes a dict."""
     if is_opaque(tree):
         return tree[1]
     if isinstance(tree, dict):
@@ -147,7 +149,7 @@ def has_sharded(tree: Any) -> bool:
 
 
 def digest(tree: Any) -> str:
-    """A hash of plain values and tensors that is the same on two ranks that hold the same."""
+    """Hash plain values and tensors; the hash is equal on ranks that hold the same."""
     state = xxhash.xxh3_64()
     for part in _parts(tree):
         state.update(part)
@@ -176,4 +178,4 @@ def _parts(tree: Any) -> Iterator[bytes]:
     elif tree is None or type(tree) in (bool, int, float, complex, str, bytes):
         yield repr(tree).encode()
     else:
-        yield pickle.dumps(tree)  # only to be hashed; DCP pickles it as well
+        yield pickle.dumps(tree)  # only for the hash; DCP pickles it as well

@@ -1,4 +1,4 @@
-"""A restore that waits for storage says so: else nobody could tell it from one that reads much."""
+"""Reports a restore that waits for storage, which otherwise looks like one that reads much data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATH_CHARACTERS = 1000
 
 @contextmanager
 def telling_of_waits(link: Link, every_s: float = within.RESTORE_TOLD_S) -> Iterator[None]:
-    """Tell the agent, and the rank's log, for what this process has long waited, while this lasts."""
+    """Within this block, report long waits of this process to the agent and in the rank's log."""
     over = threading.Event()
     threading.Thread(target=_watch, args=(over, link, every_s), name="jurymast-waiting", daemon=True).start()
     try:
@@ -33,7 +33,7 @@ def _watch(over: threading.Event, link: Link, every_s: float) -> None:
     told, told_s = "", 0.0
     while not over.wait(min(LOOK_EVERY_S, every_s / 2)):
         path, waited_s = foreign.unanswered()
-        if path != told or waited_s < told_s:  # the next call
+        if path != told or waited_s < told_s:  # another call
             told, told_s = path, 0.0
         if waited_s >= told_s + every_s:
             told_s = waited_s
