@@ -1,4 +1,4 @@
-"""The torchrun host's line to its agent: JSON lines over an inherited socket pair."""
+"""The torchrun host's connection to its agent: JSON lines over an inherited socket pair."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FD_VARIABLE = "JURYMAST_HOST_FD"
 
 
 class AgentPipe:
-    """Reads on a thread of its own, so that the torchrun host can ask at any moment whether to stop.
+    """Reads in its own thread, so that the torchrun host can ask at any time whether to stop.
 
-    If the agent is gone, the host has nothing left to do and ends at once.
+    If the agent is gone, this ends the host at once, because it has nothing left to do.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -33,7 +33,7 @@ class AgentPipe:
 
     @classmethod
     def from_environment(cls) -> AgentPipe:
-        """Raises RuntimeError outside an agent."""
+        """Open the connection that the environment names. Raises RuntimeError outside an agent."""
         text = os.environ.get(FD_VARIABLE, "")
         if not text.isdigit():
             raise RuntimeError(
@@ -64,7 +64,7 @@ class AgentPipe:
             self._socket.sendall(line)
 
     def stop_asked(self, attempt: int) -> bool:
-        """Whether the agent wants this attempt stopped; takes `stop_signal` back."""
+        """Return whether the agent wants this attempt stopped, and reset `stop_signal`."""
         try:
             os.eventfd_read(self.stop_signal)
         except BlockingIOError:
@@ -72,7 +72,7 @@ class AgentPipe:
         return self._stop_up_to >= attempt
 
     def next_launch(self, store_port: int) -> within.Launch:
-        """Tell the agent that the next store listens on this port, and block until it says launch."""
+        """Tell the agent that the next store listens on this port, and wait for the next launch."""
         while True:
             self.tell(within.Waiting(store_port=store_port))
             launch = self._launches.get()

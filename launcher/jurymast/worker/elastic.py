@@ -1,8 +1,8 @@
-"""The torchrun host: torch's LocalElasticAgent, fed by our rendezvous, one process a node. It has our
-patience: quick looks, short stops, no barrier at the exit.
+"""The torchrun host: one process per node with torch's LocalElasticAgent and our rendezvous. It polls more
+often than torch's, stops ranks sooner, and has no barrier at the exit.
 
-A fork of the server, on active and spare nodes alike: it waits in the rendezvous, then has the server start
-ranks, watches them and stops them. What happens after a failure the supervisor decides.
+The host is a fork of the server, on active and spare nodes alike. It waits in the rendezvous, then has the
+server start ranks, watches them and stops them. The supervisor decides what happens after a failure.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from jurymast.worker import rank as rank_start
 from jurymast.worker.rendezvous import AgentRendezvous
 from jurymast.worker.slurm_tasks import as_a_task, own_gpus, task_variables
 
-# torch polls its ranks; here a look waits until one has ended or a stop was asked, which takes no processor
-# time from the ranks. Now and then it looks anyway.
+# torch polls its ranks. Here each poll waits until a rank has ended or a stop was requested, or for a limited
+# time, which takes no processor time from the ranks.
 MONITOR_INTERVAL_S = 0.001
 LOOK_LIMIT_S = 1.0
-# torch counts its own restarts; ours are decided and counted by the supervisor.
+# torch limits restarts by itself; here the supervisor decides and counts them.
 UNLIMITED = 2**31
 KILL_LIMIT_S = 2.0
-# torchrun tells its ranks which signals it passes on to them, since that can be chosen.
+# Newer torchruns, in which they can be chosen, tell ranks which signals they pass on.
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class RankLogs(LogsSpecs):
-    """Names each rank's log and error file, and hands ranks the attempt's environment.
+    """Names each rank's log and error file, and gives ranks the attempt's environment.
 
-    The ranks redirect themselves: torch would open one file twice and truncate it.
+    The ranks redirect their own output: torch would open one file twice and truncate it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RankLogs(LogsSpecs):
             for folder in {log.parent for log in logs.values()}:
                 make_folder(folder)
         record = self._rendezvous.environment.get(stack_signal.FLIGHT_VARIABLE)
-        if record and is_nccl_available():  # the others keep no record of their flight
+        if record and is_nccl_available():  # ranks without NCCL have no flight recorder
             make_folder(Path(record).parent)
         for local_rank, environment in envs.items():
             failure = str(self._temporary / f"error-{attempt}-{local_rank}.json")
@@ -108,11 +108,11 @@ class RankServer:
         self._ended: dict[int, int] = {}
 
     def fileno(self) -> int:
-        """Readable when a rank has ended."""
+        """Return the descriptor that becomes readable when a rank has ended."""
         return self._channel.fileno()
 
     def start(self, environment: dict[str, str], arguments: tuple[str, ...], *, cold: bool) -> int:
-        """A new rank's process id."""
+        """Start a rank and return its process id."""
         order = {"start": {"environment": environment, "arguments": arguments, "cold": cold}}
         self._channel.sendall(json.dumps(order).encode() + b"\n")
         while True:
@@ -121,7 +121,7 @@ class RankServer:
                     return int(message["started"])
 
     def code(self, pid: int) -> int | None:
-        """The exit code of a rank, negative for a signal; None while it runs."""
+        """Return a rank's exit code, negative for a signal, or None while it runs."""
         while pid not in self._ended and select.select([self._channel], [], [], 0)[0]:
             self._receive()
         return self._ended.get(pid)
@@ -140,7 +140,8 @@ class RankServer:
 
 
 class RankProcess:
-    """One rank. It leads a process group of everything it starts, except what makes a group of its own."""
+    """One rank. It leads a process group of all processes that it starts and that make no group of their
+    own."""
 
     def __init__(self, server: RankServer, pid: int) -> None:
         self._server, self.pid = server, pid
@@ -150,7 +151,7 @@ class RankProcess:
         return self._server.code(self.pid)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it to the rank and to what it has started, such as loader workers, as torchrun does."""
+        """Signal the rank and its children, such as loader workers, as torchrun does."""
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -165,7 +166,7 @@ class RankContext(PContext):
         self.processes: list[RankProcess] = []
 
     def start(self) -> None:
-        """torch's own takes signal handlers for itself and follows the ranks' output."""
+        """Start the ranks. Unlike torch's method, this installs no signal handlers and follows no output."""
         for local_rank in range(self.nprocs):
             pid = self._server.start(self.envs[local_rank], self.args[local_rank], cold=self._cold)
             self.processes.append(RankProcess(self._server, pid))
@@ -174,7 +175,7 @@ class RankContext(PContext):
         return {local_rank: process.pid for local_rank, process in enumerate(self.processes)}
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM, grace, SIGKILL."""
+        """Send SIGTERM to the ranks, and SIGKILL to those that still run after `grace_s`."""
         for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_LIMIT_S)):
             for process in self.processes:
                 process.signal(number)
@@ -183,7 +184,7 @@ class RankContext(PContext):
                 return
 
     def _wait(self, limit_s: float) -> bool:
-        """Whether all have ended within `limit_s`."""
+        """Wait until all ranks have ended; return whether they did within `limit_s`."""
         end = time.monotonic() + limit_s
         while any(process.exit_code is None for process in self.processes):
             left_s = end - time.monotonic()
@@ -199,7 +200,8 @@ class RankContext(PContext):
 
 
 class ImpatientAgent(LocalElasticAgent):
-    """One node's ranks. Reports failures to the jurymast agent; the next rendezvous brings its decision."""
+    """Runs one node's ranks and reports failures to the jurymast agent. The next rendezvous brings the
+    decision."""
 
     def __init__(
         self,
@@ -218,7 +220,7 @@ class ImpatientAgent(LocalElasticAgent):
         self._reported: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """torch makes the ranks' environment and arguments, and would start them by `start_processes`."""
+        """Start the ranks with torch's environment and arguments, replacing its `start_processes`."""
         self._reported = set()
         local_elastic_agent.start_processes = self._start_ranks
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -269,24 +271,24 @@ class ImpatientAgent(LocalElasticAgent):
         return WorkerState.SUCCEEDED if done else WorkerState.HEALTHY
 
     def _shutdown(self, *_torchs: Any, **_own: Any) -> None:
-        """Report what has already failed, then stop the ranks. torch's own patience, passed in different ways
-        by its releases, does not count."""
+        """Report what has already failed, then stop the ranks. torch's time limit, which its releases pass in
+        different ways, is ignored."""
         self._report_failures()
         if self._ranks is not None:
             self._ranks.stop(self._grace_s)
         self._pcontext = self._ranks = None
 
     def _exit_barrier(self) -> None:
-        """torch waits up to 300 s for the other nodes here; the supervisor knows when all are done."""
+        """Do nothing: torch waits up to 300 s for other nodes; the supervisor knows when all are done."""
 
     def _record_worker_events(self, result: RunResult) -> None:
-        """torch's own event log wants return values, which ranks that end by exit code do not give."""
+        """Do nothing: torch's event log needs return values, but our ranks are programs with exit codes."""
 
 
 def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
     """Run attempts until the agent ends this process.
 
-    `plan`: see the agent's `host_plan`. `channel`: the line to the server of the ranks.
+    `plan`: see the agent's `host_plan`. `channel`: the connection to the server of the ranks.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"

@@ -1,4 +1,4 @@
-"""How a rank's exception reaches its node's torchrun host: torch's error file, in torch's own format."""
+"""Passes a rank's exception to its node's torchrun host through torch's error file, in torch's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRACEBACK_CHARACTERS = 16_000
 
 
 def write(error: BaseException, text: str) -> None:
-    """Write the exception with its traceback `text`, unless torch's @record already did."""
+    """Write the exception with its traceback `text`, unless torch's @record did so already."""
     path = os.environ.get(PATH_VARIABLE)
     if not path or os.path.exists(path):
         return
@@ -22,8 +22,8 @@ def write(error: BaseException, text: str) -> None:
 
 
 def read(path: str) -> dict[str, str]:
-    """{"error": exception class, "message", "traceback"}; {} if the file is missing or has another content:
-    scripts may write there, too."""
+    """Return {"error": exception class, "message", "traceback"}; {} if the file is missing or has other
+    contents, because scripts may write it as well."""
     from jurymast import foreign  # not for ranks, which only write
 
     try:

@@ -1,9 +1,9 @@
-"""Order between words of shared memory, also on processors that reorder stores (Arm: Grace hosts, Graviton).
+"""Orders accesses to shared memory, also on processors that reorder stores (Arm: Grace hosts, Graviton).
 
-Python has no memory barrier, but its locks are made of atomic operations: releasing one is a store that no
-earlier access passes, and taking the next one a load that no later access passes; Arm keeps those two in
-order. So what is written before `fence()` is seen before what is written after it, and the same for reads.
-On x86 all stores are seen in order anyway. Costs some tenths of a microsecond.
+Python has no memory barrier, but its locks are made of atomic operations: no earlier access passes the store
+that releases a lock, no later access passes the load that takes the next one, and Arm keeps these two in
+order. So what is written before `fence()` is seen before what is written after it, and the same for reads. On
+x86 all stores are seen in order anyway. A fence costs some tenths of a microsecond.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from threading import Lock
 
 
 def fence() -> None:
-    """For every other process, this thread's accesses before the fence come before those after it."""
-    lock = Lock()  # one of its own: nobody waits for it, and no fork inherits it taken
+    """Make this thread's accesses before the fence visible to other processes before those after it."""
+    lock = Lock()  # a new one: nobody waits for it, and no fork inherits it locked
     with lock:
         pass
     with lock:

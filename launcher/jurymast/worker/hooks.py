@@ -1,18 +1,19 @@
-"""Heartbeats of scripts that know nothing of jurymast, and where the time of their steps goes.
+"""Heartbeats of scripts that do not use jurymast, and the times of the parts of their steps.
 
-All data-parallel ranks take equally long for a step, because collectives wait for the slowest. Which one that
-is shows in the parts of a step:
+All data-parallel ranks take equally long for a step, because collectives wait for the slowest. The parts of a
+step show which rank that is:
 
     forward    from the optimizer's end to the start of backward: the rank's own data loading and Python
-    backward   from there to the optimizer: gradients are reduced in it, so the faster ranks wait here
+    backward   from there to the optimizer: gradients are reduced here, so the faster ranks wait here
     update     the optimizer itself
 
-A step with several backwards (gradient accumulation) has the time between them under forward. DDP's exchange
-of buffers before a forward counts as backward, because there, too, a rank waits for others. What else waits
-in a forward (sharded parameters, tensor parallelism) is not told from work; then all ranks look alike.
+In a step with several backwards (gradient accumulation), the time between them counts as forward. DDP's
+exchange of buffers before a forward counts as backward, because a rank waits for others there as well. Other
+waits in a forward (sharded parameters, tensor parallelism) cannot be distinguished from work; then all ranks
+look alike.
 
-These are times of the host. Work on a GPU runs behind them, so a slow GPU shows only as far as the host waits
-for it; what is found on the GPU itself (clocks, throttling) is the nvidia probe's.
+These are times of the host. A GPU runs asynchronously, so a slow GPU shows only as far as the host waits for
+it; the nvidia probe finds causes on the GPU itself (clocks, throttling).
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from jurymast.worker.link import Link
 class StepParts:
     """Adds up the parts of this process's steps, in seconds, starting at the first optimizer's first step.
 
-    Reentrant checkpointing runs backwards within a backward, on whatever thread: only the outermost counts.
+    Reentrant checkpointing runs backwards within a backward, on any thread: only the outermost counts.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._steps = 0
         self._forward_s = self._backward_s = self._update_s = 0.0
-        self._mark = 0.0  # where the present part began; 0.0: nothing was timed yet
-        self._ended = 0.0  # the newest backward's end, while the step is in the part that begins with it
+        self._mark = 0.0  # when the present part began; 0.0: nothing was timed yet
+        self._ended = 0.0  # when the newest backward ended; 0.0 once another backward or the update began
         self._depth = 0
 
     def backward_begins(self) -> None:
@@ -86,13 +87,14 @@ class StepParts:
 
 
 LET_GO_S = 0.02
-# An optimizer that is stepped so often while the counted one rests has taken its place (a second stage).
+# After so many steps of other optimizers in a row, one of them replaces the counted one (a second stage).
 TAKES_OVER = 20
 
 
 class Counted:
-    """Which optimizer's steps are the training's: the first one's; others (a GAN's second) belong to the same
-    step, unless only they go on. Weak, because another may get the address of one that is gone."""
+    """Decides which optimizer's steps count as the training's: those of the first. Steps of others (a GAN's
+    second) belong to the same step, unless only they continue. The reference is weak, because a new optimizer
+    may get the address of a deleted one."""
 
     def __init__(self) -> None:
         self._optimizer: weakref.ref[Optimizer] | None = None
@@ -124,7 +126,7 @@ def watch_steps(link: Link) -> None:
 
     register_optimizer_step_pre_hook(_not_compiled(begins))
     register_optimizer_step_post_hook(_not_compiled(stepped))
-    # torch has no hooks for these. Both are looked up where they are called from.
+    # torch has no hooks for these. Callers look them up by name at each call.
     torch.autograd.backward = _waiting(torch.autograd.backward, parts)
     if torch.distributed.is_available():
         for module in (torch.distributed, torch.distributed.distributed_c10d):
@@ -135,11 +137,11 @@ def watch_steps(link: Link) -> None:
 
 
 def _letting_go(function: Callable[..., None]) -> Callable[..., None]:
-    """The function, after a moment in which other threads can run.
+    """Return the function, made to wait LET_GO_S first so that other threads can run.
 
-    gloo's thread needs the interpreter's lock to forget the newest exchange of gradients; a process
-    group that ends before that waits for the thread with the lock in its hands, for ever. Under
-    torchrun the imports of the first optimizer give that moment, by chance.
+    gloo's thread needs the GIL to release the newest exchange of gradients. A process group that ends before
+    that waits for the thread while it holds the GIL: a deadlock. Under torchrun the imports of the first
+    optimizer happen to take long enough.
     """
 
     @functools.wraps(function)
@@ -151,7 +153,7 @@ def _letting_go(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _waiting(function: Callable[..., None], parts: StepParts) -> Callable[..., None]:
-    """The function, with its time counted as backward."""
+    """Return the function, with its time counted as backward."""
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> None:
@@ -165,7 +167,7 @@ def _waiting(function: Callable[..., None], parts: StepParts) -> Callable[..., N
 
 
 def _not_compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """A compiled training does not trace into it; called as it is, it costs no more than before. As torch's
-    own optimizers do it: this alone does not load the compiler, which the script may not have set up yet."""
+    """Return the function, made so that a compiled training does not trace into it; other calls cost no more.
+    Like torch's own optimizers, this does not load the compiler, which the script may not have set up yet."""
     disabled: Callable[..., None] = _disable_dynamo(function, recursive=False)
     return disabled

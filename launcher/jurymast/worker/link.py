@@ -1,8 +1,8 @@
-"""What a rank says to its node's agent: step heartbeats through shared memory, events through a pipe.
+"""A rank's link to its node's agent: step heartbeats through shared memory, events through a pipe.
 
-Both are anonymous kernel objects of the agent, opened through /proc/<agent>/fd/N. Nothing lies in a
-file system, only the run's own user can open them, and they vanish with the agent. Neither can block
-or fail the training: without an agent (plain torchrun) every call does nothing.
+Both are anonymous kernel objects of the agent, opened through /proc/<agent>/fd/N: they are in no file system,
+only the run's own user can open them, and they end with the agent. Neither can block or fail the training;
+without an agent (plain torchrun) every call does nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ SLOT_BYTES = 128
 # step, beats, pid, phase, time of the last beat, longest time between beats, time of the last phase change
 # (times: seconds on the machine's CLOCK_MONOTONIC)
 SLOT = struct.Struct("<qqqqddd")
-# Behind them: the number of the newest schedule of saves that the rank has settled (see `worker.schedule`).
+# After them: the number of the newest schedule of saves that the rank has settled (see `worker.schedule`).
 SETTLED = struct.Struct("q")
-# On the second line of the cache: optimizer steps timed, and what their parts took in all (seconds; see
-# `worker.hooks`): forward, backward, update. In the machine's own order, so that each is read in one piece.
+# In the second cache line: the number of timed optimizer steps and the total seconds of their parts (see
+# `worker.hooks`): forward, backward, update. In native byte order, so that each word is read in one piece.
 TIMED = struct.Struct("qddd")
 TIMED_OFFSET = 64
 STARTING, STEPPING, RESTORING, SAVING, DONE = range(5)
 PHASES = ("starting", "stepping", "restoring", "saving", "done")
 # Added to the phase while the script gives its own step numbers.
 EXPLICIT = 16
-# The first beats are slow (compilation, warm-up): they set the scale only until a normal step has.
+# The first beats are slow (compilation, warm-up): the longest time between beats counts them only until the
+# first normal step.
 WARM_UP_BEATS = 3
 # A write of up to PIPE_BUF bytes to a pipe is atomic, so ranks can share one (pipe(7)).
 EVENT_BYTES_MAX = 4096
@@ -49,7 +50,7 @@ EVENTS_VARIABLE = "JURYMAST_EVENTS"
 
 @dataclass(frozen=True)
 class RankBeat:
-    """One rank's slot as the agent reads it; times in seconds on CLOCK_MONOTONIC."""
+    """One rank's slot as the agent reads it; times in seconds of CLOCK_MONOTONIC."""
 
     step: int
     beats: int
@@ -85,11 +86,11 @@ class Link:
     """One rank's connection to its agent. `page` has `SLOT_BYTES` for each local rank, followed by the
     schedule of saves; `events` is the path of a pipe, or "".
 
-    Keeps nothing open: a script gets the same file descriptors as under torchrun."""
+    No file stays open: a script gets the same file descriptors as under torchrun."""
 
     def __init__(self, page: Page | None, events: str, local_rank: int) -> None:
-        # Set once the script reports its own step numbers (Checkpointer): they are absolute, the optimizer
-        # hook can only count from the start of this process.
+        # Set once the script reports its own step numbers (Checkpointer): they are absolute, whereas the
+        # optimizer hook can only count from the start of this process.
         self.explicit_steps = False
         self._page = page
         self._events = events
@@ -106,7 +107,7 @@ class Link:
 
     @property
     def schedule(self) -> ScheduleRecord | None:
-        """The page on which the agent announces when to save."""
+        """The words in which the agent announces when to save; None without an agent."""
         return None if self._page is None else ScheduleRecord(self._page)
 
     def settled(self, number: int) -> None:
@@ -153,7 +154,7 @@ class Link:
             TIMED.pack_into(self._page, self._offset + TIMED_OFFSET, steps, forward_s, backward_s, update_s)
 
     def optimizer_stepped(self) -> None:
-        """A heartbeat of the hook: counts this process's optimizer steps, unless the script numbers them."""
+        """Count an optimizer step of this process as a heartbeat, unless the script numbers its steps."""
         if not self.explicit_steps and self._phase <= STEPPING:
             self.beat(self._step + 1)
 
@@ -164,15 +165,15 @@ class Link:
             self._write()
 
     def enter(self, phase: int) -> None:
-        """Show what the rank does now (RESTORING, SAVING, ...), so that it is not mistaken for a hang."""
+        """Show what the rank is doing (RESTORING, SAVING, ...), so that it is not taken for a hang."""
         self._phase = phase
         self._phase_at = time.monotonic()
         self._write()
 
     def resume_at(self, step: int) -> None:
-        """Show that training continues from `step`. This is no heartbeat, because no step was done.
+        """Show that training continues from `step`. This is no heartbeat, because no step is done.
 
-        The next step is timed from now, so that neither a restore nor a save counts as a long step.
+        The next step is timed from now, so that a restore or a save does not count as a long step.
         """
         self._step = step
         self._phase = STEPPING if self._beats else STARTING
@@ -180,7 +181,7 @@ class Link:
         self._write()
 
     def emit(self, event: within.FromRank) -> None:
-        """Send an event to the agent, best effort: a full pipe or a lost agent drops it."""
+        """Send an event to the agent, best effort: it is lost if the pipe is full or the agent is gone."""
         if not self._events:
             return
         line = encode(replace(event, local_rank=self._offset // SLOT_BYTES)) + b"\n"
@@ -199,7 +200,7 @@ class Link:
 
 
 def open_page(path: str) -> Page | None:
-    """A page of shared memory that the agent owns, mapped until this process ends; None without an agent."""
+    """Map a page of the agent's shared memory until this process ends; None without an agent."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -214,7 +215,8 @@ def open_page(path: str) -> Page | None:
 
 
 def _mapped(descriptor: int, size: int) -> Page:
-    """Like mmap.mmap, which however keeps a file descriptor open before Python 3.13."""
+    """Map a file as mmap.mmap does, but without keeping a descriptor open, which it does before Python
+    3.13. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -228,7 +230,7 @@ _current: Link | None = None
 
 
 def current() -> Link:
-    """This process's link, opened at the first call; without an agent, one that does nothing."""
+    """Return this process's link, opened at the first call. Without an agent it does nothing."""
     global _current
     if _current is None or _current._pid != os.getpid():
         page = open_page(os.environ[PAGE_VARIABLE]) if PAGE_VARIABLE in os.environ else None

@@ -1,12 +1,13 @@
-"""Modules loaded ahead of the script, which looks at them as if they were not.
+"""Modules that are loaded before the script and hidden until it imports them.
 
-A rank is forked from a process that has imported torch already. Its `sys.modules` begins as that of a new
-interpreter all the same: what was loaded ahead is hidden, and is there once the script imports it. Then it is
-what the script would have got by itself: the same file is found under that name, and no variable that the
-import reads has changed. If one has, the rank must start with nothing loaded ahead.
+A rank is forked from a process that has imported torch already, but its `sys.modules` begins as in a new
+interpreter. A hidden module is revealed when the script imports it, if the script's own import would have
+given the same: the same file is found under that name, and no variable that the import reads has changed. If
+one has, the rank must start with nothing preloaded.
 
-A stage is what one list of modules brought along. What it did outside its modules (warning filters, entries
-of `sys.path`, variables) happens when the script imports the first of torch's modules among them.
+A stage is everything that the import of one list of modules loaded and changed. Its changes outside modules
+(warning filters, entries of `sys.path`, variables) take effect when the script imports the first of torch's
+modules in the stage.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Native libraries read their variables where nothing sees it; these are the names they begin with.
+# Native libraries read their variables unseen by Python; these are the prefixes of their names.
 NATIVE = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_", "ATEN_", "C10_",
     "TORCH_", "PYTORCH_", "KINETO_", "CPUINFO_",
 )  # fmt: skip
-# Of those, what is read only once a process group is made, or only by Python code (what Lightning sets).
+# Exceptions, which are read only when a process group is made, or only by Python code (Lightning sets some).
 LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_", "TORCH_UCC_", "TORCH_ELASTIC_", "PYTORCH_NVML_")
 
 
 @dataclass
 class Stage:
-    """What one list of imports did. `native`: its libraries read variables by themselves. `read`: variables
-    that Python code asked for meanwhile, found or not; `written`: those that it changed."""
+    """What one list of imports loaded and changed. `native`: its native libraries read variables. `read` has
+    the variables that Python code looked up meanwhile, found or not; `written` those that it changed."""
 
     native: bool = False
     read: set[str] = field(default_factory=set)
@@ -46,17 +47,17 @@ class Stage:
     loggers: list[Any] = field(default_factory=list)
 
     def reads(self, name: str) -> bool:
-        """Whether its imports go by this variable."""
+        """Return whether this stage's imports depend on this variable."""
         return name in self.read or (self.native and is_native(name))
 
 
 def is_native(name: str) -> bool:
-    """Whether torch's native libraries may read this variable when they are loaded."""
+    """Return whether torch's native libraries may read this variable when they are loaded."""
     return name.startswith(NATIVE) and not name.startswith(LATER)
 
 
 def load(names: Sequence[str], *, native: bool = False) -> Stage:
-    """Import these here and now; one that is not there is left out. Nothing but the modules stays behind."""
+    """Import these modules now, skipping those that do not exist, and undo every other change."""
     stage = Stage(native)
     before, modules = dict(os.environ), set(sys.modules)
     filters, path, loggers = list(warnings.filters), list(sys.path), set(_loggers())
@@ -65,8 +66,8 @@ def load(names: Sequence[str], *, native: bool = False) -> Stage:
             try:
                 importlib.import_module(name)
             except ImportError:
-                continue  # torch renames its inner modules now and then; a rank imports what it really needs
-    main = sys.modules["__main__"]  # under a second name, and nobody's to keep: it ends with the script
+                continue  # torch sometimes renames its inner modules; a rank imports what it really needs
+    main = sys.modules["__main__"]  # may have a second name; not to be kept, because it ends with the script
     stage.modules = {
         n: module for n, module in sys.modules.items() if n not in modules and module is not main
     }
@@ -86,7 +87,7 @@ def load(names: Sequence[str], *, native: bool = False) -> Stage:
 
 @contextmanager
 def _recorded(read: set[str]) -> Iterator[None]:
-    """Put the name of every variable that is looked up into `read`."""
+    """Add the name of every variable that is looked up to `read`."""
     kind: Any = type(os.environ)
     original = kind.__getitem__
 
@@ -102,7 +103,7 @@ def _recorded(read: set[str]) -> Iterator[None]:
 
 
 def _loggers() -> dict[str, Any]:
-    """By name; of a process that has loaded `logging`."""
+    """Return all loggers by name; {} if `logging` is not loaded."""
     logging = sys.modules.get("logging")
     return {} if logging is None else dict(logging.root.manager.loggerDict)
 
@@ -110,21 +111,21 @@ def _loggers() -> dict[str, Any]:
 def _set_filters(filters: list[Any]) -> None:
     present: Any = warnings.filters
     present[:] = filters
-    changed = getattr(warnings, "_filters_mutated", None)  # what a warning led to before is looked up anew
+    changed = getattr(warnings, "_filters_mutated", None)  # forgets what earlier filters decided
     if changed is not None:
         changed()
 
 
-# (top-level name, number of the stage): what a package brings along is hidden, and revealed, with it
+# (top-level name, number of the stage): modules of one package are hidden and revealed together
 _Group = tuple[str, int]
 
 
 class Hidden:
-    """A finder in front of all others, for modules that were loaded ahead.
+    """An import finder, placed before all others, for preloaded modules.
 
-    `assumed`: the variables that the stages were loaded with. `stale` is called with the names of those that
-    the script has changed before torch, or "sys.path" when another torch is found now, and may end this
-    process; `torch_loaded` once torch has been imported, also when it was not loaded ahead.
+    `assumed` are the variables with which the stages were loaded. `stale` is called with the names of those
+    that the script changed before it imports torch, or "sys.path" if another torch is found now, and may end
+    this process. `torch_loaded` is called once torch is imported, even if it was not preloaded.
     """
 
     def __init__(
@@ -150,8 +151,8 @@ class Hidden:
         self._watch_torch = "torch" not in self._group_of
 
     def hide(self) -> None:
-        """From now on they are not there. Python's own packages keep their parts as attributes: others of its
-        modules, which are not run again, count on what they imported."""
+        """Hide the modules from now on. Packages of Python's standard library keep their submodules as
+        attributes, because other standard modules, which do not run again, rely on what they imported."""
         for group, modules in self._groups.items():
             if group[0] in sys.stdlib_module_names:
                 continue
@@ -170,13 +171,14 @@ class Hidden:
         finders.insert(0, self)
 
     def _earlier(self, group: _Group, name: str) -> ModuleType | None:
-        """The module of this name, when an earlier stage loaded it."""
+        """Return the module of this name if an earlier stage loaded it, else None."""
         top, number = group
         found = (self._groups.get((top, before), {}).get(name) for before in range(number))
         return next((module for module in found if module is not None), None)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Part of the import system. Looks only: a script may ask whether there is a torch."""
+        """Find a hidden module; the import system calls this. Reveals nothing: a script may only ask whether
+        torch is installed."""
         if name == "torch" and self._watch_torch:
             return self._watched(name, path, target)
         group = self._group_of.get(name)
@@ -200,7 +202,7 @@ class Hidden:
         return False
 
     def check(self) -> None:
-        """Call `stale` if torch could not be revealed as things are now."""
+        """Call `stale` if torch cannot be revealed with the present variables."""
         if "torch" in self._group_of:
             self._check(self._group_of["torch"][1])
 
@@ -212,8 +214,9 @@ class Hidden:
             self._stale(stale)
 
     def begin(self, group: _Group) -> None:
-        """What comes with the first module of a stage that is not only there because torch needs it. The
-        native libraries that come with others, like numpy, read variables as well."""
+        """Check a stage's variables before its first module is revealed, and apply its other changes with the
+        first of torch's modules. Native libraries of other packages, such as numpy, read variables as well;
+        standard modules need neither."""
         top, number = group
         stage = self._stages[number]
         if number in self._begun or top in sys.stdlib_module_names:
@@ -228,11 +231,11 @@ class Hidden:
         sys.path.extend(entry for entry in stage.path if entry not in sys.path)
         os.environ.update(stage.written)
         self._assumed.update(stage.written)
-        for logger in stage.loggers:  # logging.config disables those that are there before it
+        for logger in stage.loggers:  # logging.config disables loggers that exist already
             logger.disabled = False
 
     def reveal(self, group: _Group) -> None:
-        """All of a group."""
+        """Make all modules of a group visible."""
         modules = self._groups.pop(group, {})
         for name, module in modules.items():
             del self._group_of[name]
@@ -243,7 +246,7 @@ class Hidden:
             self._torch_loaded()
 
     def _watched(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
-        """torch by the ordinary way; its hooks are set once it is loaded."""
+        """Find torch in the ordinary way, and have `torch_loaded` called once it is loaded."""
         spec = self._elsewhere(name, path, target)
         loader: Any = None if spec is None else spec.loader
         if loader is None:
@@ -260,7 +263,7 @@ class Hidden:
 
 
 class _Revealed(Loader):
-    """Hands out a module that is there already, as it was."""
+    """A loader that returns a preloaded module unchanged."""
 
     def __init__(self, hidden: Hidden, group: _Group, module: ModuleType) -> None:
         self._hidden, self._group, self._module = hidden, group, module
@@ -274,7 +277,7 @@ class _Revealed(Loader):
         try:
             module.__spec__ = self._spec
         except AttributeError:
-            pass  # some of torch's modules allow no assignments; then it was not changed in the first place
+            pass  # some of torch's modules allow no assignments, so this one was not changed before either
         self._hidden.reveal(self._group)
 
 
@@ -288,5 +291,5 @@ def _spec_like(module: ModuleType, name: str, loader: Loader) -> ModuleSpec:
 
 
 def _has_file(top: str) -> bool:
-    """False for names that extension modules put into sys.modules with nothing to import behind them."""
+    """Return False for a name that an extension module put into sys.modules and that cannot be imported."""
     return getattr(sys.modules.get(top), "__spec__", None) is not None

@@ -1,10 +1,10 @@
-"""What a script sets before it imports torch, read from its text.
+"""Reads from a script's text which variables it sets before it imports torch.
 
     os.environ["OMP_NUM_THREADS"] = "4"
     import torch
 
-A process that loads torch ahead of such a script sets these first. Only what is plain counts: constants, at
-the top of the script, outside of any condition. The rest is found when the script runs.
+A process that preloads torch for such a script sets these first. Only plain settings count: constants, at the
+top of the script, outside of any condition. Others are found when the script runs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-# What torch's compiler reads when the script first uses it, or an optimizer: a script that names one of these
-# may set it after it has imported torch.
+# Prefixes of variables that torch's compiler reads when the script first uses it, or an optimizer: a script
+# that names one may set it after it has imported torch.
 COMPILER = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_LOGS", "AOTINDUCTOR_", "AOT_INDUCTOR_")
 
 
 def presets(source: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables as they are when the script imports torch; {} for a text that is not Python."""
+    """Return the variables that the script has set when it imports torch; {} if the text is not Python."""
     found: dict[str, str] = {}
     for name, value, default_only in _settings(source):
         if value is None:
@@ -29,12 +29,12 @@ def presets(source: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def computed(source: str) -> set[str]:
-    """Variables that it sets by then to what only the running script knows."""
+    """Return the variables that the script sets before then to values that only running it can tell."""
     return {name for name, value, _ in _settings(source) if value is None}
 
 
 def names_compiler(source: str) -> bool:
-    """Whether the script has to do with variables of torch's compiler."""
+    """Return whether the script names variables of torch's compiler."""
     return any(prefix in source for prefix in COMPILER)
 
 
@@ -42,8 +42,8 @@ _Setting = tuple[str, "str | None", bool]
 
 
 def _settings(source: str) -> Iterator[_Setting]:
-    """(name, value, only when it is not set yet) of each setting before torch is imported, outside of any
-    condition; the value is None where the text does not tell it."""
+    """Yield (name, value, whether only if it is not set yet) for each unconditional setting before torch is
+    imported; the value is None if the text does not tell it."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""A rank before its script begins: like one of torchrun's, with a line to its agent."""
+"""Prepares a rank before its script begins: like a rank of torchrun's, with a link to its agent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jurymast.worker import error_file, link, preload, stack_signal, startup
 
 TEMPORARY_VARIABLE = "JURYMAST_USER_TMPDIR"
 LOG_VARIABLE = "JURYMAST_LOG"
-# Slurm signals a whole job, and the processes around a rank are deaf to that.
+# Signals that the processes around a rank ignore, because Slurm may send them to the whole job; a rank gets
+# the default handlers again.
 AS_BY_DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def users_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """What ranks get of the agent's own environment: the agent keeps its temporary files where the user need
-    not look."""
+    """Return the part of the agent's environment that ranks get, with the user's own TMPDIR."""
     kept = dict(variables)
     theirs = kept.pop(TEMPORARY_VARIABLE, "")
     kept.pop("JURYMAST_HOST_FD", None)
@@ -47,8 +47,8 @@ def begin(
     presets: dict[str, str],
     program: str,
 ) -> None:
-    """In a process just forked from the server `parent`; returns to go on to the script. A `program` takes
-    its place instead."""
+    """Make a process just forked from the server `parent` a rank, and return to run the script. A `program`
+    replaces the process instead."""
     _bind_to_host(parent)
     name_process(name)
     variables = {**environment, **order["environment"]}
@@ -68,7 +68,8 @@ def begin(
 
 
 def _become(program: str, arguments: Sequence[str], variables: dict[str, str]) -> NoReturn:
-    """Its Python, once it starts one that trains, is the rank: see `begin_below`."""
+    """Replace this process by a program. The Python that it starts to train is the rank: see
+    `begin_below`."""
     try:
         os.execvpe(program, [program, *arguments], startup.variables({"below": {}}, variables))
     except OSError as error:
@@ -77,14 +78,14 @@ def _become(program: str, arguments: Sequence[str], variables: dict[str, str]) -
 
 
 def begin_below(loaded: frozenset[str]) -> None:
-    """In a new interpreter that a rank's program has started. One that does not load torch is none of ours,
-    and whatever it prints is its program's to use."""
+    """Prepare a new interpreter that a rank's program has started. It becomes a rank only if it loads torch;
+    its output belongs to its program."""
     this = _Rank(loaded, dict(os.environ), -1, attached=False)
     this.hide([preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in loaded})], os.environ)
 
 
 def begin_cold(loaded: frozenset[str], what: dict[str, Any]) -> None:
-    """In a new interpreter that took a rank's place."""
+    """Prepare a new interpreter that has replaced a rank."""
     _redirect_output(os.environ.get(LOG_VARIABLE, ""))
     this = _Rank(loaded, dict(os.environ), what["log"])
     this.attach()
@@ -93,11 +94,11 @@ def begin_cold(loaded: frozenset[str], what: dict[str, Any]) -> None:
 
 
 def _bind_to_host(parent: int) -> None:
-    """A rank must not outlive its node: the agent's end ends the server, that the ranks.
+    """Make this rank end with the server, which ends with the agent.
 
-    The server may have ended already, unheard; only its id tells. Like a rank of torchrun's it leads a
-    session of its own: Linux may share processors out by session (sched_autogroup), and steps of two ranks on
-    two cores took about 7 % longer when they shared one.
+    The server may have ended before this; only the parent's id shows that. Like a rank of torchrun's, this
+    one leads its own session: Linux may share processors by session (sched_autogroup), and steps of two ranks
+    on two cores took about 7 % longer when they shared a session.
     """
     die_with_parent()
     if os.getppid() != parent:
@@ -109,7 +110,7 @@ def _bind_to_host(parent: int) -> None:
 
 
 class _Log(io.FileIO):
-    """Loses what finds no room: a full disk must not end a training for a line that it prints."""
+    """A log that drops what it cannot write: a full disk must not end a training that prints a line."""
 
     def write(self, data: Any) -> int:
         try:
@@ -137,7 +138,7 @@ def _keep_output_going() -> None:
 
 
 def _rebuild(stream: TextIO, raw: io.FileIO) -> None:
-    """Put `raw` below a stream; the object stays the same, for handlers of logs may have it already."""
+    """Replace a stream's raw file by `raw`. The stream object stays, because log handlers may refer to it."""
     assert isinstance(stream, io.TextIOWrapper)
     encoding, errors, name = stream.encoding, stream.errors, stream.name
     again: Any = stream.__init__  # type: ignore[misc]
@@ -146,7 +147,7 @@ def _rebuild(stream: TextIO, raw: io.FileIO) -> None:
 
 
 def _log_size() -> int:
-    """Bytes in this rank's log so far; -1 when it has none of its own."""
+    """Return the bytes in this rank's log so far; -1 if it has no log of its own."""
     try:
         own, log = os.fstat(1), os.stat(os.environ[LOG_VARIABLE])
     except (OSError, KeyError):
@@ -155,11 +156,11 @@ def _log_size() -> int:
 
 
 def _renew(stages: Sequence[preload.Stage]) -> None:
-    """What every process has for itself, in modules that were loaded before this one was forked."""
+    """Renew the state in preloaded modules that each process must have for itself."""
     modules: dict[str, ModuleType] = {}
     for stage in stages:
         modules.update(stage.modules)
-    # Of what the server froze nothing is collected, and the script's objects are to end with it.
+    # A new __main__: nothing that the server froze is collected, but the script's objects must end with it.
     main, old = ModuleType("__main__"), sys.modules["__main__"]
     vars(main).update(vars(old))
     for name in [name for name, module in sys.modules.items() if module is old]:
@@ -175,8 +176,8 @@ def _renew(stages: Sequence[preload.Stage]) -> None:
 
 
 class _Rank:
-    """A rank that is about to run its script. `log`: bytes in its log when it started, -1 without a log. If
-    it is not `attached`, it becomes a rank when it loads torch."""
+    """A rank that is about to run its script. `log` has the bytes in its log when it started, -1 without a
+    log. If it is not `attached`, it becomes a rank when it loads torch."""
 
     def __init__(
         self, loaded: frozenset[str], variables: dict[str, str], log: int, *, attached: bool = True
@@ -189,7 +190,7 @@ class _Rank:
         self.cold_since = 0.0
 
     def attach(self) -> None:
-        """Let the agent see this rank, and hear how it ends."""
+        """Connect this rank to the agent, and report how it ends."""
         stack_signal.listen()
         self._link = link.current()
         atexit.register(self._ends)
@@ -209,16 +210,17 @@ class _Rank:
         if not self._attached:
             self.attach()
         hooks.watch_steps(self._link)
-        # From the end of the script on it may take long, for uploads say; nobody waits for steps then.
+        # After the script's end the rank may run for long, for example for uploads; no steps are due then.
         threading._register_atexit(self._script_ends)  # type: ignore[attr-defined]
         if self.cold:
             seconds = round(time.monotonic() - self.cold_since, 3)
             self._link.emit(within.ColdStart(why=self.cold, seconds=seconds))
 
     def _stale(self, names: list[str]) -> None:
-        """The script has set these before it imports torch, or a part of torch that is loaded late."""
+        """Start cold because the script has set these variables before it imports torch, or warn if torch is
+        loaded already."""
         if os.getpid() != self._pid:
-            return  # a child of the rank: it cannot begin anew
+            return  # a child of the rank, which cannot start cold
         if not self._has_torch:
             self.start_cold(f"the script sets {', '.join(names)} before it imports torch")
         late = f"the script sets {', '.join(names)} after it imports torch"
@@ -228,7 +230,8 @@ class _Rank:
         self._link.emit(within.ColdStart(why=late, seconds=0.0))
 
     def start_cold(self, why: str) -> NoReturn:
-        """Replace this process by a new interpreter with nothing preloaded, which prints everything again."""
+        """Replace this process by a new interpreter with nothing preloaded. It prints everything again, so
+        the log is cut."""
         what = {"cold": {"why": why, "since": time.monotonic(), "log": self._log}}
         if self._log >= 0:
             os.ftruncate(1, self._log)
@@ -236,12 +239,13 @@ class _Rank:
         os.execve(sys.executable, command, startup.variables(what, self._variables))
 
     def _script_ends(self) -> None:
-        """Its last line is done, its threads and exit handlers are not."""
+        """Report that the script's last line is done; its threads and exit handlers may still run."""
         if os.getpid() == self._pid:
             self._link.enter(link.DONE)
 
     def _ends(self) -> None:
-        """After the script's own exit handlers: the interpreter has printed what ended it."""
+        """Report how the rank ends. Runs after the script's exit handlers, once the interpreter has printed
+        the exception."""
         if os.getpid() != self._pid:
             return
         error = getattr(sys, "last_value", None)

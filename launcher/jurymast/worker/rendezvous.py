@@ -1,8 +1,8 @@
 """A rendezvous in which the supervisor decides the ranks, so that no node waits for others to join.
 
 It is registered with torch under `torchrun.handlers`. Each node listens in advance and reports its port, so
-that the plan can name rank 0's store: nobody binds a fixed port, or meets keys of an earlier attempt. Only
-rank 0's node makes a store of its port, because torch's store lets in everybody who reaches it.
+that the launch can name rank 0's store: nobody binds a fixed port or finds keys of an earlier attempt. Only
+rank 0's node opens a store on its port, because torch's store accepts everybody who reaches it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.distributed.elastic.rendezvous.api import (
 from jurymast.wire.addresses import ADDRESS_VARIABLE, listen_at
 from jurymast.worker.agent_pipe import AgentPipe
 
-# Rank 0's store is listening before the plan is made, so a slow connection means a lost node.
+# Rank 0's store listens before the launch is decided, so a slow connection means a lost node.
 STORE_CONNECT_S = 10.0
 
 
 class AgentRendezvous(RendezvousHandler):
-    """One node's rendezvous; `attempt` is the number of the attempt last joined, `mtbf_s` the mean time
-    between failures that the supervisor expected then, `environment` what the agent adds to the ranks',
-    `cold` whether they start with nothing loaded ahead."""
+    """One node's rendezvous. `attempt` is the number of the attempt last joined, `mtbf_s` the mean seconds
+    between failures that the supervisor expected then, `environment` what the agent adds to the ranks'
+    environment, and `cold` whether they start with nothing preloaded."""
 
     def __init__(self, pipe: AgentPipe, run_id: str) -> None:
         self.pipe = pipe
@@ -49,9 +49,9 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Listen, tell the agent that this node is ready, and wait for the plan.
+        """Listen, tell the agent that this node is ready, and wait for the launch.
 
-        When the run is over the agent ends this process here.
+        Once the run is over, the agent ends this process while it waits.
         """
         self._store = None  # closes the last attempt's server
         with listen_at(os.environ.get(ADDRESS_VARIABLE, "")) as listener:
@@ -73,7 +73,7 @@ class AgentRendezvous(RendezvousHandler):
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """1 when the supervisor wants this attempt stopped: torch's agent then restarts its workers."""
+        """Return 1 if the supervisor wants this attempt stopped: torch's agent then restarts its workers."""
         return int(self.pipe.stop_asked(self.attempt))
 
     def get_run_id(self) -> str:
@@ -89,5 +89,5 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def handler_factory() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torch's entry-point group calls: returns the creator."""
+    """Return the handler's creator; torch calls this through its entry-point group."""
     return create_handler

@@ -1,17 +1,19 @@
-"""How all ranks of an attempt come to save at the same steps, without a word between them.
+"""Makes all ranks of an attempt save at the same steps, although they exchange no messages.
 
 The supervisor proposes a schedule that counts from a step `at` that no rank has reached. Each agent writes it
-into its ranks' page, and its next heartbeat shows it together with how far its ranks are by then. Once every
-agent has shown it, and no rank had reached `at`, every rank is bound to see the proposal at `at`: the
-supervisor journals it and confirms. If some rank was faster, it withdraws it and proposes a later step.
+into its ranks' page, and its next heartbeat shows it together with the steps that its ranks have reached.
+Once every agent has shown it, and no rank had reached `at`, every rank is certain to see the proposal at
+`at`: the supervisor journals and confirms it. If some rank was faster, the supervisor withdraws it and
+proposes a later step.
 
-A rank looks at one word of shared memory at each step. At `at` it follows the schedule if that is confirmed,
-goes on as before if it is withdrawn, and waits if neither is known: then the others are about to learn the
-same. So all ranks do the same at every step, however late a message is. The wait normally does not happen,
-as `at` is some heartbeats ahead; it ends after DOUBT_LIMIT_S if no supervisor comes to decide, and then
-this rank may save at other steps than the rest, which never become a checkpoint.
+A rank reads one word of shared memory at each step. At `at` it follows the schedule if that is confirmed,
+keeps its old one if it is withdrawn, and waits if neither is known: then the other ranks wait for the same
+decision. So all ranks do the same at every step, however late a message is. Normally nobody waits, because
+`at` is some heartbeats ahead. The wait ends after DOUBT_LIMIT_S if no supervisor decides; then this rank may
+save at steps of its own, which never become a checkpoint.
 
-Each rank then shows the number of what it has settled, and the next proposal waits for all of them.
+Each rank then shows the number of the schedule that it has settled, and the next proposal waits for all of
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from jurymast.core.checkpoints.cadence import NEVER, Schedule
 from jurymast.worker.fence import fence
 
 SCHEDULE_BYTES = 64
-# In the machine's own order: such a word is read and written in one piece.
+# In native byte order: such a word is read and written in one piece.
 WORD = struct.Struct("q")
 DOUBT_LIMIT_S = 30.0
 POLL_S = 0.001
@@ -63,7 +65,7 @@ class ScheduleRecord:
         return self[_Word.DECIDED]
 
     def propose(self, schedule: Schedule) -> None:
-        """Never seen half: the number is there last."""
+        """Write a schedule. No rank sees half of it, because its number is written last."""
         self[_Word.NUMBER] = 0
         fence()
         self[_Word.AT] = schedule.at
@@ -76,14 +78,14 @@ class ScheduleRecord:
         self[_Word.DECIDED] = decided
 
     def take(self, schedule: Schedule, decided: int) -> None:
-        """The supervisor's word on when to save: a proposal, with its decision once there is one (else 0)."""
+        """Write the supervisor's proposal, and its decision if there is one (else 0)."""
         if schedule.number != self.number:
             self.propose(schedule)
         if decided:
             self.decide(decided)
 
     def read(self) -> Schedule | None:
-        """What is proposed; None when nothing is, or at the very moment when it changes."""
+        """Return the proposed schedule; None if there is none, or if it is just being written."""
         number = self.number
         fence()
         found = Schedule(number, *(self[word] for word in (_Word.AT, _Word.FIRST, _Word.EVERY)))
@@ -92,15 +94,16 @@ class ScheduleRecord:
 
 
 def wait_for(known: Callable[[], bool]) -> None:
-    """Until `known`, or for DOUBT_LIMIT_S."""
+    """Wait until `known`, at most DOUBT_LIMIT_S."""
     end = time.monotonic() + DOUBT_LIMIT_S
     while not known() and time.monotonic() < end:
         time.sleep(POLL_S)
 
 
 class ScheduleFollower:
-    """One rank's side. `settled` is told the number of each schedule that this rank is done deciding about;
-    a rank whose script has its own cadence does not `repeat` saves. `wait` waits, but not for ever."""
+    """Follows the schedule for one rank. `settled` is called with the number of each schedule that this rank
+    has decided on. Without `repeat`, for scripts with their own cadence, only a schedule's first save is due.
+    `wait` waits until its argument returns true, for a limited time."""
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class ScheduleFollower:
         self._due = NEVER
 
     def due(self, step: int) -> bool:
-        """True when the schedule has `step` saved. To be called once a step, whose heartbeat was made."""
+        """Return whether `step` is to be saved. Must be called once in each step, after its heartbeat."""
         number = self._record.number
         if number != self._seen:
             self._look()
@@ -130,14 +133,14 @@ class ScheduleFollower:
         return step >= self._due
 
     def passed(self, step: int) -> None:
-        """`step` is saved, or was tried to be."""
+        """Note that `step` was saved, or that its save failed."""
         if self._following is not None:
             following = self._following.due_after(step)
             self._due = following if self._repeat or following == self._following.first else NEVER
 
     def next_due(self, step: int) -> int:
-        """The first step after `step` that is to be saved, as far as that is decided; for who does not make
-        every step."""
+        """Return the first step after `step` to be saved, as far as that is decided; for callers that do not
+        stop at every step."""
         if self._record.number != self._seen:
             self._look()
         due = NEVER if self._following is None else self._following.due_after(step)
@@ -152,7 +155,7 @@ class ScheduleFollower:
             self._pending, self._seen = found, found.number
 
     def _settle(self, schedule: Schedule) -> None:
-        """At the schedule's step: follow it or not, as all others do."""
+        """Decide, at the schedule's step, whether to follow it; all ranks decide alike."""
         self._wait(lambda: abs(self._record.decided) >= schedule.number)
         if self._record.decided == schedule.number:
             self._following = schedule

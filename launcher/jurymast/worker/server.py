@@ -1,10 +1,10 @@
-"""The server of a node's ranks: one process with torch loaded, of which the host and all ranks are forks.
+"""The server of a node's ranks: one process with torch loaded, from which the host and all ranks are forked.
 
-torch takes seconds to import, a fork a hundredth of one. The server has one thread and touches no device, so
-its forks are sound. It does what the host asks for over a socket pair, JSON lines:
+Importing torch takes seconds, a fork 10 ms. The server has one thread and touches no device, so that its
+forks are sound. It serves the host over a socket pair, by JSON lines:
 
     host -> server   {"start": {"environment": ..., "arguments": ..., "cold": ...}}
-    server -> host   {"started": PID}, in the order of the questions; {"ended": PID, "code": exit code}
+    server -> host   {"started": PID}, in the order of the requests; {"ended": PID, "code": exit code}
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jurymast.processes import die_with_parent, name_process
 from jurymast.worker import preload, presets, rank
 from jurymast.worker.agent_pipe import FD_VARIABLE
 
-# What ranks will import anyway. Only modules that are safe to fork after: they touch no device.
+# What ranks import anyway; only modules after which a fork is safe, because they touch no device.
 FIRST = ["torch"]
 THEN = [
     "torch.distributed",
@@ -33,16 +33,18 @@ THEN = [
     "torch.distributed.checkpoint.state_dict",
     "jurymast.checkpoint.checkpointer",
 ]
-# The part of it that does without torch's compiler, whose variables a script may set before it uses that.
+# The part of it that does not load torch's compiler; a script may set the compiler's variables before its
+# first use.
 WITHOUT_COMPILER = ["torch.distributed", "torch.nn.parallel"]
-# What is sent to everything in the job must not end the server. Whether to end is the agent's decision.
+# A signal sent to the whole job must not end the server. The agent decides when it ends.
 DEAF_TO = (
     signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
 )  # fmt: skip
 
 
 class ForkServer:
-    """`plan` is the host's (see the agent's `host_plan`); `loaded` the modules of a new interpreter."""
+    """Starts the host and the ranks. `plan` is the host's (see the agent's `host_plan`); `loaded` has the
+    modules of a new interpreter."""
 
     def __init__(self, loaded: frozenset[str], plan: dict[str, Any]) -> None:
         self._loaded, self._plan = loaded, plan
@@ -51,7 +53,7 @@ class ForkServer:
         self._rest = b""
 
     def serve(self) -> None:
-        """Until the host ends, then end like it; returns in the ranks alone."""
+        """Serve until the host ends, then end with its exit code. Returns only in ranks."""
         die_with_parent()
         for number in DEAF_TO:
             signal.signal(number, signal.SIG_IGN)
@@ -84,10 +86,10 @@ class ForkServer:
         )  # fmt: skip
 
     def _load(self, environment: dict[str, str]) -> None:
-        """Load torch and what ranks need of it, with the variables that the script sets first."""
+        """Load torch and the modules that ranks need, with the variables that the script sets first."""
         source = self._source()
         self._presets = presets.presets(source, environment)
-        # Ranks of a script that computes one of torch's variables first start cold, and need nothing of it.
+        # Ranks start cold if the script computes one of torch's variables first; they need less then.
         cold = any(preload.is_native(name) for name in presets.computed(source))
         more = WITHOUT_COMPILER if cold or presets.names_compiler(source) else THEN
         own = preload.Stage(modules={n: m for n, m in sys.modules.items() if n not in self._loaded})
@@ -96,9 +98,9 @@ class ForkServer:
         try:
             self._stages = [own]
             if self._plan["warm"] and not self._plan["program"]:
-                gc.disable()  # nothing of this is garbage; looking for some takes a fifth of the time
+                gc.disable()  # an import makes no garbage, and the search for it takes a fifth of the time
                 self._stages += [preload.load(FIRST, native=True), preload.load(more)]
-                # A rank's collections, the last of them at its end, leave alone what all ranks share: going
+                # A rank's garbage collections, the last of them at its end, skip what all ranks share: going
                 # through it would copy all of its memory, which takes a second.
                 gc.freeze()
                 gc.enable()
@@ -107,8 +109,7 @@ class ForkServer:
             os.environ.update(before)
 
     def _source(self) -> str:
-        """The script's text; "" for a module, which may be anywhere, a program, and what Python will complain
-        of."""
+        """Return the script's text; "" for a module, a program, or a file that cannot be read."""
         if self._plan["module"] or self._plan["program"]:
             return ""
         try:
@@ -118,7 +119,7 @@ class ForkServer:
 
     def _fork(self) -> int:
         with warnings.catch_warnings():
-            # Python 3.12 counts numpy's threads, which numpy itself stops for a fork.
+            # Python 3.12 warns because of numpy's threads, which numpy itself stops before a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
             return os.fork()
 
@@ -137,7 +138,7 @@ class ForkServer:
             os._exit(code)
 
     def _await_rank(self) -> dict[str, Any]:
-        """Serve the host; returns in a rank, with what was asked for."""
+        """Serve the host; returns only in a new rank, with the request for it."""
         while True:
             both: list[Any] = [self._channel, self._wake_r]
             ready, _, _ = select.select(both, [], [])
@@ -162,7 +163,7 @@ class ForkServer:
         return [json.loads(line)["start"] for line in lines]
 
     def _reap(self, *, wait: bool = False) -> None:
-        """Pass the ends of ranks on; end like the host when that has ended."""
+        """Report ranks that have ended to the host; end with the host's exit code if the host has ended."""
         while True:
             options = os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)
             ended = os.waitid(os.P_ALL, 0, options)
@@ -184,16 +185,16 @@ class ForkServer:
 
 
 def _end_group(pid: int) -> None:
-    """What a rank that failed leaves behind, loader workers and the like: they would find out by themselves
-    only after seconds. Its id is nobody else's as long as nobody has waited for it."""
+    """Kill what a failed rank leaves behind, such as loader workers, which would notice only after seconds.
+    The group's id cannot be reused before the rank is reaped."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except OSError:
-        pass  # nothing is left, or it had not come to lead a group
+        pass  # nothing is left, or the rank did not lead a group yet
 
 
 def _end_like(code: int) -> NoReturn:
-    """The agent reads from this process how the host ended."""
+    """End with the host's exit code, or by its signal, from which the agent learns how the host ended."""
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

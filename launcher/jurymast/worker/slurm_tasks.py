@@ -18,8 +18,8 @@ GPUS = (
 
 
 def task_variables(rank: Mapping[str, str], *, each_rank: bool) -> dict[str, str]:
-    """For the rank that torch gave these variables. `each_rank`: Slurm would have started the rank, not a
-    torchrun above it."""
+    """Return Slurm's variables for the rank with these variables of torch. `each_rank`: Slurm would have
+    started the rank itself, not a torchrun."""
     nodes, node = int(rank["GROUP_WORLD_SIZE"]), int(rank["GROUP_RANK"])
     each = int(rank["LOCAL_WORLD_SIZE"]) if each_rank else 1
     local = int(rank["LOCAL_RANK"]) if each_rank else 0
@@ -39,15 +39,15 @@ def task_variables(rank: Mapping[str, str], *, each_rank: bool) -> dict[str, str
 
 
 def own_gpus(node: Mapping[str, str], local_rank: int, each: int) -> dict[str, str]:
-    """What a rank is to see of its node's GPUs: `each` of them, by variables; 0 for all."""
+    """Return the variables that show a rank `each` of its node's GPUs; {} if `each` is 0, for all."""
     names = [name for name in GPUS if name in node] if each else []
     parts = {name: node[name].split(",")[local_rank * each :][:each] for name in names}
     return {name: ",".join(devices) for name, devices in parts.items()}
 
 
 def as_a_task(rank: dict[str, str]) -> None:
-    """Take out of a rank's variables what it would not have without torchrun: its script makes its own store,
-    at a port of its own."""
+    """Remove the variables that a rank would not have without torchrun: its script makes its own store, at a
+    port of its own."""
     for name in [name for name in rank if name.startswith("TORCHELASTIC_")]:
         if name != error_file.PATH_VARIABLE:
             del rank[name]

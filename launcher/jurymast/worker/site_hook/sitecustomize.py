@@ -1,7 +1,7 @@
-"""Runs in a new interpreter before the training script does: see `worker.startup`.
+"""Runs in a new interpreter before the training script: see `worker.startup`.
 
-The agent starts `python -u SCRIPT ARGUMENTS` with this directory in front of PYTHONPATH, and site imports
-this file before Python looks at the script. Nothing of it is left when the script runs.
+The agent starts `python -u SCRIPT ARGUMENTS` with this directory first in PYTHONPATH, and site imports this
+file before Python reads the script. The script finds no trace of it.
 """
 
 import os
@@ -11,7 +11,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _take_back() -> None:
-    """The path as the user has it, so that no child of this process comes here."""
+    """Restore the user's path, so that no child of this process runs this file."""
     sys.path[:] = [entry for entry in sys.path if entry != HERE]
     sys.path_importer_cache.pop(HERE, None)
     _, _, users = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
@@ -23,7 +23,7 @@ def _take_back() -> None:
 
 
 def _import_users() -> bool:
-    """The file of this name that Python would have found; False when there is none."""
+    """Import the sitecustomize that Python would have found; return False if there is none."""
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
@@ -36,14 +36,14 @@ def _import_users() -> bool:
 
 
 def _complain(error: Exception) -> None:
-    """As site does."""
+    """Report the error as site does."""
     sys.stderr.write(
         f"Error in sitecustomize; set PYTHONVERBOSE for traceback:\n{type(error).__name__}: {error}\n"
     )
 
 
 def _begin() -> None:
-    """Returns in ranks."""
+    """Become what the environment says. Returns only in ranks."""
     import json
 
     from jurymast.worker.startup import VARIABLE
@@ -69,12 +69,12 @@ _loaded = frozenset(sys.modules)
 
 try:
     _begin()
-except BaseException:  # whatever it is, the script must not run as if it were a rank
+except BaseException:  # after any error, the script must not run as if it were a rank
     import traceback
 
     traceback.print_exc()
     os._exit(1)
 
 if not _found:
-    # What site expects where there is no such file.
+    # site expects this error if there is no such file.
     raise ImportError("no sitecustomize", name="sitecustomize")
