@@ -1,1 +1,1 @@
-"""Checkpoints in memory: what a node's agent holds, and how ranks and other nodes get at it. No torch."""
+"""Checkpoints in memory: the images that a node's agent holds for ranks and other nodes. No torch."""

@@ -1,4 +1,4 @@
-"""What a node holds: whole images or parts of them, in memory or on its own disk, and who is reading them."""
+"""The copies that a node holds: whole images or parts, in memory or on its own disk, and their readers."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def trusted(data: bytes, key: Key) -> Manifest:
 
 
 class StoredCopy(core.KeptCopy):
-    """One image or part of one. Its bytes lie where the manifest says, in a buffer as in a file.
+    """One image or one of its parts. Its bytes are at the offsets in the manifest, in a buffer or a file.
 
-    With `members` it is the XOR of that part of their images, block by block, and `manifest` is its own: it
-    is served and read again like any, and found by its group only.
+    With `members` it is the XOR of that part of their images, block by block, with a `manifest` of its own.
+    It is served and verified like any other copy, but found only by its group.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StoredCopy(core.KeptCopy):
 
     @property
     def path(self) -> str:
-        """A file that begins with the image; only a copy of all of it has every byte of that."""
+        """The path of a file that begins with the image; it has every byte only if the copy is whole."""
         return self.place.path if isinstance(self.place, MappedBuffer) else str(self.place)
 
     @property
@@ -80,7 +80,7 @@ class StoredCopy(core.KeptCopy):
 
 
 def report_of(manifest: Manifest, tier: str, part: str, members: Sequence[Manifest] = ()) -> msg.CopyReport:
-    """The report of such a copy to the supervisor."""
+    """Return the report to the supervisor about such a copy."""
     return msg.CopyReport(
         tier=tier, step=manifest.step, attempt=manifest.attempt, rank=manifest.rank, world=manifest.world,
         part=part, size_bytes=manifest.size_bytes, common_bytes=manifest.common_bytes,
@@ -99,8 +99,8 @@ def report_of(manifest: Manifest, tier: str, part: str, members: Sequence[Manife
 class CopyTable:
     """The table of copies, and the readers of each buffer. Every method may be called from any thread.
 
-    A buffer that is read stays as it is: who drops its copy asks with `when_idle` to be told when the last
-    reader is gone. `idle` is called for that, in the thread of that reader.
+    A buffer does not change while it is read: whoever drops its copy calls `when_idle` to learn when the last
+    reader is gone. `idle` is called for that, in the thread of the last reader.
     """
 
     idle: Callable[[Callable[[], None]], None] = lambda then: then()
@@ -121,13 +121,13 @@ class CopyTable:
             self._copies[copy.entry] = copy
 
     def remove(self, copy: StoredCopy) -> None:
-        """No longer offer this copy; whoever reads it already can continue."""
+        """Remove this copy from the table; those who read it already can continue."""
         with self._lock:
             if self._copies.get(copy.entry) is copy:
                 del self._copies[copy.entry]
 
     def find(self, key: Key, tiers: tuple[str, ...] = TIERS, group: Group = ()) -> list[StoredCopy]:
-        """Copies of this image or parts of it, best first; with a `group`, of that group's XOR."""
+        """List copies of this image or its parts, best first; with a `group`, copies of that group's XOR."""
         with self._lock:
             found = [
                 copy
@@ -137,8 +137,8 @@ class CopyTable:
         return sorted(found, key=lambda copy: (copy.part != ALL, TIERS.index(copy.tier)))
 
     def manifest(self, key: Key, group: Group = ()) -> tuple[Manifest, int] | None:
-        """(the image's manifest, capacity of the largest buffer it has here or 0); also that of an image
-        which is only part of an XOR."""
+        """Return (the image's manifest, the capacity of its largest buffer here or 0), or None. An image that
+        is only in an XOR here has a manifest as well."""
         found = self.find(key, group=group)
         if found:
             return found[0].manifest, max(copy.capacity for copy in found)
@@ -148,15 +148,16 @@ class CopyTable:
     def acquire(
         self, key: Key, at: int = 0, length: int | None = None, group: Group = ()
     ) -> StoredCopy | None:
-        """A copy that has these bytes (by default all); they do not change until `release`."""
+        """Return a copy with these bytes (by default all), which do not change until `release`, or None."""
         for copy in self.find(key, group=group):
             if copy.has(at, copy.manifest.size_bytes - at if length is None else length) and self.read(copy):
                 return copy
         return None
 
     def acquire_image(self, key: Key) -> list[StoredCopy]:
-        """Copies that have all of the image together: one, or its own part's after the common part's, which
-        may be another rank's. They stay as they are until each is released. Empty when there are none."""
+        """Return the copies that together have the whole image: one, or that of the common part, which may be
+        another rank's, and that of the own part. They do not change until each is released. [] if the image
+        is not here."""
         if whole := self.acquire(key):
             return [whole]
         for own in self.find(key):
@@ -198,10 +199,10 @@ class CopyTable:
 
 
 def local_copies(root: Path) -> list[StoredCopy]:
-    """The complete images under a local directory; their contents are verified only when used.
+    """List the complete images under a local directory; their contents are verified only when used.
 
-    The manifest is written last: an image without one is none, and neither is one of another size, nor what
-    another user may have put there.
+    The manifest is written last: an image without one does not count. Neither does an image of another size,
+    or a file that another user may have put there.
     """
     found: list[StoredCopy] = []
     try:

@@ -1,7 +1,7 @@
-"""Brings an image, or a part of one, together in a buffer, block by block, from all its sources.
+"""Assembles an image, or a part of one, in a buffer, block by block, from all its sources.
 
-A block counts if its hash is right, whoever sent it. So a source that dies or sends wrong bytes costs only
-the blocks that are missing then, and the next source sends them.
+A block counts if its hash is right, no matter who sent it. So if a source dies or sends wrong bytes, the next
+source has to send only the blocks that are still missing.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _BROKEN = (OSError, AuthenticationError, ProtocolError, BadImage)
 
 @dataclass(frozen=True)
 class ImagePeer:
-    """Another node's data server; `hosts` are tried in this order."""
+    """Another node's data server; `hosts` are its addresses, tried in this order."""
 
     node: str
     hosts: tuple[str, ...]
     port: int
 
     def connect(self, access: Access) -> Stream[Served]:
-        """Raises OSError, AuthenticationError, ProtocolError."""
+        """Connect to the data server. Raises OSError, AuthenticationError or ProtocolError."""
         whom = keeper_of(self.node)
         for host in self.hosts[:-1]:
             try:
@@ -72,8 +72,8 @@ class ImagePeer:
         return stream.connect(self.hosts[-1], self.port, access.secret, whom, read_served)
 
     def manifest(self, access: Access, key: Key, group: Group = ()) -> tuple[Manifest, int]:
-        """(the image's manifest, capacity of the buffer it lies in there or 0); with a `group`, that of the
-        group's XOR. Raises what `connect` does, and BadImage."""
+        """Return (the image's manifest, the capacity of its buffer there or 0); with a `group`, those of the
+        group's XOR. Raises what `connect` raises, and BadImage."""
         connection = self.connect(access)
         try:
             connection.send(GetManifest(image=_named(key, group), ways=access.ways))
@@ -90,10 +90,10 @@ class ImagePeer:
 
 @dataclass
 class Filling:
-    """An image on its way into `buffer`. For one thread at a time; `stop` makes it give up soon.
+    """An image that is being assembled in `buffer`, by one thread at a time; `stop` makes it give up soon.
 
-    `origin`: where in the image the buffer begins; `group`: of the XOR that this image is, if it is one.
-    `got`: bytes by tier, `passed_over`: why sources did not serve, a line each.
+    `origin` is the offset in the image at which the buffer begins, `group` that of the XOR if this is one.
+    `got` counts bytes by tier; `passed_over` says why sources did not serve, one line for each.
     """
 
     manifest: Manifest
@@ -115,16 +115,17 @@ class Filling:
 
     @property
     def lacking(self) -> set[str]:
-        """Parts of which something is missing."""
+        """Return the parts that are not complete."""
         return {block.part for block in self.missing}
 
     @property
     def extent(self) -> tuple[int, int]:
-        """[start, end) of the image that this is about."""
+        """The range [start, end) of the image that is to be filled."""
         return (0, self.manifest.size_bytes) if self.part == ALL else self.manifest.extent(self.part)
 
     def keep(self, part: str, tier: str, among: Sequence[Block] | None = None) -> bool:
-        """What the buffer holds of `part` already, or of the blocks `among` it; False when one is corrupt."""
+        """Count blocks of `part`, or the blocks `among` it, that are in the buffer already. Return False if
+        one is corrupt."""
         wanted = self.wanted(part) if among is None else among
         good = [block for block in wanted if hash_block(self.view(block)) == block.hash]
         return self._take(good, tier) == len(wanted)
@@ -133,11 +134,11 @@ class Filling:
         return bool(self.wanted(part))
 
     def view(self, block: Block) -> memoryview:
-        """Where it lies, or is to lie."""
+        """Return the block's place in the buffer."""
         return self.buffer.view(block.at - self.origin, block.at - self.origin + block.length)
 
     def from_file(self, name: str, path: Path | str, part: str, tier: str) -> str:
-        """Why the file did not serve, or ""; `name` is how to call it then."""
+        """Take missing blocks from a file. Return why it did not serve, calling it `name`, or ""."""
         wanted = self.wanted(part)
         good: list[Block] = []
         why = ""
@@ -163,7 +164,8 @@ class Filling:
         return why
 
     def from_peer(self, peer: ImagePeer, access: Access, key: Key, part: str, tier: str) -> None:
-        """`key`: the image there whose part this is; a common part may be another rank's."""
+        """Fetch missing blocks of `part` from the peer's image `key`, which for a common part may be another
+        rank's."""
         wanted = self.wanted(part)
         good, why = pull(peer, access, _named(key, self.group), wanted, self.view, self.stop)
         if self._take(good, tier) < len(wanted):
@@ -189,7 +191,8 @@ def pull(
     stop: threading.Event,
     streams: int = STREAMS,
 ) -> tuple[list[Block], str]:
-    """(blocks that lie in their `target` now, verified; why not the others). Blocks until done or broken."""
+    """Fetch blocks into their `target`. Return (the blocks that are there and verified, why others are not).
+    Returns once all are fetched or the connections have failed."""
     queue = deque(wanted)
     good: list[Block] = []
     reasons: list[str] = []
@@ -225,7 +228,7 @@ def _pull(
     good: list[Block],
     stop: threading.Event,
 ) -> list[str]:
-    """Take blocks from the queue until it is empty; the reasons why some are corrupt."""
+    """Fetch blocks from the queue until it is empty. Return why some are corrupt."""
     asked: deque[Block] = deque()
     reasons = []
     ways = access.ways
@@ -248,13 +251,13 @@ def _pull(
         else:
             reasons.append(f"the block at {block.at} of the {block.part} part is corrupt")
     if reasons and not asked:
-        connection.send(Check(image=image))  # there, or only on its way?
+        connection.send(Check(image=image))  # is it corrupt there, or only in transit?
         _answer(connection, Doubted, access)
     return reasons
 
 
 def _receive(connection: Stream[Served], target: memoryview, way: str) -> str:
-    """Fill `target`; its hash, made piece by piece while the processor's cache has the bytes."""
+    """Fill `target`. Return its hash, made piece by piece while the bytes are in the processor's cache."""
     hasher = xxhash.xxh3_64()
     for piece in connection.receive_pieces(target, way):
         hasher.update(piece)
@@ -262,7 +265,7 @@ def _receive(connection: Stream[Served], target: memoryview, way: str) -> str:
 
 
 def _answer(connection: Stream[Served], kind: type[Answer], access: Access) -> Answer:
-    """Raises ProtocolError for any other."""
+    """Receive an answer of this kind. Raises ProtocolError for any other."""
     answer = connection.receive()
     if isinstance(answer, ManifestFollows | BytesFollow) and answer.way not in access.ways:
         raise ProtocolError(f"an answer that is protected by {answer.way}, which was not offered")

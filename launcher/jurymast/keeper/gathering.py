@@ -1,9 +1,9 @@
-"""Fetching an image's bytes from this node's copies, or other nodes', as `core.keeper.gathering` decides.
+"""Fetches an image's bytes from copies on this node or others, as `core.keeper.gathering` decides.
 
-Also the XOR of one part of several ranks' images: making it, and getting a lost rank's part out of it again.
-It is laid out like an image: block i of its common part is the XOR of block i of all common parts, those that
-are shorter filled up with zeros, and likewise its own part. So every block that goes in or comes out is
-verified by itself, with the manifest of whatever it belongs to.
+Also makes the XOR of one part of several ranks' images, and rebuilds a lost rank's part from it. An XOR is
+laid out like an image: block i of its common part is the XOR of block i of all common parts, shorter ones
+padded with zeros, and the same holds for its own part. So every block that goes in or comes out is verified
+by the manifest of the image or XOR that it belongs to.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from jurymast.keeper.memory import MappedBuffer
 from jurymast.keeper.threads import in_thread
 from jurymast.wire.shield import Access
 
-# What is under way at a time: it comes out of the reserve that `memory` keeps.
+# Blocks under way at a time; they take memory from the reserve that `memory` keeps.
 WINDOW_BLOCKS = 2
-# Without numpy the GIL is held for as long as a piece takes.
+# Without numpy, the GIL is held for the time of one piece.
 PIECE_BYTES = 64 << 10
 
-# (part, offset in it)
+# (part, offset in the part)
 Place = tuple[str, int]
 
 
 @dataclass
 class Mixing:
-    """Ingredients on their way into the memory that `target` names, for a place and a length: None where
-    they are not wanted. `failed`: places for which some ingredient could not be had, `why`: a line each.
+    """XORs ingredients into the memory that `target` returns for a place and a length, or None if that place
+    is not wanted. `failed` has the places for which an ingredient is missing, `why` a line for each.
     """
 
     gathering: Gatherer
@@ -50,7 +50,7 @@ class Mixing:
     failed: set[Place] = field(default_factory=set)
 
     async def add(self, one: Ingredient, manifest: Manifest, part: str) -> None:
-        """This part of an image, which is like that."""
+        """Add this part of the image that has this manifest."""
         blocks = blocks_of(manifest, part)
         for window in _windows(block for block in blocks if self._wants(manifest, block)):
             if self.stop.is_set():
@@ -87,7 +87,8 @@ def place_of(manifest: Manifest, block: Block) -> Place:
 
 
 def empty(members: Sequence[Manifest], part: str) -> Manifest:
-    """Of the XOR of this part of these images, which is not made yet: as long as the longest of them."""
+    """Return the manifest, still without hashes, of the XOR of this part of these images, which is as long as
+    the longest of them."""
     first = members[0]
     common = max(one.common_bytes for one in members) if part == ALL else 0
     own = max(one.size_bytes - one.common_bytes for one in members)
@@ -103,7 +104,8 @@ async def build(
     stop: threading.Event,
     why: list[str],
 ) -> Manifest | None:
-    """Make the XOR in `buffer`; its manifest with hashes, or None when some member is not to be had whole."""
+    """Make the XOR in `buffer`. Return its manifest with hashes, or None if a member is not available
+    whole."""
 
     def target(place: Place, length: int) -> memoryview:
         start = manifest.extent(place[0])[0] + place[1]
@@ -119,7 +121,8 @@ async def build(
 
 
 async def rebuild(gathering: Gatherer, filling: Filling, key: Key, source: msg.Source) -> None:
-    """The blocks that `filling` misses, out of the XOR at `source` and the same part of its other members."""
+    """Rebuild the blocks that `filling` lacks from the XOR at `source` and the same part of its other
+    members."""
     wanted = {place_of(filling.manifest, block): block for block in filling.wanted(source.part)}
 
     def target(place: Place, length: int) -> memoryview | None:
@@ -145,7 +148,7 @@ async def rebuild(gathering: Gatherer, filling: Filling, key: Key, source: msg.S
 
 
 def _windows(blocks: Iterator[Block]) -> Iterator[list[Block]]:
-    """A few blocks at a time, which lie one behind the other."""
+    """Yield a few adjacent blocks at a time."""
     window: list[Block] = []
     for block in blocks:
         if window and (len(window) == WINDOW_BLOCKS or block.at != window[-1].at + window[-1].length):
@@ -157,7 +160,7 @@ def _windows(blocks: Iterator[Block]) -> Iterator[list[Block]]:
 
 
 def xor_into(target: memoryview, data: memoryview) -> None:
-    """As far as both go."""
+    """XOR `data` into `target`, up to the end of the shorter one."""
     length = min(len(target), len(data))
     target, data = target[:length], data[:length]
     numpy = _numpy()
@@ -173,7 +176,7 @@ def xor_into(target: memoryview, data: memoryview) -> None:
 
 @cache
 def _numpy() -> Any:
-    """Where torch is it mostly is as well; None without it."""
+    """Return numpy, which is usually installed with torch, or None."""
     try:
         import numpy
     except ImportError:
@@ -182,7 +185,7 @@ def _numpy() -> Any:
 
 
 def _clear(buffer: MappedBuffer, at: int, length: int) -> None:
-    """Not by a slice: that would hold the GIL."""
+    """Write zeros; not through a slice, which would hold the GIL."""
     if length:
         first = ctypes.c_char.from_buffer(buffer.map, at)
         ctypes.memset(ctypes.addressof(first), 0, length)
@@ -194,7 +197,8 @@ def peer_of(source: msg.Source) -> ImagePeer:
 
 @dataclass(frozen=True)
 class Gatherer:
-    """For the agent's loop; the work is done in threads. `distrust` is told of copies here that are bad."""
+    """Fetches images for the agent's loop; threads do the work. `distrust` is called with bad copies of this
+    node."""
 
     copies: CopyTable
     access: Access
@@ -204,8 +208,8 @@ class Gatherer:
     async def manifest(
         self, key: Key, sources: Sequence[msg.Source], passed_over: list[str], group: Group = ()
     ) -> tuple[Manifest, int] | None:
-        """(the image's manifest, capacity of the buffer it has somewhere, or 0), from whoever has it; with a
-        `group`, that of the group's XOR."""
+        """Return (the image's manifest, the capacity of its buffer or 0) from this node or any source, or
+        None; with a `group`, those of the group's XOR."""
         here = self.copies.manifest(key, group)
         if here is not None:
             return here
@@ -218,8 +222,8 @@ class Gatherer:
         return None
 
     async def fill(self, filling: Filling, key: Key, sources: Sequence[msg.Source]) -> None:
-        """Until nothing is missing or nobody is left to ask. A common part may be of another rank's image:
-        whether it is the same shows in its hashes."""
+        """Fill until nothing is missing or no source is left. A common part may come from another rank's
+        image: its hashes show whether it is the same."""
         gathering = core.Gathering(self.node, sources, of_xor=bool(filling.group))
         while not filling.stop.is_set() and (fetch := gathering.next(filling.lacking)) is not None:
             source = fetch.source

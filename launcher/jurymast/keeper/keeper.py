@@ -1,7 +1,7 @@
-"""The keeper: what a node's agent holds of checkpoints, in memory that outlives the ranks.
+"""The keeper holds a node's images in the agent's memory, which outlives the ranks.
 
-`core.keeper` decides; here are its memory, its messages to ranks, its sockets, and its clock. All of it runs
-in the agent's event loop. Work that takes time runs in threads, which touch only what they were given.
+`core.keeper` decides; this module has its memory, its messages to ranks, its sockets and its clock. All of it
+runs in the agent's event loop. Slow work runs in threads, which touch only what they are given.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Keeper:
         self._acting = self._closed = False
 
     async def start(self) -> None:
-        """Find the images on the local disk, and begin to verify all held images again and again."""
+        """Find the images on the local disk, and begin to verify all held images repeatedly."""
         self._loop = asyncio.get_running_loop()
         self.spawn(scrub(self.copies, self.distrust))
         if self._local_root is not None:
             try:
                 await asyncio.wait_for(self._scan(self._local_root), SCAN_LIMIT_S)
             except asyncio.TimeoutError:
-                pass  # a disk that hangs has nothing for us
+                pass  # images on a disk that hangs do not count
 
     def listen_at(self, address: str) -> None:
         """Serve other agents at this address as well. Raises OSError."""
@@ -110,11 +110,11 @@ class Keeper:
         return f"/proc/{os.getpid()}/fd/{self._page_fd}"
 
     def inventory(self) -> tuple[msg.CopyReport, ...]:
-        """Reports of all copies held, for the supervisor."""
+        """Return reports of all copies held, for the supervisor."""
         return self.machine.inventory()
 
     def room(self) -> Room:
-        """How much memory this node can give to checkpoints, including what it gives already."""
+        """Return how much memory this node can give to checkpoints, including what it gives already."""
         taken = sum(buffer.allocated for buffer in self.buffers.values())
         room = self._room()
         return Room(room.free + taken, room.limit)
@@ -130,7 +130,7 @@ class Keeper:
         self.act(self.machine.ordered(order))
 
     def look(self) -> None:
-        """Handle what ranks have published or requested since the last call; cheap."""
+        """Handle what ranks have published or requested since the last call; costs little."""
         for local, mine in enumerate(self.machine.ranks):
             for slot in mine.slots:
                 if slot.state is SlotState.FREE and memory.published(self._words(local, slot.number)):
@@ -139,7 +139,7 @@ class Keeper:
                 self.act(self.machine.wants(local, want))
 
     def image_published(self, local_rank: int, slot: int, stall_s: float) -> None:
-        """A rank has published an image; `stall_s`: seconds for which its training stood still."""
+        """Handle that a rank has published an image; its training stood still for `stall_s` seconds."""
         ranks = self.machine.ranks
         if 0 <= local_rank < len(ranks) and 0 <= slot < len(ranks[local_rank].slots):
             there = ranks[local_rank].slots[slot]
@@ -164,7 +164,7 @@ class Keeper:
         try:
             found = await in_thread(local_copies, root)
         except OSError:
-            return  # the disk is in trouble: what is known of it will show when it is used
+            return  # the disk fails; images known from it fail when they are used
         self.act(self.machine.scanned(found))
 
     # ---- the storage processes
@@ -178,7 +178,7 @@ class Keeper:
         return self.machine.holding.slot_of(copy) is not None
 
     async def borrow(self, size: int, asked: str) -> MappedBuffer | None:
-        """Memory that is used until `give_back`; None if there is not enough."""
+        """Return a buffer that is used until `give_back`, or None if there is not enough memory."""
         number = next(self._numbers)
         borrower: asyncio.Future[MappedBuffer | None] = asyncio.get_running_loop().create_future()
         self._borrowers[number] = borrower
@@ -291,7 +291,7 @@ class Keeper:
         }  # fmt: skip
         for word, value in words.items():
             record[word] = value
-        record[Word.RESTORE] = RestoreStatus.READY  # the last: the rank goes by it
+        record[Word.RESTORE] = RestoreStatus.READY  # written last, because the rank waits for it
 
     def _words(self, local: int, slot: int) -> SlotRecord:
         return self._records[local].slot(slot)
@@ -312,13 +312,13 @@ class Keeper:
     async def _measure(self) -> None:
         try:
             room = await in_thread(self._room)
-        except RuntimeError as error:  # there is no thread for it
+        except RuntimeError as error:  # no thread can be started
             room = Room(0, str(error))
         allocated = {number: buffer.allocated for number, buffer in self.buffers.items()}
         self.act(self.machine.measured(room, allocated))
 
     def _make(self, effect: do.Make) -> str:
-        """Why that fails, or ""."""
+        """Make buffers; return why that failed, or ""."""
         made: dict[int, MappedBuffer] = {}
         try:
             for number in effect.buffers:
@@ -339,7 +339,8 @@ class Keeper:
         self.act(self.machine.reserved(number, buffer.allocated, why))
 
     async def _work(self, effect: do.FindImages | do.Verify | do.Fetch | do.Mix) -> None:
-        """What goes wrong in it, whatever that is, is its answer as well: others wait for their turn."""
+        """Do slow work and give the machine its answer. An error is an answer as well, because other work
+        waits for its turn."""
         number = effect.number
         try:
             answer = await self._answer(effect)
@@ -386,7 +387,7 @@ class Keeper:
             )
 
     def _in_loop(self, then: Callable[[], None]) -> None:
-        """From any thread."""
+        """Call `then` in the loop; may be called from any thread."""
         if self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(then)
@@ -395,7 +396,7 @@ class Keeper:
 
 
 def _read_image(buffer: MappedBuffer, size: int, manifest_size: int, step: int, rank: int) -> StoredCopy:
-    """An image and the manifest that lies behind it, with hashes made now. Raises BadImage."""
+    """Return the image and the manifest after it, with hashes made now. Raises BadImage."""
     if size < 0 or manifest_size < 0 or size + manifest_size > buffer.capacity:
         raise BadImage("it does not fit into its slot")
     manifest = Manifest.from_bytes(bytes(buffer.view(size, size + manifest_size)))

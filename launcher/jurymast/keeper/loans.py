@@ -38,7 +38,7 @@ class _File:
 
 
 async def lend(keeper: Keeper, key: Key) -> Loan | None:
-    """None when this node has not all of the image."""
+    """Lend an image; None if this node does not have all of it."""
     copies = keeper.copies.acquire_image(key)
     if not copies:
         return None
@@ -61,7 +61,7 @@ async def lend(keeper: Keeper, key: Key) -> Loan | None:
 
 
 async def _lend(keeper: Keeper, copy: StoredCopy) -> _File:
-    """This one, which is read by us, until it is given back."""
+    """Lend this copy, of which we are a reader until it is given back, or a copy of it."""
     place, size = copy.place, copy.manifest.size_bytes
 
     def release() -> None:
@@ -79,7 +79,7 @@ async def _lend(keeper: Keeper, copy: StoredCopy) -> _File:
 
     try:
         buffer = await asyncio.shield(making)
-    except BaseException:  # cancelled, maybe: the thread that copies is not, and both buffers are its own
+    except BaseException:  # for example cancelled: the copying thread goes on, and still needs both buffers
         making.add_done_callback(give_up)
         raise
     if buffer is None:
@@ -89,7 +89,7 @@ async def _lend(keeper: Keeper, copy: StoredCopy) -> _File:
 
 
 async def _copied(keeper: Keeper, source: MappedBuffer, size: int, asked: str) -> MappedBuffer | None:
-    """A buffer with the same image, None when there is no memory for one."""
+    """Copy the image to a new buffer; None if there is no memory for it."""
     buffer = await keeper.borrow(size, asked)
     if buffer is None:
         return None
@@ -106,7 +106,7 @@ async def _copied(keeper: Keeper, source: MappedBuffer, size: int, asked: str) -
 
 
 def _copy(source: MappedBuffer, target: MappedBuffer, size: int) -> None:
-    """Not by slices: those hold the GIL, and with it the agent's heartbeats."""
+    """Copy the bytes; not through slices, which would hold the GIL and delay the agent's heartbeats."""
     if size:
         first, last = (ctypes.c_char.from_buffer(buffer.map) for buffer in (source, target))
         ctypes.memmove(ctypes.addressof(last), ctypes.addressof(first), size)

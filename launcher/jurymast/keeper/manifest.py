@@ -1,12 +1,12 @@
-"""One rank's state at one step: the image, and the manifest that says what is in it.
+"""One rank's state at one step: the image, and the manifest that describes it.
 
-An image is the very bytes that a torch.distributed.checkpoint file has for this rank: items one after
-another, each what `torch.save` writes. So every tier keeps the same bytes, a block hash made once is valid
-everywhere, and storage gets a stock checkpoint by copying byte ranges, without torch.
+An image has exactly the bytes of this rank's torch.distributed.checkpoint file: one item after another, each
+as `torch.save` writes it. So every tier keeps the same bytes, a block's hash is valid everywhere, and storage
+gets a stock checkpoint by copying byte ranges, without torch.
 
-    [ common part: what data-parallel ranks have alike ][ own part: all else ]
+    [ common part: what is equal on data-parallel ranks ][ own part: everything else ]
 
-The two parts are hashed and copied apart: a common part that other nodes have too needs no replica.
+The two parts are hashed and copied separately: a common part that other nodes have as well needs no replica.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ PARTS = (COMMON, OWN)
 
 
 class BadImage(Exception):
-    """A finding, not a failure: these bytes are no image to trust; says why, on one line."""
+    """These bytes are not an image to trust. The message says why, on one line."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor (or this rank's chunk of it), or one value: its extent is `[at, at + length)` of the image.
+    """One tensor (or this rank's chunk of it) or one value, at the bytes `[at, at + length)` of the image.
 
-    `name` is the flat name that DCP gives it, `path` its place in the nested state. For tensors `dtype` is
-    torch's name without "torch.", `shape` the whole tensor's, `offsets` and `sizes` this chunk's, and its
-    plain bytes, row-major, begin at `raw`. A value has `dtype` "" and is what `torch.save` makes of it.
+    `name` is DCP's flat name, `path` the place in the nested state. For a tensor, `dtype` is torch's name
+    without "torch.", `shape` that of the whole tensor, `offsets` and `sizes` are the chunk's, and the
+    payload, in row-major order, begins at `raw`. A value has `dtype` "" and torch.save's bytes.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Written by the rank without `blocks`; the agent adds them, and only then the image counts.
+    """Describes an image. The rank writes it without `blocks`; the image counts once the agent adds them.
 
-    `entries`: how each entry of the user's state was taken (see `checkpoint.state`), with a `digest` where
-    ranks may differ. `blocks`: for each part the xxh3_64 of every `BLOCK_BYTES` of it, the last one shorter.
+    `entries` says how each entry of the user's state was taken (see `checkpoint.state`), with a `digest`
+    where ranks may differ. `blocks` has for each part the xxh3_64 of every `BLOCK_BYTES` and of the rest.
     """
 
     step: int
@@ -86,33 +86,33 @@ class Manifest:
 
     @property
     def common_id(self) -> str:
-        """Equal for two images with the same common part, byte for byte; "" when there is none."""
+        """An id that is equal for images whose common parts have equal bytes; "" without a common part."""
         if not self.common_bytes:
             return ""
         return xxhash.xxh3_128_hexdigest(f"{self.common_bytes} {' '.join(self.blocks[COMMON])}".encode())
 
     def extent(self, part: str) -> tuple[int, int]:
-        """(start, end) of a part in the image."""
+        """Return (start, end) of a part in the image."""
         return (0, self.common_bytes) if part == COMMON else (self.common_bytes, self.size_bytes)
 
     def with_blocks(self, image: memoryview) -> Manifest:
-        """Hash `image`; releases the GIL meanwhile, block by block."""
+        """Return the manifest with hashes of `image`; releases the GIL for each block."""
         hashes = {part: tuple(hash_block(image[a:b]) for a, b in self.spans(part)) for part in PARTS}
         return replace(self, blocks=hashes)
 
     def spans(self, part: str) -> list[tuple[int, int]]:
-        """(start, end) in the image of each block of a part."""
+        """Return (start, end) in the image for each block of a part."""
         start, end = self.extent(part)
         return [(at, min(at + BLOCK_BYTES, end)) for at in range(start, end, BLOCK_BYTES)]
 
     def to_bytes(self) -> bytes:
-        """JSON with a hash over itself, so that a damaged manifest is told from a damaged image."""
+        """Return JSON with a hash of itself, so that a damaged manifest is not taken for a damaged image."""
         text = json.dumps(vars(self), default=vars, separators=(",", ":")).encode()
         return json.dumps({"xxh3_64": xxhash.xxh3_64_hexdigest(text)}).encode() + b"\n" + text
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Raises BadImage."""
+        """Parse a manifest. Raises BadImage."""
         try:
             head, _, text = data.partition(b"\n")
             if foreign.parse(head)["xxh3_64"] != xxhash.xxh3_64_hexdigest(text):
@@ -131,7 +131,7 @@ def hash_block(data: memoryview | bytes) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """The unit in which images are verified and travel: the `number`-th of a part, the bytes
+    """The unit in which images are verified and sent: block `number` of a part, at the bytes
     [at, at + length) of the image."""
 
     part: str
@@ -142,7 +142,7 @@ class Block:
 
 
 def blocks_of(manifest: Manifest, part: str = ALL) -> list[Block]:
-    """Raises BadImage when the manifest's hashes do not fit its sizes."""
+    """List the blocks of a part. Raises BadImage if the manifest's hashes do not fit its sizes."""
     blocks = []
     for one in parts_of(part):
         spans, hashes = manifest.spans(one), manifest.blocks.get(one, ())
@@ -155,5 +155,5 @@ def blocks_of(manifest: Manifest, part: str = ALL) -> list[Block]:
 
 
 def is_intact(view: memoryview, block: Block) -> bool:
-    """Whether the image that `view` begins with has this block whole; releases the GIL meanwhile."""
+    """Return whether this block of the image at the start of `view` has its hash; releases the GIL."""
     return hash_block(view[block.at : block.at + block.length]) == block.hash

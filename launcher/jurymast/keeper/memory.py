@@ -1,10 +1,10 @@
 """The memory that a node gives to checkpoints: how much it can still give, and the buffers that ranks map.
 
-A buffer is a memfd. That is no file in /dev/shm, so neither the size of that mount nor RemoveIPC nor a job's
-own /dev/shm concerns it; it survives the rank that writes into it and is gone with the agent, however that
-dies. Its pages are charged to the cgroup of whoever touches them first, which must be the agent: they count
-against the agent's memory cgroups, up to the root, and against the machine. Beyond a cgroup's limit the
-kernel kills processes of the job, so we ask before we take.
+A buffer is a memfd, not a file in /dev/shm, so that the size of that mount, RemoveIPC and a job's own
+/dev/shm do not matter. It survives the rank that writes into it and always ends with the agent. Its pages are
+charged to the cgroup of the process that touches them first, which must be the agent: they count against the
+agent's memory cgroups, up to the root, and against the machine. Beyond a cgroup's limit the kernel kills
+processes of the job, so `room` is checked before memory is taken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ RESERVE_BYTES = 512 << 20
 
 
 def room(proc: Path = Path("/proc"), mount: Path = MOUNT) -> Room:
-    """How much memory the tightest limit on this process leaves. A limit that cannot be read is ignored."""
+    """Return how much memory the tightest limit on this process leaves. Limits that cannot be read are
+    ignored."""
     rooms = [*_cgroups(proc, mount), *_machine(proc)]
     return min(rooms, key=lambda one: one.free, default=Room(0, f"{proc}/meminfo, which cannot be read"))
 
@@ -44,7 +45,7 @@ def _machine(proc: Path) -> Iterator[Room]:
 
 
 def _cgroups(proc: Path, mount: Path) -> Iterator[Room]:
-    """One for each limit at or above this process's cgroup, of version 2 and of version 1."""
+    """Yield the room under each limit at or above this process's cgroup, for cgroup versions 1 and 2."""
     for cgroup in memory_cgroups(proc / "self" / "cgroup", mount):
         for place in cgroup.upwards():
             if cgroup.version == 1:
@@ -56,9 +57,9 @@ def _cgroups(proc: Path, mount: Path) -> Iterator[Room]:
 
 def _cgroup(place: Path, limit_name: str, used_name: str, prefix: str) -> Iterator[Room]:
     limit, used = number(place / limit_name), number(place / used_name)
-    if limit is not None and used is not None:  # else "max", or not there
+    if limit is not None and used is not None:  # otherwise "max", or missing
         table = _table(place / "memory.stat")
-        # Pages of files that were read can be taken back; half of them, as the kernel reckons MemAvailable.
+        # Cached pages of files can be reclaimed; half of them count, as in the kernel's MemAvailable.
         cache = table.get(f"{prefix}inactive_file", 0) + table.get(f"{prefix}active_file", 0)
         yield _room(limit, used - cache // 2, place / limit_name)
 
@@ -74,11 +75,11 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class MappedBuffer:
-    """A buffer of up to `capacity` bytes; only reserved bytes take memory. Raises OSError. `number`: the
-    keeper's for it.
+    """A buffer of up to `capacity` bytes; only reserved bytes take memory. `number` is the keeper's. Raises
+    OSError.
 
-    The size is sealed: nobody can make the pages under a mapping go away, which would end its user by
-    SIGBUS. `readers` and `when_idle` belong to `copies.Copies`.
+    The size is sealed, so that nobody can remove the pages under a mapping, which would end its user by
+    SIGBUS. `copies.CopyTable` counts the `readers`.
     """
 
     def __init__(self, capacity: int, number: int = 0) -> None:
@@ -106,13 +107,13 @@ class MappedBuffer:
         return os.fstat(self.descriptor).st_blocks * 512
 
     def view(self, start: int, end: int) -> memoryview:
-        """A view of these bytes. The mapping outlives `close` for as long as the view exists."""
+        """Return a view of these bytes. The mapping outlives `close` for as long as the view exists."""
         return memoryview(self.map)[start:end]
 
     def reserve(self, start: int, end: int) -> None:
-        """Take the memory for these bytes, and touch it, so that nobody's first write has to.
+        """Take the memory for these bytes and touch its pages, so that no first write has to.
 
-        Contents stay. Slow the first time: about 3 GB/s; releases the GIL. Raises OSError when there is no
+        Contents stay. Slow the first time (about 3 GB/s); releases the GIL. Raises OSError if there is no
         memory.
         """
         if any(first <= start and end <= last for first, last in self._reserved):
@@ -129,14 +130,14 @@ class MappedBuffer:
         self.reserve(0, self.capacity)
 
     def _touch(self, at: int, length: int) -> None:
-        # Not mmap.madvise: it would hold the GIL, and with it the agent's heartbeats. An older kernel
-        # refuses, and the first writer has its pages cleared then; it cannot fail, they are allocated.
+        # Not mmap.madvise, which would hold the GIL and delay the agent's heartbeats. If an older kernel
+        # refuses, the first write clears the pages; it cannot fail, because they are allocated.
         first = ctypes.c_char.from_buffer(self.map, at)
         address = ctypes.c_void_p(ctypes.addressof(first))
         ctypes.CDLL(None).madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
-        """Give the memory back, as soon as nobody maps it any more."""
+        """Free the memory as soon as no process maps it any more."""
         if self.descriptor < 0:
             return
         os.close(self.descriptor)
@@ -144,11 +145,11 @@ class MappedBuffer:
         try:
             self.map.close()
         except BufferError:
-            del self.map  # a view of it lives: the mapping goes with the last one
+            del self.map  # views still exist: the mapping ends with the last of them
 
 
 def published(words: SlotRecord) -> bool:
-    """Whether the rank has written an image into this free slot."""
+    """Return whether the rank has written an image into this free slot."""
     seq = words[SlotWord.SEQ]
     return seq % 2 == 0 and seq != words[SlotWord.FREED]
 
@@ -165,7 +166,7 @@ def offer(words: SlotRecord, buffer: MappedBuffer) -> None:
 
 
 def install(words: SlotRecord, buffer: MappedBuffer) -> None:
-    """Show the rank an image that it has not written. It can read this slot, but not write into it."""
+    """Give the rank an image that it did not write. It can read this slot, but not write into it."""
     _show(words, buffer, words[SlotWord.SEQ] - 2)
 
 
@@ -177,7 +178,7 @@ def free(words: SlotRecord) -> None:
 def withdraw(words: SlotRecord) -> bool:
     """Take a free buffer from the rank; False if the rank is writing into it."""
     descriptor = words[SlotWord.FD]
-    words[SlotWord.FD] = 0  # from here on the rank does not begin
+    words[SlotWord.FD] = 0  # from now on the rank does not begin to write
     if words[SlotWord.SEQ] != words[SlotWord.FREED]:
         words[SlotWord.FD] = descriptor
         return False

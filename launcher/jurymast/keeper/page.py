@@ -1,10 +1,10 @@
-"""The words that a rank and its agent exchange about memory: one record a local rank, in shared memory.
+"""The words that a rank and its agent exchange about memory: one record per local rank, in shared memory.
 
 Every word has one writer. A slot is a buffer of the agent (a memfd, opened through /proc/<agent>/fd/N) that
-holds one image with its manifest right behind it. The rank may write into a slot only while
-`freed == seq`; it makes `seq` odd when it begins and even when the image and manifest are whole, so the slot
-is the agent's from then on, until the agent says `freed = seq` again. A rank that dies in between leaves
-`seq` odd, and what it wrote is never looked at.
+holds one image with its manifest right after it. The rank may write into a slot only while `freed == seq`; it
+makes `seq` odd when it begins and even when image and manifest are whole. From then on the slot is the
+agent's, until the agent sets `freed = seq` again. If a rank dies in between, `seq` stays odd and nobody reads
+what it wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGE_VARIABLE = "JURYMAST_KEEPER"
 
 
 class Word(IntEnum):
-    """Of a rank's record. Sizes in bytes."""
+    """The words of a rank's record. Sizes are in bytes."""
 
     # the agent's
     REFUSED = 0  # 1: this node cannot give the memory that the rank asked for
@@ -30,17 +30,17 @@ class Word(IntEnum):
     RESTORE_IMAGE = 5  # size of the image in that slot
     RESTORE_MANIFEST = 6  # size of the manifest behind it
     # the rank's
-    WANT = 8  # how large an image with its manifest may become; asks the agent for slots of that size
+    WANT = 8  # largest expected size of image and manifest; asks the agent for slots of that size
     SKIPPED = 9  # saves skipped because no slot was free
     SKIPPED_STEP = 10
 
 
 class SlotWord(IntEnum):
-    """Of one slot, of which a record has `SLOTS`."""
+    """The words of one slot; a record has `SLOTS` of them."""
 
     # the agent's
     FD = 0  # the agent's descriptor; 0: there is no buffer yet
-    GENERATION = 1  # changes with the buffer
+    GENERATION = 1  # changes whenever the buffer does
     CAPACITY = 2
     FREED = 3
     # the rank's
@@ -54,7 +54,7 @@ class RestoreStatus(IntEnum):
     PENDING = 0  # the agent is still fetching
     READY = 1  # the image is in the slot, verified
     ELSEWHERE = 2  # nothing in memory: the ranks look in the shared tier
-    FAILED = 3  # it cannot be brought: the rank waits, for the supervisor decides what its attempt does then
+    FAILED = 3  # it cannot be brought: the rank waits while the supervisor decides about the attempt
 
 
 _SLOT_WORDS = len(SlotWord)
@@ -64,8 +64,8 @@ RANK_BYTES = 8 * RANK_WORDS
 
 
 class _Words:
-    """Single aligned 8-byte words that another process reads, or writes. What this process did before it
-    wrote a word, to the image that the word speaks of above all, is done for whoever reads the word."""
+    """Single aligned 8-byte words that another process reads or writes. Whoever reads a word also sees what
+    its writer wrote before it, above all the image that the word refers to."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
@@ -97,12 +97,12 @@ class SlotRecord(_Words):
 
     @property
     def writable(self) -> bool:
-        """True while the rank may write into it."""
+        """Whether the rank may write into the slot."""
         return self[SlotWord.FD] != 0 and self[SlotWord.FREED] == self[SlotWord.SEQ]
 
 
 def create_page(ranks: int) -> tuple[int, mmap.mmap]:
-    """The agent's side: (descriptor of a memfd, its mapping) with a record for each local rank."""
+    """Create the agent's page, with a record for each local rank. Return (memfd's descriptor, mapping)."""
     descriptor = os.memfd_create("jurymast-keeper", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, max(1, ranks) * RANK_BYTES)
     return descriptor, mmap.mmap(descriptor, 0)

@@ -32,9 +32,9 @@ from jurymast.wire.stream import Stream
 
 Peer = Stream[Request]
 
-# Connections that have not proved yet that they know the run's secret; each holds a thread.
+# Connections that have not yet proved that they know the run's secret; each takes a thread.
 UNPROVEN_MAX = 128
-# After a connection could not be accepted.
+# Pause after a connection could not be accepted.
 REST_S = 0.05
 NOT_HELD = NotServed(why="not held (any more)")
 
@@ -42,7 +42,7 @@ NOT_HELD = NotServed(why="not held (any more)")
 class ImageServer:
     """Serves each connection in its own thread; `port` is the same at all addresses.
 
-    `doubt` is called, in such a thread, with a copy from which somebody got wrong bytes.
+    `doubt` is called, in such a thread, with a copy from which a peer received wrong bytes.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ImageServer:
         threading.Thread(target=self._accept, args=(listener,), name="keeper-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Stop at once; transfers under way fail at the other end."""
+        """Stop at once; transfers under way fail for the other side."""
         with self._lock:
             self._closed.set()
             for connection in [*self._listeners.values(), *self._connections]:
@@ -85,7 +85,7 @@ class ImageServer:
             except OSError:
                 if self._closed.wait(REST_S):
                     return
-                continue  # that connection is gone already, or there is no descriptor for it
+                continue  # the connection is gone already, or no descriptor is left for it
             with self._lock:
                 if self._closed.is_set():
                     connection.close()
@@ -93,7 +93,7 @@ class ImageServer:
                 self._connections.add(connection)
                 self._unproven[connection] = None
                 if len(self._unproven) > UNPROVEN_MAX:
-                    # The oldest: who belongs here needs milliseconds, so a stranger more likely than not.
+                    # The oldest, probably a stranger: agents prove themselves within milliseconds.
                     oldest = next(iter(self._unproven))
                     del self._unproven[oldest]
                     _shut(oldest)
@@ -101,7 +101,7 @@ class ImageServer:
                 threading.Thread(
                     target=self._serve, args=(connection,), name="keeper-serve", daemon=True
                 ).start()
-            except RuntimeError:  # no more threads are allowed here for now
+            except RuntimeError:  # no more threads can be started now
                 self._gone(connection)
                 self._closed.wait(REST_S)
 
@@ -113,7 +113,7 @@ class ImageServer:
             while True:
                 self._answer(peer, peer.receive())
         except (OSError, EOFError, AuthenticationError, ProtocolError):
-            pass  # the other side is done, or it notices: what it has not got in full and verified is nothing
+            pass  # the other side is done, or notices: only blocks received whole and verified count there
         finally:
             self._gone(connection)
 
@@ -163,7 +163,7 @@ class ImageServer:
             return
         manifest, capacity = known
         data = held[0].manifest_bytes if held else manifest.to_bytes()
-        peer.send(ManifestFollows(length=len(data), way=way, capacity=capacity))  # larger than a message
+        peer.send(ManifestFollows(length=len(data), way=way, capacity=capacity))  # too large for a message
         peer.send_bytes(data, way)
 
 
@@ -191,6 +191,6 @@ def _send_from(peer: Peer, copy: StoredCopy, at: int, length: int, way: str) -> 
 
 def _shut(connection: socket.socket) -> None:
     try:
-        connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+        connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits on it
     except OSError:
         pass  # not connected any more

@@ -1,5 +1,5 @@
-"""What takes time for an image: finding what it is like, reading it again (a bit that has flipped in memory
-is found before somebody needs the copy), and bringing it into a buffer."""
+"""Slow work on images: finding their manifests, verifying them again (to find flipped bits before a copy is
+needed), and fetching them into buffers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jurymast.keeper.threads import in_thread
 
 SCRUB_EVERY_S = 600.0
 SCRUB_LOOK_S = 1.0
-# Of one core.
+# Share of one core.
 SCRUB_SHARE = 0.1
 
 Distrust = Callable[[StoredCopy, str], None]
 
 
 async def scrub(copies: CopyTable, distrust: Distrust, every_s: float = SCRUB_EVERY_S) -> None:
-    """Each copy in memory once in `every_s`, one after another."""
+    """Verify each copy in memory once in `every_s` seconds, one after another."""
     while True:
         due = [
             one
@@ -46,7 +46,7 @@ async def scrub(copies: CopyTable, distrust: Distrust, every_s: float = SCRUB_EV
 async def read_again(copies: CopyTable, copy: StoredCopy, distrust: Distrust, share: float = 1.0) -> None:
     """Hash a copy again, using `share` of a core; `distrust` it at the first block that is wrong.
 
-    It is a reader for a block at a time only: a slot that becomes free does not wait for this.
+    It is a reader for only one block at a time, so that freeing a slot does not wait for it.
     """
     buffer = copy.place
     if not isinstance(buffer, MappedBuffer):
@@ -68,7 +68,7 @@ async def read_again(copies: CopyTable, copy: StoredCopy, distrust: Distrust, sh
 
 @dataclass
 class _Going:
-    """`stop`: nobody wants it any more; `manifests`: of the images that were found."""
+    """A task that is running. `stop` is set once nobody needs it; `manifests` are of the images found."""
 
     stop: threading.Event = field(default_factory=threading.Event)
     manifests: list[Manifest] = field(default_factory=list)
@@ -76,7 +76,7 @@ class _Going:
 
 
 class Tasks:
-    """Each by its number. For the agent's loop; what takes time runs in threads."""
+    """The tasks by their numbers, for the agent's loop; slow work runs in threads."""
 
     def __init__(self, copies: CopyTable, gathering: Gatherer) -> None:
         self._copies, self._gathering = copies, gathering
@@ -108,7 +108,7 @@ class Tasks:
         return Found(tuple(report_of(one, PEER, ALL) for one in going.manifests), slot, tuple(why))
 
     async def verify(self, effect: do.Verify) -> bool:
-        """Hash a held copy again. False if it is corrupt or no longer held."""
+        """Hash a held copy again; return False if it is corrupt or no longer held."""
         going, copy = self._of(effect.number), effect.copy
         assert isinstance(copy, StoredCopy)
         assert isinstance(copy.place, MappedBuffer)
@@ -149,8 +149,8 @@ class Tasks:
 
 
 async def _reserve_and(work: Coroutine[Any, Any, None], buffer: MappedBuffer, start: int, end: int) -> str:
-    """Take the memory for a part of the buffer, and at the same time fetch into it. Why the kernel has none,
-    or "", when nobody writes into the buffer any more."""
+    """Take the memory for a part of the buffer while `work` fetches into it. Once nobody writes into the
+    buffer any more, return why the kernel has no memory, or ""."""
     reserving = asyncio.ensure_future(in_thread(buffer.reserve, start, end))
     try:
         await work
@@ -165,8 +165,8 @@ async def _reserve_and(work: Coroutine[Any, Any, None], buffer: MappedBuffer, st
 
 
 def slot_bytes(manifest: Manifest, capacity: int) -> int:
-    """The size in bytes of a buffer that becomes a slot: that of the image's buffer on another node
-    (`capacity`), or else the image's with room to grow. The manifest follows the image."""
+    """Return the bytes of a buffer that becomes a slot: as many as the image's buffer on another node has
+    (`capacity`), or else the image's size with room to grow. The manifest follows the image."""
     if capacity:
         return max(manifest.size_bytes, capacity)
     values = sum(item.length for item in manifest.items if not item.is_tensor)
@@ -174,7 +174,8 @@ def slot_bytes(manifest: Manifest, capacity: int) -> int:
 
 
 def _add_manifest(copy: StoredCopy, buffer: MappedBuffer) -> int:
-    """The manifest goes behind the image, without hashes if those have no room. Its size; 0: no room."""
+    """Write the manifest after the image, without hashes if there is no room for them. Return its bytes, or 0
+    if there is no room."""
     start = copy.manifest.size_bytes
     for data in (copy.manifest_bytes, replace(copy.manifest, blocks={}).to_bytes()):
         if start + len(data) <= buffer.capacity:
