@@ -1,5 +1,5 @@
-"""Taking images out of memory: to local disk, to shared storage as a stock DCP directory, to an object store.
+"""Writes images to local disk, to shared storage as a stock DCP directory, and to an object store.
 
-Storage may hang for minutes, so all of it happens in a process of its own, which can be killed
-(`python -m jurymast.storage`); `processes` is the agent's side of it.
+Storage may hang for minutes, so separate processes do this, which can be killed
+(`python -m jurymast.storage`); `processes` is the agent's side.
 """

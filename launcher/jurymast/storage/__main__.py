@@ -35,14 +35,14 @@ from jurymast.storage.orders import (
     read_told,
 )
 
-# To the ranks, while it writes. Not while it imports torch: on a busy node that took minutes then, and no
-# checkpoint got to storage before its end.
+# How much nicer than the ranks this process is while it writes. Not while it imports torch: on a busy node
+# that took minutes, during which no checkpoint got to storage.
 NICE = 10
 STARTED_NICE = os.getpriority(os.PRIO_PROCESS, 0)
 
 
 class Service:
-    """Hands orders to one thread a tier."""
+    """Passes orders to one thread per tier."""
 
     def __init__(self, output: int) -> None:
         self._output = output
@@ -82,14 +82,14 @@ def _carried_out(order: AnyOrder, job: Job) -> Answer:
         done = _carry_out(order, job)
     except StorageFailure as failure:
         return StorageFailed(why=str(failure))
-    except Exception as error:  # a mistake of ours must be heard of, and must not end the others' work
+    except Exception as error:  # a bug must be reported, and must not end other orders
         sys.excepthook(*sys.exc_info())
         return StorageFailed(why=f"unexpected {one_line(error)}")
     return msgspec.structs.replace(done, seconds=round(job.seconds, 3))
 
 
 def _be_nice() -> None:
-    """This thread, and those that it starts from now on."""
+    """Make this thread, and the threads that it starts from now on, nicer."""
     os.setpriority(os.PRIO_PROCESS, 0, min(STARTED_NICE + NICE, 19))
 
 

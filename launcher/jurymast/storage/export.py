@@ -1,6 +1,7 @@
-"""`python -m jurymast.storage.export SOURCE TARGET torch|safetensors`: one checkpoint as one file.
+"""`python -m jurymast.storage.export SOURCE TARGET torch|safetensors` writes one checkpoint as one file.
 
-A process of its own, for it needs torch, which commands start without. What went wrong is one line on stderr.
+This is a process of its own, because it needs torch, which commands do not import. An error is one line on
+stderr.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ INSTALL = "pip install safetensors"
 
 
 def export(source: Path, target: Path, form: str) -> int:
-    """Write what the DCP directory `source` has to the new file `target`; returns how many of its values the
-    form has no place for. Raises OSError, and whatever torch raises.
+    """Write the contents of the DCP directory `source` to the new file `target`. Return how many values were
+    left out because the form cannot hold them. Raises OSError, and whatever torch raises.
     """
     save = _saver(form)
     state = _load(source)
@@ -28,14 +29,14 @@ def export(source: Path, target: Path, form: str) -> int:
         left_out = save(state, temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.link(temporary, target)  # unlike a rename it never replaces a file
+        os.link(temporary, target)  # unlike a rename, this never replaces a file
     finally:
         temporary.unlink(missing_ok=True)
     return left_out
 
 
 def _load(source: Path) -> dict[str, Any]:
-    """All of it in CPU memory, nested as it was saved."""
+    """Load the whole checkpoint into CPU memory, nested as it was saved."""
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -44,13 +45,13 @@ def _load(source: Path) -> dict[str, Any]:
 
     state: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()
-    with foreign.own_directory(source) as place:  # what is unpickled runs as this user
+    with foreign.own_directory(source) as place:  # unpickling runs code as this user
         _load_state_dict(state, storage_reader=reader(place), planner=planner, no_dist=True)
     return {key: decode(value) for key, value in state.items()}
 
 
 def _saver(form: str) -> Callable[[dict[str, Any], Path], int]:
-    """How to save a state, to a path; returns how many values were left out."""
+    """Return the function that saves a state to a path and returns how many values were left out."""
     if form == "torch":
         import torch
 
@@ -74,7 +75,7 @@ def _saver(form: str) -> Callable[[dict[str, Any], Path], int]:
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything that is no dict or list."""
+    """Yield (dotted name, value) for everything that is not a dict or list."""
     if isinstance(tree, dict | list):
         pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
         for key, value in pairs:

@@ -1,7 +1,7 @@
-"""Which rank writes which items of its image, so that all files together are one DCP checkpoint; and the
-`.metadata` file that makes it a stock one, which torch itself writes.
+"""Decides which rank writes which items of its image, so that all files together are one DCP checkpoint, and
+has torch write the `.metadata` file that completes it.
 
-Functions that need torch import it: only the process of one node calls them.
+Functions that need torch import it, because only the process of one node calls them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jurymast.keeper.manifest import Item, Manifest
 from jurymast.storage.orders import StorageFailure
 from jurymast.storage.source import Range, merged
 
-Holder = tuple[int, int]  # a rank, and the number of the item among its manifest's
+Holder = tuple[int, int]  # a rank, and the number of the item in its manifest
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One item as the checkpoint has it: under this name and path, at [offset, offset + length) of `file`."""
+    """One item in the checkpoint: its name and path, and its place [offset, offset + length) in `file`."""
 
     item: Item
     name: str
@@ -36,7 +36,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Layout:
-    """`writes`: for each rank the numbers of the items that it writes, in the order of its image."""
+    """Who writes what. `writes` has for each rank the numbers of its items, in the order of its image."""
 
     manifests: dict[int, Manifest]
     writes: dict[int, list[int]]
@@ -57,18 +57,18 @@ class Layout:
 
 
 def file_name(rank: int) -> str:
-    """As torch's own writer names a rank's first file."""
+    """Return the name that torch's writer gives to a rank's first file."""
     return f"__{rank}_0.distcp"
 
 
 def ranges(manifest: Manifest, numbers: Sequence[int]) -> list[Range]:
-    """Where in its image the items are that a rank writes, ascending."""
+    """Return the ranges of the image that a rank writes, ascending."""
     extents = _extents(manifest)
     return merged(sorted(extents[number] for number in numbers))
 
 
 def _extents(manifest: Manifest) -> list[Range]:
-    """(start, end) of each item with the padding behind it, so that what is aligned in the image stays so."""
+    """Return (start, end) of each item with the padding after it, so that alignment is kept."""
     order = sorted(range(len(manifest.items)), key=lambda number: manifest.items[number].at)
     ends = [manifest.items[number].at for number in order[1:]] + [manifest.size_bytes]
     found: list[Range] = [(0, 0)] * len(order)
@@ -78,10 +78,10 @@ def _extents(manifest: Manifest) -> list[Range]:
 
 
 def decide(manifests: dict[int, Manifest]) -> Layout:
-    """All ranks' manifests -> who writes what. Raises StorageFailure when they do not fit together.
+    """Decide from all ranks' manifests who writes what. Raises StorageFailure if they do not fit together.
 
-    Entries that differ between ranks are written by each, all else once: what several ranks have alike in
-    their common parts is spread over them, of other copies the lowest rank's is taken.
+    Every rank writes entries that differ between ranks; everything else is written once. Items of equal
+    common parts are spread over the ranks that have them; the lowest rank writes other items.
     """
     entries = _entries(manifests)
     writes: dict[int, list[int]] = {rank: [] for rank in sorted(manifests)}
@@ -107,7 +107,7 @@ def decide(manifests: dict[int, Manifest]) -> Layout:
 
 
 def _entries(manifests: dict[int, Manifest]) -> dict[str, dict[str, Any]]:
-    """How each entry is saved: once a rank when digests differ, or some ranks have none of it."""
+    """Return how each entry is saved: once per rank if digests differ, or if some ranks lack the entry."""
     keys = {key: None for rank in sorted(manifests) for key in manifests[rank].entries}
     found = {}
     for key in keys:
@@ -123,7 +123,7 @@ def _assign(
     holders: dict[tuple[str, tuple[int, ...]], list[Holder]],
     writes: dict[int, list[int]],
 ) -> None:
-    # Byte for byte the same common part: every rank of a group has every item of it, at the same place.
+    # Ranks whose common parts have equal bytes: each has every item of the common part, at the same place.
     groups: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(manifests):
         groups[manifests[rank].common_id].append(rank)
@@ -148,7 +148,7 @@ def _assign(
 
 
 def _check(manifests: dict[int, Manifest], holders: dict[tuple[str, tuple[int, ...]], list[Holder]]) -> None:
-    """Every name is one thing on all ranks, and the chunks of each tensor are all of it."""
+    """Check that a name means the same on all ranks, and that the chunks of each tensor cover it."""
     kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
     covered: Counter[str] = Counter()
     for (name, _), theirs in holders.items():
@@ -182,7 +182,8 @@ METADATA = ".metadata"
 
 
 def preload() -> None:
-    """Import torch; seconds, once in a process, a fifth of them for garbage that is not there."""
+    """Import torch, which takes seconds, once in a process. Without garbage collection it is a fifth
+    faster."""
     gc.disable()
     import torch.distributed.checkpoint  # noqa: F401
 
@@ -190,9 +191,9 @@ def preload() -> None:
 
 
 def write_metadata(directory: Path, stored: Iterable[Stored]) -> FileRecord:
-    """Write DCP's metadata of what `stored` says is in the files of `directory`. Raises OSError.
+    """Write DCP's metadata for the items `stored` in the files of `directory`. Raises OSError.
 
-    It is what DefaultSavePlanner and FileSystemWriter would have made of the same state.
+    It is what DefaultSavePlanner and FileSystemWriter would have written for the same state.
     """
     import torch
     from torch.distributed.checkpoint import FileSystemWriter

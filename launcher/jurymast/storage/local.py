@@ -1,9 +1,9 @@
-"""Images on a node's own disk: they survive the agent and, after a reboot, the node.
+"""Images on a node's own disk, which survive the agent and a reboot of the node.
 
 ROOT/step-00000100.a0003/rank-00007.image       the image's bytes
 ROOT/step-00000100.a0003/rank-00007.manifest    written last: without it the image does not count
 
-The directory that ROOT is in must be this user's alone.
+ROOT's parent directory must belong to this user and be closed to others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ State = tuple[int, int]  # step, attempt
 
 
 class LocalDirectory:
-    """One run's images on one node, for the process that writes them; `keeper.copies` reads them."""
+    """One run's images on one node's disk, for the process that writes them; `keeper.copies` reads them."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
@@ -40,7 +40,7 @@ class LocalDirectory:
         return self.root / f"step-{step:08d}.a{attempt:04d}"
 
     def states(self) -> list[State]:
-        """(step, attempt) of what is here, whole or not, the newest attempt's newest step first."""
+        """List (step, attempt) of the states here, whole or not, by attempt and step, newest first."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
@@ -49,7 +49,7 @@ class LocalDirectory:
         return sorted(found, key=lambda state: (state[1], state[0]), reverse=True)
 
     def ranks(self, step: int, attempt: int) -> set[int]:
-        """Whose images of a state were written to their end. Raises OSError."""
+        """Return the ranks whose images of a state are complete. Raises OSError."""
         try:
             names = os.listdir(self.path(step, attempt))
         except FileNotFoundError:
@@ -57,14 +57,14 @@ class LocalDirectory:
         return {int(match[1]) for name in names if (match := _IMAGE.fullmatch(name))}
 
     def prune(self, keep: int, protect: Collection[State] = ()) -> list[State]:
-        """Remove all but the newest `keep` states and those in `protect`; returns what went."""
+        """Remove all but the newest `keep` states and those in `protect`; return the removed states."""
         gone = [state for state in self.states()[max(0, keep) :] if state not in protect]
         for step, attempt in gone:
             self._remove(self.path(step, attempt))
         return gone
 
     def sweep(self) -> None:
-        """Remove what a storage process that was killed left: images without a manifest, temporary files."""
+        """Remove what a killed storage process left: images without a manifest, and temporary files."""
         for step, attempt in self.states():
             place = self.path(step, attempt)
             ranks = self.ranks(step, attempt)
@@ -75,7 +75,7 @@ class LocalDirectory:
                 place.rmdir()
 
     def _remove(self, place: Path) -> None:
-        # Manifests first: images that lose theirs do not count, whatever happens next.
+        # Manifests first: an image without a manifest does not count, even if this is interrupted.
         for manifest in place.glob("*.manifest"):
             manifest.unlink(missing_ok=True)
         shutil.rmtree(place)
@@ -92,7 +92,7 @@ def write(order: WriteLocal, job: Job) -> Done:
 
 
 def remove(root: Path) -> None:
-    """All of one run's images, best effort."""
+    """Remove all of one run's images, best effort."""
     try:
         check_private(root.parent)
     except OSError:
@@ -128,7 +128,7 @@ def _write_all(directory: LocalDirectory, order: WriteLocal, job: Job) -> Done:
 
 
 def _make_room(directory: LocalDirectory, needed: int, state: State) -> None:
-    """When the new images do not fit beside the old ones, the oldest must go first; the newest stays."""
+    """Remove the oldest states until the new images fit; the newest state stays."""
     for fewer in range(KEEP - 1, 0, -1):
         free = free_bytes(directory.root)
         if free is None or free > needed:

@@ -1,7 +1,7 @@
-"""Complete checkpoints in an object store, through fsspec: S3 and what speaks it, or any store fsspec knows.
+"""Complete checkpoints in an object store, through fsspec: S3 and compatible stores, or any that fsspec has.
 
 URL/RUN/step-00000100/...             the files of the shared directory
-URL/RUN/step-00000100/jurymast.seal   what the run's key vouches for of them: keyed hashes, see `Key`
+URL/RUN/step-00000100/jurymast.seal   their hashes with the run's key: see `BucketKey`
 URL/RUN/step-00000100/jurymast.json   uploaded last, removed first: without it a checkpoint does not count
 """
 
@@ -42,13 +42,13 @@ HASH_BYTES = 32
 
 
 class BucketKey:
-    """Vouches, by keyed hashes of the files, for what one run has in a bucket that others may write to."""
+    """Proves by keyed hashes that one run wrote the files in a bucket to which others may write."""
 
     def __init__(self, secret: bytes, run: str) -> None:
         self._key = hmac.digest(secret, f"bucket|{run}".encode(), "sha256")
 
     def hasher(self, name: str) -> Any:
-        """To be fed with what is in the file of this name."""
+        """Return the keyed hash object for the file of this name; the caller feeds it the contents."""
         return hashlib.blake2b(f"{name}\0".encode(), key=self._key, digest_size=HASH_BYTES)
 
     def seal(self, step: int, manifest: bytes, files: dict[str, str]) -> bytes:
@@ -56,8 +56,8 @@ class BucketKey:
         return json.dumps({**values, "seal": self._of(values)}).encode()
 
     def vouched(self, step: int, manifest: bytes, sealed: bytes) -> dict[str, str]:
-        """The keyed hashes of the step's files, by name. Raises StorageFailure when this run has not sealed
-        it so."""
+        """Return the keyed hashes of the step's files, by name. Raises StorageFailure if this run did not
+        make the seal for this step and manifest."""
         try:
             values = foreign.parse(sealed)
             seal = values.pop("seal")
@@ -80,16 +80,16 @@ class BucketKey:
 log = logging.getLogger("jurymast.storage")
 
 PART_BYTES = 32 << 20
-SMALL_BYTES_MAX = 256 << 20  # manifests of a hundred thousand ranks have less
+SMALL_BYTES_MAX = 256 << 20  # manifests of a hundred thousand ranks are smaller
 PARTS_MAX = 9000  # S3 allows 10,000 parts a file
-# A store that is away for a moment costs a moment; pauses before further tries.
+# Pauses in seconds before further tries, for a store that fails for a moment.
 PAUSES_S = (0.5, 2.0, 8.0)
 TIMEOUTS_S = {"connect_timeout": 10, "read_timeout": 60}
 INSTALL = "pip install 'jurymast[object]'"
 
 
 class ObjectStore:
-    """The checkpoints of one run, which `secret` is of. `options` go to fsspec. Methods raise StorageFailure,
+    """The checkpoints of the run that has this `secret`. `options` go to fsspec. Methods raise StorageFailure
     with the url."""
 
     def __init__(self, url: str, run: str, secret: bytes, options: dict[str, Any] | None = None) -> None:
@@ -111,7 +111,7 @@ class ObjectStore:
     # ---- what is there
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, newest first."""
+        """List the steps with a complete checkpoint, newest first."""
         names = self._tried("", lambda: self._listed(self._base))
         found = [step for name in names if (step := step_of(name)) is not None]
         return [step for step in sorted(found, reverse=True) if self._is_complete(step)]
@@ -134,7 +134,7 @@ class ObjectStore:
         return data
 
     def _vouched(self, step: int, manifest: bytes) -> dict[str, str]:
-        """Keyed hashes of the step's files, by name."""
+        """Return the keyed hashes of the step's files, by name."""
         try:
             return self._key.vouched(step, manifest, self._read(step, SEAL))
         except StorageFailure as error:
@@ -148,7 +148,7 @@ class ObjectStore:
         return bool(self._tried(path, lambda: self._files.exists(path)))
 
     def _is_whole(self, step: int, manifest: CheckpointManifest) -> bool:
-        """True when all files are there in full length."""
+        """Return whether all files exist in full length."""
         place = self._path(step, "").rstrip("/")
         found = self._tried(place, lambda: self._files.ls(place, detail=True))
         sizes = {one["name"].rpartition("/")[2]: one["size"] for one in found}
@@ -157,7 +157,7 @@ class ObjectStore:
     # ---- to the store
 
     def upload(self, directory: CheckpointDirectory, step: int, job: Job) -> Done:
-        """Upload a complete checkpoint, each file checked against its hash on the way."""
+        """Upload a complete checkpoint, checking each file against its hash."""
         try:
             manifest = directory.manifest(step)
             directory.check_sizes(step, manifest)
@@ -166,9 +166,9 @@ class ObjectStore:
         if self._is_complete(step):
             if self.manifest(step) == manifest and self._is_whole(step, manifest):
                 return Done(existing=True, published=True)
-            self.remove(step)  # damaged, or of another attempt: never a mixture of the two
+            self.remove(step)  # damaged, or of another attempt: the two must not mix
         place = directory.path(step)
-        # `.metadata` last but for the manifest: stock readers take a directory without it for none
+        # `.metadata` last except for the manifest: stock readers ignore a directory without it
         first = [record for record in manifest.files if record.name != ".metadata"]
         last = [record for record in manifest.files if record.name == ".metadata"]
         keyed: dict[str, str] = {}
@@ -190,7 +190,7 @@ class ObjectStore:
             raise StorageFailure(f"{path} differs from what was uploaded: upload the step again")
 
     def _upload(self, source: Path, step: int, record: FileRecord, job: Job) -> str:
-        """Its keyed hash."""
+        """Upload one file; return its keyed hash."""
         path = self._path(step, record.name)
         keyed: str = self._tried(path, lambda: self._send(source, path, record, job), job)
         size = self._size(path)
@@ -221,7 +221,7 @@ class ObjectStore:
             raise
 
     def remove(self, step: int) -> None:
-        """The manifest first: from then on the checkpoint does not count."""
+        """Remove a checkpoint, its manifest first, so that it no longer counts."""
         place = self._path(step, "").rstrip("/")
         if self._is_complete(step):
             manifest = self._path(step, MANIFEST)
@@ -231,8 +231,8 @@ class ObjectStore:
     # ---- from the store
 
     def fetch(self, step: int, directory: CheckpointDirectory, job: Job, *, unsealed: bool = False) -> None:
-        """Download a checkpoint, verify it, and publish it in `directory`. `unsealed`: accept also one
-        that is not sealed with the run's key."""
+        """Download a checkpoint, verify it, and publish it in `directory`. With `unsealed`, accept one that
+        is not sealed with the run's key."""
         manifest, data = self._manifest(step)
         keyed = None if unsealed else self._vouched(step, data)
         if manifest.step != step:
@@ -288,7 +288,7 @@ class ObjectStore:
         return int(self._tried(path, lambda: self._files.info(path))["size"])
 
     def _tried(self, path: str, work: Callable[[], Any], job: Job | None = None) -> Any:
-        """The result of `work`, tried again when the store fails; what local disks say is final."""
+        """Return the result of `work`, trying again if the store fails, but not if a local disk does."""
         for pause in (*PAUSES_S, None):
             if job is not None:
                 job.check()
@@ -328,7 +328,7 @@ def _discard(target: Any) -> None:
 
 
 def upload(order: Upload, job: Job) -> Done:
-    """Raises StorageFailure."""
+    """Upload a checkpoint as ordered. Raises StorageFailure."""
     try:
         secret = RunDirectory(order.run_directory).secret()
     except RunDirectoryError as error:

@@ -1,5 +1,5 @@
-"""Orders to the storage process and its answers, one JSON object per line; and an order while it is
-carried out: its limits, and its progress reports."""
+"""Orders to the storage process and its answers, one JSON object per line; and jobs, which carry an order out
+within its limits and report progress."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LIMIT_S = 1800.0
 
 
 class ImageAt(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's image, in the agent's memory (`/proc/PID/fd/N`) or in a file; `common_path` begins with its
-    common part, unless `path` does. `manifest`: its content."""
+    """A rank's image, in the agent's memory (`/proc/PID/fd/N`) or in a file. The file at `common_path` begins
+    with its common part, unless the one at `path` does. `manifest` has the manifest's text."""
 
     rank: int
     path: str
@@ -34,7 +34,7 @@ class ImageAt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of, omit_defaults=True):
-    """`id` is its number; it fails when it takes longer than `limit_s`."""
+    """An order. `id` is its number; it fails if it takes longer than `limit_s`."""
 
     tier: ClassVar[str]
     id: int = 0
@@ -42,7 +42,7 @@ class _Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind
 
 
 class WriteLocal(_Order, frozen=True, kw_only=True):
-    """These images of a state to the local disk, in `root`."""
+    """Write these images of a state to `root` on the local disk."""
 
     tier: ClassVar[str] = LOCAL
     root: str
@@ -52,9 +52,9 @@ class WriteLocal(_Order, frozen=True, kw_only=True):
 
 
 class WriteShared(_Order, frozen=True, kw_only=True):
-    """This node's images of a state, of `world` ranks, to the shared checkpoint in `root`. All nodes are told
-    the same `nonce`; the one that leads brings their parts together, for the run `run` in its directory, and
-    then leaves the newest `keep` checkpoints, if given."""
+    """Write this node's images of a state of `world` ranks to the shared checkpoint in `root`. All nodes get
+    the same `nonce`. The lead completes the checkpoint, for the run `run` with its directory, and then keeps
+    only the newest `keep` checkpoints, if given."""
 
     tier: ClassVar[str] = SHARED
     root: str
@@ -70,13 +70,13 @@ class WriteShared(_Order, frozen=True, kw_only=True):
 
 
 class Warm(_Order, frozen=True, kw_only=True):
-    """Load what a lead needs, before it has to be quick."""
+    """Load in advance what the lead needs."""
 
     tier: ClassVar[str] = SHARED
 
 
 class Upload(_Order, frozen=True, kw_only=True):
-    """A complete step of the directory `root` to `url`/`run`, sealed with the key of that run."""
+    """Upload a complete step of the directory `root` to `url`/`run`, sealed with the key of that run."""
 
     tier: ClassVar[str] = OBJECT
     root: str
@@ -87,14 +87,14 @@ class Upload(_Order, frozen=True, kw_only=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=kind_of):
-    """The order with this number."""
+    """Cancel the order with this number."""
 
     id: int
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="said", tag=kind_of, omit_defaults=True):
-    """So many bytes were written. `existing`: all of it was there already. `published`: the checkpoint is
-    there under its final name; only then its images may go."""
+    """The order is done, and this many bytes were written. `existing`: the step existed already. `published`:
+    the checkpoint has its final name; only then may its images be dropped."""
 
     id: int = 0
     bytes: int = 0
@@ -106,7 +106,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="said", tag=kind
 class StorageFailed(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="said", tag=kind_of, omit_defaults=True
 ):
-    """Why, in one line that names the path and what to do."""
+    """The order failed; `why` names the path and what to do, on one line."""
 
     id: int = 0
     why: str
@@ -123,25 +123,25 @@ read_answer: Callable[[bytes], Answer | Strange] = reader(Answer)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Files that are written or sent at the same time.
+# The number of files written or sent at the same time.
 STREAMS = 4
 
 PROGRESS_EVERY_S = 1.0
 POLL_S = 0.05
 POLL_S_MAX = 0.5
-# Of the ranks of a run so many are looked for in a second, by the nodes together.
+# All nodes together look for the files of this many ranks in a second.
 RANKS_A_SECOND = 20_000.0
-# The directory in which something is waited for.
+# How often the view of a directory is renewed while something is awaited there.
 RENEW_EVERY_S = 2.0
 
 
 class StorageFailure(Exception):
-    """An order that cannot be carried out; one line that names the path and what to do."""
+    """An order cannot be carried out; the message names the path and what to do, on one line."""
 
 
 class Job:
-    """An order, being carried out by one thread (and helpers that it waits for), in at most `limit_s`.
-    `wrote` hears of all bytes so far, now and then."""
+    """An order while one thread (with helpers that it waits for) carries it out, in at most `limit_s`. The
+    number of bytes written so far is reported from time to time."""
 
     def __init__(self, limit_s: float, wrote: Callable[[int], None] = lambda count: None) -> None:
         self.cancelled = threading.Event()
@@ -154,7 +154,7 @@ class Job:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Its time counts from here: not while it waits for its turn."""
+        """Start the order's time, which does not count while it waits for its turn."""
         self._started = self._told_at = time.monotonic()
 
     @property
@@ -162,7 +162,7 @@ class Job:
         return time.monotonic() - self._started
 
     def check(self) -> None:
-        """Raises StorageFailure when it was cancelled or takes too long."""
+        """Raise StorageFailure if the order was cancelled or takes too long."""
         if self.cancelled.is_set():
             raise StorageFailure("it was cancelled")
         if self._stopped:
@@ -171,11 +171,11 @@ class Job:
             raise StorageFailure(f"it took longer than its limit of {self._limit_s:.0f} s")
 
     def stop(self) -> None:
-        """Have helper threads give up."""
+        """Make helper threads give up."""
         self._stopped = True
 
     def wrote(self, count: int) -> None:
-        """Count bytes, and say so now and then. Raises as `check` does."""
+        """Count bytes, and report progress from time to time. Raises what `check` raises."""
         self.check()
         with self._lock:
             self.bytes += count
@@ -186,7 +186,7 @@ class Job:
         self._wrote(self.bytes)
 
     def each(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """What `work` gives for each, a few at a time. The first failure ends the others."""
+        """Return the results of `work` for all items, a few at a time. The first failure ends the others."""
         with ThreadPoolExecutor(STREAMS) as pool:
             tasks = [pool.submit(work, item) for item in items]
             done, waiting = futures.wait(tasks, return_when=futures.FIRST_EXCEPTION)
@@ -200,8 +200,8 @@ class Job:
     def wait(
         self, what: str, look: Callable[[], Result | None], place: Path | None = None, *, ranks: int = 1
     ) -> Result:
-        """The first result of `look` that is not None; looked for at a pace that the storage bears from so
-        many `ranks`. StorageFailure: `what` did not happen in time."""
+        """Return the first result of `look` that is not None. It is called seldom enough for storage to bear
+        it from the nodes of so many `ranks`. Raises StorageFailure if `what` did not happen in time."""
         seldom = ranks / RANKS_A_SECOND
         pause = max(POLL_S, 0.1 * seldom)
         renewed = time.monotonic()
@@ -218,7 +218,7 @@ class Job:
 
 
 def explain(error: OSError, path: Path | str) -> str:
-    """What went wrong at `path` and what to do about it, on one line."""
+    """Say what went wrong at `path` and what to do about it, on one line."""
     place = error.filename if isinstance(error.filename, str) else str(path)
     if error.errno == errno.ENOSPC:
         return f"no space left at {place} ({_free(place)} free): make room there, or keep fewer checkpoints"
@@ -234,7 +234,8 @@ def explain(error: OSError, path: Path | str) -> str:
 
 
 def free_bytes(path: Path | str) -> int | None:
-    """What a user may still write at `path`, or at its nearest parent that exists; None: unknown."""
+    """Return the bytes that a user may still write at `path`, or at its nearest existing parent; None if
+    unknown."""
     for place in (Path(path), *Path(path).parents):
         try:
             found = os.statvfs(place)

@@ -11,14 +11,14 @@ from jurymast.child import Child
 from jurymast.core.message import Strange
 from jurymast.storage.orders import Answer, AnyOrder, Cancel, StorageFailed, Told, read_answer
 
-# Beyond its limit an order gets this long to give up by itself, and a killed process to be gone.
+# Seconds that an order gets after its limit to give up by itself, and a killed process to end.
 GRACE_S = 10.0
 GONE_S = 2.0
 
 
 class StorageProcesses:
-    """Carries out orders, at most one a tier at a time. One process a tier, started with its first order:
-    storage that hangs keeps nothing else waiting. All methods are called in the event loop.
+    """Carries out orders, at most one per tier at a time. Each tier has its own process, started at its first
+    order, so that storage that hangs delays nothing else. All methods are called in the event loop.
     """
 
     def __init__(self, *, grace_s: float = GRACE_S) -> None:
@@ -27,7 +27,7 @@ class StorageProcesses:
         self._next_id = 0
 
     async def carry_out(self, order: AnyOrder) -> Answer:
-        """Have `order` carried out; its number is given here. Never raises for the storage's sake.
+        """Have `order` carried out, under a new number. Storage errors are answers, and never raised.
 
         Cancelling the task that awaits this cancels the order, and waits until nothing is written any more.
         """
@@ -50,7 +50,7 @@ class _Tier:
         self._child: Child | None = None
 
     async def carry_out(self, order: AnyOrder, grace_s: float) -> Answer:
-        """Under the lock. Leaves a process only if it is idle."""
+        """Carry out an order, with the lock held. A process that remains is idle."""
         try:
             child = await self._ready()
         except OSError as error:
@@ -80,14 +80,14 @@ class _Tier:
             work.cancel()
 
     async def _ready(self) -> Child | None:
-        """A process that takes orders; None while one that was killed has not ended."""
+        """Return a process that takes orders; None while a killed one has not ended."""
         if self._child is not None and self._child.code is None:
             return None if self._child.killed else self._child
         self._child = await Child.start("jurymast.storage")
         return self._child
 
     async def _talk(self, child: Child, order: AnyOrder) -> Answer | None:
-        """The order's answer; None when the process ended before."""
+        """Return the order's answer; None if the process ended before it answered."""
         try:
             self._tell(child, order)
             await child.told()
@@ -113,6 +113,7 @@ class _Tier:
         return f"the storage process ended with {code}"
 
     async def kill(self) -> None:
-        """SIGKILL, and wait a moment: a process that waits for hanging storage ends only when that does."""
+        """Send SIGKILL and wait a moment, but not longer: a process that waits for storage that hangs ends
+        only when storage answers."""
         if self._child is not None:
             await self._child.kill(GONE_S)

@@ -1,16 +1,16 @@
-"""Images to shared storage, as a stock DCP directory, by all nodes together.
+"""Writes images to shared storage as a stock DCP directory, by all nodes together.
 
-The nodes meet in the directory that they write, `.writing-STEP.aATTEMPT.NONCE`; what each does when is
-decided in `core.checkpoints.meeting`.
+The nodes exchange files in the directory that they write, `.writing-STEP.aATTEMPT.NONCE`, at the times that
+`core.checkpoints.meeting` decides.
 
-    layout-r00008.json   the manifests of all images that a node has; 8 is the first one's rank
-    writes.json          from the lead (rank 0's node) once all ranks' are there: who writes which items
+    layout-r00008.json   the manifests of all images of a node; 8 is the first one's rank
+    writes.json          from the lead (rank 0's node) once all manifests are there: who writes which items
     __8_0.distcp         what rank 8 writes, byte ranges of its image, each block checked against its hash
-    done-r00008.json     ... and that all of the node's are on disk: name, size, hash
-    failed-r00008.txt    why they are not; and an empty file `failed`, to be found without a list of all
+    done-r00008.json     all of the node's files are on disk: names, sizes, hashes
+    failed-r00008.txt    why they are not; and an empty file `failed`, which is found without listing all
 
-Then the lead has torch write `.metadata`, removes the messages, writes our manifest and renames all of it. A
-lead that dies leaves a name that nobody reads, and the next lead sweeps it.
+Then the lead has torch write `.metadata`, removes the messages, writes our manifest and renames the
+directory. A lead that dies leaves a name that nobody reads, and the next lead removes it.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ WRITES, FAILED = "writes.json", "failed"
 
 
 def write(order: WriteShared, job: Job) -> Done:
-    """Take part in writing one step. Raises StorageFailure. A step that is there already is left as it is."""
+    """Take part in writing one step. A step that exists already is not changed. Raises StorageFailure."""
     with ExitStack() as stack:
         return _Part(order, job, stack).take()
 
 
 class _Part:
-    """One node's part. `stack` closes the images that it has."""
+    """One node's part in writing a step. `stack` closes its images."""
 
     def __init__(self, order: WriteShared, job: Job, stack: ExitStack) -> None:
         self._order, self._job, self._stack = order, job, stack
@@ -74,12 +74,12 @@ class _Part:
         self._place = self._directory.writing(self._step, self._attempt, order.nonce)
         self._sources: list[ImageSource] = []
         self._manifests: dict[int, keeper.Manifest] = {}  # by rank, as they come
-        self._heard: set[str] = set()  # files that they came in
+        self._heard: set[str] = set()  # names of the files that had them
         self._shares: dict[int, list[int]] = {}  # by rank, the items to be written
         self._layout: Layout | None = None
 
     def take(self) -> Done:
-        """Raises StorageFailure."""
+        """Do this node's part. Raises StorageFailure."""
         try:
             following = self._begin()
             while not isinstance(following, Complete | Fail):
@@ -109,7 +109,7 @@ class _Part:
         return following
 
     def _exists(self) -> bool:
-        """A complete checkpoint of the step."""
+        """Return whether the step has a complete checkpoint."""
         return self._directory.whole(self._step) is not None
 
     def _one(self, what: Next) -> Next:
@@ -177,7 +177,7 @@ class _Part:
         claim(self._directory.root, Owner(order.run, order.run_directory) if order.run else None)
         self._directory.sweep_unfinished()
         if os.path.lexists(self._directory.path(self._step)):
-            # No complete checkpoint, or it would not come to this; but maybe all that is left of something.
+            # Not complete, or the write would have ended; but it may be the last copy of something.
             self._directory.set_aside(self._step)
         self._place.mkdir(mode=0o700)
 
@@ -213,8 +213,8 @@ class _Part:
         write_json(self._place / WRITES, self._shares, durable=False)
 
     def _find_shares(self) -> Next:
-        """By name: there may be hundreds of thousands of files, and thousands of nodes that look. Raises
-        FileNotFoundError when the lead gave up."""
+        """Look for the lead's file by name, because thousands of nodes may look among hundreds of thousands
+        of files. Raises FileNotFoundError if the lead gave up."""
         if (self._place / FAILED).exists():
             self._listed()
         try:
@@ -281,12 +281,12 @@ class _Part:
     # ---- messages
 
     def _message(self, kind: str, ending: str = "json") -> Path:
-        """This node's."""
+        """Return the path of this node's message of that kind."""
         rank = self._sources[0].manifest.rank if self._sources else 0
         return self._place / f"{kind}-r{rank:05d}.{ending}"
 
     def _listed(self) -> set[str]:
-        """What is in the directory. Raises _OthersFailure when a node says that it failed."""
+        """List the names in the directory. Raises _OthersFailure if a node reports that it failed."""
         names = set(os.listdir(self._place))
         for name in sorted(names):
             if name.startswith("failed-r"):
@@ -298,15 +298,16 @@ class _Part:
 
     def _tell(self, why: str) -> None:
         path = self._message("failed", "txt")
-        for source in self._sources:  # a full disk needs room for the message
+        for source in self._sources:  # makes room for the message on a full disk
             (self._place / file_name(source.manifest.rank)).unlink(missing_ok=True)
-        path.touch(mode=0o600)  # without room for more they see an empty message, or run into their limit
+        path.touch(mode=0o600)  # without room for more, others see an empty message or run into their limit
         (self._place / FAILED).touch(mode=0o600)
         write_atomically(path, why.encode(), durable=False)
 
 
 class _OthersFailure(Exception):
-    """The node of this rank has told all that it failed, and why: "" not yet, or it has no room for that."""
+    """The node of this rank has reported that it failed, and why; "" if that is not written yet, or there was
+    no room for it."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(rank, why)
@@ -314,7 +315,7 @@ class _OthersFailure(Exception):
 
 
 def _done(layout: str) -> str:
-    """The name of the message that follows this one."""
+    """Return the name of the message that follows this layout."""
     return layout.replace("layout", "done", 1)
 
 

@@ -17,15 +17,15 @@ Range = tuple[int, int]
 
 
 class ImageSource:
-    """One rank's image: in the agent's memory (`/proc/PID/fd/N`) or in a file.
+    """One rank's image, in the agent's memory (`/proc/PID/fd/N`) or in a file.
 
-    Nothing is copied: pieces are views of it. A block is checked before its pieces are taken, and once more
-    after that: what was written is what was hashed, even if the memory was given to something else meanwhile.
+    Nothing is copied: pieces are views of the image. A block is checked before its pieces are taken and again
+    afterwards, so that the written bytes are the hashed ones even if the memory was reused meanwhile.
     """
 
     def __init__(self, path: str, manifest: Manifest, common_path: str = "") -> None:
-        """`common_path` has the common part, unless `path` does. Raises StorageFailure when either is too
-        short or not there, or was never hashed."""
+        """Open the image. The file at `common_path` has the common part, unless the one at `path` does.
+        Raises StorageFailure if a file is missing or too short, or the image was never hashed."""
         self.manifest = manifest
         if not manifest.hashed:
             raise StorageFailure(f"the image of rank {manifest.rank} has no hashes: it must not be stored")
@@ -36,7 +36,7 @@ class ImageSource:
 
     @classmethod
     def of_order(cls, image: ImageAt, step: int, attempt: int) -> ImageSource:
-        """Raises StorageFailure."""
+        """Open the image that an order names. Raises StorageFailure."""
         try:
             manifest = Manifest.from_bytes(image.manifest.encode())
         except BadImage as error:
@@ -54,16 +54,16 @@ class ImageSource:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._images.clear()  # and a mapping goes with its last view
+        self._images.clear()  # a mapping ends with its last view
 
     def read(self, wanted: list[Range]) -> Iterator[memoryview]:
-        """The bytes of `wanted` (start, end), ascending and not overlapping, in pieces of at most a block.
+        """Yield the bytes of the ranges `wanted`, ascending and disjoint, in pieces of at most a block.
 
-        Raises StorageFailure when a block is not what was hashed: then what was taken from it counts nothing.
+        Raises StorageFailure if a block does not have its hash; pieces already taken from it do not count.
         """
         work = list(self._needed(wanted))
         after: Future[None] | None = None
-        # In another thread: the check before writing maps the next block's pages while this one is written.
+        # In another thread, where the first check maps the next block's pages while this one is written.
         with ThreadPoolExecutor(1) as pool:
             before = [pool.submit(self._check, block) for block, _ in work[:1]]
             for place, (block, pieces) in enumerate(work):
@@ -78,14 +78,14 @@ class ImageSource:
                 after.result()
 
     def _needed(self, wanted: list[Range]) -> Iterator[tuple[Block, list[Range]]]:
-        """The blocks that have something of `wanted`, each with what that is."""
+        """Yield the blocks that overlap `wanted`, each with the ranges wanted of it."""
         at = 0
         for block in blocks_of(self.manifest):
             pieces, block_end = [], block.at + block.length
             while at < len(wanted) and wanted[at][0] < block_end:
                 pieces.append((max(wanted[at][0], block.at), min(wanted[at][1], block_end)))
                 if wanted[at][1] > block_end:
-                    break  # it goes on in the next block
+                    break  # the range continues in the next block
                 at += 1
             if pieces:
                 yield block, pieces
@@ -100,7 +100,7 @@ class ImageSource:
 
 
 def _mapped(path: str, size_bytes: int, rank: int) -> memoryview:
-    """The file's beginning."""
+    """Map the file's first `size_bytes`. Raises StorageFailure."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -115,7 +115,7 @@ def _mapped(path: str, size_bytes: int, rank: int) -> memoryview:
 
 
 def merged(ranges: list[Range]) -> list[Range]:
-    """Ascending `ranges` with those that touch joined."""
+    """Return the ascending `ranges` with adjacent ones joined."""
     found: list[Range] = []
     for start, end in ranges:
         if found and found[-1][1] == start:
