@@ -1,4 +1,4 @@
-"""Asking a run's supervisor by hand: cancel, restart, replace a node, rollback, save."""
+"""Sends a person's requests to a run's supervisor: cancel, restart, replace a node, rollback, save."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _UNREACHED = (OSError, asyncio.TimeoutError, JurymastError, ValueError)
 def ask(
     directory: RunDirectory, what: str, *, by: str, node: str = "", step: int | None = None
 ) -> Answered | None:
-    """The supervisor's answer; None if no supervisor answers, or none that is understood here. Raises
-    RunDirectoryError if the run's secret cannot be read."""
+    """Return the supervisor's answer; None if no supervisor answers, or none that this version understands.
+    Raises RunDirectoryError if the run's secret cannot be read."""
     place = find(directory.epochs)
     secret = directory.secret()
     if place is None:
@@ -44,7 +44,8 @@ async def _ask(place: Endpoint, secret: bytes, request: Ask) -> Answered | None:
 
 
 async def _reach(place: Endpoint, secret: bytes) -> Channel[Answer] | None:
-    """The first of the endpoint's hosts that proves to be the supervisor; all are tried at once."""
+    """Connect to all of the endpoint's hosts at once, and return the first that proves to be the
+    supervisor."""
     attempts = [
         asyncio.ensure_future(channel.connect(host, place.port, secret, read_answer, ASK_LIMIT_S))
         for host in place.hosts

@@ -1,4 +1,4 @@
-"""Authenticated messages over TCP: JSON, every frame sealed with a key of this connection.
+"""Authenticated messages over TCP: JSON in frames, each sealed with a key of its connection.
 
 Both sides prove that they know the run's secret before anything is parsed, and every frame carries an
 HMAC over its sequence number, so nothing can be forged, replayed or reordered on a shared network.
@@ -7,9 +7,9 @@ The content is not hidden: nothing secret is sent.
     the handshake      see `wire.handshake`
     then frames        u32 length, 16 bytes of HMAC(direction key, u64 sequence + payload), payload
 
-asyncio's streams do the same with a future and a task's turn for each message, and its transports with a few
-calls more for each message and several turns of the loop for each connection: most of what a supervisor that
-hears thousands of agents would do.
+asyncio's streams would need a future and a task's turn for each message, and its transports some more calls
+for each message and several turns of the loop for each connection. A supervisor of thousands of agents would
+spend most of its time on these.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from jurymast.wire.addresses import BACKLOG
 from jurymast.wire.handshake import MAGIC, NONCE_BYTES, SUPERVISOR, TAG_BYTES, Handshake, Seal
 
 BUFFER_BYTES = 256 * 1024
-# So many at a time while nobody takes them as they come: it may be a stranger who sends them.
+# Bytes that are held until somebody takes them; few, because a stranger may have sent them.
 WAITING_BYTES = 16 * 1024
-# Connections taken before others are heard again: thousands at a time would take longer than a heartbeat.
+# Connections accepted before others are read again: accepting thousands would take longer than a heartbeat.
 ACCEPTED_AT_ONCE = 16
-# A listener that cannot take connections, as all files are in use, tries again after so many seconds.
+# Seconds until a listener that cannot accept, because all file descriptors are in use, tries again.
 ACCEPT_AGAIN_S = 1.0
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-# Every connection's bytes arrive here and are copied out before the next one's do.
+# Each connection's bytes arrive here and are copied before those of the next connection are read.
 _ARRIVING = memoryview(bytearray(BUFFER_BYTES))
 
 
 class ConnectionClosed(ConnectionError):
-    """In order, by the other side or at its process's end: no reset."""
+    """The other side has closed the connection, or its process has ended, without a reset."""
 
 
 class Connection:
-    """`unread`: what has arrived and nobody has taken; `on_bytes`, once it is set, is called for more.
-    `closed`: by its user, who wants to hear nothing more."""
+    """A TCP connection. `unread` has the bytes that have arrived and nobody has taken; `on_bytes`, if it is
+    set, is called for more. `closed`: its user has closed it and hears nothing more."""
 
     def __init__(self, plug: socket.socket) -> None:
         """Takes over a connected socket, in the running loop."""
@@ -106,7 +106,7 @@ class Connection:
 
     def _break(self, error: OSError) -> None:
         known = error if isinstance(error, ConnectionError) else ConnectionError(str(error))
-        self._end(known.with_traceback(None))  # which would hold this connection
+        self._end(known.with_traceback(None))  # a traceback would keep this connection alive
 
     def _end(self, why: OSError | None) -> None:
         if self._ended is not None:
@@ -126,16 +126,16 @@ class Connection:
     # What its user calls.
 
     async def more(self) -> None:
-        """Wait for bytes that add to `unread`. Raises ConnectionError at the connection's end, or what it was
-        aborted for."""
+        """Wait until more bytes are in `unread`. Raises ConnectionError once the connection has ended, or the
+        error that it was aborted with."""
         had = len(self.unread)
         while len(self.unread) == had:
             if self._ended is not None:
-                raise copy(self._ended)  # what is raised holds the frames that it passes, and they hold us
+                raise copy(self._ended)  # a raised error refers to the frames it passes, and they to us
             await self._news()
 
     async def end(self) -> OSError:
-        """Wait until the connection ends; returns why it ended."""
+        """Wait until the connection ends; return why it ended."""
         while self._ended is None:
             await self._news()
         return self._ended
@@ -145,7 +145,7 @@ class Connection:
         await self._waiting
 
     async def exactly(self, count: int) -> bytes:
-        """Raises what `more` raises."""
+        """Wait for `count` bytes and take them. Raises what `more` raises."""
         while len(self.unread) < count:
             await self.more()
         taken = bytes(self.unread[:count])
@@ -172,7 +172,7 @@ class Connection:
             self._loop.add_writer(self._plug, self._write_more)
 
     async def drain(self) -> None:
-        """Wait until what was written has left this process, or the connection has ended."""
+        """Wait until everything written has left this process, or the connection has ended."""
         await self._sent.wait()
 
     def close(self) -> None:
@@ -196,14 +196,14 @@ class Connection:
 def _address(ask: Callable[[], Any]) -> str:
     try:
         known = ask()
-    except OSError:  # it has ended
+    except OSError:  # the connection has ended
         return "somewhere"
     return str(known[0]) if known else "somewhere"
 
 
 class Listener:
-    """Calls `come` for everybody who connects; of a crowd a few at a time, so that those who are here already
-    have their turn in between."""
+    """Calls `come` for each new connection, only a few at a time, so that existing connections have their
+    turns in between."""
 
     def __init__(self, come: Callable[[Connection], None], plug: socket.socket) -> None:
         """Takes over a bound socket, in the running loop."""
@@ -224,7 +224,7 @@ class Listener:
                 plug, _ = self._plug.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # else it is one connection's, which has ended by now
+            except OSError as error:  # other errors are of one connection, which has ended by now
                 if error.errno in _EXHAUSTED:
                     log.warning("cannot accept connections: %s", error)
                     self._loop.remove_reader(self._plug)
@@ -252,8 +252,8 @@ log = logging.getLogger("jurymast.wire")
 
 
 class Channel(Generic[Hears]):
-    """One authenticated connection. `read` makes a message of what the other side has sealed, and raises
-    nothing; `receive` raises ConnectionError at the connection's end."""
+    """One authenticated connection. `read` makes a message from a payload, and raises nothing; `receive`
+    raises ConnectionError once the connection has ended."""
 
     def __init__(
         self, connection: Connection, send_key: bytes, receive_key: bytes, read: Callable[[bytes], Hears]
@@ -277,13 +277,13 @@ class Channel(Generic[Hears]):
         return _LENGTH.pack(len(payload)) + self._sealing.tag(payload) + payload
 
     async def receive(self) -> Hears:
-        """The next message. Raises AuthenticationError, and ProtocolError for one that is too long."""
+        """Return the next message. Raises AuthenticationError, and ProtocolError for one that is too long."""
         while (payload := self._payload()) is None:
             await self._connection.more()
         return self._read(payload)
 
     async def listen(self, hear: Callable[[Hears], None]) -> Exception:
-        """Pass every message to `hear` as it arrives; returns why this ended. Raises what `hear` raises."""
+        """Pass every message to `hear` as it arrives; return why this ended. Raises what `hear` raises."""
         why: Exception | None = None
         failure: Exception | None = None
 
@@ -300,7 +300,7 @@ class Channel(Generic[Hears]):
                     return
                 try:
                     hear(message)
-                except Exception as error:  # for whoever waits below, not for the loop
+                except Exception as error:  # to be raised by `listen` below, not in the loop
                     failure = error
                     self._connection.abort()
 
@@ -312,7 +312,7 @@ class Channel(Generic[Hears]):
         return why or end
 
     def _payload(self) -> bytes | None:
-        """Of the next frame, whose seal was checked; None until all of it is here."""
+        """Return the next frame's payload, with its seal checked; None until the whole frame is here."""
         unread = self._connection.unread
         if len(unread) < HEAD_BYTES:
             return None
@@ -329,7 +329,8 @@ class Channel(Generic[Hears]):
         return payload
 
     async def drain(self) -> None:
-        """Wait until what was sent has left this process, or the other side has: that shows at `receive`."""
+        """Wait until everything sent has left this process, or the connection has ended; then `receive`
+        raises."""
         await self._connection.drain()
 
     def close(self) -> None:
@@ -337,7 +338,7 @@ class Channel(Generic[Hears]):
 
 
 async def accept(come: Connection, secret: bytes, read: Callable[[bytes], Hears]) -> Channel[Hears]:
-    """Server side of the handshake. Raises AuthenticationError, ConnectionError or TimeoutError."""
+    """Do the server's side of the handshake. Raises AuthenticationError, ConnectionError or TimeoutError."""
     ours = secrets.token_bytes(NONCE_BYTES)
     come.write(MAGIC + ours)
     answer = await come.exactly(2 * NONCE_BYTES)
@@ -369,7 +370,7 @@ async def connect(
 
 
 async def _plugged(host: str, port: int) -> socket.socket:
-    """Connected to one of the host's addresses. Raises OSError."""
+    """Return a socket connected to one of the host's addresses. Raises OSError."""
     loop = asyncio.get_running_loop()
     failure = OSError(f"{host} has no address")
     for family, kind, protocol, _, place in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -390,14 +391,15 @@ async def _plugged(host: str, port: int) -> socket.socket:
 async def connect_any(
     targets: Sequence[tuple[str, int]], secret: bytes, read: Callable[[bytes], Hears], limit_s: float
 ) -> Channel[Hears] | None:
-    """The first of `targets` (host, port) that answers, all tried at once; None when none does in time."""
+    """Try all `targets` (host, port) at once, and return the first connection; None if none answers in
+    time."""
     return await first_of([connect(host, port, secret, read, limit_s) for host, port in targets])
 
 
 async def first_of(
     ways: Sequence[Coroutine[Any, Any, Channel[Hears] | None]],
 ) -> Channel[Hears] | None:
-    """The first connection that one of these comes to, all gone at once; None when none does."""
+    """Try all `ways` at once, and return the first connection that one of them makes, or None."""
     tries = [asyncio.ensure_future(way) for way in ways]
     found: Channel[Hears] | None = None
     try:
@@ -409,7 +411,7 @@ async def first_of(
             if found is not None:
                 break
     finally:
-        # Nothing is waited for any more: who gives this up meanwhile would leave what was found open.
+        # Not awaited: a caller that is cancelled meanwhile would leave the found connection open.
         for task in tries:
             task.add_done_callback(partial(_close_others, found))
             task.cancel()

@@ -1,10 +1,10 @@
-"""Where the supervisor listens: one file an epoch in the run directory. The newest epoch rules.
+"""Where the supervisor listens: one file per epoch in the run directory. The newest epoch rules.
 
-Creating an epoch's file is the fence: only one process can create it, and a supervisor that sees a newer
-one stops deciding.
+Creating an epoch's file is the fence: only one process can create it, and a supervisor that sees a newer one
+stops deciding.
 
-Network file systems may serve the list of a directory from a cache for up to a minute, but not what a file of
-a known name holds that is opened anew: the newest place and the pulse are in such files as well.
+Network file systems may cache the list of a directory for up to a minute, but not the contents of a file that
+is opened anew by its name. So files with fixed names have the newest endpoint and the pulse as well.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def claim(epochs: Path, epoch: int) -> bool:
 
 
 def newest_epoch(epochs: Path) -> int:
-    """The newest epoch claimed; 0 before the first. Raises OSError, also if the directory is missing: that
-    does not mean that there is no epoch."""
+    """Return the newest epoch claimed; 0 before the first. Raises OSError, also if the directory is missing,
+    which does not mean that there is no epoch."""
     beats, _, _ = _read(epochs / PULSE).partition(":")
     return max([*_listed(epochs, ".claim"), _number(beats) or 0])
 
 
 def _number(text: str) -> int | None:
-    """None for what is no epoch's number."""
+    """Return the epoch's number in `text`, or None if there is none."""
     return int(text) if text.isdecimal() and len(text) <= DIGITS_MAX else None
 
 
 def _listed(epochs: Path, suffix: str) -> list[int]:
-    """The epochs with such a file, maybe without the newest. Raises OSError."""
+    """List the epochs that have such a file; the newest may be missing. Raises OSError."""
     names = (Path(name) for name in foreign.names(epochs))
     found = (_number(name.stem) for name in names if name.suffix == suffix)
     return [number for number in found if number is not None]
@@ -85,12 +85,12 @@ def pulse(epochs: Path, epoch: int, count: int) -> None:
 
 
 def read_pulse(epochs: Path) -> str:
-    """A text that changes as long as the newest epoch's supervisor lives. Raises OSError."""
+    """Return a text that changes as long as the newest epoch's supervisor lives. Raises OSError."""
     return f"{newest_epoch(epochs)}:{_read(epochs / PULSE)}"
 
 
 def _read(path: Path) -> str:
-    """ "" while it is not there. Raises OSError."""
+    """Read a file; "" if it does not exist. Raises OSError."""
     try:
         return foreign.read(path).decode(errors="replace")
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def _read(path: Path) -> str:
 
 
 def find(epochs: Path) -> Endpoint | None:
-    """The newest announced endpoint that can be read, or None."""
+    """Return the newest announced endpoint that can be read, or None."""
     newest = _endpoint(epochs / NEWEST)
     try:
         listed = sorted(_listed(epochs, ".json"), reverse=True)

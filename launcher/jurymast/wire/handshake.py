@@ -1,14 +1,13 @@
-"""How the two ends of a connection prove that they know the run's secret, and what keys come of it.
+"""The handshake by which both ends of a connection prove that they know the run's secret, and derive keys.
 
     server -> client   MAGIC, 32 random bytes
     client -> server   32 random bytes, HMAC("client", whom, both nonces)
     server -> client   HMAC("server", whom, both nonces)
 
-`whom` is who the server is: the supervisor, or the keeper of a node. So nobody on the way can lead a
-connection to another end than was meant, of the same run though it may be.
+`whom` names the server: the supervisor, or the keeper of a node. So nobody on the way can redirect a
+connection to another server, not even to one of the same run.
 
-Every frame that then goes one way over the connection is sealed: nothing of it can be forged, left out,
-played again or reordered.
+Every frame in either direction is then sealed: none can be forged, left out, replayed or reordered.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Handshake:
     client: bytes
 
     def made(self, what: bytes) -> bytes:
-        """A proof or a key, which only the two ends of the connection can make."""
+        """Make a proof or a key, as only the two ends of the connection can."""
         parts = (what, self.whom.encode(), self.server, self.client)
         return hmac.digest(self.secret, b"|".join(parts), "sha256")
 
@@ -49,19 +48,19 @@ _NUMBER = struct.Struct(">Q")
 
 
 class Seal:
-    """HMAC-SHA256 over each frame's number and payload; what of it is the key's is done once."""
+    """HMAC-SHA256 of each frame's number and payload; the key is hashed only once."""
 
     def __init__(self, key: bytes) -> None:
         self._keyed = hmac.new(key, digestmod="sha256")
         self._number = 0
 
     def tag(self, payload: bytes) -> bytes:
-        """Of the next frame."""
+        """Return the tag of the next frame."""
         state = self._keyed.copy()
         state.update(_NUMBER.pack(self._number) + payload)
         self._number += 1
         return state.digest()[:TAG_BYTES]
 
     def fits(self, payload: bytes, tag: bytes) -> bool:
-        """Whether this is the next frame, and whole."""
+        """Return whether this is the next frame, unchanged."""
         return hmac.compare_digest(self.tag(payload), tag)

@@ -1,8 +1,8 @@
-"""Keeps bulk bytes from being changed on the way, and on request from being read: each piece has a tag.
+"""Protects bulk bytes against changes in transit by a tag on each piece, and encrypts them on request.
 
-There are three ways. GMAC only makes the tag, GCM also hides the bytes; both use the processor's AES, through
-the package `cryptography`. Where that cannot be imported, keyed BLAKE2b makes the tag, which takes several
-times as long. Pieces are numbered, so none can be left out, replayed or moved.
+There are three ways. GMAC only makes the tag, GCM also encrypts; both use the processor's AES through the
+package `cryptography`. If that cannot be imported, keyed BLAKE2b makes the tag, which takes several times as
+long. Pieces are numbered, so that none can be left out, replayed or moved.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ INSTALL = "pip install cryptography"
 
 
 class Shield(Protocol):
-    """Of one direction of a connection."""
+    """Protects the pieces of one direction of a connection."""
 
     def cover(self, piece: memoryview) -> tuple[bytes | memoryview, bytes]:
-        """(what is sent in the place of the next piece, as long as it; its tag)."""
+        """Return the bytes to send for the next piece, of the same length, and its tag."""
 
     def uncover(self, piece: memoryview, tag: bytes) -> None:
-        """Make what was sent the next piece again, in its place. Raises AuthenticationError."""
+        """Check the received bytes of the next piece, and decrypt them in place. Raises
+        AuthenticationError."""
 
 
 def ways(encrypt: bool) -> tuple[str, ...]:
-    """Those that can be used here, best first. Raises PolicyError when bytes cannot be hidden, and should."""
+    """List the ways that can be used here, best first. Raises PolicyError if bytes must be encrypted and
+    cannot be."""
     if encrypt:
         if _aes() is None:
             why = "network.encrypt needs the package cryptography, which is not installed"
@@ -43,12 +45,12 @@ def ways(encrypt: bool) -> tuple[str, ...]:
 
 
 def agreed(offered: Sequence[str], here: Sequence[str]) -> str | None:
-    """The first of the offered ways that is one here; None when there is none."""
+    """Return the first of the offered ways that can be used here, or None."""
     return next((way for way in offered if way in here), None)
 
 
 def shield(way: str, key: bytes) -> Shield:
-    """`key`: of this way and direction alone."""
+    """Return a shield; `key` must be for this way and direction alone."""
     return _Blake2b(key) if way == BLAKE2B else _Aes(key, hides=way == GCM)
 
 
@@ -103,7 +105,7 @@ def _forged() -> AuthenticationError:
 
 @functools.cache
 def _aes() -> Any:
-    """The module, which takes long to import; None where it is not installed."""
+    """Return the module, which takes long to import; None if it is not installed."""
     try:
         return importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
     except ImportError:
@@ -112,12 +114,13 @@ def _aes() -> Any:
 
 @dataclass(frozen=True)
 class Access:
-    """`encrypt`: the policy wants images hidden on the network."""
+    """What an agent needs to fetch images; `encrypt` says whether the policy wants them encrypted in
+    transit."""
 
     secret: bytes
     encrypt: bool = False
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Raises PolicyError when they are to be hidden and cannot be."""
+        """The ways to protect images. Raises PolicyError if they must be encrypted and cannot be."""
         return ways(self.encrypt)

@@ -1,7 +1,8 @@
-"""Counts messages that are not understood, and names the first: nothing ends because of them.
+"""Counts messages that are not understood, and reports the first; nothing ends because of them.
 
-Both sides of a connection have the same version (see `channel.MAGIC`). So such a message is a defect of
-jurymast, or of somebody who knows the run's secret: people should hear of it, and the training should go on.
+Both sides of a connection have the same version (see `channel.MAGIC`). So such a message comes from a bug in
+jurymast, or from somebody who knows the run's secret: people should learn of it, and the training should go
+on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ KINDS_TOLD = 5
 
 
 class Strangers:
-    """`note` tells people, of a sender."""
+    """The unknown messages of each sender; `note` reports them to people."""
 
     def __init__(self, note: Callable[[str, str], object]) -> None:
         self._note = note
@@ -23,7 +24,7 @@ class Strangers:
         self._told: dict[str, int] = {}
 
     def heard(self, sender: str, what: Strange) -> None:
-        """The sender's first one is told at once."""
+        """Count a message; the sender's first one is reported at once."""
         kinds = self._said.setdefault(sender, Counter())
         kinds[what.kind] += 1
         if sender not in self._told:
@@ -31,7 +32,7 @@ class Strangers:
             self._note(sender, f"an unknown message was ignored: {what}")
 
     def left(self, sender: str) -> None:
-        """The connection has ended: how many it were by now, if that was not told."""
+        """Report, once the connection has ended, how many messages there were, unless that was reported."""
         kinds = self._said.get(sender, Counter())
         if kinds.total() > self._told.get(sender, 0):
             self._told[sender] = kinds.total()

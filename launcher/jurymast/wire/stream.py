@@ -3,7 +3,7 @@
     client -> server   a message
     server -> client   a message, then as many bytes as it announced, in pieces, each with a tag after it
 
-How the pieces are protected, and whether they are hidden, the message says: see `wire.shield`.
+The message says how the pieces are protected, and whether they are encrypted: see `wire.shield`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ Hears = TypeVar("Hears")
 
 
 class Stream(Generic[Hears]):
-    """One authenticated connection; `read` makes a message of what the other side has sealed. Every call
-    raises OSError at its end, TimeoutError when the other side neither sends nor takes a byte for
-    `SILENT_LIMIT_S`."""
+    """One authenticated connection; `read` makes a message from a payload. Every call raises OSError once it
+    has ended, and TimeoutError if the other side neither sends nor takes a byte for `SILENT_LIMIT_S`."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class Stream(Generic[Hears]):
         bulk: Callable[[bytes], bytes],
         read: Callable[[bytes], Hears],
     ) -> None:
-        """`bulk` makes the key for bytes that are protected in this way."""
+        """`bulk` makes the key for bytes that are protected in the given way."""
         self._connection = connection
         self._read = read
         self._sealing = Seal(send_key)
@@ -59,7 +58,7 @@ class Stream(Generic[Hears]):
         _send(self._connection, struct.pack(">I", len(payload)) + self._sealing.tag(payload) + payload)
 
     def receive(self) -> Hears:
-        """Raises AuthenticationError, ProtocolError."""
+        """Return the next message. Raises AuthenticationError or ProtocolError."""
         head = _receive(self._connection, 4 + TAG_BYTES)
         (length,) = struct.unpack(">I", head[:4])
         if length > FRAME_BYTES_MAX:
@@ -75,7 +74,8 @@ class Stream(Generic[Hears]):
             self._send_piece(view[at : at + PIECE_BYTES], way)
 
     def send_file(self, descriptor: int, at: int, length: int, way: str) -> None:
-        """Piece by piece, while the processor's cache has it. Raises EOFError when the file is shorter."""
+        """Send a part of a file, piece by piece while each is in the processor's cache. Raises EOFError if
+        the file is shorter."""
         self._buffer = self._buffer or memoryview(bytearray(PIECE_BYTES))
         end = at + length
         while at < end:
@@ -91,12 +91,12 @@ class Stream(Generic[Hears]):
         _send(self._connection, tag)
 
     def receive_pieces(self, target: memoryview, way: str) -> Iterator[memoryview]:
-        """Fill `target`; each piece of it as soon as it is there and known to be unchanged. Waking up once a
-        piece instead of once a packet makes a transfer some percent faster. Raises AuthenticationError."""
+        """Fill `target`, and yield each piece once it is here and known to be unchanged. Waking up once per
+        piece instead of once per packet makes a transfer some percent faster. Raises AuthenticationError."""
         self._wake_at(PIECE_BYTES)
         for at in range(0, len(target), PIECE_BYTES):
             if len(target) - at < 2 * PIECE_BYTES:
-                self._wake_at(1)  # of what is still to come so many bytes may never be there at once
+                self._wake_at(1)  # fewer than PIECE_BYTES may be left to come
             piece = target[at : at + PIECE_BYTES]
             _receive_into(self._connection, piece)
             self._shield(way).uncover(piece, _receive(self._connection, PIECE_TAG_BYTES))
@@ -112,7 +112,7 @@ class Stream(Generic[Hears]):
 
     def close(self) -> None:
         try:
-            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in it
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on it
         except OSError:
             pass  # the other side has gone already
         self._connection.close()
@@ -121,8 +121,8 @@ class Stream(Generic[Hears]):
 def accept(
     connection: socket.socket, secret: bytes, who: str, read: Callable[[bytes], Hears]
 ) -> Stream[Hears]:
-    """Server side of the handshake: `who` answers here. Raises AuthenticationError or OSError; `connection`
-    stays the caller's then."""
+    """Do the server's side of the handshake, as `who`. Raises AuthenticationError or OSError; then the caller
+    keeps `connection`."""
     end = time.monotonic() + HANDSHAKE_LIMIT_S
     _tune(connection, HANDSHAKE_LIMIT_S)
     ours = secrets.token_bytes(NONCE_BYTES)
@@ -161,8 +161,7 @@ def connect(
 
 
 def _tune(connection: socket.socket, silent_s: float) -> None:
-    """Blocking calls that the kernel itself ends: Python's own time limits would make every read two calls,
-    and sendfile knows nothing of them."""
+    """Set the kernel's own time limits for blocking calls: Python's would make two calls of every read."""
     connection.settimeout(None)
     for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, direction, _time(silent_s))
@@ -170,7 +169,7 @@ def _tune(connection: socket.socket, silent_s: float) -> None:
 
 
 def _time(seconds: float) -> bytes:
-    # Zero would be no limit at all.
+    # Zero would mean no limit.
     return struct.pack("ll", *divmod(max(1, int(seconds * 1_000_000)), 1_000_000))
 
 
@@ -182,7 +181,7 @@ def _send(connection: socket.socket, data: bytes | memoryview, flags: int = 0) -
 
 
 def _receive(connection: socket.socket, count: int, end: float | None = None) -> bytes:
-    """`end`: all of it by then (time.monotonic), however many bytes come now and then."""
+    """Receive `count` bytes, all of them before `end` (time.monotonic) if that is given."""
     data = bytearray(count)
     _receive_into(connection, memoryview(data), end)
     return bytes(data)
