@@ -1,7 +1,7 @@
 """`python -m jurymast.supervisor RUN_DIRECTORY`: one epoch of supervision, on a node of the allocation.
 
-The batch script starts it, and starts it again if it crashes: the ranks go on meanwhile, the state comes
-back from the journal.
+The batch script starts it, and starts it again if it crashes: meanwhile the ranks continue, and the journal
+gives the state back.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jurymast.journal import replay
 from jurymast.rundir import RunDirectory
 from jurymast.supervisor.epoch import Takeover, serve
 
-# What is known of thousands of nodes lives long, and next to nothing of it refers to itself: to look all of
-# that through for garbage as often as Python does takes a tenth of the time, and stops the loop for long.
+# The objects for thousands of nodes live long, and few are in reference cycles. Searching them for garbage as
+# often as Python does by default takes a tenth of the time, and stops the loop for long.
 NEW_OBJECTS, YOUNG_LOOKS, OLD_LOOKS = 50_000, 20, 100
 
 

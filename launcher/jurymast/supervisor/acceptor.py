@@ -1,7 +1,7 @@
-"""Lets agents and operators in: whoever proves to know the run's secret.
+"""Accepts connections of agents and operators, who prove that they know the run's secret.
 
-Everybody on the cluster's network can reach the port. So only a few strangers may wait at a time: they must
-neither use up the supervisor's open files, of which it needs one per node, nor fill its log.
+Everybody on the cluster's network can reach the port. So only a few unproven connections may wait at a time:
+they must neither use up the supervisor's open files, of which it needs one per node, nor fill its log.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from jurymast.wire.channel import Channel, Connection
 
 log = logging.getLogger("jurymast.supervisor")
 
-# That may wait beside all nodes at once: those come together when a supervisor takes over.
+# Unproven connections that may wait besides one per node; all nodes connect at once after a takeover.
 STRANGERS_MAX = 256
-# A refusal is told at once, further ones by their number so often.
+# The first refusal is logged at once; then their number, at intervals of this many seconds.
 TOLD_EVERY_S = 60.0
-# Beside connections: the journal, the run's files, commands.
+# Open files besides connections: the journal, the run's files, commands.
 OWN_FILES = 128
 
 
 def allow_files(nodes: int) -> str:
-    """Let this process open as many files as it may, and say so when that is too few for so many nodes.
+    """Raise this process's limit of open files as far as allowed. Return what to report if that is too low
+    for so many nodes, or "".
 
-    Slurm hands on the soft limit of the shell that submitted, often 1024.
+    Slurm passes on the soft limit of the shell that submitted the job, often 1024.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # a hard limit above fs.nr_open cannot be set, not even as it is
+    with suppress(OSError, ValueError):  # a hard limit above fs.nr_open cannot be set, not even unchanged
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = nodes + _waiting_max(nodes) + OWN_FILES
@@ -52,7 +53,7 @@ def _waiting_max(nodes: int) -> int:
 
 
 class Acceptor:
-    """Lets the agents of `nodes` nodes in, and operators."""
+    """Accepts connections of the agents of `nodes` nodes, and of operators."""
 
     def __init__(self, secret: bytes, nodes: int) -> None:
         self._secret = secret
@@ -63,7 +64,7 @@ class Acceptor:
         self._untold = 0
 
     async def enter(self, come: Connection) -> tuple[Channel[Said], Hello | Ask] | None:
-        """The connection and its greeting. None: it was refused, and is closed."""
+        """Return the authenticated connection and its greeting; None if it was refused, and is closed."""
         self._wait(come)
         late = TimeoutError(f"no greeting within {channel.HANDSHAKE_LIMIT_S:g} s")
         timer = asyncio.get_running_loop().call_later(channel.HANDSHAKE_LIMIT_S, come.abort, late)
@@ -76,7 +77,7 @@ class Acceptor:
             what = first if isinstance(first, Strange) else out_of_place(first)
             raise ProtocolError(f"no greeting: {what}")
         except (OSError, AuthenticationError, ProtocolError) as error:
-            if not isinstance(error, ConnectionError):  # an agent that found a quicker way here hangs up
+            if not isinstance(error, ConnectionError):  # an agent that connected faster elsewhere hangs up
                 self._tell(come, error)
             come.close()
             return None
@@ -89,8 +90,8 @@ class Acceptor:
         neighbours = self._waiting_at[come.peer_address]
         neighbours[come] = None
         if len(self._waiting) > self._waiting_max:
-            # The oldest: who belongs here needs milliseconds, so a stranger more likely than not. And of the
-            # same address, if there is one: a crowd from one machine drives only itself out.
+            # The oldest, probably a stranger: agents prove themselves within milliseconds. One of the same
+            # address, if there is one, so that a crowd from one machine displaces only itself.
             oldest = next(iter(neighbours if len(neighbours) > 1 else self._waiting))
             self._waits_no_more(oldest)
             oldest.abort()

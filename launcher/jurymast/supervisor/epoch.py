@@ -32,8 +32,8 @@ BATCH_LIMIT_S = 3.0
 
 @dataclass(frozen=True)
 class Takeover:
-    """The batch host is gone, and this process acts for it on `node`. It replaces the supervisor of the
-    epoch `after`, unless another one does. Nobody has heard that supervisor since `silent_since`, in
+    """A takeover: the batch host is gone, and this process acts for it on `node`. It replaces the supervisor
+    of epoch `after`, unless another process does. That supervisor has been silent since `silent_since`, in
     seconds of the monotonic clock."""
 
     node: str
@@ -49,14 +49,15 @@ async def supervise(
     replayed: Callable[[], RunState],
     takeover: Takeover | None,
 ) -> RunState | None:
-    """The state at the end, None when a newer epoch took over. `replayed`: the state that the journal leads
-    to. Raises RunDirectoryError when the run directory cannot be read or written."""
+    """Supervise one epoch. Return the state at its end, or None if a newer epoch took over. `replayed`
+    returns the state that the journal leads to. Raises RunDirectoryError if the run directory cannot be read
+    or written."""
     plan = directory.plan()
     epoch = takeover.after + 1 if takeover else claim_epoch(directory.epochs)
     if takeover and not claim(directory.epochs, epoch):
         return None
     hold = Hold(directory.epochs, epoch)
-    hold.begin()  # now: until the journal of months is read, agents must not take this one for dead
+    hold.begin()  # before a long journal is read, so that agents do not take this supervisor for dead
     directory.hold_reserve()
     state = await asyncio.to_thread(replayed)
     journal = JournalWriter(directory.journal, epoch)
@@ -94,11 +95,11 @@ async def supervise(
 
 
 def end_job(directory: RunDirectory, allocation: Allocation, state: RunState) -> None:
-    """After a takeover no batch process carries the outcome out, unless its node was only cut off. A batch
-    script's job begins again: what stands behind the training in the script has not run yet."""
+    """End the Slurm job after a takeover, when no batch process acts on the outcome, unless its node was only
+    cut off. A batch script's job is requeued: what follows the training in the script has not run yet."""
     plan = directory.plan()
     if state.phase is not Phase.REQUEUED:
-        time.sleep(BATCH_LIMIT_S)  # a batch process that lives reads the outcome and acts on it
+        time.sleep(BATCH_LIMIT_S)  # a batch process that is alive reads the outcome and acts on it
     script_goes_on = plan.batch and plan.requeue and state.phase is not Phase.CANCELLED
     if state.phase is Phase.REQUEUED or script_goes_on:
         lost = [node.name for node in state.nodes.values() if node.role is Role.FAILED]
@@ -114,7 +115,7 @@ def serve(
     takeover: Takeover | None = None,
     listeners: Sequence[socket.socket] = (),
 ) -> int:
-    """Exit code of the process; see `supervise`. Raises JurymastError."""
+    """Run one epoch and return the process's exit code; see `supervise`. Raises JurymastError."""
     log_as("supervisor")
     log.info("pid %d", os.getpid())
     allocation = Allocation.load(directory)

@@ -1,5 +1,5 @@
-"""Holding an epoch: the pulse that shows that its supervisor lives, and the check whether another one has
-taken over."""
+"""Holds an epoch: shows by a pulse that its supervisor lives, and checks whether another one has taken
+over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ANSWER_LIMIT_S = 600.0
 
 
 class Hold:
-    """Of `epoch`, whose file is in `epochs`. While `silent` there is no pulse, and another may take over."""
+    """Holds `epoch`, whose file is in `epochs`. While `silent`, there is no pulse and another supervisor may
+    take over."""
 
     def __init__(self, epochs: Path, epoch: int) -> None:
         self.epoch = epoch
@@ -32,22 +33,22 @@ class Hold:
 
     @property
     def waits_s(self) -> float:
-        """How long the run directory has owed an answer; 0.0: it owes none."""
+        """Seconds for which the run directory has not answered; 0.0 if nothing was asked."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     async def taken_over(self) -> None:
-        """Returns when another supervisor has taken over."""
+        """Wait until another supervisor has taken over."""
         assert self._keeping is not None
         await asyncio.shield(self._keeping)
 
     async def _keep(self) -> None:
-        """Until another supervisor has taken over. On threads: a shared file system that hangs must not stop
-        the recovery. One that fails does not either: what a superseded supervisor decides reaches nobody,
-        for agents listen to the newest that they find."""
+        """Keep the pulse until another supervisor has taken over. Threads do this, because a shared file
+        system that hangs must not stop a recovery. Nor does one that fails: decisions of a superseded
+        supervisor reach nobody, because agents listen to the newest that they find."""
         for count in itertools.count():
             self._asked_at = time.monotonic()
             try:
-                if await self._newest() > self.epoch:  # first: a newer one's pulse is not to be written over
+                if await self._newest() > self.epoch:  # checked first, so as not to overwrite a newer pulse
                     log.info("epoch %d: a newer supervisor has taken over", self.epoch)
                     return
                 if not self.silent:
@@ -58,10 +59,10 @@ class Hold:
             await asyncio.sleep(endpoint.PULSE_INTERVAL_S)
 
     async def is_superseded(self) -> bool:
-        """Before the job's end, which is for the newest supervisor alone to bring about: one that was stopped
-        for a while may have a successor. Waits for the file system: what comes next is written there, too.
-        Raises OSError when it does not come back: then this one ends without having ended anything, and who
-        started it sees to the rest."""
+        """Return whether a newer supervisor exists. Asked before the job is ended, which only the newest may
+        do: one that was stopped for a while may have a successor. Waits for the file system, to which the
+        outcome is written as well. Raises OSError if it does not answer: then this supervisor ends without
+        ending the job, which is left to the process that started it."""
         end = time.monotonic() + ANSWER_LIMIT_S
         while True:
             try:
@@ -73,8 +74,8 @@ class Hold:
             await asyncio.sleep(RETRY_S)
 
     async def _newest(self) -> int:
-        """Raises OSError also when not even the own epoch is seen: that is another directory, or an old view
-        of this one."""
+        """Return the newest epoch. Raises OSError, also if not even our own epoch is visible: then this is
+        another directory, or an outdated view of it."""
         newest = await asyncio.to_thread(endpoint.newest_epoch, self._epochs)
         if newest < self.epoch:
             raise OSError(f"{self._epochs} does not show epoch {self.epoch}")

@@ -1,12 +1,12 @@
 """`python -m jurymast.supervisor.standby RUN_DIRECTORY NODE`: waits to become the next supervisor on this
 node.
 
-It imports everything and reads the journal ahead, so that a take-over costs milliseconds. One line on its
-input calls it: the epoch whose supervisor is gone, and since when nobody has heard that supervisor, by this
+It imports everything and reads the journal in advance, so that a takeover takes milliseconds. One line on its
+input starts it: the epoch whose supervisor is gone, and since when that supervisor has been silent, by this
 node's monotonic clock. It ends with its input, and so with its agent.
 
-A nicer thread imports and reads, so that others on the node go first. It does not get the lowest priority:
-once called, the process has to wait for it.
+A thread with a higher nice value imports and reads, so that other processes on the node go first. It does not
+get the highest, because the takeover waits for this thread.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Standby:
         self._follower: JournalFollower | None = None
 
     def wait(self) -> str:
-        """What calls it, "" at the end of the input."""
+        """Wait for the line that starts the takeover, and return it; "" at the end of the input."""
         threading.Thread(target=self._get_ready, name="ready", daemon=True).start()
         while True:
             told, _, _ = select.select([0], [], [], FOLLOW_EVERY_S)
             if told:
                 return os.read(0, 64).decode()
             if self._follower is not None:
-                with suppress(OSError):  # storage is in trouble: later, then
+                with suppress(OSError):  # storage fails: try again later
                     self._follower.catch_up()
 
     def _get_ready(self) -> None:
@@ -75,7 +75,7 @@ def main(run_directory: str, node: str) -> int:
     standby = Standby(run_directory)
     call = standby.wait()
     if not call:
-        os._exit(0)  # at once: what is still being imported is for nothing
+        os._exit(0)  # at once, without waiting for imports
     return standby.serve(node, call)
 
 

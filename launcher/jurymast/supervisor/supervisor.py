@@ -1,5 +1,5 @@
-"""The supervisor: `core.supervision` decides; here connections, files, threads and signals become events,
-and effects are carried out."""
+"""The supervisor: `core.supervision` decides; this module turns connections, files, threads and signals into
+events, and carries out effects."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from jurymast.wire.strangers import Strangers
 
 
 class Clock:
-    """Seconds since the epoch, anchored once and then carried by the monotonic clock. `not_before` is the
-    last time an earlier supervisor wrote: the journal stays in order even if this node's clock is behind."""
+    """Gives Unix time in seconds, set once and then advanced by the monotonic clock. `not_before` is the last
+    time that an earlier supervisor wrote: the journal stays in order even if this node's clock is behind."""
 
     def __init__(self, not_before: float = 0.0) -> None:
         self._offset = max(time.time(), not_before) - time.monotonic()
@@ -46,12 +46,12 @@ class Clock:
 
 log = logging.getLogger("jurymast.supervisor")
 
-HOW = "how"  # nothing is to be done: how is it?
+HOW = "how"  # asks for the run's condition; nothing is done
 
 
 class Supervisor:
-    """One epoch. `run` returns when the run is over, requeued or taken over by a newer epoch. Every event
-    goes to the machine, and what it returns to `_do`."""
+    """Runs one epoch. `run` returns when the run is over, requeued, or taken over by a newer epoch. Every
+    event goes to the machine, and the effects that it returns to `_do`."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class Supervisor:
     # Effects.
 
     def _do(self, effects: Sequence[do.Effect]) -> None:
-        """In their order."""
-        sends: list[do.Send] = []  # one after the other to one node
+        """Carry out effects in order."""
+        sends: list[do.Send] = []  # successive messages to one node
         for effect in effects:
             if sends and not (isinstance(effect, do.Send) and effect.node == sends[0].node):
                 self._tell_all(sends)
@@ -159,7 +159,8 @@ class Supervisor:
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        """A supervisor that half works is worse than one that starts anew from the journal."""
+        """End this supervisor if a task failed: starting anew from the journal is better than half
+        working."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._failure = self._failure or task.exception()
@@ -173,17 +174,17 @@ class Supervisor:
             self._do(self._machine.work(began))
             now = self.now()
             self._machine.worked(now - began, now)
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # gives others their turn
         self._working = False
 
     async def _fence(self, attempt: int) -> None:
-        """On a thread: storage may hang."""
+        """Write the attempt's number in a thread, because storage may hang."""
         error = await asyncio.to_thread(self._write_attempt, attempt)
         why = f"cannot write {self._directory.attempt_file}: {error}" if error is not None else ""
         self._do(self._machine.fenced(attempt, why, self.now()))
 
     def _write_attempt(self, attempt: int) -> OSError | None:
-        """What hung is not to put an older attempt's number over a newer one's."""
+        """Write the attempt's number, unless a newer one was written while this write was hanging."""
         with self._fencing:
             if attempt <= self._fenced:
                 return None
@@ -215,7 +216,7 @@ class Supervisor:
     async def _look_at_storage(self) -> None:
         try:
             checkpoints = CheckpointDirectory(self._directory.checkpoints)
-            await asyncio.to_thread(renew, checkpoints.root)  # this node may have an old view of it
+            await asyncio.to_thread(renew, checkpoints.root)  # this node's view of it may be outdated
             sizes = await asyncio.to_thread(checkpoints.sizes)
             rollbacks = await asyncio.to_thread(checkpoints.rollbacks)
         except (OSError, BadCheckpoint) as error:
@@ -226,7 +227,7 @@ class Supervisor:
     async def _tick(self) -> None:
         took_s = 0.0
         while not self._over.is_set():
-            # Others have at least as long as a tick takes.
+            # Other tasks get at least as much time as a tick takes.
             await asyncio.sleep(max(self._machine.interval_s - took_s, took_s))
             began = self.now()
             self._do(self._machine.tick(began, storage_waits_s=self._hold.waits_s))
@@ -237,7 +238,7 @@ class Supervisor:
         self._give_way()
 
     def _give_way(self) -> None:
-        """Once another has taken over, nothing is this one's to decide or to end any more."""
+        """Stop, because another supervisor has taken over: this one may no longer decide or end anything."""
         self.superseded = True
         self._over.set()
 
@@ -246,7 +247,7 @@ class Supervisor:
     async def run(
         self, listeners: Sequence[socket.socket], announce: list[str], allocation: str, node: str, pid: int
     ) -> None:
-        """Announce the endpoint, and supervise until the end. Raises what broke it."""
+        """Announce the endpoint, and supervise until the end. Raises the error that broke it."""
         self._allocation = allocation
         acceptor = Acceptor(self._secret, self.state.active + self.state.spares)
         doors = [
@@ -259,7 +260,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self._do(self._machine.terminated(self.now())))
         loop.add_signal_handler(signal.SIGUSR2, lambda: self._do(self._machine.warned(self.now())))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the batch process had them wait
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the batch process has blocked them
         self._do(self._machine.start(self.now()))
         for work in (self._tick(), self._await_successor(), self._look_at_storage()):
             self._spawn(work)
@@ -277,7 +278,7 @@ class Supervisor:
             raise self._failure
 
     def _write_last_words(self) -> None:
-        """On a full disk into the room that was kept free for them."""
+        """Write the journal's end and the outcome; on a full disk, into the space reserved for them."""
         if self._journal.error is not None:
             self._directory.give_reserve_up()
         self._journal.close()
@@ -290,11 +291,11 @@ class Supervisor:
             self._write_outcome()
 
     def _write_outcome(self) -> None:
-        """For the batch script: how to end the Slurm job."""
+        """Tell the batch script how to end the Slurm job."""
         over = self.state.ended or self.state.phase is Phase.REQUEUED
         outcome = {
             "state": self.state.public_state,
-            # A run that Slurm interrupts has not succeeded, and its job must not end as if it had.
+            # A run that Slurm interrupts has not succeeded, and its job must not look as if it had.
             "exit_code": self.state.exit_code if over else SubmissionError.exit_code,
             "exclude": sorted(self.state.excluded),
             "lost": sorted(n.name for n in self.state.nodes.values() if n.role is Role.FAILED),
@@ -320,7 +321,7 @@ class Supervisor:
         connection.close()
 
     async def _answer(self, connection: Channel[msg.Said], ask: msg.Ask) -> None:
-        """Say what comes of it before it is done: that may be this process's end."""
+        """Answer a request before its effects are carried out, because they may end this process."""
         if ask.what == HOW:
             error = self._journal.error
             connection.send(self._machine.condition((error.strerror or "") if error else ""))
@@ -348,7 +349,7 @@ class Supervisor:
         self._do(self._machine.closed(node, number, self.now(), reset=reset))
 
     def _hear(self, node: str, number: int, message: msg.Said) -> None:
-        """Over the connection of this number."""
+        """Handle a message that came over the connection of this number."""
         match message:
             case Strange():
                 self._strangers.heard(node, message)
