@@ -1,4 +1,4 @@
-"""`python -m jurymast.agent RUN_DIRECTORY [--node NAME]`: started by srun, once a node."""
+"""`python -m jurymast.agent RUN_DIRECTORY [--node NAME]`: started by srun, once per node."""
 
 from __future__ import annotations
 

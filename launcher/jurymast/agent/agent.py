@@ -1,5 +1,5 @@
-"""The agent: one per node, light, outlives the ranks. `core.agent` decides; here, what happens on the node
-becomes events, and effects are carried out."""
+"""The agent: a small process, one per node, that outlives the ranks. `core.agent` decides; this module turns
+what happens on the node into events, and carries out effects."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from jurymast.wire.strangers import Strangers
 
 log = logging.getLogger("jurymast.agent")
 
-# A launcher's exit code when the run goes on elsewhere, or later: what stands behind it must not follow.
+# A launcher's exit code if the run continues elsewhere or later, so that commands after it do not run.
 INTERRUPTED = 128 + signal.SIGTERM
 
 
 class Agent:
-    """One node: its parts, and the machine that decides for it."""
+    """Runs one node: its parts, and the machine that decides for it."""
 
     def __init__(
         self, directory: RunDirectory, plan: RunPlan, node: str, hint: tuple[str, int] | None
@@ -76,8 +76,8 @@ class Agent:
         self.exit_code = INTERRUPTED
 
     async def run(self) -> None:
-        """Run until the supervisor says that the run is over, or until a SIGTERM. Raises what broke the
-        agent: the supervisor then sees the node leave."""
+        """Run until the supervisor says that the run is over, or until a SIGTERM. Raises the error that broke
+        the agent; the supervisor then sees the node leave."""
         driver, loop = self._driver, asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: driver.act(self._machine.terminated(driver.now)))
         for warning in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # what --signal may send to a step
@@ -138,7 +138,7 @@ class Agent:
             case do.StartTests() | do.TestDevices() | do.TestTogether() | do.EndTests():
                 self._hosting.node_tests.carry_out(effect)
             case do.WakeAt():
-                pass  # the driver's
+                pass  # the driver handles these
             case _:
                 self._hosting.carry_out(effect)
 
@@ -175,7 +175,7 @@ class Agent:
         self._connecting.send(hello)
 
     def _beat(self, beat: do.Beat) -> None:
-        """Now, and again after a while."""
+        """Send a heartbeat now, and set the timer for the next one."""
         self._keeping.keeper.look()
         ranks = self._watch.look(list(beat.pids)) if beat.pids else []
         cadence = self._memory.cadence()
@@ -224,7 +224,7 @@ def _note(sender: str, text: str) -> None:
 
 
 async def serve(directory: RunDirectory, node: str, hint: tuple[str, int] | None) -> int:
-    """Run this node's agent; the run's exit code. Raises RunDirectoryError."""
+    """Run this node's agent, and return the run's exit code. Raises RunDirectoryError."""
     started = time.monotonic()
     plan = directory.plan()
     agent = Agent(directory, plan, node, hint)

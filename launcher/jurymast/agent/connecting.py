@@ -1,5 +1,5 @@
-"""How the agent connects to a supervisor and receives its messages. `core.agent.link` decides when it
-tries, whom, and when it hangs up."""
+"""Connects the agent to a supervisor and receives its messages. `core.agent.link` decides when to connect, to
+which supervisor, and when to hang up."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from jurymast.wire.channel import Channel
 from jurymast.wire.strangers import Strangers
 
 CONNECT_LIMIT_S = 1.5
-# An answer that comes sooner, and is no connection, is a refusal.
+# A failure that comes sooner counts as a refusal.
 REFUSED_S = 0.5
 FIND_LIMIT_S = 2.0
 
 
 class Connecting:
-    """`address`: of this node on the way to the supervisor, "" before the first."""
+    """The agent's connection. `address` is this node's address on the way to the supervisor, "" before the
+    first connection."""
 
     def __init__(self, directory: RunDirectory, driver: Driver, strangers: Strangers) -> None:
         self._epochs = directory.epochs
@@ -48,7 +49,7 @@ class Connecting:
         self._try(self._find())
 
     def give_up_tries(self) -> None:
-        """All others: there is a connection."""
+        """Cancel all other tries, because there is a connection."""
         for task in self._tries - {asyncio.current_task()}:
             task.cancel()
 
@@ -73,11 +74,11 @@ class Connecting:
             now = self._driver.now
             refused = now < began + REFUSED_S
             self._driver.act(self._machine.unreached(now, refused=refused))
-        elif self._channel is not None:  # another one was first
+        elif self._channel is not None:  # another try was first
             found.close()
         else:
             self._channel = found
-            if not is_up(self.address):  # what others were told stays true as long as it can
+            if not is_up(self.address):  # others know this address: it is kept as long as it works
                 self.address = found.local_address
             self._driver.act(self._machine.connected(self._driver.now))
             self._listening = self._driver.spawn(self._listen(found))

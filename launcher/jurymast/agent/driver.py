@@ -13,9 +13,9 @@ from jurymast.core.agent.machine import AgentMachine
 
 
 class Driver:
-    """What `machine` makes of an event goes to `act`, and from there to `carry_out`, in order; what that
-    brings about at once is only ever something to say. `over` is set when the agent is to end, `failure` what
-    broke it."""
+    """Drives `machine`. `act` passes the effects of an event to `carry_out`, in order; that may call back at
+    once only to send messages. `over` is set when the agent is to end; `failure` is the error that broke
+    it."""
 
     def __init__(self, machine: AgentMachine, carry_out: Callable[[Effect], None]) -> None:
         self.machine = machine
@@ -27,7 +27,7 @@ class Driver:
 
     @property
     def now(self) -> float:
-        """On the machine's clock."""
+        """The time on the machine's clock, in seconds."""
         return time.monotonic()
 
     def act(self, effects: list[Effect]) -> None:
@@ -43,8 +43,8 @@ class Driver:
         self.act(self.machine.say(message, self.now))
 
     def spawn(self, work: Coroutine[Any, Any, None], *, vital: bool = True) -> asyncio.Task[None]:
-        """A mistake in what is `vital` ends the agent: one that half works is worse than one whose node is
-        given up. Of others the log tells."""
+        """Run a task. An error in a `vital` task ends the agent: giving its node up is better than an agent
+        that half works. Errors of other tasks are logged."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._vital_ended if vital else self._tasks.discard)
@@ -66,7 +66,7 @@ class Driver:
         self.act(self.machine.tick(max(at, self.now)))
 
     async def close(self) -> None:
-        """No effect is carried out any more, and no task is left."""
+        """Stop carrying out effects, and cancel all tasks."""
         self.over.set()
         if self._timer is not None:
             self._timer.cancel()

@@ -1,5 +1,5 @@
-"""What a node shows when one of its ranks fails: out-of-memory kills, a full /dev/shm, the end of the
-rank's log. The supervisor itself sees only an exit code."""
+"""Collects a node's evidence when one of its ranks fails: out-of-memory kills, a full /dev/shm, the end of
+the rank's log. The supervisor itself sees only an exit code."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from jurymast import foreign
 from jurymast.health.readings import memory_cgroups, oom_kills, where_kills_count
 
 SHM = "/dev/shm"
-# Logs are on shared storage, which may hang; the failure must be told all the same.
+# Logs are on shared storage, which may hang; the failure must be reported anyway.
 LOG_LIMIT_S = 0.2
 LOG_BYTES = 16_000
 LOG_LINES = 3
 LOG_CHARACTERS = 600
-# A rank that dies of these (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV) may have said why. Other signals came
-# from somebody else: what the rank wrote just before has nothing to do with them.
+# A rank that dies of these (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV) may have logged why. Other signals come
+# from other processes, and the end of the rank's log does not explain them.
 CRASHES = frozenset({-4, -6, -7, -8, -11})
-# Where a crash begins to tell of itself: Python's fault handler, C++, NCCL's watchdog, assertions.
+# Where a crash's own report begins: Python's fault handler, C++, NCCL's watchdog, assertions.
 _TELLING = re.compile(
     r"fatal python error|terminate called|what\(\):|watchdog|assert|\berror\b", re.IGNORECASE
 )
 
 
 class Evidence:
-    """`kills_file` has the counter `oom_kill` of the agent's cgroup; None if there is none."""
+    """Collects evidence. `kills_file` has the counter `oom_kill` of the agent's cgroup; None if there is
+    none."""
 
     def __init__(self, kills_file: Path | None = None) -> None:
         self._kills_file = kills_file or where_kills_count(memory_cgroups())[1]
@@ -36,11 +37,11 @@ class Evidence:
         self.attempt_begins()
 
     def attempt_begins(self) -> None:
-        """Forget the kills so far: they are not of this attempt."""
+        """Ignore the kills so far, which are not of this attempt."""
         self._before = oom_kills(self._kills_file)
 
     def look(self, exit_code: int, log: Path | None = None) -> dict[str, Any]:
-        """Fields for the report of a failure with this exit code (negative for a signal)."""
+        """Return fields for the report of a failure with this exit code (negative for a signal)."""
         kills = oom_kills(self._kills_file)
         if kills is not None:
             kills = max(0, kills - (self._before or 0))
@@ -51,7 +52,7 @@ class Evidence:
 
 
 def used_share(path: str) -> float:
-    """The used share of the file system at `path`, 0..1; 0.0 if it is not known."""
+    """Return the used share of the file system at `path`, 0..1; 0.0 if it is unknown."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -60,8 +61,8 @@ def used_share(path: str) -> float:
 
 
 def end_of(log: Path) -> str:
-    """The end of a log, its lines joined with " | ": from the last line that tells of an error, or else
-    the last few lines. "" if there are none, or if storage does not answer."""
+    """Return the end of a log, its lines joined with " | ": from the last line that reports an error, or
+    else the last few lines. "" if there are none, or if storage does not answer."""
     lines = _last_lines(log)
     telling = [place for place, line in enumerate(lines) if _TELLING.search(line)]
     start = telling[-1] if telling else -LOG_LINES
@@ -69,12 +70,12 @@ def end_of(log: Path) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log, where a program that ends with an exit code often says why."""
+    """Return the last line of a log, where a program that ends with an exit code often says why."""
     return "".join(_last_lines(log)[-1:])[:LOG_CHARACTERS]
 
 
 def _last_lines(log: Path) -> list[str]:
-    """Those that are not empty; [] when storage does not answer."""
+    """Return the last lines that are not empty; [] if storage does not answer."""
     read: list[str] = []
 
     def look() -> None:

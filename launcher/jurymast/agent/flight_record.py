@@ -1,4 +1,4 @@
-"""Reads what torch's flight recorder wrote: a pickle, of which only plain values are accepted."""
+"""Reads the pickles that torch's flight recorder writes; only plain values are accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECORD_BYTES_MAX = 64 << 20
 
 
 class _PlainValues(pickle.Unpickler):
-    """Dictionaries, lists, texts and numbers. A pickle that names anything to import is refused."""
+    """Unpickles dictionaries, lists, texts and numbers. A pickle that names anything to import is refused."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
@@ -25,7 +25,8 @@ class _PlainValues(pickle.Unpickler):
 
 
 def read(path: Path, rank: int) -> list[Entered]:
-    """How far the rank is in each of its groups; [] for a record that is unfinished, or of another format."""
+    """Return how far the rank is in each of its groups; [] for a record that is unfinished or has another
+    format."""
     try:
         record = _PlainValues(BytesIO(foreign.read(path, RECORD_BYTES_MAX))).load()
         return entered(rank, record) if isinstance(record, Mapping) else []

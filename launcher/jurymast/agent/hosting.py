@@ -1,5 +1,4 @@
-"""The torchrun host and its ranks: carries out what `core.agent.ranks` decides, and receives what they
-report."""
+"""Runs the torchrun host and its ranks as `core.agent.ranks` decides, and receives their reports."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ LINE_BYTES_MAX = 4 * 1024 * 1024
 
 
 class HostProcess:
-    """One torchrun host. `on_message` gets what it says, `on_end` its exit code when it is gone."""
+    """One torchrun host. `on_message` gets its messages, `on_end` its exit code once it has ended."""
 
     def __init__(
         self,
@@ -61,13 +60,13 @@ class HostProcess:
         on_message: Callable[[within.FromHosts], None],
         on_end: Callable[[int], None],
     ) -> HostProcess:
-        """`plan` goes by the environment: it holds no secret. Output joins the agent's own.
+        """Start a host. `plan`, which has no secret, is passed in the environment. Output joins the agent's.
 
-        The command line is that of the ranks, which are to be this interpreter's forks."""
+        The command line is that of the ranks, which are forked from this interpreter."""
         ours, theirs = socket.socketpair()
         with theirs:
             values = {**os.environ, **environment, FD_VARIABLE: str(theirs.fileno())}
-            # Nothing of a program's command line is Python's: the server never comes to what it would run.
+            # A program's command line is not for Python: `-c ""` is a stand-in that the server never runs.
             module = ["-c", ""] if plan["program"] else ["-m"] if plan["module"] else []
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-u", *module, plan["script"], *plan["arguments"],
@@ -96,9 +95,9 @@ class HostProcess:
 
     async def _wait(self, on_end: Callable[[int], None]) -> None:
         code = await self._process.wait()
-        # Everything it said before it ended counts first.
+        # Its messages from before its end are handled first.
         await asyncio.wait([self._tasks[0]], timeout=1.0)
-        self._tasks[0].cancel()  # nothing it says comes after its end
+        self._tasks[0].cancel()  # no message may follow its end
         on_end(code)
 
     def kill(self) -> None:
@@ -108,7 +107,8 @@ class HostProcess:
             pass
 
     async def end(self) -> None:
-        """Kill it: its ranks are gone or told so, it keeps nothing, and unloading torch takes a second."""
+        """Kill the host, because unloading torch would take a second. Its ranks have ended or were signalled,
+        and it has nothing to save."""
         self.kill()
         await self._process.wait()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -116,7 +116,7 @@ class HostProcess:
 
 
 async def end_ranks(pids: list[int], grace_s: float) -> None:
-    """SIGTERM, so that the user's handlers run, and SIGKILL for those still there after `grace_s`."""
+    """Send SIGTERM, so that the user's handlers run, and SIGKILL to those still there after `grace_s`."""
     signal_ranks(pids, signal.SIGTERM)
     loop = asyncio.get_running_loop()
     end = loop.time() + grace_s
@@ -130,8 +130,8 @@ def kill_ranks(pids: list[int]) -> None:
 
 
 def signal_ranks(pids: list[int], number: signal.Signals) -> None:
-    """Signal the ranks, with what each has started, by their ids. They are children of the server, so their
-    ids cannot have been given to others while it has not reaped them; it reaps them at once, hence the check.
+    """Signal the process groups of the ranks with these ids. The server reaps ranks as soon as they end, and
+    then their ids may be reused; hence the check of the environment.
     """
     for pid in pids:
         try:
@@ -142,7 +142,7 @@ def signal_ranks(pids: list[int], number: signal.Signals) -> None:
 
 
 class Hosting:
-    """`environment` is what ranks of any attempt get."""
+    """The host and the ranks of this node. `environment` is for the ranks of every attempt."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Hosting:
         self._host: HostProcess | None = None
 
     async def close(self) -> None:
-        """The ranks get a SIGTERM, and the rest at once what ends them."""
+        """End the ranks as `end_ranks` does, then the host and the node tests at once."""
         if self._host is not None:
             await end_ranks(list(self._machine.ranks.pids), self._plan.settings.stop_grace_s)
             await self._host.end()
@@ -212,7 +212,7 @@ class Hosting:
         self._host = await HostProcess.start(plan, self._environment(), self._host_said, self._host_ended)
 
     async def _prepare(self, attempt: int) -> None:
-        """What the test processes hold of the devices is the ranks' now."""
+        """Wait until test processes have released the devices, which the ranks need now."""
         await self.node_tests.gone()
         self._driver.act(self._machine.prepared(attempt, self._driver.now))
 
@@ -240,7 +240,7 @@ class Hosting:
         match message:
             case within.Failed():
                 log = self._directory.rank_log(message.attempt, message.rank)
-                look_at = None if message.error else log  # an exception has its own words
+                look_at = None if message.error else log  # an exception has its own message
                 evidence = self._evidence.look(message.exit_code, look_at)
                 self._driver.act(self._machine.rank_failed(message, evidence, now))
             case Strange():

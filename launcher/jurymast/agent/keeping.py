@@ -33,8 +33,8 @@ from jurymast.wire.shield import Access
 
 
 class Keeping:
-    """Carries out the supervisor's orders about checkpoints. `tell` says something to it; `write_ended` hears
-    of the end of each write, by its id."""
+    """Carries out the supervisor's orders about checkpoints. `tell` sends it a message; `write_ended` is
+    called at the end of each write, with its id."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Keeping:
         self._write_ended = write_ended
         settings = plan.settings
         self._local = local_root(settings.local_path, plan.run) if settings.local_path else None
-        # A script may have its checkpoints elsewhere, and keep another number of them.
+        # A script may write its checkpoints elsewhere, and keep another number of them.
         self._shared, self._keep = directory.checkpoints.absolute(), settings.keep
         access = Access(directory.secret(), encrypt=settings.encrypt)
         access.ways  # noqa: B018  # raises here, rather than when another node asks
@@ -58,10 +58,10 @@ class Keeping:
         self._storage = StorageProcesses()
         self._writes: dict[str, asyncio.Task[None]] = {}
         self._warming: asyncio.Future[Answer] | None = None
-        self.run_is_over = False  # nobody will restore from this node's disk any more
+        self.run_is_over = False  # if true, nobody restores from this node's disk any more
 
     def environment(self) -> dict[str, str]:
-        """For the ranks; empty when the policy wants no checkpoints in memory."""
+        """Return variables for the ranks; {} if the policy wants no checkpoints in memory."""
         return {PAGE_VARIABLE: self.keeper.page_path} if self._plan.settings.memory else {}
 
     def checkpoints_at(self, event: within.CheckpointsKept) -> None:
@@ -71,11 +71,11 @@ class Keeping:
         self.keeper.image_published(event.local_rank, event.slot, event.stall_s)
 
     def warm(self) -> None:
-        """Have the process ready that brings shared checkpoints together; once."""
+        """Start, once, the process that completes shared checkpoints, so that it is ready when needed."""
         self._warming = asyncio.ensure_future(self._storage.carry_out(Warm()))
 
     def launch(self, order: msg.Launch) -> None:
-        """The ranks of an earlier attempt are gone, those of this one are about to start."""
+        """Prepare for an attempt whose ranks are about to start; those of earlier attempts are gone."""
         count = self._plan.ranks_per_node
         first = order.rank * count
         here = list(range(first, first + count))
@@ -93,7 +93,7 @@ class Keeping:
         self._write_ended(id)
 
     async def _write(self, order: msg.Write) -> None:
-        """Copy images of this node to a tier, and say how that went."""
+        """Write images of this node to a tier, and report the result."""
         loans: list[Loan] = []
         try:
             for rank in order.ranks:
@@ -149,7 +149,8 @@ class Keeping:
 
 
 def local_root(path: str, run: str) -> Path:
-    """Where this run keeps images on a node's own disk. Other users' names are not in the way."""
+    """Return the directory of this run's images on a node's own disk, which no other user's name can
+    collide with."""
     return Path(os.path.expandvars(path)) / f"jurymast-{os.getuid()}" / run
 
 
@@ -160,7 +161,7 @@ def own_domain() -> str:
 
 
 def failure_domain(address: str, pattern: str) -> str:
-    """The switches above this node, from Slurm's SLURM_TOPOLOGY_ADDR (`spine.leaf.node`) and its pattern
-    (`switch.switch.node`); "" when the site has told Slurm of none."""
+    """Return the switches above this node, from Slurm's SLURM_TOPOLOGY_ADDR (`spine.leaf.node`) and its
+    pattern (`switch.switch.node`); "" if Slurm's configuration has none."""
     switches = pattern.count(".")
     return ".".join(address.split(".")[:switches])

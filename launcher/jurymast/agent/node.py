@@ -1,4 +1,4 @@
-"""What an agent finds on its node, and what it tells its ranks about it."""
+"""Finds what an agent needs on its node, and makes its ranks' environment."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from jurymast.core.settings import RunPlan
 from jurymast.foreign import check_private
 from jurymast.wire.addresses import ADDRESS_VARIABLE, interface_of
 
-# The nodes of an attempt, for ranks of a batch script: some take the first for where rank 0 is.
+# The nodes of an attempt, for ranks of a batch script: some scripts take the first for rank 0's node.
 SLURM_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
 TEMPORARY_PREFIX = "jurymast-agent-"
 
 
 def own_temporary_directory() -> tuple[Path, int]:
-    """A new directory for this agent, with the descriptor of the lock that says it lives."""
+    """Create a directory for this agent. Return it with the descriptor of the lock that shows that the agent
+    lives."""
     while True:
         own = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
         lock = os.open(own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
             return own, lock
-        os.close(lock)  # another agent that starts now took it for one that was left behind
+        os.close(lock)  # another agent that is just starting took it for an abandoned one and removed it
 
 
 def remove_abandoned() -> None:
-    """Temporary directories of this user's agents that were killed. Best effort: it may take long, and what
+    """Remove temporary directories of this user's killed agents. Best effort: it may take long, and what
     cannot be removed stays."""
     for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
         try:
@@ -41,16 +42,16 @@ def remove_abandoned() -> None:
             continue  # another user's, or not an agent's
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Not by Python, which nested directories take beyond its limit.
+            # Not in Python, whose recursion limit deeply nested directories exceed.
             subprocess.run(["rm", "-rf", "--", path], stdin=DEVNULL, stderr=DEVNULL, check=False)
         except OSError:
-            pass  # its agent lives
+            pass  # its agent is alive
         finally:
             os.close(lock)
 
 
 def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, object]:
-    """For the torchrun host: see `worker.elastic.serve`."""
+    """Return the torchrun host's plan: see `worker.elastic.serve`."""
     return {
         "run": plan.run, "nodes": plan.nodes, "ranks": plan.ranks_per_node,
         "script": plan.script, "arguments": plan.arguments, "module": plan.module,
@@ -64,7 +65,7 @@ def host_plan(plan: RunPlan, run_directory: Path, temporary: Path) -> dict[str, 
 def rank_environment(
     plan: RunPlan, run_directory: Path, node: str, temporary: Path, address: str
 ) -> dict[str, str]:
-    """For the ranks of this node, which other nodes reach at `address`."""
+    """Return variables for the ranks of this node, which other nodes reach at `address`."""
     settings = plan.settings
     values = {
         "JURYMAST_RUN": plan.run,
@@ -75,7 +76,7 @@ def rank_environment(
         "JURYMAST_USER_TMPDIR": os.environ.get("TMPDIR", ""),
         "TMPDIR": str(temporary),
     }
-    # When the Checkpointer saves, if the policy says it; else the attempt's MTBF does.
+    # The Checkpointer's cadence, if the policy gives one; otherwise it follows from the attempt's MTBF.
     if settings.cadence_steps is not None:
         values["JURYMAST_CADENCE_STEPS"] = str(settings.cadence_steps)
     if settings.cadence_s is not None:
@@ -84,13 +85,13 @@ def rank_environment(
         values["OMP_NUM_THREADS"] = "1"  # as torchrun does
     interface = interface_of(address)
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # gloo resolves the host's name, which need not be the address that the other nodes reach.
+        # gloo resolves the host's name, which may not lead to the address that other nodes reach.
         values["GLOO_SOCKET_IFNAME"] = interface
     return values
 
 
 def local_address(host: str, port: int) -> str:
-    """This machine's address on the way to `host`; "" when there is none. Sends nothing."""
+    """Return this machine's address on the way to `host`, or "" if there is none. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, port))

@@ -1,4 +1,4 @@
-"""The processes that test this node, `python -m jurymast.preflight`: started, given tests and ended as
+"""Starts, uses and ends the processes that test this node (`python -m jurymast.preflight`), as
 `core.agent.node_tests` decides."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jurymast.core.nodes.tests import Alone
 from jurymast.errors import never
 from jurymast.wire.addresses import ADDRESS_VARIABLE
 
-# Slurm may grant devices that no driver stands behind.
+# Slurm may allocate devices that have no driver.
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 GONE_S = 5.0
 
@@ -26,7 +26,8 @@ def driver_here() -> bool:
 
 
 class NodeTestRunner:
-    """`environment` is what ranks get. No agent ends for a test's sake: the supervisor waits for none."""
+    """Runs the tests of this node. `environment` returns what ranks get. An error in a test does not end the
+    agent, because the supervisor does not wait for tests."""
 
     def __init__(self, driver: Driver, environment: Callable[[], dict[str, str]]) -> None:
         self._driver, self._machine = driver, driver.machine
@@ -55,7 +56,7 @@ class NodeTestRunner:
                 never(effect)
 
     async def gone(self) -> None:
-        """Wait until nothing of what was ended holds anything of the devices."""
+        """Wait until all processes that were ended have released the devices."""
         if self._ending:
             await asyncio.wait(set(self._ending))
 
@@ -97,7 +98,7 @@ class NodeTestRunner:
 
 
 async def _ended(children: list[Child]) -> None:
-    """Kill them, and wait a while until they are gone."""
+    """Kill these processes, and wait a while until they are gone."""
     await asyncio.gather(*(child.kill(GONE_S) for child in children))
 
 
@@ -111,7 +112,7 @@ async def _answer(child: Child) -> Alone:
 
 
 async def _line(child: Child) -> dict[str, Any]:
-    """The next line of a test process, or what its end says."""
+    """Return a test process's next message, or what its end means."""
     try:
         line = await child.hear()
         if line:

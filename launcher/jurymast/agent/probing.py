@@ -1,5 +1,5 @@
-"""The agent's part in health: the probe child, this node's clock, reports to the supervisor, and the
-report to the site that this node is bad."""
+"""The agent's part in health: the probe child, this node's clock, reports to the supervisor, and the report
+to the site that this node is bad."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CLOSE_LIMIT_S = 5.0
 
 
 class Probing:
-    """Tells the supervisor what is found, and keeps it for one that comes later. `tell` says something to it;
-    what nobody hears is in the next hello."""
+    """Reports findings to the supervisor, and keeps them for the next one. `tell` sends it a message;
+    findings that reach no supervisor are in the next hello."""
 
     def __init__(
         self, directory: RunDirectory, plan: RunPlan, node: str, tell: Callable[[msg.HealthFound], None]
@@ -36,25 +36,25 @@ class Probing:
         self._own = OwnHealth()
 
     def start(self) -> None:
-        """Begin to look; once. Called when nothing else on this node is in a hurry."""
+        """Start the probes, once. Called when nothing else on this node is urgent."""
         if self._watching is None:
             self._watching = asyncio.ensure_future(self._watcher.run())
             self._watching.add_done_callback(self._stopped)
 
     def known(self) -> tuple[Finding, ...]:
-        """For a hello: the newest word on each, and the newest events."""
+        """Return findings for a hello: the newest of each kind, and the newest events."""
         events = [finding for finding in self._watcher.findings() if finding.once]
         return (*self._own.known(), *events)
 
     def findings(self) -> list[Finding]:
-        """All that hold now, and the newest events."""
+        """Return all findings that hold now, and the newest events."""
         return [*self._watcher.findings(), *self._own.holding()]
 
     def new_supervisor(self) -> None:
         self._own.new_supervisor()
 
     def clock(self, theirs: float) -> None:
-        """The supervisor's clock, seconds since the epoch, as it just arrived."""
+        """Compare this node's clock with the supervisor's Unix time, which has just arrived."""
         offset = self._own.clock(theirs, time.time())
         if offset is None:
             return
@@ -65,7 +65,7 @@ class Probing:
             self._found(finding)
 
     def _stopped(self, watching: asyncio.Future[None]) -> None:
-        """A mistake in the watcher must be heard of, and is no reason to end the ranks."""
+        """Report an error in the watcher, which is no reason to end the ranks."""
         if not watching.cancelled() and (error := watching.exception()) is not None:
             self._found(
                 Finding(
@@ -88,7 +88,7 @@ class Probing:
 def context_for(
     directory: RunDirectory, plan: RunPlan, node: str, environment: Mapping[str, str], now: float
 ) -> Context:
-    """What this node's probes may know of the run. `now`: seconds since the epoch."""
+    """Return what this node's probes may know about the run. `now` is the Unix time."""
     settings = plan.settings
     return Context(
         node=node,
@@ -105,7 +105,7 @@ def context_for(
 async def leave_verdict(
     order: msg.LeaveVerdict, plan: RunPlan, node: str, say: Callable[[msg.VerdictLeft], None]
 ) -> None:
-    """Carry the supervisor's order out, and say that it is done or why it could not be."""
+    """Carry out the supervisor's order to leave a verdict, and report that it is done, or why not."""
     why = ""
     try:
         values = verdict(node, boot_id(), order.job, plan.run, order.finding, time.time())

@@ -1,4 +1,4 @@
-"""What the agent sees of its ranks: their step heartbeats, their processes, the events they send."""
+"""Observes an agent's ranks: their step heartbeats, their processes, and the events they send."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jurymast.core.nodes.silence import IDLE_SHARE
 from jurymast.worker.link import SLOT_BYTES, RankBeat, read_slot
 from jurymast.worker.schedule import SCHEDULE_BYTES, ScheduleRecord
 
-# What the ranks' steps are made of is told less often than that they step: nobody waits for it (seconds).
+# Seconds between reports of the parts of steps, which are less urgent than heartbeats.
 TIMED_INTERVAL_S = 2.0
-# A look that comes later than so many intervals after the last: not only the ranks stood still.
+# If a look comes more than so many intervals after the last one, the whole machine stood still.
 OVERSLEPT = 4.0
-# The kernel counts processor time in ticks of 10 ms: of a shorter time one of them would be much.
+# The kernel counts processor time in ticks of 10 ms, which would be a large part of a shorter window.
 BUSY_WINDOW_S = 0.4
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class RankMemory:
-    """The page that the ranks beat into and the pipe for their events; both anonymous, both ours.
+    """The page for the ranks' heartbeats and the pipe for their events, both anonymous and the agent's.
 
-    They are opened by the ranks through /proc/<agent>/fd, so only the run's user can, and they are gone
-    with the agent, however it dies.
+    The ranks open them through /proc/<agent>/fd, as only the run's user can, and they always end with the
+    agent.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -51,11 +51,11 @@ class RankMemory:
         return f"/proc/{os.getpid()}/fd/{self._events_in}"
 
     def environment(self) -> dict[str, str]:
-        """For the ranks."""
+        """Return variables for the ranks."""
         return {"JURYMAST_PAGE": self.page_path, "JURYMAST_EVENTS": self.events_path}
 
     def clear(self) -> None:
-        """Forget the last attempt's beats, and when it was to save."""
+        """Forget the last attempt's heartbeats and its schedule of saves."""
         self.page[:] = bytes(len(self.page))
         self._asked = None
 
@@ -66,8 +66,8 @@ class RankMemory:
         self._schedule.take(order.schedule, order.decided)
 
     def cadence(self) -> CadenceReport | None:
-        """For the heartbeat, to be asked before the ranks are looked at: their schedule as they see it, and
-        what their script wants; None: no Checkpointer."""
+        """Return, for the heartbeat, the schedule that the ranks see and the cadence that their script wants;
+        None without a Checkpointer. Must be called before the ranks are looked at."""
         asked = self._asked
         if asked is None:
             return None
@@ -77,11 +77,12 @@ class RankMemory:
         return [read_slot(self.page, local_rank) for local_rank in range(self.ranks)]
 
     def trains(self, pids: Sequence[int]) -> list[int]:
-        """The processes that train, of ranks that were started as these: a program's Python has its own."""
+        """Return the ids of the processes that train, given those that were started: a program starts its
+        Python as another process."""
         return [beat.pid or pid for pid, beat in zip(pids, self.beats(), strict=False)]
 
     def read_events(self) -> list[within.FromRanks]:
-        """Events sent since the last call."""
+        """Return the events sent since the last call."""
         try:
             data = os.read(self.events_fd, 65536)
         except BlockingIOError:
@@ -96,16 +97,16 @@ class ProcessWatch:
 
     cpu_s: float = 0.0
     seen_at: float = 0.0
-    last: float = 0.0  # its newest word
-    slept_s: float = 0.0  # of the machine, up to then
+    last: float = 0.0  # when the rank last gave a sign of life
+    slept_s: float = 0.0  # how long the machine had slept by then
     idle_since: float | None = None
     stopped_since: float | None = None
 
 
 @dataclass
 class RankWatch:
-    """Turns beats and process states into what the supervisor judges hangs by. `programs`: ranks are
-    started as what starts their Python itself."""
+    """Makes the reports by which the supervisor judges hangs, from heartbeats and process states. `programs`:
+    each rank is started as a program that starts its Python itself."""
 
     memory: RankMemory
     interval_s: float = 0.5
@@ -116,8 +117,8 @@ class RankWatch:
     _timed_at: float = 0.0
 
     def look(self, pids: list[int]) -> list[RankReport]:
-        """One report a local rank; ages in seconds at the time of the call, without those that the whole
-        machine slept through (a virtual machine that was held, say): no rank is to blame for them."""
+        """Return one report per local rank. Ages are in seconds at the time of the call, without the time for
+        which the whole machine slept (a paused virtual machine), which is no rank's fault."""
         now = time.monotonic()
         slept_before_s = self._slept_s
         self._slept_s += max(0.0, now - self._looked_at - OVERSLEPT * self.interval_s)
@@ -128,7 +129,7 @@ class RankWatch:
         for pid, beat in zip(pids, self.memory.beats(), strict=False):
             watch = self.watches[pid]
             _update(watch, beat.pid or pid, now)
-            if woke or (self.programs and not beat.pid):  # before its Python it may wait for anything
+            if woke or (self.programs and not beat.pid):  # a program may wait before it starts Python
                 watch.idle_since = None
             last = max(beat.beat_at, beat.phase_at) if beat.pid else 0.0
             if last != watch.last:
@@ -152,7 +153,7 @@ class RankWatch:
         return report
 
     def times(self) -> list[Times] | None:
-        """Now and then: what the steps of all ranks are made of."""
+        """Return the times of the parts of all ranks' steps; None if they were returned recently."""
         now = time.monotonic()
         if now < self._timed_at + TIMED_INTERVAL_S:
             return None
@@ -174,7 +175,7 @@ def _update(watch: ProcessWatch, pid: int, now: float) -> None:
 
 
 def process_state(pid: int) -> tuple[str, float]:
-    """(state letter, CPU seconds used so far) of a process; ("", 0.0) when it is gone. See proc(5)."""
+    """Return (state letter, CPU seconds used so far) of a process; ("", 0.0) if it is gone. See proc(5)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

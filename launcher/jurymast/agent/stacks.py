@@ -1,12 +1,12 @@
-"""Where the ranks of a node stand when they hang: their stacks, and what the kernel and NCCL know of them.
+"""Finds where the ranks of a node hang: their stacks, and what the kernel and NCCL know about them.
 
-Taken between the supervisor's order to stop and the stop itself, on all nodes at the same time, within
-`LIMIT_S`; usually a few hundredths of a second. What comes too late is left out: recovery goes first. The
-files go to `evidence/attempt-NNNN` of the run directory meanwhile, on a thread, because storage may hang.
+This happens between the supervisor's order to stop and the stop itself, on all nodes at the same time, within
+`LIMIT_S`; it usually takes 10 to 100 ms. Recovery does not wait for late answers. Meanwhile a thread writes
+the files to `evidence/attempt-NNNN` of the run directory, because storage may hang.
 
-Three sources: the rank itself (`worker.stack_signal`); py-spy, where it is installed, for ranks that do not
-answer; and /proc. torch's flight recorder keeps the newest collectives of each rank and writes them when they
-time out, or when its pipe is written to: who entered which collective is read from that.
+There are three sources: the rank itself (`worker.stack_signal`); py-spy, if installed, for ranks that do not
+answer; and /proc. torch's flight recorder keeps each rank's newest collectives, and writes them when they
+time out or when its pipe is written to. Its records show which ranks entered which collective.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POLL_S = 0.02
 WORKER_LIMIT_S = 0.3
 LOADER_WORKER = "pt_data_worker"
 SPAWNED = "--multiprocessing-fork"
-# A file that has not grown for so many looks is complete: faulthandler writes no end mark.
+# A file that has not grown for this many looks is complete, because faulthandler writes no end mark.
 STILL_LOOKS = 2
 STACK_BYTES_MAX = 256 * 1024
 PROC_FILES = ("status", "wchan", "syscall", "stack")
@@ -51,7 +51,7 @@ BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORD_VARIABLES = (stack_signal.FLIGHT_VARIABLE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 TIMEOUT_VARIABLES = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 PIPE_VARIABLES = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",)
-# Newer releases warn about it in every rank's log, older ones have such a buffer anyway.
+# Newer releases warn about this variable in every rank's log, and older ones have such a buffer by default.
 NEVER_SET = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
@@ -67,7 +67,7 @@ class _SeenRank:
     workers: list[stacks.LoaderWorker] = field(default_factory=list)
 
     def answered(self) -> bool:
-        """Its file has the main thread's stack, and grows no more."""
+        """Return whether the rank's file has the main thread's stack, and no longer grows."""
         size = _size(self.dump)
         self.still = self.still + 1 if size and size == self.size else 0
         self.size = size
@@ -77,12 +77,12 @@ class _SeenRank:
         return stack_signal.OWN_THREAD in self.text
 
     def take_answer(self) -> None:
-        """As far as it is there."""
+        """Read the rank's answer, as far as it is written."""
         with suppress(OSError):
             self.text = foreign.read(self.dump).decode(errors="replace")[:STACK_BYTES_MAX]
 
     def process(self) -> str:
-        """What /proc says of it, in a few words: "state D, in nfs_wait_on_request"."""
+        """Describe the process from /proc in a few words: "state D, in nfs_wait_on_request"."""
         state = process_state(self.pid)[0]
         where = self.proc.get("wchan", "").strip()
         waits = where and where != "0" and not where.startswith("(")
@@ -97,8 +97,8 @@ class _SeenRank:
 
 
 class StackTaker:
-    """`say` sends a message to the supervisor; `temporary` is the agent's own directory, which also has the
-    files and pipes that the ranks make."""
+    """Collects stacks. `say` sends a message to the supervisor; `temporary` is the agent's own directory,
+    which also has the files and pipes that the ranks make."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class StackTaker:
         self._work = RankActivity()
 
     def launch(self, order: msg.Launch) -> dict[str, str]:
-        """A new attempt: what its ranks need in their environment, unless the user has set it under any of
-        the names that torch's releases have for it."""
+        """Prepare for a new attempt. Return the variables that its ranks need, except those that the user has
+        set under any of the names that torch's releases use."""
         self._attempt, self._first = order.attempt, order.rank * self._count
         values = (
             (BUFFER_VARIABLES, FLIGHT_EVENTS),
@@ -131,7 +131,7 @@ class StackTaker:
 
     @property
     def _flight_pipe(self) -> str:
-        """What torch puts RANK.pipe behind; a pipe cannot be on every shared storage."""
+        """The path to which torch appends RANK.pipe; not on shared storage, which may not support pipes."""
         return str(self._temporary / f"flight-{self._attempt}-")
 
     def _flight_record(self, rank: object) -> Path:
@@ -145,7 +145,7 @@ class StackTaker:
         ]
 
     async def look(self, number: int, pids: list[int]) -> None:
-        """Say where these ranks stand, so that it can be seen whether they move. Nothing is kept."""
+        """Report where these ranks are, so that the supervisor sees whether they move. No file is written."""
         ranks, attempt = self._ranks(pids), self._attempt
         await asyncio.to_thread(_ask, ranks, time.monotonic() + LIMIT_S)
         busy = await asyncio.to_thread(self._work.look, pids)
@@ -153,7 +153,7 @@ class StackTaker:
         self._say(msg.Looked(attempt=attempt, number=number, stands=stands))
 
     async def take(self, pids: list[int]) -> None:
-        """Say where these ranks stand; ends within `LIMIT_S`."""
+        """Report where these ranks are, within `LIMIT_S`, and save the evidence."""
         ranks = self._ranks(pids)
         folder, end = self._directory.evidence(self._attempt), time.monotonic() + LIMIT_S
         asked, records = self._ask_flight_recorders(ranks), list[int]()
@@ -165,20 +165,20 @@ class StackTaker:
             looked.set()
             _save(
                 ranks, ranks_folder(folder, self._first)
-            )  # what was asked to write a record needs the directory, too
+            )  # also creates the directory that flight recorders write to
             sizes = dict.fromkeys(asked, 0)
             while len(records) < len(asked) and time.monotonic() < end:
                 time.sleep(POLL_S)
                 for rank, size in sizes.items():
                     path = self._flight_record(rank)
                     sizes[rank] = _size(path)
-                    if size and size == sizes[rank] and rank not in records:  # it grows no more
+                    if size and size == sizes[rank] and rank not in records:  # no longer growing
                         records.append(rank)
                         flights.extend(flight_record.read(path, rank))
             recorded.set()
 
         threading.Thread(target=look, name="stacks", daemon=True).start()
-        known = recorded if asked else looked  # only records are waited for on storage
+        known = recorded if asked else looked  # of storage, only records are awaited
         while not known.is_set() and time.monotonic() < end:
             await asyncio.sleep(POLL_S)
         places = [rank.place() for rank in ranks]
@@ -192,8 +192,8 @@ class StackTaker:
         )  # fmt: skip
 
     def _ask_flight_recorders(self, ranks: list[_SeenRank]) -> list[int]:
-        """Those that were asked to write; ranks that do without NCCL have no pipe. Where the user wants the
-        records elsewhere, they are not ours to ask for."""
+        """Ask flight recorders to write their records; return the ranks asked. Ranks without NCCL have no
+        pipe. If the user has chosen where records go, none is asked."""
         asked: list[int] = []
         if _users(RECORD_VARIABLES):
             return asked
@@ -222,23 +222,23 @@ def _look(ranks: list[_SeenRank], end: float) -> None:
 
 
 def _ask(ranks: list[_SeenRank], end: float) -> None:
-    """Ask all at once, read what the kernel knows meanwhile, and wait for those that can answer."""
+    """Ask all ranks at once, read /proc meanwhile, and wait for those that can answer."""
     waiting = []
     for rank in ranks:
         if _can_answer(rank) and stack_signal.listens(rank.pid):
-            with suppress(OSError):  # an earlier answer is no answer
+            with suppress(OSError):  # an earlier answer must not count
                 os.truncate(rank.dump, 0)
             os.kill(rank.pid, stack_signal.NUMBER)
             waiting.append(rank)
     for rank in ranks:
         rank.proc = {name: _text_of(f"/proc/{rank.pid}/{name}") for name in PROC_FILES}
-        # Seen from outside for now: one that is stopped or gone is told even if the time runs out.
+        # Provisional, from outside, so that one that is stopped or gone is reported even if time runs out.
         workers = enumerate(_loader_workers(rank.pid))
         rank.workers = [stacks.LoaderWorker(number, process_state(pid)[0], ()) for number, pid in workers]
     while waiting and time.monotonic() < end:
         time.sleep(POLL_S)
         waiting = [rank for rank in waiting if _can_answer(rank) and not rank.answered()]
-    for rank in waiting:  # where this process hardly ran meanwhile, the answer may be there all the same
+    for rank in waiting:  # if this process got little processor time, the answer may be there already
         rank.take_answer()
     for rank in ranks:
         if rank.place().kind in stacks.MAY_BLOCK:
@@ -246,7 +246,8 @@ def _ask(ranks: list[_SeenRank], end: float) -> None:
 
 
 def _ask_workers(rank: _SeenRank, end: float) -> None:
-    """Those that were forked from the rank answer into the same file; each has it to itself for a moment."""
+    """Ask the rank's loader workers one after another, because those forked from the rank answer into the
+    rank's file."""
     own, found = rank.text, list[stacks.LoaderWorker]()
     for pid in _loader_workers(rank.pid):
         worker = _SeenRank(rank.rank, pid, rank.dump)
@@ -270,8 +271,8 @@ def _ask_one(process: _SeenRank, end: float) -> None:
 
 
 def _loader_workers(pid: int) -> list[int]:
-    """A rank's processes that load data, in the order of their starts. torch names them; where none has that
-    name (torchdata's have not), whatever multiprocessing has started may be one."""
+    """Return a rank's loader workers in the order in which they started. torch names them; if none has that
+    name (torchdata's have not), every process that multiprocessing has started counts."""
     named, started = list[tuple[float, int]](), list[tuple[float, int]]()
     with suppress(psutil.Error):
         command = psutil.Process(pid).cmdline()
@@ -286,7 +287,7 @@ def _loader_workers(pid: int) -> list[int]:
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    """All that a process has started, and what that has."""
+    """Return all descendants of a process."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:
@@ -294,14 +295,14 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 class RankActivity:
-    """Whether ranks, with all that they have started, are at work between one look and the next."""
+    """Finds whether ranks, including their descendants, have worked between one look and the next."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float, int]] = {}  # when, processor seconds, bytes
         self._busy: dict[int, int] = {}
 
     def look(self, pids: list[int]) -> dict[int, int]:
-        """For each, how many looks have found it at work."""
+        """Return for each rank how many looks have found it at work."""
         now = time.monotonic()
         self._busy = {pid: self._busy.get(pid, 0) for pid in pids}
         for pid in pids:
@@ -314,7 +315,7 @@ class RankActivity:
 
 
 def _used(pid: int) -> tuple[float, int]:
-    """Processor time (seconds) and bytes read and written by a process and all that it has started."""
+    """Return the processor seconds and the bytes read and written of a process and its descendants."""
     cpu_s, size = process_state(pid)[1], _bytes(pid)
     for child in _family(pid):
         cpu_s += process_state(child.pid)[1]
@@ -323,18 +324,19 @@ def _used(pid: int) -> tuple[float, int]:
 
 
 def _bytes(pid: int) -> int:
-    """See proc(5): rchar and wchar of /proc/PID/io; 0 when it cannot be read."""
+    """Return rchar + wchar of /proc/PID/io, see proc(5); 0 if it cannot be read."""
     fields = dict(line.split(": ") for line in _text_of(f"/proc/{pid}/io").splitlines() if ": " in line)
     return int(fields.get("rchar", 0)) + int(fields.get("wchar", 0))
 
 
 def _can_answer(rank: _SeenRank) -> bool:
-    """Not gone, and not stopped."""
+    """Return whether the process is neither gone nor stopped."""
     return process_state(rank.pid)[0] not in ("", "T", "Z")
 
 
 def _from_outside(pid: int, limit_s: float) -> str:
-    """py-spy reads the process's memory, which works on a stopped one too; "" without it, or the right."""
+    """Return the stacks that py-spy reads from the process's memory, even if it is stopped; "" without py-spy
+    or the permission."""
     program = shutil.which(PY_SPY)
     if program is None or limit_s <= 0.0:
         return ""
@@ -347,7 +349,7 @@ def _from_outside(pid: int, limit_s: float) -> str:
 
 
 def _save(ranks: list[_SeenRank], folder: Path) -> None:
-    """One file for all ranks of the node; best effort, the incident has the gist."""
+    """Write one file for all ranks of the node; best effort: the incident has the essentials."""
     if not ranks:
         return
     parts = []

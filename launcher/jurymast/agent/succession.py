@@ -1,5 +1,5 @@
-"""The agent's part in replacing a supervisor whose node died: reading its pulse, a standby process, and
-the next supervisor on this node. `core.agent.succession` decides when."""
+"""The agent's part in replacing a supervisor whose node died: it reads the pulse, and runs a standby process
+and the next supervisor on this node, when `core.agent.succession` decides so."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Succeeding:
                 never(effect)
 
     async def close(self) -> None:
-        """A supervisor here ends the job after its last agent has left."""
+        """End the standby process, and wait for a supervisor on this node, which ends the job after its last
+        agent has left."""
         await self._dismiss()
         if self._supervisor is not None:
             await self._supervisor.wait()
@@ -64,7 +65,7 @@ class Succeeding:
         )  # fmt: skip
 
     async def _dismiss(self) -> None:
-        """The end of its input is the end of the process that stands by."""
+        """End the standby process by closing its input."""
         starting, self._standby = self._standby, None
         if starting is not None:
             with suppress(OSError):  # it could not even be started
@@ -83,7 +84,7 @@ class Succeeding:
         self._driver.act(self._machine.supervisor_ended(self._driver.now))
 
     async def _call(self, start: do.StartSupervisor) -> Process | None:
-        """The process that stands by, if one does."""
+        """Start the takeover in the standby process, and return the process; None if there is none."""
         starting, self._standby = self._standby, None
         if starting is None:
             return None

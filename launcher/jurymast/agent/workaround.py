@@ -1,4 +1,4 @@
-"""The agent's part in working around a failing network device: what its ranks get at each launch."""
+"""The agent's part in working around failing network devices: variables for its ranks at each launch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ WORKED_AROUND = "worked-around"
 
 
 class NetworkWorkaround:
-    """`findings` gives what holds on this node now; `tell` says to the supervisor what was left out, as
-    findings of the agent, which never act and are over with the first attempt that has the device back."""
+    """Makes ranks avoid failing network devices. `findings` returns what holds on this node now. `tell`
+    reports to the supervisor which devices were left out, as findings of the agent, which cause no action and
+    end with the first attempt that uses the device again."""
 
     def __init__(
         self,
@@ -31,7 +32,7 @@ class NetworkWorkaround:
         self._out: set[str] = set()
 
     def environment(self, attempt: int) -> dict[str, str]:
-        """Variables for the ranks of `attempt` on this node."""
+        """Return variables for the ranks of `attempt` on this node."""
         if not self._enabled:
             return {}
         users = {name: os.environ.get(name, "") for name in devices.VARIABLES}
@@ -57,11 +58,11 @@ def _told(attempt: int, device: str, around: WorkAround) -> str:
 
 
 def rdma_ports(sys: Path = Path("/sys")) -> list[str]:
-    """Every port of every RDMA device here ("mlx5_0:1"). Only names are read: no driver is asked."""
+    """List every port of every RDMA device here ("mlx5_0:1"). Only names are read: no driver is asked."""
     ports = sorted((sys / "class/infiniband").glob("*/ports/*"))
     return [f"{port.parent.parent.name}:{port.name}" for port in ports]
 
 
 def interfaces(sys: Path = Path("/sys")) -> list[str]:
-    """Names of this machine's network interfaces."""
+    """List the names of this machine's network interfaces."""
     return sorted(interface.name for interface in (sys / "class/net").glob("*"))
