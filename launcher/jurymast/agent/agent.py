@@ -80,7 +80,7 @@ class Agent:
         the agent; the supervisor then sees the node leave."""
         driver, loop = self._driver, asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: driver.act(self._machine.terminated(driver.now)))
-        for warning in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # what --signal may send to a step
+        for warning in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # from --signal
             loop.add_signal_handler(warning, lambda: None)
         loop.add_reader(self._memory.events_fd, self._ranks_said)
         threading.Thread(target=here.remove_abandoned, name="remove-abandoned", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Drives the agent's machine: its timer, the tasks that bring answers, and the agent's end."""
+"""Drives the agent's machine: its timer, the tasks whose results become events, and the agent's end."""
 
 from __future__ import annotations
 

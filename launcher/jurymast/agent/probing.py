@@ -58,7 +58,7 @@ class Probing:
         offset = self._own.clock(theirs, time.time())
         if offset is None:
             return
-        from jurymast.health.tables import threshold  # reads YAML: not in every agent's memory
+        from jurymast.health.tables import threshold  # loads YAML, which not every agent needs
 
         limit = threshold(self._context, "clock-offset-s")
         if finding := self._own.judge(offset, limit, time.time()):

@@ -46,7 +46,7 @@ STACK_BYTES_MAX = 256 * 1024
 PROC_FILES = ("status", "wchan", "syscall", "stack")
 FLIGHT_EVENTS = "2000"
 PY_SPY = "py-spy"
-# The names in newer and in older releases of torch.
+# The variable's names in newer and older releases of torch.
 BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORD_VARIABLES = (stack_signal.FLIGHT_VARIABLE, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 TIMEOUT_VARIABLES = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)

@@ -68,7 +68,7 @@ class Succeeding:
         """End the standby process by closing its input."""
         starting, self._standby = self._standby, None
         if starting is not None:
-            with suppress(OSError):  # it could not even be started
+            with suppress(OSError):  # it could not be started
                 process = await starting
                 assert process.stdin is not None
                 process.stdin.close()

@@ -26,7 +26,7 @@ from jurymast.worker.schedule import ScheduleFollower
 
 log = logging.getLogger("jurymast.checkpoint")
 
-# An event must fit into a pipe's atomic write, together with a few of these.
+# An event, which may have a few texts of this length, must fit into a pipe's atomic write.
 ERROR_CHARACTERS = 300
 # How long the first save waits for the agent to have memory; later ones do not wait.
 FIRST_MEMORY_S = 30.0
@@ -126,7 +126,7 @@ class Checkpointer:
         self._link.explicit_steps = True
         self._beat(step)
         told = self._follower is not None and self._follower.due(step)
-        if not self._save_times.begun:  # without restore(): the first call is the start
+        if not self._save_times.begun:  # restore() was not called: the first step is the start
             self._begin_cadence(step - 1)
         while (due := self._save_times.due(step, told=told)) is not Due.NOTHING:
             self._do(due, step)
@@ -134,8 +134,8 @@ class Checkpointer:
                 break
 
     def save(self, step: int) -> bool:
-        """Save `step` now, unless it is saved already. Returns False if the save failed. Raises as `step`
-        does.
+        """Save `step` now, unless it is saved already. Return False if the save failed. Raises what `step`
+        raises.
 
         Unlike `step`, this waits up to 30 s until the node's memory has room for one more image.
         """
@@ -355,7 +355,7 @@ class Checkpointer:
             )
             self._follower = self._follow(self._group)
             self._memory = MemoryTier.open(self._state, self._group, self._attempt)
-            if self._memory is not None:  # the agent copies to storage what is in memory
+            if self._memory is not None:  # the agent writes images in memory to storage
                 self._link.emit(within.CheckpointsKept(directory=str(self._directory), keep=self._keep))
         return self._group
 

@@ -45,7 +45,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 _FINAL = re.compile(r"step-(\d{8,})")
 _SAVING = re.compile(r"\.saving-(\d+)\.a(\d+)\.[0-9a-f]+")
-_WRITING = re.compile(r"\.(?:writing|draining)-(\d+)\.a(\d+)\.[0-9a-f]+")  # draining: until version 0.1
+_WRITING = re.compile(r"\.(?:writing|draining)-(\d+)\.a(\d+)\.[0-9a-f]+")  # draining: up to version 0.1
 _DELETING = re.compile(r"\.deleting-\d+\.[0-9a-f]+")
 _ROLLED_BACK = re.compile(r"step-(\d{8,})\.rolled-back-[0-9a-f]+")
 PINNED = "pinned"
@@ -417,7 +417,7 @@ class CheckpointDirectory:
         write_atomically(place / f"{step:08d}", b"")
         try:
             self.manifest(step)
-        except BadCheckpoint:  # it was retired while we looked
+        except BadCheckpoint:  # retired meanwhile
             self.unpin(step)
             raise
 

@@ -33,7 +33,7 @@ POLL_S = 0.002
 LATER_POLL_S = 0.05
 RESTORE_LIMIT_S = 600.0
 SAY_SO_S = 10.0
-# Beyond tensors: values grow a little from save to save, and the agent adds hashes to the manifest.
+# Room besides tensors: values grow a little from save to save, and the agent adds hashes to the manifest.
 HEADROOM_BYTES = 1 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14
 
@@ -51,7 +51,7 @@ class ReadySlot:
 
 @dataclass(frozen=True, eq=False)
 class _Mapped:
-    """One slot's buffer in this process, while the agent has not replaced it."""
+    """One slot's buffer, mapped into this process; outdated once the agent replaces it."""
 
     generation: int
     window: image.Window

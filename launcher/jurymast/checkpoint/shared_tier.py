@@ -98,8 +98,8 @@ def _alone_is_fine() -> Iterator[None]:
 
 
 class SharedTier:
-    """Checkpoints in one directory. `stale` tells rank 0 whether a newer attempt has started. Methods are
-    collective: all ranks call them, with the same arguments, and get the same result."""
+    """Checkpoints in one shared directory. `stale` tells rank 0 whether a newer attempt has started. Methods
+    are collective: all ranks call them, with the same arguments, and get the same result."""
 
     name = "shared"
 

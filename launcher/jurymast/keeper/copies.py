@@ -26,7 +26,7 @@ Group = tuple[int, ...]
 
 
 def trusted(data: bytes, key: Key) -> Manifest:
-    """The manifest in `data`. Raises BadImage if it is not of this image or lacks hashes."""
+    """Parse the manifest in `data`. Raises BadImage if it is not of this image or lacks hashes."""
     manifest = Manifest.from_bytes(data)
     if manifest.image != key:
         raise BadImage(

@@ -28,7 +28,7 @@ class Word(IntEnum):
     RESTORE_STEP = 3
     RESTORE_ATTEMPT = 4  # the attempt that saved it
     RESTORE_IMAGE = 5  # size of the image in that slot
-    RESTORE_MANIFEST = 6  # size of the manifest behind it
+    RESTORE_MANIFEST = 6  # size of the manifest after it
     # the rank's
     WANT = 8  # largest expected size of image and manifest; asks the agent for slots of that size
     SKIPPED = 9  # saves skipped because no slot was free
@@ -47,13 +47,13 @@ class SlotWord(IntEnum):
     SEQ = 4
     STEP = 5
     IMAGE = 6  # size of the image
-    MANIFEST = 7  # size of the manifest behind it
+    MANIFEST = 7  # size of the manifest after it
 
 
 class RestoreStatus(IntEnum):
     PENDING = 0  # the agent is still fetching
     READY = 1  # the image is in the slot, verified
-    ELSEWHERE = 2  # nothing in memory: the ranks look in the shared tier
+    ELSEWHERE = 2  # nothing in memory: the ranks restore from the shared tier
     FAILED = 3  # it cannot be brought: the rank waits while the supervisor decides about the attempt
 
 

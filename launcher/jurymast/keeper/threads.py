@@ -1,4 +1,4 @@
-"""Slow or blocking work outside the agent's event loop."""
+"""Runs slow or blocking work outside the agent's event loop."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ Result = TypeVar("Result")
 
 
 async def in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Like asyncio.to_thread, in a daemon thread of its own: one that a dead disk holds makes nothing else
-    wait, not even the agent's end. When the caller is cancelled the thread goes on; its result is dropped.
+    """Run a function as asyncio.to_thread does, but in a new daemon thread: one that waits for a dead disk
+    blocks nothing else, not even the agent's end. If the caller is cancelled, the thread continues and its
+    result is dropped.
     """
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
     name = getattr(function, "__name__", "keeper")
     threading.Thread(target=_work, args=(future, function, arguments), name=name, daemon=True).start()
     answer = asyncio.wrap_future(future)
-    # A failure knows the frames that it came through: they must not hold it, and the buffers they name.
+    # An exception refers to the frames that it passed; without this they would keep it and its buffers alive.
     del future
     return await answer
 
@@ -28,7 +29,7 @@ async def in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
 def _work(future: Future[Result], function: Callable[..., Result], arguments: tuple[Any, ...]) -> None:
     try:
         result = function(*arguments)
-    except BaseException as error:  # whatever it is, it belongs to the caller
+    except BaseException as error:  # any error is for the caller
         future.set_exception(error)
         del future  # as above
     else:

@@ -316,7 +316,7 @@ class ObjectStore:
 
 
 def _discard(target: Any) -> None:
-    """Have the store forget an unfinished upload; if it cannot, its rule for such uploads must."""
+    """Have the store discard an unfinished upload; if that fails, the store's own rules must do it."""
     try:
         target.discard()
     except Exception as error:

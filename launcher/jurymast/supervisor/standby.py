@@ -44,7 +44,7 @@ class Standby:
                     self._follower.catch_up()
 
     def _get_ready(self) -> None:
-        os.nice(NICE)  # on Linux: this thread alone
+        os.nice(NICE)  # on Linux, applies to this thread alone
         import jurymast.supervisor.epoch  # noqa: F401
         from jurymast.errors import JurymastError
         from jurymast.journal import JournalFollower

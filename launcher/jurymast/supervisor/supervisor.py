@@ -313,7 +313,7 @@ class Supervisor:
                 await self._answer(connection, first)
             case msg.Hello() if first.allocation == self._allocation:
                 await self._serve_agent(connection, first)
-            case msg.Hello():  # of an allocation that the run has given back
+            case msg.Hello():  # from an allocation that the run has given back
                 connection.send(msg.Leave())
                 await connection.drain()
             case _:

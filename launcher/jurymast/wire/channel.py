@@ -53,7 +53,7 @@ class Connection:
     set, is called for more. `closed`: its user has closed it and hears nothing more."""
 
     def __init__(self, plug: socket.socket) -> None:
-        """Takes over a connected socket, in the running loop."""
+        """Take over a connected socket, in the running loop."""
         self.unread = bytearray()
         self.on_bytes: Callable[[], None] | None = None
         self.closed = False
@@ -206,7 +206,7 @@ class Listener:
     turns in between."""
 
     def __init__(self, come: Callable[[Connection], None], plug: socket.socket) -> None:
-        """Takes over a bound socket, in the running loop."""
+        """Take over a bound socket, in the running loop."""
         self._come, self._plug = come, plug
         self._again: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()

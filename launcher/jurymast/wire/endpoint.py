@@ -21,7 +21,7 @@ from jurymast.core.messages import Endpoint as Endpoint
 from jurymast.rundir import write_json
 
 PULSE, NEWEST = "pulse", "newest.json"
-DIGITS_MAX = 12  # of an epoch's number
+DIGITS_MAX = 12  # digits of an epoch's number
 
 
 def _claim(epochs: Path, epoch: int) -> Path:

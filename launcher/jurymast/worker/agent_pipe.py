@@ -28,7 +28,7 @@ class AgentPipe:
         self._lock = threading.Lock()
         self._launches: queue.SimpleQueue[within.Launch] = queue.SimpleQueue()
         self._stop_up_to = 0
-        self.stop_signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once a stop was asked
+        self.stop_signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable if a stop is requested
         threading.Thread(target=self._read, name="agent-pipe", daemon=True).start()
 
     @classmethod

@@ -63,7 +63,7 @@ class RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         attempt = self._rendezvous.attempt
         logs = {i: self._directory.rank_log(attempt, int(e["RANK"])) for i, e in envs.items()}
-        with contextlib.suppress(OSError):  # on a full disk: ranks without a log train as well
+        with contextlib.suppress(OSError):  # on a full disk, for example; ranks can train without a log
             for folder in {log.parent for log in logs.values()}:
                 make_folder(folder)
         record = self._rendezvous.environment.get(stack_signal.FLIGHT_VARIABLE)
@@ -130,7 +130,7 @@ class RankServer:
         """Wait for the server's next message and return it; ranks that it reports as ended are recorded."""
         data = self._channel.recv(1 << 16)
         if not data:
-            os._exit(1)  # the server is gone, and this process with it
+            os._exit(1)  # the server is gone, so this process ends as well
         *lines, self._rest = (self._rest + data).split(b"\n")
         messages = [json.loads(line) for line in lines]
         for message in messages:
@@ -158,7 +158,7 @@ class RankProcess:
 
 
 class RankContext(PContext):
-    """The processes of an attempt, as torch's agent sees them."""
+    """The ranks of an attempt on this node, in the form that torch's agent uses."""
 
     def __init__(self, server: RankServer, cold: bool, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -179,7 +179,7 @@ class RankContext(PContext):
         for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_LIMIT_S)):
             for process in self.processes:
                 process.signal(number)
-                process.signal(signal.SIGCONT)  # a stopped process acts on SIGTERM only when it goes on
+                process.signal(signal.SIGCONT)  # a stopped process acts on SIGTERM only once it continues
             if self._wait(limit_s):
                 return
 
@@ -241,8 +241,7 @@ class ImpatientAgent(LocalElasticAgent):
         return [] if self._ranks is None else self._ranks.processes
 
     def _report_failures(self) -> list[int]:
-        """Tell the agent about ranks that ended badly and were not reported yet; returns all local ranks
-        that failed."""
+        """Tell the agent about failed ranks that were not reported yet; return all failed local ranks."""
         codes = {i: process.exit_code for i, process in enumerate(self._processes()) if process.exit_code}
         for local_rank, code in codes.items():
             if local_rank not in self._reported:
@@ -305,5 +304,5 @@ def serve(plan: dict[str, Any], channel: socket.socket) -> NoReturn:
         )  # fmt: skip
         agent = ImpatientAgent(spec, logs, rendezvous, server, plan["grace_s"])
         agent.run()
-        # All ranks of this node are done. Another node's failure may still need them once more.
+        # All ranks of this node are done. After another node's failure they may have to run again.
         rendezvous.pipe.tell(within.Finished(attempt=rendezvous.attempt))

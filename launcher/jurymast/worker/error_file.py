@@ -24,7 +24,7 @@ def write(error: BaseException, text: str) -> None:
 def read(path: str) -> dict[str, str]:
     """Return {"error": exception class, "message", "traceback"}; {} if the file is missing or has other
     contents, because scripts may write it as well."""
-    from jurymast import foreign  # not for ranks, which only write
+    from jurymast import foreign  # imported here, because ranks only write
 
     try:
         message: Any = foreign.load(path)["message"]

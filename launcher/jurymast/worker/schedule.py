@@ -35,15 +35,15 @@ POLL_S = 0.001
 
 
 class _Word(IntEnum):
-    NUMBER = 0  # of the schedule in the next three words; 0: none, or it is being written
+    NUMBER = 0  # the number of the schedule in the next three words; 0: none, or it is being written
     AT = 1
     FIRST = 2
     EVERY = 3
-    DECIDED = 4  # the number of the newest schedule that is confirmed; negative: withdrawn
+    DECIDED = 4  # the number of the newest schedule decided on, negative if it was withdrawn
 
 
 class ScheduleRecord:
-    """The last words of the ranks' page, written by the agent."""
+    """The words for the schedule at the end of the ranks' page, written by the agent."""
 
     def __init__(self, page: mmap.mmap | memoryview[int]) -> None:
         self._page = page

@@ -29,7 +29,7 @@ FIRST = ["torch"]
 THEN = [
     "torch.distributed",
     "torch.nn.parallel",
-    "torch._dynamo",  # the first optimizer of a process imports it: 0.5 s
+    "torch._dynamo",  # a process's first optimizer imports it, which takes 0.5 s
     "torch.distributed.checkpoint.state_dict",
     "jurymast.checkpoint.checkpointer",
 ]

@@ -1,4 +1,4 @@
-"""The variables that Slurm would have set if it had started a rank of a batch script itself.
+"""Makes the variables that Slurm would have set if it had started a rank of a batch script itself.
 
 Under `srun torchrun` Slurm starts a torchrun on each node, and ranks have torchrun's variables. Under `srun
 python train.py` Slurm starts each rank, and the script makes its process group from Slurm's variables.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from jurymast.worker import error_file
 
-# A list with an entry for each GPU.
+# Variables whose value is a list with an entry for each GPU.
 GPUS = (
     "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK",
     "SLURM_STEP_GPUS",
