@@ -323,7 +323,7 @@ def test_what_is_no_request_is_answered_so_and_ends_nothing() -> None:
 def ask_nonsense(port: int) -> None:
     connection = stream.connect("127.0.0.1", port, SECRET, keeper_of("a"), read_served)
     connection.send(msg.Dismiss())
-    assert refusal(connection).startswith("a request that is none: dismiss: ")
+    assert refusal(connection).startswith("not a request: dismiss: ")
     for at, length in ((0, SIZE + 1), (SIZE, 1), (-1, 5), (3, -1)):
         connection.send(
             GetBytes(image=ImageName(step=10, attempt=1, rank=0), at=at, length=length, ways=(BLAKE2B,))

@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--node", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     parser.add_argument(
         "--end-as", choices=("agent", "launcher", "task"), default="agent",
-        help="a launcher ends with 1 when the run fails, as torchrun does, a task with the run's code",
+        help="launcher: exit with 1 if the run fails, as torchrun does; task: with the run's exit code",
     )  # fmt: skip
     parser.add_argument(
         "--supervisor", default="", help="HOST:PORT of a supervisor to try until the run directory names one"

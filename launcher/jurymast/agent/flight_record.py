@@ -18,10 +18,10 @@ class _PlainValues(pickle.Unpickler):
     """Unpickles dictionaries, lists, texts and numbers. A pickle that names anything to import is refused."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("no plain value")
+        raise pickle.UnpicklingError("not a plain value")
 
 
 def read(path: Path, rank: int) -> list[Entered]:

@@ -123,7 +123,7 @@ class MemoryTier:
             waited_s = time.monotonic() - started
             if waited_s > limit_s:
                 raise CheckpointError(
-                    f"rank {self._group.rank} waited {limit_s:.0f} s for what its agent was to bring"
+                    f"rank {self._group.rank} waited {limit_s:.0f} s for the image that its agent fetches"
                 )
             if waited_s > SAY_SO_S and not said:
                 said = True

@@ -117,7 +117,7 @@ def claim(root: Path, us: Owner | None) -> None:
         _take(root, found, us)
     raise CheckpointError(
         f"another run is claiming {root}, or was killed while it did",
-        hint=f"choose another directory=, or, if no run is, run: rm {root}/.{OWNER}.after-*",
+        hint=f"choose another directory=, or, if no run is claiming it, run: rm {root}/.{OWNER}.after-*",
     )
 
 

@@ -268,13 +268,13 @@ def _answer(connection: Stream[Served], kind: type[Answer], access: Access) -> A
     """Receive an answer of this kind. Raises ProtocolError for any other."""
     answer = connection.receive()
     if isinstance(answer, ManifestFollows | BytesFollow) and answer.way not in access.ways:
-        raise ProtocolError(f"an answer that is protected by {answer.way}, which was not offered")
+        raise ProtocolError(f"an answer protected by {answer.way}, which was not offered")
     if isinstance(answer, kind):
         return answer
     if isinstance(answer, NotServed):
         raise ProtocolError(answer.why)
     what = answer if isinstance(answer, Strange) else type(answer).__name__
-    raise ProtocolError(f"an answer to something else: {what}")
+    raise ProtocolError(f"an answer to another request: {what}")
 
 
 def _named(key: Key, group: Group) -> ImageName:

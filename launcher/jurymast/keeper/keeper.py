@@ -383,7 +383,7 @@ class Keeper:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             asyncio.get_running_loop().call_exception_handler(
-                {"message": "the keeper is at fault", "exception": error, "task": task}
+                {"message": "a task of the keeper failed", "exception": error, "task": task}
             )
 
     def _in_loop(self, then: Callable[[], None]) -> None:

@@ -129,7 +129,7 @@ class ImageServer:
                 here = self._access.ways
                 if (way := agreed(request.ways, here)) is None:
                     asked = ", ".join(request.ways) or "nothing"
-                    why = f"no way to protect the bytes that both know: {asked} there, {', '.join(here)} here"
+                    why = f"there is no common way to protect bytes: {asked} there, {', '.join(here)} here"
                     peer.send(NotServed(why=why))
                 elif isinstance(request, GetManifest):
                     self._send_manifest(peer, request.image, way)
@@ -140,7 +140,7 @@ class ImageServer:
                     self._doubt(copy)
                 peer.send(Doubted())
             case Strange():
-                peer.send(NotServed(why=f"a request that is none: {request}"))
+                peer.send(NotServed(why=f"not a request: {request}"))
             case _:
                 never(request)
 

@@ -164,18 +164,18 @@ def _check(manifests: dict[int, Manifest], holders: dict[tuple[str, tuple[int, .
         if any(
             at + size > whole for at, size, whole in zip(item.offsets, item.sizes, item.shape, strict=True)
         ):
-            raise StorageFailure(f"rank {theirs[0][0]} has a part of {name} that is outside of it")
+            raise StorageFailure(f"rank {theirs[0][0]} has a part of {name} outside its shape")
         covered[name] += math.prod(sizes)
     for name, (dtype, shape, rank) in kinds.items():
         if dtype and covered[name] != math.prod(shape):
             raise StorageFailure(
-                f"of {name}, which rank {rank} has a part of, {covered[name]} of {math.prod(shape)} elements "
-                "are there: its parts overlap, or some are missing"
+                f"{name}, of which rank {rank} has a part, has {covered[name]} of {math.prod(shape)} elements"
+                ": its parts overlap, or some are missing"
             )
 
 
 def _kind(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}" if dtype else "no tensor"
+    return f"{dtype}{list(shape)}" if dtype else "not a tensor"
 
 
 METADATA = ".metadata"

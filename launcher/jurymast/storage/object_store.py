@@ -140,7 +140,7 @@ class ObjectStore:
         except StorageFailure as error:
             raise StorageFailure(
                 f"this run's key does not vouch for step {step} in {self.url} ({error}): whoever can write "
-                "there may have made it, and it would run as you; --unsealed takes it all the same"
+                "there may have made it, and its code would run as you; --unsealed accepts it anyway"
             ) from error
 
     def _is_complete(self, step: int) -> bool:

@@ -159,7 +159,7 @@ class _Part:
             case Pause(seconds):
                 self._job.cancelled.wait(seconds)
             case _:
-                raise AssertionError(f"{what} is nothing to do")
+                raise AssertionError(f"{what} cannot be carried out")
         return machine.done()
 
     def _wait(self, what: str, look: Callable[[], Next], place: Path) -> Next:
@@ -205,7 +205,7 @@ class _Part:
         try:
             return [keeper.Manifest.from_bytes(text.encode()) for text in foreign.load(path)]
         except (keeper.BadImage, ValueError) as error:
-            raise StorageFailure(f"{path.name} was damaged on its way: {error}") from error
+            raise StorageFailure(f"{path.name} was damaged in transit: {error}") from error
 
     def _share_out(self) -> None:
         self._layout = decide({rank: self._manifests[rank] for rank in range(self._world)})

@@ -100,7 +100,7 @@ class _Aes:
 
 
 def _forged() -> AuthenticationError:
-    return AuthenticationError("bytes of an image were changed on the way")
+    return AuthenticationError("bytes of an image were changed in transit")
 
 
 @functools.cache
