@@ -322,7 +322,7 @@ class Checkpointer:
             self._link.emit(within.Cadence(steps=self._cadence.steps, seconds=self._cadence.seconds))
 
     def _schedule(self, step: int) -> None:
-        """Find the next step to save after a save, also after a failed one."""
+        """Schedule the next save after a save, also after a failed one."""
         if self._follower is not None:
             self._follower.passed(step)
         stall_s, self._stall_s = self._stall_s, None

@@ -305,8 +305,8 @@ def replaced(old: Any, new: Any) -> Any:
 
 
 def _fits_in_place(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Return whether `new` can be copied into `old`. Not if elements of `old` share memory (an expanded
-    tensor), nor if either has data besides its bytes."""
+    """Return whether `new` can be copied into `old`: both are plain or sharded, of equal shape and type, and
+    no elements of `old` share memory (as in an expanded tensor)."""
     if not (is_plain(old) and is_plain(new)):
         return isinstance(old, DTensor) and old.shape == new.shape and old.dtype == new.dtype
     expanded = any(size > 1 and not step for size, step in zip(old.shape, old.stride(), strict=True))
