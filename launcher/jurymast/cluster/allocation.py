@@ -1,4 +1,4 @@
-"""The nodes a run has at the moment: a Slurm allocation, or processes on this machine."""
+"""The nodes that a run has at the moment: a Slurm allocation, or processes on this machine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jurymast.rundir import RunDirectory, write_json
 from jurymast.wire.addresses import ANY, listen_at_each
 
 COMMAND_LIMIT_S = 30.0
-# How Slurm's commands say that slurmctld did not answer. All else is its refusal.
+# What Slurm's commands print if slurmctld did not answer. Any other error means that it refused.
 _AWAY = re.compile(r"Unable to contact|timed out|Connection refused|Zero Bytes|standby mode", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """`job`: the Slurm job id, or local-PID. `host`: the node that runs the batch script. `eligible_at`:
-    when the job could have started, in seconds since the epoch."""
+    """The nodes of a run. `job`: the Slurm job id, or local-PID. `host`: the node that runs the batch script.
+    `eligible_at`: when the job could have started, in seconds since the epoch."""
 
     job: str
     restarts: int
@@ -36,7 +36,8 @@ class Allocation:
 
     @property
     def key(self) -> str:
-        """Names this allocation and no other: a requeued job keeps its id."""
+        """A name that only this allocation has: a requeued job keeps its id, so its number of restarts is
+        part of it."""
         return f"{self.job}.{self.restarts}"
 
     def save(self, directory: RunDirectory) -> None:
@@ -44,7 +45,7 @@ class Allocation:
 
     @classmethod
     def load(cls, directory: RunDirectory) -> Allocation:
-        """Raises RunDirectoryError when there is none."""
+        """Return the run's saved allocation. Raises RunDirectoryError if there is none."""
         try:
             return msgspec.convert(foreign.load(directory.allocation_file), cls)
         except (OSError, ValueError) as error:
@@ -52,7 +53,7 @@ class Allocation:
 
 
 def from_slurm_environment() -> Allocation:
-    """The allocation this batch script runs in. Raises ClusterUnavailableError outside one."""
+    """Return the allocation in which this batch script runs. Raises ClusterUnavailableError outside one."""
     job, node_list = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
     if not job or not node_list:
         raise ClusterUnavailableError("not inside a Slurm job: SLURM_JOB_ID or SLURM_JOB_NODELIST is missing")
@@ -67,7 +68,7 @@ def from_slurm_environment() -> Allocation:
 
 
 def _eligible_at(job: str) -> float:
-    """When Slurm could have started the job, in seconds since the epoch; 0.0 when it does not say."""
+    """When Slurm could have started the job, in seconds since the epoch; 0.0 if Slurm does not say."""
     try:
         return datetime.fromisoformat(job_fields(job)["EligibleTime"]).timestamp()
     except (ClusterUnavailableError, KeyError, ValueError):
@@ -75,8 +76,8 @@ def _eligible_at(job: str) -> float:
 
 
 def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S) -> str:
-    """Standard output of a Slurm command. Raises ClusterUnavailableError with Slurm's own words, and
-    ControllerAwayError if slurmctld does not answer."""
+    """Return the standard output of a Slurm command. Raises ClusterUnavailableError with Slurm's own words,
+    or ControllerAwayError if slurmctld does not answer."""
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_s, check=False)
     except FileNotFoundError as error:
@@ -91,7 +92,7 @@ def run_command(arguments: list[str], limit_s: float = COMMAND_LIMIT_S) -> str:
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """`scontrol show job` as a dict. Raises ClusterUnavailableError."""
+    """Return the fields of `scontrol show job`. Raises ClusterUnavailableError."""
     told = run_command(["scontrol", "show", "job", job, "--oneliner"])
     return dict(part.split("=", 1) for part in told.split() if "=" in part)
 
@@ -100,12 +101,12 @@ LOOPBACK = "127.0.0.1"
 
 
 def announced_hosts() -> list[str]:
-    """Where other nodes may reach this one, most likely first: addresses, and at last its name."""
+    """The addresses at which other nodes may reach this one, most likely first, followed by its name."""
     return [*own_addresses(), socket.gethostname()]
 
 
 def own_addresses() -> list[str]:
-    """This node's, other than for itself alone; most likely first those that others reach it at."""
+    """This node's addresses except loopback. Those that other nodes most likely reach come first."""
     found: list[str] = []
     try:
         found += [
@@ -122,7 +123,8 @@ def own_addresses() -> list[str]:
 
 
 def announced_by(listeners: Sequence[socket.socket]) -> list[str]:
-    """Where others reach this node's supervisor that listens so; see `listen`."""
+    """The addresses, with ports, at which others reach the supervisor that listens on these sockets; see
+    `listen`."""
     addresses = [str(listener.getsockname()[0]) for listener in listeners]
     if addresses == [LOOPBACK]:
         return addresses
@@ -130,6 +132,6 @@ def announced_by(listeners: Sequence[socket.socket]) -> list[str]:
 
 
 def listen(cluster: str) -> list[socket.socket]:
-    """Where this node's supervisor listens, on one port: a local run's for this machine alone, else at each
-    address that others are told. Raises OSError."""
+    """Listen for this node's supervisor, on one port. A local run listens for this machine alone, any other
+    at each address that other nodes are told. Raises OSError."""
     return listen_at_each([LOOPBACK] if cluster == "local" else own_addresses())

@@ -1,8 +1,8 @@
 """The batch process: one per Slurm job, on its first node. It starts the agents and keeps a supervisor
 running.
 
-Slurm takes its end for the end of the job, so it does as little as possible. A supervisor that crashes is
-started again while the agents and the ranks go on; `core.supervision.batch` decides when.
+The job ends when this process ends, so it does as little as possible. If the supervisor crashes, it is
+started again while the agents and the ranks continue; `core.supervision.batch` decides when.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ SURVIVE = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 
 
 class Agents(Protocol):
-    """Of one allocation, or of one step."""
+    """The agents of one allocation or of one step."""
 
     def start(self, port: int) -> None:
-        """The supervisor listens on this port, here."""
+        """Start the agents. The supervisor listens on this port of this node."""
 
     def alive(self) -> bool: ...
 
     def end(self) -> None:
-        """The run is over here."""
+        """End the agents: the run no longer needs this allocation."""
 
     def give_up(self) -> None:
-        """The job is about to be requeued: none may be left, nor the srun that has started them."""
+        """End the agents, and the srun that started them, before the job is requeued."""
 
 
 class SrunAgents:
-    """One srun for so many nodes."""
+    """Agents that one srun starts on `nodes` nodes."""
 
     def __init__(self, run_directory: str, nodes: int) -> None:
         self._run_directory, self._nodes = run_directory, nodes
@@ -64,7 +64,7 @@ class SrunAgents:
         return self._process is not None and self._process.poll() is None
 
     def end(self) -> None:
-        """The job's end is theirs, and an srun that still waits for a dead node must not hold the job up."""
+        """End srun. The agents end with the job; an srun that waits for a dead node must not delay that."""
         if self._process is not None:
             end_srun(self._process)
 
@@ -73,7 +73,8 @@ class SrunAgents:
 
 
 class LocalAgents:
-    """A process group a node: what happens to the group happens to the node."""
+    """Agents on this machine. Each has a process group that stands for a node: a fault of the node is one of
+    the group."""
 
     def __init__(self, run_directory: str, nodes: Sequence[str]) -> None:
         self._run_directory, self._nodes = run_directory, nodes
@@ -115,7 +116,7 @@ def agent_command(run_directory: str, host: str, port: int) -> list[str]:
 
 
 def end_with_us() -> None:
-    """In a new process: SIGTERM when the one that started it is gone."""
+    """In a new process: arrange for SIGTERM when the process that started it ends."""
     die_with_parent(signal.SIGTERM)
 
 
@@ -124,12 +125,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 class BatchProcess:
-    """One allocation, or a training step of one."""
+    """Runs one allocation, or one training step in it."""
 
     def __init__(
         self, directory: RunDirectory, plan: RunPlan, allocation: Allocation, agents: Agents, log: int = 1
     ) -> None:
-        """`log`: descriptor of the file that the supervisor writes to."""
+        """`log`: descriptor of the file to which the supervisor writes."""
         self._directory = directory
         self._plan = plan
         self._allocation = allocation
@@ -141,8 +142,8 @@ class BatchProcess:
         self._outcome: core.Outcome | None = None
 
     def run(self) -> core.Outcome:
-        """Until the supervisor says how it ended. Raises ClusterUnavailableError when Slurm refuses to
-        requeue."""
+        """Run until the supervisor reports an outcome, and return it. Raises ClusterUnavailableError if Slurm
+        refuses to requeue the job."""
         self._directory.outcome_file.unlink(missing_ok=True)
         self._allocation.save(self._directory)
         for number in SIGNALS:
@@ -196,8 +197,9 @@ class BatchProcess:
         self._do(self._machine.signalled(warning=warning, supervised=supervised))
 
     def _start_supervisor(self) -> None:
-        """It inherits the sockets: agents learn its port before it runs, and find it there after a crash.
-        Also the signals' block: one that comes before it can answer waits until then."""
+        """Start the supervisor, which inherits the listening sockets: agents know the port before it runs,
+        and find it again after a crash. It also inherits the blocked signals: one that arrives early waits
+        until it can be handled."""
         arguments = [sys.executable, "-m", "jurymast.supervisor", str(self._directory.root)]
         files = [listener.fileno() for listener in self._listeners]
         for file in files:
@@ -212,7 +214,8 @@ class BatchProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _tie(self) -> Callable[[], None] | None:
-        """What is left of a job of its own Slurm ends."""
+        """What a new process does first. Slurm ends the processes that are left of a job; a local run has to
+        do so itself."""
         return end_with_us if self._plan.cluster == "local" else None
 
     def _read_outcome(self) -> core.Outcome | None:
@@ -227,7 +230,7 @@ def tell_of_requeue(trouble: str) -> None:
 
 
 def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Allocation:
-    """Names for the nodes of a local run: never one that was excluded."""
+    """The allocation of a local run, with names for its nodes that were never excluded."""
     names: list[str] = []
     number = 0
     while len(names) < plan.nodes:
@@ -238,7 +241,7 @@ def local_allocation(plan: RunPlan, restarts: int, excluded: set[str]) -> Alloca
 
 
 def main(run_directory: str) -> int:
-    """Exit code of the job: the application's own, or one of `jurymast.errors`."""
+    """Run the job; returns its exit code: the application's own, or one of `jurymast.errors`."""
     directory = RunDirectory(Path(run_directory))
     plan = directory.plan()
     if plan.cluster == "slurm":

@@ -1,8 +1,8 @@
-"""A batch script as sbatch reads it: its `#SBATCH` lines, and our `#JURYMAST` lines beside them.
+"""A batch script as sbatch reads it: its `#SBATCH` lines, and jurymast's own `#JURYMAST` lines.
 
-Both are read up to the first line that is neither a comment nor empty. Of what decides the run's size the
-values are merged here as sbatch merges them: lines of the script, then `SBATCH_*` variables, then the command
-line; the last one counts.
+Both are read up to the first line that is neither a comment nor empty. The options that decide the run's size
+are merged as sbatch merges them: lines of the script, then `SBATCH_*` variables, then the command line; the
+last one counts.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ STANDARD_INPUT = "standard input"
 HEAD_BYTES_MAX = 1 << 16
 SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
 SBATCH, OURS, PBS = "#SBATCH", "#JURYMAST", "#PBS"
-# Variables that stand for an option, of those that jurymast looks at. All others reach sbatch as they are.
+# The variables that jurymast reads, and the options that they stand for. All others reach sbatch unchanged.
 VARIABLES = {
     "SBATCH_ARRAY_INX": "array", "SBATCH_CLUSTERS": "clusters", "SBATCH_GPUS": "gpus",
     "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_GRES": "gres", "SBATCH_IGNORE_PBS": "ignore-pbs",
     "SBATCH_JOB_NAME": "job-name", "SBATCH_NO_REQUEUE": "no-requeue", "SBATCH_PARTITION": "partition",
     "SBATCH_REQUEUE": "requeue", "SBATCH_SIGNAL": "signal", "SBATCH_TIMELIMIT": "time", "SBATCH_WAIT": "wait",
 }  # fmt: skip
-# What jurymast does itself: sbatch would print no job id, or only return at the job's end.
+# jurymast does what these ask for itself: with them sbatch would print no job id, or return only when the job
+# ends.
 DONE_HERE = frozenset({"quiet", "wait"})
 
 
 @dataclass(frozen=True)
 class BatchScript:
-    """`name` as it was typed; `text` all of it; `sbatch` the options of its lines; `own` the words of its
-    `#JURYMAST` lines; `places` the line of each option, by its place in `sbatch`."""
+    """A batch script. `name`: as it was typed. `text`: the whole text. `sbatch`: the options of its `#SBATCH`
+    lines. `own`: the words of its `#JURYMAST` lines. `places`: the line number of each option in `sbatch`."""
 
     name: str
     text: str
@@ -46,12 +47,13 @@ class BatchScript:
 
     @property
     def job_name(self) -> str:
-        """As sbatch names the job when nobody else does."""
+        """The name that sbatch gives the job if no option names it."""
         return "sbatch" if self.name == STANDARD_INPUT else Path(self.name).name
 
     @property
     def head(self) -> str:
-        """The comments at its top, which sbatch reads, without what jurymast does itself."""
+        """The comments at the top of the script, which sbatch reads, without options that jurymast carries
+        out itself."""
         mine = {
             number for given, number in zip(self.sbatch, self.places, strict=True) if given.name in DONE_HERE
         }
@@ -60,7 +62,7 @@ class BatchScript:
 
     @property
     def pbs_line(self) -> int | None:
-        """Number of the first line for PBS, which sbatch reads as well; None: there is none."""
+        """Number of the first `#PBS` line, which sbatch reads as well; None if there is none."""
         return next((number for number, line in _comments(self.text) if _is_for(PBS, line)), None)
 
     def _for_sbatch(self, line: int) -> str:
@@ -69,7 +71,7 @@ class BatchScript:
         return f"{SBATCH} {shlex.join(words)}"
 
     def where(self, given: Given) -> str:
-        """Where an option was said, for people."""
+        """The place of an option in the script, as a message's beginning; "" if it is not from the script."""
         for mine, number in zip(self.sbatch, self.places, strict=True):
             if mine is given:
                 return f"{self.name}, line {number}: "
@@ -77,8 +79,8 @@ class BatchScript:
 
 
 def is_batch_script(path: Path) -> bool:
-    """Whether this file is for sbatch rather than a training: a shell's script, by its first line or its
-    name, or one with lines for sbatch. Raises ScriptError."""
+    """Whether this file is for sbatch rather than a training: it has a shell in its first line, a shell
+    script's name, or lines for sbatch. Raises ScriptError."""
     try:
         with foreign.reading(path) as file:
             text = file.read(HEAD_BYTES_MAX).decode(errors="surrogateescape")
@@ -90,12 +92,12 @@ def is_batch_script(path: Path) -> bool:
     python = any(re.fullmatch(r"python[\d.]*", word.rpartition("/")[2]) for word in words)
     if python or path.suffix == ".py":
         return first.startswith("#!") and has_lines
-    # One without an interpreter is refused later, as sbatch does.
+    # A script without an interpreter is refused later, as sbatch does.
     return first.startswith("#!") or has_lines or path.suffix in SUFFIXES
 
 
 def read_script(path: Path, own: Mapping[str, bool]) -> BatchScript:
-    """Raises ScriptError and, naming the line, UsageError."""
+    """Read a batch script. Raises ScriptError, and UsageError, which names the line."""
     try:
         text = foreign.read(path).decode(errors="surrogateescape")
     except OSError as error:
@@ -104,12 +106,13 @@ def read_script(path: Path, own: Mapping[str, bool]) -> BatchScript:
 
 
 def wrapped(command: str) -> BatchScript:
-    """What `sbatch --wrap` makes of a command line."""
+    """The script that `sbatch --wrap` makes of a command line."""
     return BatchScript("wrap", f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{command}\n")
 
 
 def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
-    """`own`: our options, as for `split_command_line`. Raises UsageError, which names the line."""
+    """Parse a batch script's text. `own`: our options, as for `split_command_line`. Raises UsageError, which
+    names the line."""
     _check_text(text, name)
     sbatch: list[Given] = []
     ours: list[str] = []
@@ -130,7 +133,7 @@ def parse(text: str, name: str, own: Mapping[str, bool]) -> BatchScript:
 
 
 def _check_text(text: str, name: str) -> None:
-    """sbatch refuses the same."""
+    """Refuse the texts that sbatch refuses."""
     if not text.startswith("#!"):
         raise UsageError(
             f"{name}, line 1: a batch script must begin with #! and its interpreter",
@@ -147,7 +150,7 @@ def _check_text(text: str, name: str) -> None:
 
 
 def _comments(text: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of the lines at the top that are comments."""
+    """(number, line) of each comment at the top of the script."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#"):
             yield number, line
@@ -177,7 +180,7 @@ def _check(line: CommandLine, kind: str) -> None:
 
 
 def merged(script: BatchScript, environment: Mapping[str, str], line: CommandLine) -> CommandLine:
-    """All that was said, the strongest last."""
+    """All options of the script, the environment and the command line; the last one counts."""
     variables = [
         Given(name, environment[variable], (variable,))
         for variable, name in VARIABLES.items()
@@ -187,7 +190,8 @@ def merged(script: BatchScript, environment: Mapping[str, str], line: CommandLin
 
 
 def find_script(words: list[str], directory: Path) -> Path | None:
-    """The batch script that these words of a command line begin with; None: they are something else."""
+    """The batch script with which these words of a command line begin; None if they begin with something
+    else."""
     if not words or words[0].startswith("-"):
         return None
     path = directory / words[0]

@@ -1,4 +1,5 @@
-"""What a run does to its own Slurm job, with its owner's rights: requeue it without the bad nodes, end it."""
+"""What a run does to its own Slurm job, with its owner's rights: requeue it without the bad nodes, or end
+it."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ LIFT_SCRIPT = """\
 exec {python} -m jurymast.cluster.lift "$@"
 """
 STILL_RUNNING = "running"
-# A restart or a fail-over of slurmctld must not cost the run: asked again so long, so often (seconds).
+# A restart or fail-over of slurmctld must not end the run. Limit and interval of further tries, in seconds.
 CONTROLLER_LIMIT_S = 600.0
 CONTROLLER_RETRY_S = 5.0
-# Options that decide where a job may run at all; the helper job of a requeue needs the same.
+# Options that decide where a job may run. The helper job of a requeue needs the same.
 _WHERE = ("--partition", "--account", "--qos", "--reservation", "--clusters")
 _WHERE_SHORT = {"-p": "--partition", "-A": "--account", "-q": "--qos", "-M": "--clusters"}
 
@@ -39,14 +40,15 @@ def requeue(
     exclude: Sequence[str],
     say: Callable[[str], None],
 ) -> None:
-    """Requeue this job so that it starts again in seconds, without `exclude`; `say` hears what goes wrong.
+    """Requeue this job without the nodes in `exclude`, so that it starts again within seconds. `say` reports
+    what goes wrong.
 
-    To be called by the batch process once its srun is gone: an srun that still lives cancels the step of
-    the same number in the job's next life. The `lost` nodes are given back first, because Slurm would wait
-    for their answer before it lets the job be pending (SlurmdTimeout, 300 s by default). The delay that
-    Slurm then imposes is lifted by a small job outside of this one, because nobody inside lives to see
-    the job pending. Does nothing to a job that was requeued or ended already; waits for a slurmctld that is
-    away. Raises ClusterUnavailableError when the job cannot be requeued at all.
+    The batch process must call this after its srun has ended: an srun that is still alive cancels the step of
+    the same number after the requeue. The `lost` nodes are given back first, because Slurm would wait for
+    their answer before it lets the job be pending (SlurmdTimeout, 300 s by default). Slurm then delays the
+    job; a small job outside of this one lifts the delay, because no process inside lives until the job is
+    pending. Does nothing if the job was already requeued or has ended; waits while slurmctld does not answer.
+    Raises ClusterUnavailableError if the job cannot be requeued at all.
     """
     if _patiently(lambda: _is_over(allocation), say):
         return
@@ -68,15 +70,15 @@ def requeue(
     helped = False
     try:
         helped = attempt(lift_command(plan, write_lift_script(plan), allocation.job, sizes, banned))
-    except OSError as error:  # a full disk costs Slurm's two minutes, not the run
+    except OSError as error:  # a full disk costs Slurm's two minutes of delay, not the run
         say(str(error))
     kept = [node for node in allocation.nodes if node not in lost]
     if lost and kept and allocation.host in kept:
         attempt(["scontrol", "update", job, f"NodeList={','.join(kept)}"])
     _patiently(lambda: _requeue_once(allocation), say)
     if helped:
-        # The rest is the helper job's: an update now would block until the job, and this process with it, is
-        # gone (5 s each), and Slurm would have to kill what could have left.
+        # The helper job does the rest. An update now would block (5 s each) until the job and this process
+        # have ended, and Slurm would have to kill what could have ended by itself.
         return
     attempt(["scontrol", "update", job, f"NumNodes={sizes}"])
     if banned:
@@ -84,19 +86,19 @@ def requeue(
 
 
 def _is_over(allocation: Allocation) -> bool:
-    """Whether this life of the job is over: its next one is not ours to requeue."""
+    """Whether the job has ended or was requeued: then this process must not requeue it."""
     return reason_of(job_fields(allocation.job), allocation.restarts) in ("requeued", "cancelled", "timeout")
 
 
 def _requeue_once(allocation: Allocation) -> None:
-    # A try that got no answer may have been heard nevertheless.
+    # Slurm may have carried out an earlier request whose answer was lost.
     if not _is_over(allocation):
         run_command(["scontrol", "requeue", allocation.job])
 
 
 def _patiently(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
-    """What `ask` returns once slurmctld answers. Raises ClusterUnavailableError: it refuses, or is away for
-    longer than `CONTROLLER_LIMIT_S`."""
+    """Return what `ask` returns once slurmctld answers. Raises ClusterUnavailableError if it refuses, or does
+    not answer for `CONTROLLER_LIMIT_S`."""
     end = time.monotonic() + CONTROLLER_LIMIT_S
     while True:
         try:
@@ -109,11 +111,11 @@ def _patiently(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
 
 
 def give_back(job: str, node: str) -> bool:
-    """Let this running job go on without `node`, which lives; False when the job no longer has it. Raises
-    ClusterUnavailableError: the node is the batch host, or the site forbids it (disable_job_shrink).
+    """Remove the live node `node` from this running job; False if the job no longer has it. Raises
+    ClusterUnavailableError if the node is the batch host, or the site forbids it (disable_job_shrink).
 
-    Measured on 22.05: the step of the agents goes on, whatever still runs on the node is killed, and a later
-    requeue asks for any nodes again.
+    Measured on Slurm 22.05: the agents' step continues, everything that still runs on the node is killed, and
+    a later requeue may get any nodes again.
     """
     nodes = run_command(["scontrol", "show", "hostnames", job_fields(job)["NodeList"]]).split()
     if node not in nodes:
@@ -124,14 +126,14 @@ def give_back(job: str, node: str) -> bool:
 
 
 def write_lift_script(plan: RunPlan) -> Path:
-    """The helper job's script, in the run directory. Raises OSError."""
+    """Write the helper job's script into the run directory. Raises OSError."""
     script = RunDirectory(plan.directory).submission / "lift.sh"
     write_atomically(script, LIFT_SCRIPT.format(python=shlex.quote(sys.executable)).encode(), durable=False)
     return script
 
 
 def lift_command(plan: RunPlan, script: Path, job: str, sizes: str, banned: str) -> list[str]:
-    """The helper job's sbatch line."""
+    """The sbatch command line of the helper job."""
     folder = script.parent
     command = ["sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--time=5", "--job-name=jurymast-lift"]
     command += [f"--output={folder}/lift.log", "--open-mode=append", "--no-requeue", f"--chdir={folder}"]
@@ -142,7 +144,7 @@ def lift_command(plan: RunPlan, script: Path, job: str, sizes: str, banned: str)
 
 
 def where_options(options: Sequence[str]) -> list[str]:
-    """Those of the user's sbatch options that the helper job must have too, in their long form."""
+    """The user's sbatch options that the helper job needs as well, in their long form."""
     kept: list[str] = []
     rest = iter(options)
     for option in rest:
@@ -155,10 +157,10 @@ def where_options(options: Sequence[str]) -> list[str]:
 
 
 def why_ending(allocation: Allocation) -> str:
-    """After a SIGTERM: cancelled, timeout, preempted, requeued, running, or Slurm's own word for another
-    state; unknown without an answer.
+    """Why the job is ending, asked after a SIGTERM: cancelled, timeout, preempted, requeued, running, or
+    Slurm's own word for another state; unknown without an answer.
 
-    Slurm signals whatever runs in the job, so the first question may be killed as well.
+    Slurm signals every process of the job, so the first scontrol may be killed as well.
     """
     for pause_s in (0.2, 0.5, 0.0):
         try:
@@ -169,12 +171,12 @@ def why_ending(allocation: Allocation) -> str:
 
 
 def reason_of(job: dict[str, str], restarts: int) -> str:
-    """The same from the fields of `scontrol show job`. While a job is completing Slurm 22.05 shows that word
-    in place of the reason, which then follows from the other fields."""
+    """The same from the fields of `scontrol show job`. While a job is completing, Slurm 22.05 shows
+    COMPLETING in place of the reason, which then follows from the other fields."""
     states = set(job.get("JobState", "").split(","))
     preempted = job.get("PreemptTime", "None")
     if preempted not in ("None", "") and preempted >= job.get("StartTime", ""):
-        return "preempted"  # RUNNING still during the grace time
+        return "preempted"  # the state remains RUNNING during the grace time
     if states == {"RUNNING"}:
         return STILL_RUNNING
     for word in ("CANCELLED", "TIMEOUT", "PREEMPTED"):

@@ -1,5 +1,5 @@
-"""What earlier runs say before a new one: how often nodes failed (Slurm's accounting of other jobs counts as
-well), and which nodes are kept out of it, as long as enough others are left."""
+"""What a new run learns from earlier ones: how often nodes failed (also by Slurm's accounting of other jobs),
+and which nodes to exclude while enough others are left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jurymast.core.settings import Avoided, RunPlan
 from jurymast.errors import ClusterUnavailableError
 from jurymast.past_runs import forgiven_nodes, past_runs
 
-# Two half-lives: what is older hardly counts.
+# Two half-lives: older failures hardly count.
 ACCOUNTING_DAYS = 28
 ACCOUNTING_LIMIT_S = 10.0
 NODE_FAIL = "NODE_FAIL"
@@ -25,8 +25,8 @@ FORMAT = "JobIDRaw,State,Start,End,NNodes"
 
 
 def with_earlier(plan: RunPlan, runs: Path, now: float) -> RunPlan:
-    """The plan with what is known by `now` (seconds since the epoch). Never fails: what cannot be read is
-    named in the text and counts nothing."""
+    """Return the plan with the failures known by `now` (seconds since the epoch). Never fails: sources that
+    cannot be read are named in the text and not counted."""
     if plan.cluster != "slurm":
         return plan
     found = past_runs(runs)
@@ -56,7 +56,7 @@ def with_earlier(plan: RunPlan, runs: Path, now: float) -> RunPlan:
 
 
 def watched_in(run: PastRun) -> list[Watched]:
-    """One for each of the run's allocations. Of the nodes only the active ones' failures are counted."""
+    """What was watched in each of the run's allocations. Only failures of active nodes count."""
     if not run.spans:
         return []
     spans = [Watched(span.start, span.end, min(run.active, len(span.nodes))) for span in run.spans]
@@ -64,8 +64,9 @@ def watched_in(run: PastRun) -> list[Watched]:
 
 
 def parse_accounting(text: str, known: Collection[str], now: float) -> list[Watched]:
-    """sacct's lines in FORMAT, times in seconds since the epoch; jobs in `known` have journals, which tell
-    more. A job that still runs ends `now`. Raises ValueError for other lines."""
+    """Parse sacct's lines in FORMAT, with times in seconds since the epoch. Jobs in `known` are left out:
+    their journals tell more. A job that still runs is counted until `now`. Raises ValueError for other
+    lines."""
     found = []
     for line in text.splitlines():
         job, state, start, end, nodes = line.split("|")
@@ -78,7 +79,7 @@ def parse_accounting(text: str, known: Collection[str], now: float) -> list[Watc
 
 
 def _accounting() -> str:
-    """Of this user's jobs. Raises OSError or SubprocessError where Slurm keeps no accounts."""
+    """sacct's lines about this user's jobs. Raises OSError or SubprocessError if Slurm keeps no accounts."""
     command = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"]
     command += [f"--starttime=now-{ACCOUNTING_DAYS}days", f"--format={FORMAT}"]
     done = subprocess.run(
@@ -95,7 +96,8 @@ def _told(watched: list[Watched], where: str) -> str:
 
 
 def keep_out(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple[RunPlan, list[str]]:
-    """The plan without nodes that earlier runs below `runs` speak against, and what to tell about it.
+    """Return the plan with the nodes excluded that failed in earlier runs below `runs`, and messages about
+    them.
 
     `partition` is a comma list, "" for the default. `now`: seconds since the epoch.
     """
@@ -108,7 +110,7 @@ def keep_out(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple[Run
     notes = []
     try:
         usable, known = partition_nodes(partition)
-    except ClusterUnavailableError:  # a dry run needs no Slurm
+    except ClusterUnavailableError:  # a dry run works without Slurm
         kept = wanted
     else:
         there = [node for node in wanted if node.node in known]
@@ -121,7 +123,7 @@ def keep_out(plan: RunPlan, runs: Path, partition: str, now: float) -> tuple[Run
 
 
 def avoided(records: Collection[NodeRecord]) -> list[Avoided]:
-    """Nodes to keep out, those that matter most first: for good, then by how long the exclusion lasts."""
+    """The nodes to exclude, most important first: for good, then by how long the exclusion lasts."""
     out = sorted(
         (record for record in records if record.excluded),
         key=lambda record: (not record.for_good, -(record.excluded_until or 0.0), record.name),
@@ -130,8 +132,8 @@ def avoided(records: Collection[NodeRecord]) -> list[Avoided]:
 
 
 def banned(plan: RunPlan, bad: Sequence[str], partition: str, now: float) -> tuple[list[str], str]:
-    """Nodes that a requeued job is not to get, and what to tell about those of `bad` and of earlier runs that
-    it may get after all: with too few others left it would wait for ever."""
+    """The nodes that a requeued job must not get, and messages about the nodes, of `bad` and of earlier runs,
+    that it may get after all: if too few others were left, the job would wait forever."""
     asked = list(plan.exclude)
     wanted = [node for node in dict.fromkeys((*bad, *plan.excluded_at(now))) if node not in asked]
     if not wanted:
@@ -147,7 +149,7 @@ def banned(plan: RunPlan, bad: Sequence[str], partition: str, now: float) -> tup
 
 
 def fitting(wanted: Sequence[str], usable: Collection[str], needed: int) -> list[str]:
-    """The first of `wanted` that leave at least `needed` of the usable nodes."""
+    """The first nodes of `wanted` that leave at least `needed` of the usable nodes."""
     kept: list[str] = []
     left = len(usable)
     for node in wanted:
@@ -159,7 +161,7 @@ def fitting(wanted: Sequence[str], usable: Collection[str], needed: int) -> list
 
 
 def partition_nodes(partition: str) -> tuple[set[str], set[str]]:
-    """(nodes that could serve, all nodes that Slurm knows). Raises ClusterUnavailableError."""
+    """Return (nodes that could serve, all nodes that Slurm knows). Raises ClusterUnavailableError."""
     told = run_command(["sinfo", "--noheader", "--all", "--Node", "--format=%N|%P|%T"])
     asked = set(partition.split(",")) if partition else set()
     usable, known = set(), set()
@@ -173,7 +175,8 @@ def partition_nodes(partition: str) -> tuple[set[str], set[str]]:
 
 
 def out_of_service(now: float) -> dict[str, tuple[float, str]]:
-    """{node: (seconds, reason)} of nodes that Slurm has out of service; empty where there is no Slurm."""
+    """The nodes that are out of service in Slurm, as {node: (seconds, reason)}; empty if there is no
+    Slurm."""
     command = ["sinfo", "--noheader", "--all", "--Node", "--format=%N|%T|%H|%E"]
     try:
         told = run_command(command)
@@ -192,5 +195,5 @@ def out_of_service(now: float) -> dict[str, tuple[float, str]]:
 
 
 def until_text(until: float | None) -> str:
-    """Until 2026-11-21 10:00, or for good."""
+    """Render as "until 2026-11-21 10:00" or "for good"."""
     return "for good" if until is None else f"until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"

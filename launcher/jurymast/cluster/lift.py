@@ -1,8 +1,8 @@
 """The second half of a requeue, as a small Slurm job of its own.
 
 After `scontrol requeue`, Slurm holds a job back until 121 s after its submit time (the lifetime of its
-credential + 1 s). Its owner may lift that, but only once the job is pending: while it is completing, Slurm
-overwrites the update. Nothing inside the job lives that long.
+credential + 1 s). Its owner may lift that, but only once the job is pending: while the job is completing,
+Slurm overwrites the update. No process inside the job lives that long.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LIMIT_S = 240.0
 
 
 def start_time(fields: dict[str, str]) -> str:
-    """The earliest start that Slurm survives, in its own format and by its own clock.
+    """The earliest start time that Slurm handles correctly, in its own format and by its own clock.
 
-    The requeue revoked the job's credential, to the second: a job that starts in that same second is
-    killed as "Job credential revoked" (24.11). Slurm sets SubmitTime to the moment of the requeue.
+    The requeue revoked the job's credential, to the second: a job that starts in that same second is killed
+    with "Job credential revoked" (24.11). Slurm sets SubmitTime to the moment of the requeue.
     """
     try:
         requeued = datetime.fromisoformat(fields["SubmitTime"])
@@ -33,9 +33,9 @@ def start_time(fields: dict[str, str]) -> str:
 
 
 def lift(job: str, nodes: str, exclude: str) -> bool:
-    """Wait until `job` is pending and let it start now, on `nodes` (MIN-MAX) without `exclude`.
+    """Wait until `job` is pending, and let it start at once on `nodes` (MIN-MAX) without `exclude`.
 
-    Returns False when it never became pending within `LIMIT_S`. Raises ClusterUnavailableError.
+    Returns False if it was not pending within `LIMIT_S`. Raises ClusterUnavailableError.
     """
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:

@@ -16,15 +16,16 @@ from jurymast.rundir import RunDirectory, write_atomically, write_json
 
 
 def batch_process(plan: RunPlan) -> tuple[str, ...]:
-    """The command line of what runs for the job's whole life on its first node, under Slurm too."""
+    """The command line of the process that runs as long as the job, on its first node; the same under
+    Slurm."""
     return (plan.python, "-m", "jurymast.cluster.batch", plan.directory)
 
 
 def submit_local(run_directory: str) -> int:
     """Start the run's batch process, detached from this terminal; returns its process id.
 
-    `slurm/local.json` keeps the id with the process's start time, so that cancel ends this process and never
-    a later one of the same number. Raises SubmissionError, RunDirectoryError.
+    `slurm/local.json` keeps the id together with the process's start time, so that cancel never ends a later
+    process with the same id. Raises SubmissionError, RunDirectoryError.
     """
     run = RunDirectory(run_directory)
     plan = run.plan()
@@ -37,7 +38,7 @@ def submit_local(run_directory: str) -> int:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            # Away from the user's files, whose names could hide Python's own modules; ranks start in the
+            # Not in the user's directory, where files could hide Python's own modules; ranks start in the
             # plan's working directory.
             cwd=run.submission,
             start_new_session=True,
@@ -56,13 +57,14 @@ def submit_local(run_directory: str) -> int:
         process.kill()
         process.wait()
         raise
-    # Nobody waits for it here: it outlives this command. Without this Popen would complain of that.
+    # The process outlives this command, which does not wait for it. With a return code, Popen does not warn
+    # about that.
     process.returncode = 0
     return process.pid
 
 
 def local_process(run: RunDirectory) -> psutil.Process | None:
-    """The run's batch process when it still runs on this machine."""
+    """The run's batch process if it still runs on this machine."""
     try:
         record: dict[str, Any] = foreign.load(run.submission / "local.json")
         process = psutil.Process(int(record["pid"]))

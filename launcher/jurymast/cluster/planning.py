@@ -1,5 +1,5 @@
-"""Makes a run's plan from a command line or a batch script, and a policy. Finds every contradiction
-between them."""
+"""Makes a run's plan from a command line or a batch script and a policy, and reports contradictions between
+them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jurymast.core.settings import RunPlan
 from jurymast.errors import ScriptError, UsageError
 from jurymast.policy.resolve import Resolved
 
-# sbatch options that say what jurymast decides: the message says what to do instead.
+# sbatch options for what jurymast decides itself. The message says what to use instead.
 REFUSED = {
     "array": "one run is one job; a batch script may be an array",
     "ntasks": "use --nodes N and --nproc-per-node K",
@@ -37,19 +37,19 @@ REFUSED = {
     "version": "run sbatch --version or jurymast --version instead",
     "usage": "see jurymast submit --help",
 }
-# The same by environment variable.
+# The environment variables of such options.
 REFUSED_VARIABLES = {"SBATCH_ARRAY_INX": "array", "SBATCH_GPUS": "gpus"}
-# Not passed on as typed: the exclusions are merged into one option, and one task a node is said anyway.
+# Not passed on as typed: the exclusions are merged into one option, and --ntasks-per-node=1 is always set.
 CONSUMED = DONE_HERE | {"exclude", "ntasks-per-node", "tasks-per-node"}
 # Two minutes before the time limit, to the batch process alone.
 WARN_SIGNAL = "B:USR2@120"
-# What people put before their script elsewhere.
+# Commands that people write before their script elsewhere.
 _LAUNCHERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun")
 
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """Our own options of `submit`, as given. `spares` is in the policy by now."""
+    """jurymast's own options of `submit`, as given. `spares` is already part of the policy."""
 
     nodes: int | None = None
     nproc_per_node: int | None = None
@@ -68,8 +68,8 @@ def make_plan(
     python: str,
     run: str = "",
 ) -> RunPlan:
-    """The plan for this command line. Raises UsageError and ScriptError. Reads nothing but the script.
-    `run` is made from the time and the name if it is not given."""
+    """Make the plan for this command line. `run` is made from the time and the name if it is not given. Reads
+    only the script. Raises UsageError and ScriptError."""
     check_options(line, environment)
     script, arguments, module = _script(line.script)
     directory = working_directory / (line.last("chdir") or "")
@@ -108,7 +108,7 @@ def make_plan(
 
 
 def spares_for(policy: Resolved, active: int, time_limit: str | None) -> int:
-    """Spare nodes beside so many active ones."""
+    """The number of spare nodes for `active` active ones."""
     if policy.policy.spares is not None:
         return policy.policy.spares
     return auto_spares(active, policy.settings().rate, run_s=time_limit_s(time_limit))
@@ -133,17 +133,19 @@ def check_options(line: CommandLine, environment: Mapping[str, str]) -> None:
 
 
 def time_limit_s(text: str | None) -> float | None:
-    """sbatch's --time in seconds. None for no limit, and for what sbatch itself will refuse."""
+    """The value of sbatch's --time in seconds; None for no limit, and for a value that sbatch itself
+    refuses."""
     return float(seconds_of(text or "") or 0) or None  # 0 asks for no limit
 
 
 def passed_on(line: CommandLine, consumed: frozenset[str]) -> tuple[str, ...]:
-    """sbatch's options as typed and in their order, but for those that jurymast says itself."""
+    """The sbatch options as typed and in their order, except `consumed` ones, which jurymast sets itself."""
     return tuple(word for given in line.sbatch if given.name not in consumed for word in given.words)
 
 
 def excluded_hosts(given: Given) -> list[str]:
-    """Node names and ranges of a host list (`n[1-3],n7`), or of the file it names, as sbatch has it."""
+    """The node names and ranges of a host list (`n[1-3],n7`) or of the file that it names, as sbatch reads
+    it."""
     text = given.value or ""
     if "/" in text:
         try:
@@ -154,7 +156,7 @@ def excluded_hosts(given: Given) -> list[str]:
 
 
 def _script(words: list[str]) -> tuple[str, list[str], bool]:
-    """Script or module, its arguments, and whether it is a module (`-m NAME`)."""
+    """Return the script or module, its arguments, and whether it is a module (`-m NAME`)."""
     hint = "jurymast submit [options] [sbatch options] -- SCRIPT.py [args]"
     if not words:
         raise UsageError("no training script given", hint=hint)
@@ -173,8 +175,8 @@ def _script(words: list[str]) -> tuple[str, list[str], bool]:
 
 
 def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
-    """The script as ranks that start in `directory` name it: as it was typed, if that finds it there. Like
-    Python, it takes a directory that has a `__main__.py`. Raises ScriptError."""
+    """The script's name for ranks that start in `directory`: as typed, if that finds it there. Like Python,
+    accepts a directory with a `__main__.py`. Raises ScriptError."""
     tried = [directory / script, submitted_from / script]
     path = next((path for path in tried if os.path.exists(path)), tried[0])
     try:
@@ -190,7 +192,7 @@ def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
 
 
 def _check_module(module: str, directory: Path) -> None:
-    """Raise ScriptError for a module that is not there. Nothing is imported: that may take a GPU."""
+    """Raise ScriptError if the module is missing. Nothing is imported: that could occupy a GPU."""
     search = [str(directory), *sys.path]
     parent = ""
     for part in module.split("."):
@@ -212,22 +214,23 @@ def _check_module(module: str, directory: Path) -> None:
 
 
 def run_name(text: str) -> str:
-    """`text` fit for a directory and for squeue: letters, digits, dot, dash, underscore; 40 at most."""
+    """`text` made fit for a directory name and for squeue: letters, digits, dot, dash, underscore; 40 at
+    most."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:40] or "run"
 
 
 def new_run_id(name: str, now: time.struct_time) -> str:
-    """Sorts by time, reads well and is unique: `20261120-134501-gpt-x7f3`."""
-    letters = "0123456789abcdefghjkmnpqrstvwxyz"  # no i, l, o, u: they are misread
+    """A unique run id that sorts by time and is readable: `20261120-134501-gpt-x7f3`."""
+    letters = "0123456789abcdefghjkmnpqrstvwxyz"  # without i, l, o, u, which are easily misread
     suffix = "".join(secrets.choice(letters) for _ in range(4))
     return f"{time.strftime('%Y%m%d-%H%M%S', now)}-{name}-{suffix}"
 
 
-# What says where a job may run: the small job that helps a requeue is submitted with the same.
+# Options that decide where a job may run. The helper job of a requeue is submitted with the same ones.
 WHERE = ("partition", "account", "qos", "reservation", "clusters", "cluster")
-# Totals over all nodes. With spares they are asked for in proportion.
+# Totals over all nodes. With spare nodes, totals increase in proportion.
 TOTALS = ("ntasks", "gpus")
-# Not passed on as typed: the exclusions are merged into one option, and a command is a script by now.
+# Not passed on as typed: the exclusions are merged into one option, and a command has become a script.
 SCRIPT_CONSUMED = DONE_HERE | {"exclude", "wrap"}
 SCRIPT_REFUSED = {
     "nodefile": "use --nodes N",
@@ -238,13 +241,13 @@ SCRIPT_REFUSED = {
 
 @dataclass(frozen=True)
 class Size:
-    """Active nodes, and what was said of totals over them."""
+    """The number of active nodes, and the options that give totals over them."""
 
     active: int
     totals: tuple[tuple[str, str], ...] = ()
 
     def options(self, nodes: int) -> list[str]:
-        """For sbatch, when it is to give this many nodes."""
+        """The sbatch options for a job of `nodes` nodes."""
         scaled = [f"--{name}={_scaled(value, nodes, self.active)}" for name, value in self.totals]
         return [f"--nodes={nodes}", *scaled]
 
@@ -260,7 +263,7 @@ def make_script_plan(
     python: str,
     run: str = "",
 ) -> RunPlan:
-    """Raises UsageError, which names the script's line where that is at fault."""
+    """Make the plan for a batch script. Raises UsageError, which names the script's line if that is wrong."""
     told = merged(script, environment, line)
     if asked.cluster == "local":
         raise UsageError(
@@ -285,7 +288,7 @@ def make_script_plan(
         "--no-kill",
     ]
     options.append("--requeue" if requeue else "--no-requeue")
-    if not told.has("job-name"):  # sbatch takes the script's, and it gets another file
+    if not told.has("job-name"):  # sbatch would use the name of its script, which is not the user's
         options.append(f"--job-name={script.job_name}")
     if not told.has("signal"):
         options.append(f"--signal={WARN_SIGNAL}")
@@ -312,7 +315,8 @@ def make_script_plan(
 
 
 def size_of(script: BatchScript, told: CommandLine, asked: int | None = None) -> Size:
-    """How many nodes the job is to have, by --nodes or by the numbers of tasks. `asked`: by our own -N."""
+    """The size of the job, by --nodes or by the numbers of tasks. `asked`: the number of nodes by our own
+    -N."""
     nodes = _last(told, "nodes")
     totals = tuple((name, given.value or "") for name in TOTALS if (given := _last(told, name)))
     active = asked or (None if nodes is None else _node_count(script, nodes))
@@ -346,7 +350,7 @@ def _nodes_by_tasks(script: BatchScript, told: CommandLine) -> int:
 
 
 def _scaled(value: str, nodes: int, active: int) -> str:
-    """A total for more nodes: `16`, `gpu:16` or `h100:16`."""
+    """A total for `active` nodes (`16`, `gpu:16` or `h100:16`), scaled to `nodes` nodes."""
     kind, colon, number = value.rpartition(":")
     return f"{kind}{colon}{-(-int(number) * nodes // active)}" if number.isdigit() else value
 

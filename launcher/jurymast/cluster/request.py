@@ -1,4 +1,4 @@
-"""The exact request of a submission. A dry run shows it; submit sends it with nothing added in between."""
+"""The exact request of a submission. A dry run shows it; submit sends it unchanged."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jurymast.wire import shield
 
 @dataclass(frozen=True)
 class Request:
-    """`argv` is run with `script` (Slurm's batch script; empty on the local cluster) in the run directory.
-    `users`: the user's own batch script, if that is what is submitted."""
+    """A submission. `argv` runs in the run directory with `script`, Slurm's batch script (empty on the local
+    cluster). `users`: the user's own batch script, if one is submitted."""
 
     plan: RunPlan
     policy: str
@@ -46,17 +46,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Submitted:
-    """What became of a request: the Slurm job id (empty on the local cluster), or the local process."""
+    """The result of a request: the Slurm job id (empty on the local cluster), or the local process."""
 
     request: Request
     slurm_job: str = ""
     slurm_cluster: str = ""
     pid: int | None = None
-    notes: str = ""  # what sbatch said besides the job id
+    notes: str = ""  # what sbatch printed besides the job id
 
     @property
     def job(self) -> str:
-        """What stands for the allocation: the Slurm job id, or local-PID."""
+        """The name of the allocation: the Slurm job id, or local-PID."""
         return self.slurm_job or f"local-{self.pid}"
 
 
@@ -65,13 +65,13 @@ def script_file(plan: RunPlan) -> Path:
 
 
 def users_script(run: RunDirectory) -> Path:
-    """A copy of the user's batch script, named as Slurm names it on the node that runs it."""
+    """The copy of the user's batch script, named as Slurm names it on the node that runs it."""
     return run.submission / "slurm_script"
 
 
 def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = None) -> Request:
-    """The request for this plan, of a batch script if one is given; writes nothing and asks nobody. Raises
-    PolicyError for what cannot be done with what is installed here."""
+    """Build the request for this plan, with the batch script if there is one. Writes nothing and asks no
+    other program. Raises PolicyError for what the software installed here cannot do."""
     shield.ways(plan.settings.encrypt)
     text = policy.yaml(origins=True)
     if plan.cluster == "local":
@@ -86,7 +86,7 @@ def build_request(plan: RunPlan, policy: Resolved, script: BatchScript | None = 
 
 
 def check_runs_directory(runs: Path, script: BatchScript | None = None) -> None:
-    """Raise RunDirectoryError when no run directory that serves `script` can be made below `runs`."""
+    """Raise RunDirectoryError if no run directory usable for `script` can be made below `runs`."""
     if script is not None and ":" in str(runs):
         raise RunDirectoryError(
             f"the runs directory {str(runs)!r} has a colon, and batch scripts find jurymast by PATH",
@@ -129,7 +129,7 @@ def write_run_directory(request: Request) -> None:
 
 
 def remove_run_directory(request: Request) -> None:
-    """Take back a run directory whose submission failed: nothing is left half submitted."""
+    """Remove the run directory of a failed submission, so that nothing half submitted is left."""
     shutil.rmtree(request.plan.directory, ignore_errors=True)
 
 

@@ -1,7 +1,7 @@
-"""sbatch's option grammar, so that its options pass through unchanged and a mistyped one is caught here.
+"""sbatch's option grammar, so that its options pass through unchanged and mistyped ones are found here.
 
-The table was read off the option parsers of sbatch 22.05.8 and 24.11.5: it is their union. Options that only
-one of the two knows are left to the installed sbatch to accept or refuse.
+The table is the union of the option parsers of sbatch 22.05.8 and 24.11.5. The installed sbatch accepts or
+refuses options that only one of the two knows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from jurymast.core.texts import did_you_mean
 from jurymast.errors import UsageError
 
-# Long options by whether they take a value.
+# Long options, by whether they take a value.
 REQUIRED = frozenset({
     "account", "acctg-freq", "array", "batch", "bb", "bbf", "begin", "chdir", "cluster",
     "cluster-constraint", "clusters", "comment", "constraint", "container", "container-id", "context",
@@ -49,7 +49,7 @@ SHORT = {
 @dataclass(frozen=True)
 class Grammar:
     """The options of one of Slurm's commands: the long ones, by whether they take a value, and the letters of
-    those that have one."""
+    short ones that take one."""
 
     required: frozenset[str]
     optional: frozenset[str]
@@ -66,7 +66,7 @@ SBATCH = Grammar(REQUIRED, OPTIONAL, NONE, SHORT)
 
 @dataclass(frozen=True)
 class Given:
-    """One option: its full name, its value (None: none given) and its words as typed."""
+    """One option: its full name, its value (None if not given) and its words as typed."""
 
     name: str
     value: str | None
@@ -75,14 +75,15 @@ class Given:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A split command line: words of our own options, sbatch's options, the script and its arguments."""
+    """A split command line: the words of our own options, sbatch's options, and the script with its
+    arguments."""
 
     own: list[str] = field(default_factory=list)
     sbatch: list[Given] = field(default_factory=list)
     script: list[str] = field(default_factory=list)
 
     def last(self, *names: str) -> str | None:
-        """Value of the last of these sbatch options, as sbatch itself would decide; None: not given."""
+        """Value of the last of these sbatch options, which is the one that sbatch uses; None if not given."""
         values = [given.value for given in self.sbatch if given.name in names]
         return values[-1] if values else None
 
@@ -95,8 +96,8 @@ def split_command_line(
 ) -> CommandLine:
     """Split `[our options] [sbatch options] [--] SCRIPT [arguments]`.
 
-    `own` has our option names, with their dashes, and whether each takes a value; they win over sbatch's of
-    the same name. Everything from `--` or from the first word that is no option belongs to the script.
+    `own` has our option names, with their dashes, and whether each takes a value; they hide sbatch's options
+    of the same name. Everything from `--` or from the first word that is no option belongs to the script.
     Raises UsageError for an unknown or ambiguous option and for a missing or superfluous value.
     """
     line = CommandLine()
@@ -133,7 +134,7 @@ def _long_option(
             raise UsageError(f"option {typed} takes no value")
         return
     name = _full_name(typed, own, grammar.long)
-    # An abbreviation is passed on in full, so that whoever reads the words later finds them by name.
+    # An abbreviation is passed on in full, so that later readers find the option by name.
     word = f"--{name}{equals}{value}"
     if equals:
         if name in grammar.none:
@@ -149,7 +150,7 @@ def _long_option(
 def _short_options(
     line: CommandLine, word: str, rest: list[str], own: Mapping[str, bool], grammar: Grammar
 ) -> None:
-    """One word of short options: `-N4`, `-N 4`, `-HkN4`. A bundle is taken apart."""
+    """Read one word of short options: `-N4`, `-N 4`, `-HkN4`. A bundle is split."""
     letters = word[1:]
     while letters:
         letter, letters = letters[0], letters[1:]
@@ -171,7 +172,7 @@ def _short_options(
         elif flag in own:
             line.own.append(flag)
         elif name in grammar.optional and attached:
-            # getopt gives an optional value's option the rest of the word: -koff is --no-kill=off
+            # getopt takes the rest of the word as an optional value: -koff is --no-kill=off
             letters = ""
             line.sbatch.append(Given(name, attached, (flag + attached,)))
         else:
@@ -185,7 +186,7 @@ def _value(option: str, rest: list[str]) -> str:
 
 
 def _full_name(typed: str, own: Mapping[str, bool], known: frozenset[str]) -> str:
-    """The option that `typed` stands for, which may be abbreviated as Slurm allows. Raises UsageError."""
+    """The full name of the option `typed`, which may be abbreviated as Slurm allows. Raises UsageError."""
     word = typed[2:]
     if word in known:
         return word
@@ -199,7 +200,7 @@ def _full_name(typed: str, own: Mapping[str, bool], known: frozenset[str]) -> st
     raise UsageError(f"unknown option {typed}{did_you_mean(typed, names)}", hint=hint)
 
 
-# What people coming from torchrun type, and what to say.
+# Options that people know from torchrun, and hints for them.
 TORCHRUN_HINTS = {
     "nnodes": "use --nodes N for active nodes and --spares N for spare nodes",
     "node-rank": "leave it out; jurymast numbers the nodes",
@@ -216,9 +217,10 @@ TORCHRUN_HINTS = {
 
 
 def ranks_per_node(line: CommandLine, environment: Mapping[str, str]) -> int:
-    """GPUs a node from --gpus-per-node, --gpus-per-task (one task a node) or --gres=gpu, else 1.
+    """GPUs per node from --gpus-per-node, --gpus-per-task (one task per node) or --gres=gpu; 1 if none is
+    given.
 
-    The command line wins over sbatch's own environment variables. Raises UsageError for a bad count.
+    The command line wins over sbatch's environment variables. Raises UsageError for a wrong count.
     """
     for option, variable in (
         ("gpus-per-node", "SBATCH_GPUS_PER_NODE"),
@@ -233,7 +235,7 @@ def ranks_per_node(line: CommandLine, environment: Mapping[str, str]) -> int:
 
 
 def _gres_gpus(text: str) -> int:
-    """GPUs in a list like `gpu:h100:8,shard:4`; a name without a count means one."""
+    """The number of GPUs in a list such as `gpu:h100:8,shard:4`; a name without a count means one."""
     total = 0
     for entry in filter(None, text.split(",")):
         name, _, rest = entry.removeprefix("gres/").replace("=", ":").partition(":")
@@ -243,7 +245,7 @@ def _gres_gpus(text: str) -> int:
 
 
 def _typed_counts(text: str, option: str) -> int:
-    """The sum of `[type:]count[,…]`; a type without a count means one."""
+    """The sum of the counts in `[type:]count[,…]`; a type without a count means one."""
     total = 0
     for entry in filter(None, text.split(",")):
         last = entry.rpartition(":")[2]
@@ -257,14 +259,14 @@ def _typed_counts(text: str, option: str) -> int:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """GPUs that a process with these variables may use."""
+    """The number of GPUs that a process with these variables may use."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     return len([part for part in visible.split(",") if part.strip()])
 
 
 def seconds_of(text: str) -> int | None:
-    """A time of Slurm's in seconds: minutes, minutes:seconds, hours:minutes:seconds, or days-hours with
-    minutes and seconds behind it. None for UNLIMITED and the like."""
+    """A time as Slurm writes it, in seconds: minutes, minutes:seconds, hours:minutes:seconds, or days-hours,
+    optionally with minutes and seconds. None for UNLIMITED and the like."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         return None

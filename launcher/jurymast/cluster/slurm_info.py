@@ -1,4 +1,4 @@
-"""What Slurm can tell: before a submission whether it answers and how large a partition is, afterwards how a
+"""What Slurm reports: before a submission, whether it answers and how large a partition is; afterwards, how a
 job ended."""
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from jurymast.core.texts import did_you_mean
 from jurymast.errors import ClusterUnavailableError, UsageError
 
 ANSWER_LIMIT_S = 60.0
-# Nodes in these states serve no job before somebody acts; sinfo marks a node that does not answer with *.
+# Nodes in these states run no job until an administrator acts; sinfo marks a node that does not answer with
+# *.
 _OUT = ("down", "drain", "fail", "future", "unk", "inval", "perfctrs", "power_down", "powered_down")
 
 
 @dataclass
 class Partition:
-    """Node counts of a partition; `largest_job` is its MaxNodes, None for unlimited."""
+    """Node counts of a partition; `largest_job` is its MaxNodes, None if unlimited."""
 
     name: str
     default: bool
@@ -31,7 +32,7 @@ class Partition:
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:
-    """From the lines of `sinfo -h -a -o '%P|%a|%s|%D|%T'`."""
+    """Parse the lines of `sinfo -h -a -o '%P|%a|%s|%D|%T'`."""
     partitions: dict[str, Partition] = {}
     for line in text.splitlines():
         if line.count("|") != 4:
@@ -49,7 +50,8 @@ def parse_partitions(text: str) -> dict[str, Partition]:
 
 
 def partitions(clusters: str = "") -> dict[str, Partition]:
-    """All partitions. Raises ClusterUnavailableError: no Slurm here, or it does not answer."""
+    """Return all partitions. Raises ClusterUnavailableError if there is no Slurm here, or it does not
+    answer."""
     hint = "to run on this machine without Slurm, use --cluster local"
     for program in ("sbatch", "sinfo"):
         if shutil.which(program) is None:
@@ -106,7 +108,7 @@ def check_fits(found: dict[str, Partition], asked: str, active: int, spares: int
 
 
 POLL_S = 2.0
-# Slurm forgets a job five minutes after its end; who cannot be asked for so long is not waited for.
+# Slurm forgets a job five minutes after its end, so it makes no sense to wait longer for an answer.
 SILENCE_LIMIT_S = 240.0
 ENDED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
@@ -115,8 +117,8 @@ ENDED = frozenset({
 
 
 def exit_code(told: str) -> int | None:
-    """Of a job by `scontrol show job --oneliner`: the highest of an array's tasks, 128 and more for a signal;
-    None while one of them may go on."""
+    """The exit code of a job, from `scontrol show job --oneliner`: the highest of an array's tasks, 128 +
+    number for a signal; None while a task may still run."""
     codes = []
     for line in filter(None, told.splitlines()):
         fields = dict(part.split("=", 1) for part in line.split() if "=" in part)
@@ -128,7 +130,8 @@ def exit_code(told: str) -> int | None:
 
 
 def wait(job: str, cluster: str = "", ask: Callable[[list[str]], str] = run_command) -> int:
-    """The job's exit code, once it has ended. Raises ClusterUnavailableError when Slurm cannot be asked."""
+    """Wait for the job's end; returns its exit code. Raises ClusterUnavailableError if Slurm does not answer
+    for `SILENCE_LIMIT_S`."""
     where = [f"--clusters={cluster}"] if cluster else []
     silent_since = None
     while True:

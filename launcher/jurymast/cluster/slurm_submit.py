@@ -1,4 +1,4 @@
-"""Submission to Slurm: submitit words the batch script, and sbatch gets it with the user's options."""
+"""Submission to Slurm: submitit writes the batch script, and sbatch gets it with the user's options."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from jurymast.rundir import RunDirectory, write_atomically
 
 
 def sbatch(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run sbatch until it has taken the job."""
+    """Run sbatch, which returns once it has accepted the job."""
     return subprocess.run(
         argv,
         capture_output=True,
         text=True,
         check=False,
         stdin=subprocess.DEVNULL,
-        # With SBATCH_WAIT sbatch returns at the job's end, and so would we.
+        # With SBATCH_WAIT, sbatch, and therefore we, would return only when the job ends.
         env={name: value for name, value in os.environ.items() if name != "SBATCH_WAIT"},
-        start_new_session=True,  # Ctrl-C is for us alone: see _interrupt_held
+        start_new_session=True,  # only we get Ctrl-C: see _interrupt_held
     )
 
 
 def script_around(plan: RunPlan, script: BatchScript) -> str:
-    """What sbatch gets in place of a user's batch script: its options, and what runs it. Our own are on
-    the command line, where they count more."""
+    """The script that sbatch gets in place of a user's batch script: its options, and the command that runs
+    it. Our own options are on the command line, which takes precedence."""
     run = run_module(plan.python, "jurymast.script", "job", plan.directory)
     return f'#!/bin/sh\n{script.head}\nexec {shlex.join(run)} "$@"\n'
 
@@ -54,10 +54,10 @@ def render_script(plan: RunPlan) -> str:
         "signal": WARN_SIGNAL,
     }
     extra["requeue" if plan.requeue else "no-requeue"] = True
-    # Of submitit only how it words the options: its executor sends a pickle, to be called under signal
-    # handlers that requeue by themselves, which is the supervisor's decision.
+    # submitit only formats the options: its executor would submit a pickle with signal handlers that requeue
+    # by themselves, which is the supervisor's decision.
     text: str = _make_sbatch_string(
-        # exec: Python becomes the batch process, so that signals for the batch process (B:) reach it.
+        # With exec, Python becomes the batch process, so that signals for the batch process (B:) reach it.
         command=f"exec {shlex.join(batch_process(plan))}",
         folder=folder,
         job_name=plan.name,
@@ -67,8 +67,8 @@ def render_script(plan: RunPlan) -> str:
         wckey=None,
         stderr_to_stdout=True,
         use_srun=False,
-        # Away from the user's files: Python looks for modules in the directory it starts in, and a queue.py
-        # there must not replace Python's own. The ranks start in the plan's working directory.
+        # Not in the user's directory: Python looks for modules in the directory in which it starts, and a
+        # queue.py there must not replace Python's own. The ranks start in the plan's working directory.
         setup=[f"cd {shlex.quote(str(folder))} || exit {RunDirectoryError.exit_code}"],
         additional_parameters=extra,
     )
@@ -76,7 +76,7 @@ def render_script(plan: RunPlan) -> str:
 
 
 def command(plan: RunPlan) -> tuple[str, ...]:
-    """sbatch's command line. The user's options stand here, where they win over those in the script."""
+    """sbatch's command line. It contains the user's options, so that they override those in the script."""
     nodes = plan.excluded_at(plan.submitted_at)
     exclude = (f"--exclude={','.join(nodes)}",) if nodes else ()
     arguments = plan.arguments if plan.batch else ()
@@ -85,7 +85,8 @@ def command(plan: RunPlan) -> tuple[str, ...]:
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Let Ctrl-C take effect afterwards, so that a job is never taken by Slurm and forgotten here."""
+    """Delay Ctrl-C until the end of this context, so that no job is accepted by Slurm and then forgotten
+    here."""
     interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
@@ -97,9 +98,9 @@ def _interrupt_held() -> Iterator[None]:
 
 
 def submit_slurm(request: Request) -> Submitted:
-    """Hand the request to sbatch. Raises SubmissionError with Slurm's own words.
+    """Submit the request with sbatch. Raises SubmissionError with Slurm's own words.
 
-    When anything fails after Slurm took the job (Ctrl-C, a full disk), the job is cancelled.
+    If anything fails after Slurm accepted the job (Ctrl-C, a full disk), the job is cancelled.
     """
     job, cluster = "", ""
     try:
@@ -115,13 +116,13 @@ def submit_slurm(request: Request) -> Submitted:
         if isinstance(error, OSError):
             raise SubmissionError(f"the job could not be submitted: {error}") from error
         raise
-    # What a site's submission plugin says besides ("moved to partition X") is for the user.
+    # A site's submission plugin may print more ("moved to partition X"), which is for the user.
     return Submitted(request, slurm_job=job, slurm_cluster=cluster, notes=done.stderr.strip())
 
 
 def accepted(said: str) -> tuple[str, str]:
-    """The job's id and its Slurm cluster, "" for this one: `jobid[;cluster]`, alone on its line whatever a
-    site's submission plugin prints around it. Raises SubmissionError."""
+    """The job's id and its Slurm cluster, "" for this one. They are on a line of their own
+    (`jobid[;cluster]`) among what a site's submission plugin prints. Raises SubmissionError."""
     for line in reversed(said.splitlines()):
         job, _, cluster = line.strip().partition(";")
         if job.isdigit():
@@ -135,13 +136,13 @@ def _cancel(job: str, cluster: str) -> None:
 
 
 def slurms_words(text: str) -> str:
-    """sbatch's complaint on one line, without the program's name before each part."""
+    """sbatch's error on one line, without the program's name before each part."""
     lines = [line.strip().removeprefix("sbatch: ").removeprefix("error: ") for line in text.splitlines()]
     return "; ".join(line for line in lines if line) or "it gave no reason"
 
 
 def test_only(request: Request) -> str:
-    """Slurm's words on whether and when the job could start; submits nothing. Raises SubmissionError."""
+    """Slurm's estimate of whether and when the job could start; submits nothing. Raises SubmissionError."""
     with tempfile.NamedTemporaryFile("w", prefix="jurymast-", suffix=".sh") as file:
         file.write(request.script)
         file.flush()

@@ -1,9 +1,9 @@
-"""Verdicts: how a run without privileges tells the site that a node is bad.
+"""Verdicts: how a run without privileges reports a bad node to the site.
 
-A verdict is a small file in a spool directory of the site (root's, mode 1733: everybody may add a file,
-nobody sees another's). It holds a munge credential. So the site's health check, which runs as root on the
-node, knows for certain who wrote it and when. The health check never acts on a verdict alone: root's own
-probes must find the same. See slurm/site/README.md.
+A verdict is a small file in a spool directory of the site (owned by root, mode 1733: everybody may add a
+file, nobody can list or read others' files). It contains a munge credential, so the site's health check,
+which runs as root on the node, knows who wrote it and when. The health check never acts on a verdict alone:
+root's own probes must find the same. See slurm/site/README.md.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jurymast.errors import ClusterUnavailableError
 from jurymast.rundir import write_atomically
 
 VERSION = 1
-# How long munge holds the credential good, in seconds: longer than most sites' HealthCheckInterval.
+# How long munge accepts the credential, in seconds: longer than most sites' HealthCheckInterval.
 LIFETIME_S = 3600
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def verdict(node: str, boot_id: str, job: str, run: str, finding: Finding, at: float) -> dict[str, Any]:
-    """What the site's health check reads. `at`: seconds since the epoch."""
+    """The content of a verdict for the site's health check. `at`: seconds since the epoch."""
     return {
         "v": VERSION, "node": node, "boot_id": boot_id, "job": job, "run": run, "kind": finding.kind,
         "code": finding.code, "device": finding.device, "message": finding.message[:500], "at": at,
@@ -36,7 +36,7 @@ def verdict(node: str, boot_id: str, job: str, run: str, finding: Finding, at: f
 
 
 def boot_id() -> str:
-    """This machine's, new with every boot; "" where the kernel does not say."""
+    """This machine's boot id, which is new with every boot; "" if the kernel does not give one."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -44,11 +44,11 @@ def boot_id() -> str:
 
 
 def leave(spool: Path, values: Mapping[str, Any]) -> Path:
-    """Seal a verdict with munge and leave it in the spool. Blocks; raises ClusterUnavailableError."""
+    """Seal a verdict with munge and write it into the spool. Blocks. Raises ClusterUnavailableError."""
     credential = seal(json.dumps(dict(values)).encode())
     path = spool / f"{values['node']}.{values['nonce']}"
     try:
-        # By a rename, so that the health check never reads half of one.
+        # A rename, so that the health check never reads a part of a verdict.
         write_atomically(path, credential, durable=False)
     except OSError as error:
         raise ClusterUnavailableError(
@@ -59,7 +59,7 @@ def leave(spool: Path, values: Mapping[str, Any]) -> Path:
 
 
 def seal(payload: bytes) -> bytes:
-    """A munge credential around `payload`, in the caller's name, for root alone. Raises
+    """Return a munge credential with `payload`, made in the caller's name and readable by root alone. Raises
     ClusterUnavailableError."""
     command = ["munge", f"--ttl={LIFETIME_S}", "--restrict-uid=0"]
     try:
