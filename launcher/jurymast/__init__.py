@@ -29,10 +29,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """As it was installed."""
+    """The installed version."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("jurymast")
-    except PackageNotFoundError:  # from a checkout, on PYTHONPATH
+    except PackageNotFoundError:  # a checkout on PYTHONPATH
         return "unknown"

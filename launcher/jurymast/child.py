@@ -1,5 +1,5 @@
-"""A module of ours in a process of its own, which takes orders and answers in lines. What hangs or crashes
-there leaves this process as it is."""
+"""A module of ours in a process of its own, which reads orders and writes answers as lines. If it hangs or
+crashes, this process is not affected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINE_BYTES_MAX = 1 << 20
 
 
 class Child:
-    """`killed`: we did it."""
+    """A running child process. `killed`: whether we killed it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -22,7 +22,7 @@ class Child:
 
     @classmethod
     async def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Child:
-        """`environment` is added to this process's own. Raises OSError."""
+        """Start a Python module. `environment` is added to this process's own. Raises OSError."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, *arguments, limit=LINE_BYTES_MAX,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -36,25 +36,26 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, minus a signal's number; None while it is there."""
+        """The exit code, or minus the number of the signal; None while the process exists."""
         return self._process.returncode
 
     def tell(self, line: bytes) -> None:
-        """One that has ended hears nothing."""
+        """Send a line; does nothing if the process has ended."""
         if not self._stdin.is_closing():
             self._stdin.write(line + b"\n")
 
     async def told(self) -> None:
-        """Wait until what it was told is on its way. Raises ConnectionError when it has ended."""
+        """Wait until everything sent is on its way. Raises ConnectionError if the process has ended."""
         await self._stdin.drain()
 
     async def hear(self) -> bytes:
-        """Its next line; b"" after its last. Raises OSError, and ValueError for a line without an end."""
+        """Return the next line; b"" after the last. Raises OSError, and ValueError for a line that is too
+        long."""
         return await self._stdout.readline()
 
     async def gone(self, limit_s: float) -> bool:
-        """Wait for its end. One that has said its last is to be killed only after that: asyncio would lose
-        how it ended."""
+        """Wait for the process to end. Call this before `kill` on a process that has closed its output:
+        otherwise asyncio would lose its exit code."""
         try:
             await asyncio.wait_for(self._process.wait(), limit_s)
         except asyncio.TimeoutError:
@@ -62,7 +63,8 @@ class Child:
         return True
 
     async def kill(self, limit_s: float) -> bool:
-        """False when it is still there: while storage or a driver holds it, not even this ends it."""
+        """Kill the process; False if it still exists: as long as storage or a driver blocks it, even SIGKILL
+        does not end it."""
         self.killed = True
         self._stdin.close()
         if self.code is None:

@@ -1,7 +1,7 @@
-"""Every error jurymast raises on purpose, with the exit code it ends the command with.
+"""Every error that jurymast raises on purpose, with the exit code that it gives the command.
 
-The application's own exit codes (1..63, 128+signal) pass through, so ours start at 64. Where sysexits.h
-has a code for the meaning we use that one.
+The application's own exit codes (1..63, 128+signal) pass through, so ours start at 64. Where sysexits.h has a
+code for the meaning, we use it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import NoReturn
 
 
 class JurymastError(Exception):
-    """Base of the tree. `hint` says what to do next; both are shown, on one line each."""
+    """Base class of jurymast's errors. `hint` says what to do next. Message and hint are shown on one line
+    each."""
 
     exit_code = 70
 
@@ -20,7 +21,7 @@ class JurymastError(Exception):
 
 
 class UsageError(JurymastError):
-    """The command line is wrong: an unknown option, a bad value, options that contradict."""
+    """The command line is wrong: an unknown option, a wrong value, or options that contradict each other."""
 
     exit_code = 64
 
@@ -38,7 +39,7 @@ class ScriptError(JurymastError):
 
 
 class RunNotFoundError(JurymastError):
-    """No run with this id, Slurm job id or directory."""
+    """There is no run with this id, Slurm job id or directory."""
 
     exit_code = 67
 
@@ -50,17 +51,19 @@ class ClusterUnavailableError(JurymastError):
 
 
 class ControllerAwayError(ClusterUnavailableError):
-    """slurmctld does not answer now, as during a restart or a fail-over; asked again it may."""
+    """slurmctld does not answer at the moment, as during a restart or a fail-over. A later request may
+    succeed."""
 
 
 class RunDirectoryError(JurymastError):
-    """The runs directory cannot be written, or a run's is damaged, somebody else's or readable by others."""
+    """The runs directory cannot be written, or a run's directory is damaged, another user's or readable by
+    others."""
 
     exit_code = 73
 
 
 class NotNowError(JurymastError):
-    """The run cannot do now what was asked: it starts, has ended, or no supervisor answers."""
+    """The run cannot do this now: it is starting, it has ended, or no supervisor answers."""
 
     exit_code = 74
 
@@ -84,7 +87,7 @@ class AuthenticationError(JurymastError):
 
 
 class CheckpointError(JurymastError):
-    """There is no such checkpoint, it cannot be read, or none can although some exist; a save failed."""
+    """The checkpoint does not exist or cannot be read, none of several can be read, or a save failed."""
 
     exit_code = 78
 
@@ -102,5 +105,5 @@ class RunCancelledError(JurymastError):
 
 
 def never(value: NoReturn) -> NoReturn:
-    """The end of a `match` over a union: mypy finds a kind that was forgotten."""
+    """Ends a `match` over a union, so that mypy finds a kind that was forgotten."""
     raise AssertionError(f"nobody handles {value!r}")

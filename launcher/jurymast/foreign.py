@@ -1,9 +1,9 @@
-"""The one door to files that another user could have made: on shared storage, in /tmp, on a node's own disk.
+"""Reads files that another user could have made: on shared storage, in /tmp, on a node's own disk.
 
-What is acted on, believed or unpickled must be this user's own: unpickling another's file would run his code.
-Of a colleague's run that is only shown, a file must at least be an ordinary one of bounded size. Nothing here
-waits for another process: a pipe that somebody has put there opens at once, and is refused. For storage that
-hangs every call waits: who has a deadline (`cli/patience.py`) finds in `unanswered` for what, and how long.
+Files that decide anything or are unpickled must be this user's own: unpickling another user's file would run
+that user's code. Files of a colleague's run that are only shown must at least be ordinary files of bounded
+size. No call waits for another process: a pipe opens at once, and is refused. Every call waits for storage
+that hangs; code with a deadline (`cli/patience.py`) finds the path and the time in `unanswered`.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
-# What anybody but the owner could write.
+# Mode bits that let users other than the owner write.
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-# What anybody but the owner could do.
+# Mode bits that let users other than the owner do anything.
 OTHERS_ANYTHING = stat.S_IRWXG | stat.S_IRWXO
-# More than any plan, manifest or note has, for tens of thousands of nodes too.
+# Larger than any plan, manifest or note, even for tens of thousands of nodes.
 BYTES_MAX = 256 << 20
-# Read in any case: some files grow while they are looked at.
+# Always readable, whatever size the file shows: some files grow while they are read.
 BYTES_MIN = 64 << 10
-# What `own_directory` gives names in.
+# Where the names that `own_directory` gives are.
 HELD = "/proc/self/fd/"
-# Of a file; an answer of storage that is merely slow does not take long then.
+# Bytes read in one call, so that storage that is merely slow answers soon.
 ASKED_AT_ONCE = 64 << 20
 
 
-# What each thread asks the storage for right now: (path, since when in seconds of the monotonic clock).
+# What each thread waits for at the moment: (path, since when in seconds of the monotonic clock).
 _asked: dict[int, tuple[str, float]] = {}
 
 
 @contextmanager
 def asking(path: os.PathLike[str] | str) -> Iterator[None]:
-    """While this lasts, this thread waits for the storage of `path`, and does nothing else."""
+    """Mark that this thread waits for the storage of `path`, and does nothing else, inside this context."""
     thread = threading.get_ident()
     around = _asked.get(thread)
     _asked[thread] = str(path), time.monotonic()
@@ -56,24 +56,24 @@ def asking(path: os.PathLike[str] | str) -> Iterator[None]:
 
 
 def unanswered() -> tuple[str, float]:
-    """The path that a thread has waited for longest, and how long in seconds; ("", 0.0) when none waits."""
+    """The path for which a thread has waited longest, and for how many seconds; ("", 0.0) if none waits."""
     path, since = min(list(_asked.values()), key=lambda asked: asked[1], default=("", 0.0))
     return _name_of(path), time.monotonic() - since if path else 0.0
 
 
 def _name_of(path: str) -> str:
-    """As people know it, without asking its storage."""
+    """The path under the name that people know, found without asking its storage."""
     if not path.startswith(HELD):
         return path
     descriptor, _, rest = path.removeprefix(HELD).partition("/")
     try:
         return os.path.join(os.readlink(f"{HELD}{descriptor}"), rest).rstrip("/")
-    except OSError:  # it was closed this moment
+    except OSError:  # it was closed in the meantime
         return path
 
 
 class NotOurs(OSError):
-    """Another user owns it, or can write it; one line that names the path and what to do."""
+    """Another user owns the file, or can write it. The message, one line, names the path and what to do."""
 
     def __init__(self, path: os.PathLike[str] | str, status: os.stat_result) -> None:
         path = _name_of(str(path))
@@ -94,22 +94,22 @@ def user_name(uid: int) -> str:
 
 
 def is_ours(status: os.stat_result, closed: int = OTHERS_WRITE) -> bool:
-    """`closed`: what of its mode must not be set."""
+    """Whether this user owns the file, and no bit of `closed` is set in its mode."""
     return status.st_uid == os.geteuid() and not status.st_mode & closed
 
 
-# This user's own.
+# Files of this user.
 
 
 def make_private(place: Path) -> None:
-    """Make a directory for this user alone, where it is missing. Raises NotOurs, OSError."""
+    """Make a directory for this user alone if it is missing. Raises NotOurs, OSError."""
     place.parent.mkdir(parents=True, exist_ok=True)
     place.mkdir(mode=0o700, exist_ok=True)
     check_private(place)
 
 
 def check_private(place: Path) -> None:
-    """Raises NotOurs for what others have put here, or may put something into; OSError."""
+    """Raise NotOurs if another user made this directory or can write into it. Raises OSError."""
     with asking(place):
         found = os.lstat(place)
     if not stat.S_ISDIR(found.st_mode) or not is_ours(found):
@@ -117,7 +117,7 @@ def check_private(place: Path) -> None:
 
 
 def owns(place: Path) -> bool:
-    """Whether the directory that this name leads to is this user's, and nobody else can put anything in."""
+    """Whether this user owns the directory with this name, and nobody else can write into it."""
     try:
         found = status(place)
     except OSError:
@@ -127,8 +127,8 @@ def owns(place: Path) -> bool:
 
 @contextmanager
 def own_directory(place: Path) -> Iterator[Path]:
-    """A name for this very directory while it is held: whoever may rename what lies around it can give its
-    own name to another. Raises NotOurs, OSError."""
+    """A name that means this very directory as long as it is held: a user who may rename the directories
+    around it could give its own name to another one. Raises NotOurs, OSError."""
     with asking(place):
         descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -140,7 +140,7 @@ def own_directory(place: Path) -> Iterator[Path]:
 
 
 def open_own(path: os.PathLike[str] | str, closed: int = OTHERS_WRITE) -> int:
-    """A descriptor, for reading, of a file that this user has written. Raises NotOurs, OSError."""
+    """Open a file that this user has written; returns a descriptor for reading. Raises NotOurs, OSError."""
     descriptor = _open(path, os.O_NOFOLLOW)
     if not is_ours(found := os.fstat(descriptor), closed):
         os.close(descriptor)
@@ -149,27 +149,27 @@ def open_own(path: os.PathLike[str] | str, closed: int = OTHERS_WRITE) -> int:
 
 
 def reading_own(path: os.PathLike[str] | str) -> BufferedReader:
-    """A file that this user has written. Raises NotOurs, OSError."""
+    """Open a file that this user has written. Raises NotOurs, OSError."""
     return _buffered(open_own(path), path)
 
 
 def read_own(path: Path | str, most: int = BYTES_MAX, closed: int = OTHERS_WRITE) -> bytes:
-    """Raises NotOurs, OSError."""
+    """Read a file that this user has written, of at most `most` bytes. Raises NotOurs, OSError."""
     with _buffered(open_own(path, closed), path) as file:
         return _all_of(file, path, most)
 
 
-# Anybody's.
+# Files of any user.
 
 
 def status(path: Path | str) -> os.stat_result:
-    """Raises OSError."""
+    """The file's status. Raises OSError."""
     with asking(path):
         return os.stat(path)
 
 
 def exists(path: Path | str) -> bool:
-    """Whether there is anything that this user may see."""
+    """Whether there is a file of any kind that this user may see."""
     with asking(path):
         return os.path.exists(path)
 
@@ -180,13 +180,13 @@ def is_directory(path: Path | str) -> bool:
 
 
 def names(directory: Path | str, pattern: str = "*") -> list[str]:
-    """What is in it, in no order. Raises OSError."""
+    """The names in the directory, in no particular order. Raises OSError."""
     with asking(directory):
         return fnmatch.filter(os.listdir(directory), pattern)
 
 
 def found(directory: Path, pattern: str) -> list[Path]:
-    """As `Path.glob` with one name: [] for a directory that is not there, or cannot be read."""
+    """Like `Path.glob` with one name; [] for a directory that is missing or cannot be read."""
     try:
         return [directory / name for name in names(directory, pattern)]
     except OSError:
@@ -194,28 +194,28 @@ def found(directory: Path, pattern: str) -> list[Path]:
 
 
 def reading(path: Path | str) -> BufferedReader:
-    """An ordinary file, whoever wrote it. Raises OSError."""
+    """Open an ordinary file, whoever wrote it. Raises OSError."""
     return _buffered(_open(path), path)
 
 
 def read(path: Path | str, most: int = BYTES_MAX) -> bytes:
-    """What is in it. Raises OSError, also when that are more than `most` bytes."""
+    """The file's content. Raises OSError, also for more than `most` bytes."""
     with reading(path) as file:
         return _all_of(file, path, most)
 
 
 def load(path: Path | str) -> Any:
-    """The JSON in it. Raises OSError, ValueError."""
+    """The JSON value in the file. Raises OSError, ValueError."""
     return parse(read(path))
 
 
 def load_own(path: Path | str) -> Any:
-    """The JSON in a file that this user has written. Raises NotOurs, OSError, ValueError."""
+    """The JSON value in a file that this user has written. Raises NotOurs, OSError, ValueError."""
     return parse(read_own(path))
 
 
 def parse(data: bytes | str) -> Any:
-    """JSON. Raises ValueError, for brackets without end, too."""
+    """Parse JSON. Raises ValueError, also for brackets that are nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError as error:
@@ -223,7 +223,7 @@ def parse(data: bytes | str) -> Any:
 
 
 def _open(path: os.PathLike[str] | str, flags: int = 0) -> int:
-    # O_NONBLOCK: opening a pipe must not wait for somebody at its other end.
+    # O_NONBLOCK: opening a pipe must not wait for a process at its other end.
     with asking(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     mode = os.fstat(descriptor).st_mode
@@ -236,7 +236,7 @@ def _open(path: os.PathLike[str] | str, flags: int = 0) -> int:
 
 
 class _Waiting(FileIO):
-    """A file that says when it waits for its storage."""
+    """A file that marks when it waits for its storage; see `asking`."""
 
     def __init__(self, descriptor: int, path: os.PathLike[str] | str) -> None:
         super().__init__(descriptor, "rb")

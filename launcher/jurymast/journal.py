@@ -1,7 +1,8 @@
-"""The journal: a run's events and decisions, one JSON object a line, one file an epoch. The truth.
+"""The journal: a run's events and decisions, one JSON object per line, one file per epoch. It is
+authoritative.
 
-Events rebuild the state (`replay`); decisions are written beside them, with their reasons, for people.
-What many nodes say alike one after the other is one line: `each` has lists of what they say differently.
+Events rebuild the state (`replay`); decisions are written next to them, with their reasons, for people.
+Events of many nodes that differ little share one line, whose `each` has lists of the values that differ.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from jurymast.core.settings import RunPlan
 from jurymast.errors import RunDirectoryError
 from jurymast.rundir import RunDirectory, sync_directory
 
-# Of the events as `tests/data/golden/journal.txt` lists them. A field that is added has a default, and leaves
-# the version as it is; whatever else changes in them raises it.
+# Version of the events, which `tests/data/golden/journal.txt` lists. A field that is added has a default, and
+# keeps the version; any other change raises it.
 VERSION = 3
 # A shared file system that hangs must not stop the recovery: decisions wait this long for the disk.
 FLUSH_LIMIT_S = 0.5
-# What finds no room at the end has no later line to be tried again with.
+# No later line would make the writer try again what did not fit on the disk at the end.
 LAST_TRIES_S = 2.0
 LAST_TRY_EVERY_S = 0.1
-# Among so many an epoch says that it begins.
+# The beginning of an epoch is among its first lines.
 FIRST_LINES = 3
-# Lines that come within this time are written together, unless somebody waits for them: thousands of nodes
-# that join at once must not mean as many writes.
+# Lines that come within this time are written together, unless a caller waits for them: thousands of nodes
+# that join at once must not cause as many writes.
 GATHER_S = 0.01
 
-# Of thousands of nodes that start, stop or fail together the journal would grow by megabytes: those of these
-# events that differ in nothing but these fields are written together.
+# Thousands of nodes that start, stop or fail together would add megabytes to the journal. These events are
+# written on one line if they differ only in these fields.
 DIFFER: dict[type[ev.Event], frozenset[str]] = {
     ev.NodeJoined: frozenset({"t", "node", "address", "incarnation", "pid", "boot_id"}),
     ev.NodeReady: frozenset({"t", "node", "store_port"}),
@@ -56,8 +57,8 @@ DIFFER: dict[type[ev.Event], frozenset[str]] = {
     ev.WorkerFailed: frozenset({"t", "node", "rank", "message", "shm_used"}),
     ev.StacksTaken: frozenset({"t", "node", "ranks"}),
 }
-TOGETHER_MIN = 8  # of fewer each has its line
-# Most of what a journal has; see `core.run.machine.step_quietly`.
+TOGETHER_MIN = 8  # with fewer, each event has its line
+# The most frequent events; see `core.run.machine.step_quietly`.
 QUIET = {kind.__name__: kind for kind in (ev.WorkersStarted, ev.WorkersStopped)}
 _ALIKE = {
     kind: tuple(field.name for field in fields(kind) if field.name not in differ)
@@ -67,7 +68,7 @@ _ALIKE_BY_NAME = {kind.__name__: names for kind, names in _ALIKE.items()}
 _INSTRUCTIONS = {kind.__name__: kind for kind in Instruction.__subclasses__()}
 
 Entry = dict[str, Any]
-# Seconds since the epoch; what lies beyond is no date.
+# Seconds since the epoch; larger numbers are not dates.
 Time = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
 _Item = ev.Event | tuple[float, Instruction]
 
@@ -77,7 +78,7 @@ def file_name(epoch: int) -> str:
 
 
 class _Line(msgspec.Struct):
-    """What entries of all kinds have; `read` is one with which an epoch begins."""
+    """The fields that entries of all kinds have; an entry that begins an epoch has `read`."""
 
     t: Time
     epoch: int
@@ -87,13 +88,13 @@ class _Line(msgspec.Struct):
     read: dict[str, int] | None = None
 
 
-# Of several nodes' events that are one line.
+# The fields that events of several nodes on one line have in common.
 _SAID_ONCE = frozenset(_Line.__struct_fields__) - {"t"} | {"v", "each"}
 
 
 @cache
 def _each_of(name: str) -> type[msgspec.Struct]:
-    """What `each` of events of this name has; of those that this version does not know, the times."""
+    """The type of `each` for events of this name; for events that this version does not know, only times."""
     kind = ev.KINDS.get(name, ev.Event)
     types = [(key, list[one]) for key, one in get_type_hints(kind).items() if key != "t"]  # type: ignore[valid-type]
     maybe = [(key, one | msgspec.UnsetType, msgspec.UNSET) for key, one in types]
@@ -101,7 +102,7 @@ def _each_of(name: str) -> type[msgspec.Struct]:
 
 
 class JournalWriter:
-    """Appends on a thread of its own; `flush` waits for the disk, but not for ever."""
+    """Appends on a thread of its own; `flush` waits for the disk up to a limit."""
 
     def __init__(self, directory: Path, epoch: int) -> None:
         self._epoch = epoch
@@ -123,7 +124,8 @@ class JournalWriter:
         self._items.put((t, instruction))
 
     def flush(self, limit_s: float = FLUSH_LIMIT_S) -> bool:
-        """True when everything appended so far is on disk; False when that took longer than `limit_s`."""
+        """Wait for the disk. True if everything appended so far is on disk, False if that took longer than
+        `limit_s`."""
         done = threading.Event()
         self._items.put(done)
         self._hurry.set()
@@ -160,7 +162,7 @@ class JournalWriter:
                 self._unwritten = self._unwritten[os.write(self._descriptor, self._unwritten) :]
             os.fsync(self._descriptor)
             self.error = None
-        except OSError as error:  # a full disk: the run goes on, and the lines wait for the next try
+        except OSError as error:  # a full disk: the run continues, and the lines are tried again later
             self.error = error
 
     def _line(self, entry: Entry) -> bytes:
@@ -170,7 +172,8 @@ class JournalWriter:
 
 
 def together(items: Iterable[_Item]) -> Iterator[Entry]:
-    """An entry each, or one for several nodes' events that differ in nothing but `DIFFER`."""
+    """Turn items into entries; events of several nodes that differ only in `DIFFER`'s fields become one
+    entry."""
     for _, group in groupby(items, _key):
         same = list(group)
         first = same[0]
@@ -192,7 +195,7 @@ def _key(item: _Item) -> object:
 
 
 def first_events(directory: RunDirectory, t: float, version: str) -> list[ev.Event]:
-    """The events that open a new run's journal; `version`: of jurymast."""
+    """The events that open a new run's journal; `version` is jurymast's."""
     plan = directory.plan()
     return [
         ev.RunStarted(
@@ -204,10 +207,10 @@ def first_events(directory: RunDirectory, t: float, version: str) -> list[ev.Eve
 
 
 def read(directory: RunDirectory) -> Iterator[Entry]:
-    """All entries that count, oldest first, those of several nodes still together (see `single`).
+    """All entries that count, oldest first. Events of several nodes stay together (see `single`).
 
-    An epoch ends where the next begins (see `EpochBegin`): what a supervisor that had been stopped for a
-    while still wrote after its successor had started, nobody acted on.
+    An epoch ends where the next begins (see `EpochBegin`): entries that a paused supervisor wrote after its
+    successor had started had no effect, and do not count.
     """
     files = list(directory.journal_files())
     yield from _replaced(files)
@@ -216,12 +219,12 @@ def read(directory: RunDirectory) -> Iterator[Entry]:
 
 
 def _replaced(files: Sequence[Path]) -> Iterator[Entry]:
-    """What counts of all files but the newest."""
+    """The entries that count of all files but the newest."""
     yield from counting([read_file(path) for path in files], [begin_of(read_file(path)) for path in files])
 
 
 def counting(files: Sequence[Iterable[Entry]], begins: Sequence[EpochBegin]) -> Iterator[Entry]:
-    """Of these epochs' files, each with its beginning, all that counts but the last one's."""
+    """The entries that count of all these epochs' files but the last, given each epoch's beginning."""
     for number, entries in enumerate(files[:-1]):
         later = begins[number + 1 :]
         yield from (entry for entry in entries if all(begin.counts(entry) for begin in later))
@@ -229,22 +232,22 @@ def counting(files: Sequence[Iterable[Entry]], begins: Sequence[EpochBegin]) -> 
 
 @dataclass(frozen=True)
 class EpochBegin:
-    """How an epoch begins: when, by its supervisor's clock, and what that one had `read` until then: the last
-    line of each epoch before; None if it does not say. Clocks of two nodes may differ by more than it
-    takes to take over."""
+    """The beginning of an epoch: its time by its supervisor's clock, and how much that supervisor had `read`:
+    the last line of each earlier epoch; None if the journal does not say. The clocks of two nodes may differ
+    by more than a take-over takes."""
 
     t: float = math.inf
     read: Mapping[str, int] | None = None
 
     def counts(self, entry: Entry) -> bool:
-        """Whether this entry of an earlier epoch was known then."""
+        """Whether this entry of an earlier epoch was known when the epoch began."""
         if self.read is None:
             return bool(entry["t"] <= self.t)
         return bool(entry.get("n", 0) <= self.read.get(str(entry.get("epoch")), 0))
 
 
 def begin_of(entries: Iterable[Entry]) -> EpochBegin:
-    """By the first lines of its file."""
+    """Find the beginning in the first lines of an epoch's file."""
     begin = EpochBegin()
     for entry in islice(entries, FIRST_LINES):
         begin = EpochBegin(min(begin.t, entry["t"]), entry.get("read"))
@@ -262,9 +265,9 @@ def read_file(path: Path) -> Iterator[Entry]:
 
 
 def entry_of(line: bytes, path: Path) -> Entry | None:
-    """The entry of a line of `path`; None for one that a crash cut short, or that is damaged otherwise.
+    """The entry on a line of `path`; None for a line that is damaged or that a crash cut short.
 
-    Raises RunDirectoryError for one of another version: its words may mean something else.
+    Raises RunDirectoryError for an entry of another version, which could mean something else.
     """
     entry = _decode(line)
     if not isinstance(entry, dict):
@@ -283,8 +286,8 @@ def entry_of(line: bytes, path: Path) -> Entry | None:
 
 
 def _check(entry: Entry, path: Path) -> None:
-    """Raises ValueError for a field that is missing, or whose value is of another type, and for an entry of
-    another epoch than the file's."""
+    """Raise ValueError for a field that is missing or of another type, and for an entry of another epoch than
+    the file's."""
     line = msgspec.convert(entry, _Line)
     if path.name != file_name(line.epoch):
         raise ValueError(f"an entry of epoch {line.epoch}")
@@ -303,7 +306,7 @@ def _check(entry: Entry, path: Path) -> None:
 
 
 def single(entry: Entry) -> list[Entry]:
-    """The entry, or an entry for each of those that were written together."""
+    """Split an entry into the entries that were written together."""
     if "each" not in entry:
         return [entry]
     each = entry["each"]
@@ -312,21 +315,21 @@ def single(entry: Entry) -> list[Entry]:
 
 
 def alike(entry: Entry) -> object:
-    """Equal for entries that could have been written together; None for kinds that never are."""
+    """A key that is equal for entries that could share a line; None for kinds that never do."""
     kind = str(entry.get("event"))
     names = _ALIKE_BY_NAME.get(kind)
     return None if names is None else (kind, [entry.get(name) for name in names])
 
 
 def nodes_in(entry: Entry) -> int:
-    """How many nodes' events the entry has."""
+    """The number of nodes whose events the entry has."""
     return len(entry["each"]["t"]) if "each" in entry else 1
 
 
 def _decode(line: bytes) -> Any:
     try:
         return msgspec.json.decode(line)
-    except (ValueError, RecursionError):  # the quicker reader, but it takes no Infinity
+    except (ValueError, RecursionError):  # the quicker reader, which does not accept Infinity
         pass
     try:
         return foreign.parse(line)
@@ -335,18 +338,18 @@ def _decode(line: bytes) -> Any:
 
 
 def events_of(entry: Entry) -> list[ev.Event]:
-    """The entry's events; none for a decision, and for events of an unknown kind."""
+    """The events of the entry; none for a decision and for events of an unknown kind."""
     return [ev.from_json(one) for one in single(entry)] if entry.get("event") in ev.KINDS else []
 
 
 def events(entries: Iterable[Entry]) -> Iterator[ev.Event]:
-    """The events among the entries."""
+    """The events of the entries."""
     for entry in entries:
         yield from events_of(entry)
 
 
 def take(state: RunState, entry: Entry, feed: Callable[[ev.Event], object]) -> None:
-    """Apply an entry to `state`, with `feed` for events from which something may follow."""
+    """Apply an entry to `state`; `feed` handles the events that may have consequences."""
     state.lines_read[str(entry.get("epoch"))] = entry.get("n", 0)
     if _taken_quietly(state, entry):
         entry = {**entry, "each": {name: values[-1:] for name, values in entry["each"].items()}}
@@ -355,7 +358,7 @@ def take(state: RunState, entry: Entry, feed: Callable[[ev.Event], object]) -> N
 
 
 def _taken_quietly(state: RunState, entry: Entry) -> bool:
-    """Whether all but the last of the entry's events were applied, because nothing follows from them."""
+    """Apply all but the last of the entry's events if they have no consequences; returns whether it did."""
     kind = QUIET.get(entry.get("event", ""))
     if kind is None or "each" not in entry:
         return False
@@ -364,7 +367,7 @@ def _taken_quietly(state: RunState, entry: Entry) -> bool:
 
 
 def initial_state(plan: RunPlan) -> RunState:
-    """The state before the first event."""
+    """The run's state before the first event."""
     return RunState(
         settings=plan.settings,
         run=plan.run,
@@ -380,7 +383,7 @@ def initial_state(plan: RunPlan) -> RunState:
 
 
 def replay(directory: RunDirectory) -> RunState:
-    """The state that the journal leads to. Raises RunDirectoryError when the plan cannot be read."""
+    """The state that results from the journal. Raises RunDirectoryError if the plan cannot be read."""
     state = initial_state(directory.plan())
     for entry in read(directory):
         take(state, entry, lambda event: step(state, event))
@@ -388,17 +391,17 @@ def replay(directory: RunDirectory) -> RunState:
 
 
 class FileTail:
-    """The whole lines of one file that were not read yet; a line still being written waits."""
+    """Reads the new whole lines of one file; a line that is still being written waits."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.more = False  # the last call left something, because of its limit
+        self.more = False  # the last call left lines behind because of its limit
         self._offset = 0
 
     def lines(self, limit_bytes: int = 1 << 24, *, partial: bool = False) -> list[bytes]:
-        """The next lines, at most `limit_bytes` of them at once; [] when there are none for now.
+        """The next lines, at most `limit_bytes` in all; [] if there are none at the moment.
 
-        A line longer than the limit comes in pieces. `partial`: the rest of a last line comes too.
+        A line longer than the limit comes in pieces. `partial`: include an unfinished last line.
         """
         self.more = False
         try:
@@ -416,21 +419,22 @@ class FileTail:
 
 
 class JournalFollower:
-    """The state that the journal leads to, as it grows: `catch_up` reads what is new."""
+    """The state that results from a growing journal: `catch_up` reads what is new."""
 
     def __init__(self, directory: RunDirectory) -> None:
-        """Raises RunDirectoryError when the plan cannot be read."""
+        """Raises RunDirectoryError if the plan cannot be read."""
         self._directory = directory
         self._plan = directory.plan()
         self._files: list[Path] = []
         self._state = initial_state(self._plan)
 
     def catch_up(self) -> RunState:
-        """As `replay` says it now. Raises OSError; what was not read then, the next call reads."""
+        """The state that `replay` would return now. Raises OSError; the next call reads what this one could
+        not."""
         files = [path for path in self._directory.journal_files() if foreign.status(path).st_size]
         if (
             files and files != self._files
-        ):  # what the last supervisor wrote after a new one began does not count
+        ):  # lines that a supervisor wrote after the next epoch began do not count
             self._state, self._files = initial_state(self._plan), []
             self._take(_replaced(files))
             self._files, self._newest = files, FileTail(files[-1])

@@ -1,6 +1,6 @@
-"""Earlier runs of a runs directory in brief: what node history and the failure rate are made of.
+"""Summaries of the earlier runs of a runs directory, for node history and the failure rate.
 
-A journal is replayed once; what it comes to is kept in the runs directory until the journal changes.
+Each journal is replayed once; its summary is kept in the runs directory until the journal changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Stamp = list[list[int]]
 
 
 def summary_file(runs: Path) -> Path:
-    """What this user's earlier runs came to; users may share the directory."""
+    """The file with the summaries of this user's earlier runs; users may share the directory."""
     return runs / f".past-runs-{os.geteuid()}.json"
 
 
@@ -36,7 +36,7 @@ def forgiven_file(runs: Path) -> Path:
 
 
 def past_runs(runs: Path) -> list[PastRun]:
-    """Every run of this user's below `runs` on Slurm nodes, oldest first. Unreadable ones are left out."""
+    """All runs of this user below `runs` on Slurm nodes, oldest first. Unreadable ones are left out."""
     kept = _load(summary_file(runs))
     known: dict[str, Any] = {}
     found = []
@@ -46,7 +46,7 @@ def past_runs(runs: Path) -> list[PastRun]:
         known[name] = kept.get(name)
         try:
             run = _kept(known[name], stamp)
-        except (KeyError, TypeError, ValueError):  # changed since, or of another version
+        except (KeyError, TypeError, ValueError):  # changed since, or another version
             try:
                 run = _read(directory)
             except (RunDirectoryError, OSError, KeyError, TypeError, ValueError):
@@ -61,27 +61,27 @@ def past_runs(runs: Path) -> list[PastRun]:
 
 
 def _kept(entry: Any, stamp: Stamp) -> PastRun | None:
-    """What the summary has of a run. Raises KeyError, TypeError or ValueError: nothing that still counts."""
+    """The kept summary of a run. Raises KeyError, TypeError or ValueError if it no longer holds."""
     if entry["stamp"] != stamp:
         raise ValueError("the journal has changed")
     return PastRun.from_json(entry["run"]) if entry["run"] is not None else None
 
 
 def forgiven_nodes(runs: Path) -> dict[str, float]:
-    """Nodes whose record somebody wiped, with when (seconds since the epoch)."""
+    """Nodes whose record was cleared, with the time (seconds since the epoch)."""
     kept = _load(forgiven_file(runs))
     return {name: float(at) for name, at in kept.items() if isinstance(at, int | float)}
 
 
 def forgive(runs: Path, node: str, now: float) -> None:
-    """What `node` did so far no longer keeps it out of runs. Raises OSError."""
+    """Stop what `node` has done so far from keeping it out of runs. Raises OSError."""
     kept = {**forgiven_nodes(runs), node: now}
     write_json(forgiven_file(runs), {"v": VERSION, "entries": kept})
 
 
 def _names(runs: Path) -> list[str]:
-    """Run ids, oldest first (they begin with their time). Who may write here could make up runs of others,
-    and with them which nodes fail: only this user's count."""
+    """Run ids, oldest first, since they begin with their time. Only this user's runs count: others who may
+    write into the directory could invent runs, and with them failures of nodes."""
     try:
         names = sorted(name for name in foreign.names(runs) if not name.startswith("."))
     except OSError:
@@ -90,7 +90,8 @@ def _names(runs: Path) -> list[str]:
 
 
 def _stamp(directory: RunDirectory) -> Stamp:
-    """Changes whenever the run's journal does: size (bytes) and time of change (ns) of its files."""
+    """The sizes (bytes) and times of change (ns) of the journal's files, which differ whenever the journal
+    has changed."""
     stamp = []
     for path in directory.journal_files():
         try:
@@ -102,7 +103,7 @@ def _stamp(directory: RunDirectory) -> Stamp:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """{} for a file that is none of ours: anybody may have put it there."""
+    """The entries of the file; {} if it is not this user's, since anybody could have made it."""
     try:
         content = foreign.load_own(path)
         entries = content["entries"] if content["v"] == VERSION else {}
@@ -115,11 +116,11 @@ def _save(path: Path, entries: dict[str, Any]) -> None:
     try:
         write_json(path, {"v": VERSION, "entries": entries}, durable=False)
     except OSError:
-        pass  # somebody else's runs directory, or a full disk: the next reader replays once more
+        pass  # another user's runs directory, or a full disk: the next reader replays again
 
 
 def _read(directory: RunDirectory) -> PastRun | None:
-    """Replay one run; None for a local one, whose nodes are no machines. Raises RunDirectoryError."""
+    """Replay one run; None for a local one, which has no real nodes. Raises RunDirectoryError."""
     plan = directory.plan()
     if plan.cluster != "slurm":
         return None
@@ -130,13 +131,13 @@ def _read(directory: RunDirectory) -> PastRun | None:
 
 
 class _Reader:
-    """Folds a journal with the run's own state machine, and writes down which nodes left when and why."""
+    """Replays a journal through the run's state machine, and records which nodes left, when and why."""
 
     def __init__(self, state: RunState) -> None:
         self.state = state
         self._spans: list[Span] = []
-        self._held: tuple[float, tuple[str, ...]] | None = None  # the allocation that is open
-        self._placed: tuple[str, ...] = ()  # by its first attempt
+        self._held: tuple[float, tuple[str, ...]] | None = None  # the current allocation
+        self._placed: tuple[str, ...] = ()  # the nodes of its first attempt
         self._roles: dict[str, Role] = {}
         self._left: list[NodeDeparture] = []
         self._xids: list[tuple[float, str, str]] = []
@@ -145,7 +146,7 @@ class _Reader:
     def take(self, event: ev.Event) -> None:
         state = self.state
         if isinstance(event, ev.AllocationStarted):
-            self._close(state.now)  # a job that died left no word
+            self._close(state.now)  # the last job ended without an entry
             self._held, self._placed = (event.t, event.nodes), ()
             self._roles = {}
         phase = state.phase
@@ -172,14 +173,15 @@ class _Reader:
                 )  # fmt: skip
 
     def _clear(self, node: str) -> None:
-        """Its newest departure was taken back: many nodes had the same, so none is to blame."""
+        """Take back the node's newest departure: many nodes had the same failure, so none is to blame."""
         for number in reversed(range(len(self._left))):
             if self._left[number].node == node:
                 self._left[number] = replace(self._left[number], failed=False)
                 return
 
     def _changed(self, event: ev.Event, before: Phase) -> Iterator[Node]:
-        """Nodes whose role this event may have changed: looking at all each time would take too long."""
+        """The nodes whose role this event may have changed; checking all nodes for each event would take too
+        long."""
         if self.state.phase is not before:
             yield from self.state.nodes.values()
         elif (node := self.state.nodes.get(getattr(event, "node", ""))) is not None:
@@ -209,7 +211,7 @@ class _Reader:
 
 
 def _cause(incidents: Sequence[Incident], left: NodeDeparture) -> str:
-    """The class of the incident in which the node left; a spare leaves in none."""
+    """The class of the incident in which the node left; a spare leaves without one."""
     for incident in incidents:
         until = incident.decided_at or incident.ended_at or left.at
         if incident.detected_at <= left.at <= until and incident.node in ("", left.node):

@@ -1,4 +1,4 @@
-"""The packaged tables that health probes go by, and that a policy may override: Xid codes and thresholds."""
+"""The packaged tables that health probes use, and that a policy may override: Xid codes and thresholds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DATA = Path(__file__).parent / "health" / "data"
 
 @dataclass(frozen=True)
 class Xid:
-    """One code of NVIDIA's driver. `group` is the class of the table: application, informational, reset,
+    """One code of NVIDIA's driver. `group` is its class in the table: application, informational, reset,
     drain, decode, text or support; `kind` is one of `core.nodes.findings.KINDS`."""
 
     code: int
@@ -45,7 +45,7 @@ def _table(name: str) -> dict[str, Any]:
 
 @cache
 def xids() -> Mapping[int, Xid]:
-    """Every code of the table, by number."""
+    """All codes of the table, by number."""
     table, found = _table("xid"), {}
     for code, entry in table["codes"].items():
         group = table["classes"][entry["class"]]
@@ -58,7 +58,8 @@ def xids() -> Mapping[int, Xid]:
 
 @cache
 def recovery_actions() -> Mapping[str, Verdict]:
-    """What the recovery actions that a driver names come to; lower case, in the words of Xid 154."""
+    """The verdicts for the recovery actions that a driver recommends, in lower case and in the words of Xid
+    154."""
     return {words: Verdict(verdict) for words, verdict in _table("xid")["recovery"].items()}
 
 

@@ -1,4 +1,5 @@
-"""The run directory: every path in it, and the rules for making it (0700, files 0600, whole or absent)."""
+"""The run directory: every path in it, and the rules for making it (0700, files 0600, each whole or
+absent)."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from jurymast.errors import RunDirectoryError
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write `data` so that `path` is the old content or the new, never a part; mode 0600.
+    """Write `data` so that `path` has the old content or the new, never a part; mode 0600.
 
-    Raises OSError. `durable` also waits for the disk.
+    `durable` also waits for the disk. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     with foreign.asking(path):
@@ -41,15 +42,15 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def write_json(path: Path, values: Any, *, durable: bool = True) -> None:
-    """The same for JSON."""
+    """Write JSON in the same way."""
     write_atomically(path, json.dumps(values).encode(), durable=durable)
 
 
-# A hundred thousand files in one directory are slow on shared storage, and a directory a node could not be
-# found from a rank's number.
+# A directory of a hundred thousand files is slow on shared storage; one folder per node would not let a file
+# be found from its rank's number.
 RANKS_A_FOLDER = 1000
 
-# So much room is kept free for the run's last words, which a full disk must not swallow.
+# This much room is kept free for the run's last entries, which a full disk must not lose.
 RESERVE_BYTES = 1 << 20
 SECRET_BYTES_MAX = 1024
 
@@ -65,14 +66,15 @@ def sync_directory(path: Path) -> None:
 
 
 def renew(path: Path) -> None:
-    """Network file systems serve directories from a cache for up to a minute; a change made here renews it.
-    One that is not ours to change stays as old as it is: whoever looks next will see what became of it."""
+    """Renew a network file system's view of a directory, which may be cached for up to a minute, by a
+    change in it. If the directory is not ours to change, the view stays old, and later reads find what has
+    changed."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory, and those above it, 0700; one that is there stays as it is. Raises OSError."""
+    """Make a directory and those above it with mode 0700; existing ones are not changed. Raises OSError."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -83,13 +85,14 @@ def make_folder(path: Path) -> None:
 
 
 def ranks_folder(parent: Path, rank: int) -> Path:
-    """Where the files of this rank and its neighbours are: the first in `parent`, others in one below it."""
+    """The folder of the files of this rank and its neighbours: `parent` for the first ranks, a folder in it
+    for others."""
     first = rank - rank % RANKS_A_FOLDER
     return parent / f"ranks-{first:05d}" if first else parent
 
 
 def check_readable(run: Path) -> None:
-    """Raises RunDirectoryError for a run directory that is there but is not for this user to look into."""
+    """Raise RunDirectoryError if the run directory exists but this user may not read it."""
     if not foreign.is_directory(run) or os.access(run, os.R_OK | os.X_OK, effective_ids=True):
         return
     uid = foreign.status(run).st_uid
@@ -112,15 +115,15 @@ class RunDirectory:
         self.journal = self.root / "journal"
         self.logs = self.root / "logs"
         self.checkpoints = self.root / "checkpoints"
-        # What the submission and Slurm write: the batch script, the jobs' ids, their own output.
+        # What the submission and Slurm write: the batch script, the jobs' ids, and Slurm's own output.
         self.submission = self.root / "slurm"
-        # Number of the newest attempt: fences ranks of an older one off the checkpoints.
+        # Number of the newest attempt: keeps ranks of older attempts away from the checkpoints.
         self.attempt_file = self.root / "attempt"
-        # The nodes the run has now; see `cluster.allocation`.
+        # The nodes that the run has now; see `cluster.allocation`.
         self.allocation_file = self.root / "allocation.json"
-        # How the newest allocation ended, from the supervisor to the batch process.
+        # How the newest allocation ended: written by the supervisor for the batch process.
         self.outcome_file = self.root / "outcome.json"
-        # Takes up the room that the journal's end and the outcome need on a full disk.
+        # Occupies the room that the journal's end and the outcome need on a full disk.
         self.reserve_file = self.root / "reserve"
 
     def hold_reserve(self) -> None:
@@ -129,7 +132,7 @@ class RunDirectory:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
         except FileExistsError:
             return
-        except OSError:  # full already: the next supervisor tries again
+        except OSError:  # the disk is full already: the next supervisor tries again
             self.give_reserve_up()
 
     def give_reserve_up(self) -> None:
@@ -137,7 +140,8 @@ class RunDirectory:
             self.reserve_file.unlink()
 
     def evidence(self, attempt: int) -> Path:
-        """What was seen of an attempt's ranks before they were stopped for a hang; see `ranks_folder`."""
+        """The folder for evidence about an attempt's hung ranks, taken before they were stopped; see
+        `ranks_folder`."""
         return self.root / "evidence" / f"attempt-{attempt:04d}"
 
     def attempt_logs(self, attempt: int) -> Path:
@@ -147,26 +151,26 @@ class RunDirectory:
         return ranks_folder(self.attempt_logs(attempt), rank) / f"rank-{rank:05d}.log"
 
     def rank_logs(self, attempt: int) -> list[Path]:
-        """The logs of all ranks of an attempt that have one, in the order of ranks."""
+        """The existing logs of an attempt's ranks, in the order of ranks."""
         folder = self.attempt_logs(attempt)
         folders = (folder, *foreign.found(folder, "ranks-*"))
         found = (log for one in folders for log in foreign.found(one, "rank-*.log"))
         return sorted(found, key=lambda path: int(path.stem.removeprefix("rank-")))
 
     def create(self) -> None:
-        """Make the directory and its parts, and the run's secret. Raises RunDirectoryError."""
+        """Make the directory with its subdirectories and the run's secret. Raises RunDirectoryError."""
         made = False
         try:
             with foreign.asking(self.root):
                 if self.root.parent != self.root:
-                    make_folder(self.root.parent)  # whatever the umask: who may write there can swap runs
+                    make_folder(self.root.parent)  # not by the umask: who may write there can swap runs
                 self.root.mkdir(mode=0o700)
                 made = True
                 for part in (self.epochs, self.journal, self.logs, self.checkpoints, self.submission):
                     part.mkdir(mode=0o700)
                 write_atomically(self.secret_file, secrets.token_hex(32).encode())
         except OSError as error:
-            if made:  # a full disk, say: nothing stays that looks like a run
+            if made:  # after a full disk, for example: nothing stays that looks like a run
                 shutil.rmtree(self.root, ignore_errors=True)
             raise RunDirectoryError(
                 f"cannot create the run directory {self.root}: {error.strerror}",
@@ -174,7 +178,7 @@ class RunDirectory:
             ) from error
 
     def secret(self) -> bytes:
-        """The run's secret, 32 bytes. Raises RunDirectoryError when others could have read or made it."""
+        """The run's secret, 32 bytes. Raises RunDirectoryError if others could have read or made it."""
         try:
             data = foreign.read_own(self.secret_file, SECRET_BYTES_MAX, closed=foreign.OTHERS_ANYTHING)
             return bytes.fromhex(data.decode())
@@ -190,7 +194,7 @@ class RunDirectory:
         write_atomically(self.plan_file, json.dumps(plan.to_json(), indent=1).encode())
 
     def plan(self) -> RunPlan:
-        """Raises RunDirectoryError when the file is missing or damaged."""
+        """The run's plan. Raises RunDirectoryError if the file is missing or damaged."""
         try:
             return RunPlan.from_json(foreign.load(self.plan_file))
         except (OSError, ValueError) as error:
@@ -200,7 +204,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.plan_file} is damaged: {_damage(error)}") from error
 
     def journal_files(self) -> Iterator[Path]:
-        """Journal files, oldest epoch first; none where there is no journal that this user may read."""
+        """The journal's files, oldest epoch first; none if there is no journal that this user may read."""
         try:
             names = foreign.names(self.journal)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -208,8 +212,8 @@ class RunDirectory:
         yield from (self.journal / name for name in sorted(names) if name.endswith(".jsonl"))
 
     def newest_attempt(self) -> int:
-        """Number in the attempt file; 0 when the run directory has none. Raises RunDirectoryError when it
-        cannot be known: then nobody may take his own attempt for the newest."""
+        """The number in the attempt file; 0 if the run directory has none. Raises RunDirectoryError if it
+        cannot be known: then no caller may take its own attempt for the newest."""
         try:
             return int(foreign.read(self.attempt_file))
         except FileNotFoundError as error:
