@@ -1,5 +1,5 @@
-"""`jurymast.script WHAT ...`: what runs in a batch script's job. It is called by files that jurymast wrote
-(see `shims`, and the batch script that Slurm gets), not by people."""
+"""`jurymast.script WHAT ...`: the programs that run in a batch script's job. They are called by files that
+jurymast wrote (see `shims`, and the batch script that Slurm gets), not by people."""
 
 from __future__ import annotations
 

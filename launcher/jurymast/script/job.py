@@ -44,12 +44,12 @@ def run(run_directory: str, arguments: list[str]) -> int:
 
 
 def _own_directory(submitted: RunDirectory) -> RunDirectory:
-    """Each task of an array is a run of its own, beside the one that was submitted."""
+    """The run directory of this job. Each task of an array is a run of its own, next to the submitted one."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     if task is None:
         return submitted
     own = RunDirectory(submitted.root.with_name(f"{submitted.root.name}-task-{task}"))
-    if not own.plan_file.exists():  # not after a requeue
+    if not own.plan_file.exists():  # exists after a requeue
         beside(submitted, own, os.environ["SLURM_JOB_ID"])
         write_atomically(users_script(own), foreign.read_own(users_script(submitted)))
     return own
@@ -61,14 +61,16 @@ def _environment(allocation: Allocation, plan: RunPlan) -> dict[str, str]:
 
 
 def interpreter(script: Path) -> list[str]:
-    """The script's interpreter as the kernel reads the first line: a program and at most one argument."""
+    """The script's interpreter as the kernel reads it from the first line: a program and at most one
+    argument."""
     first, _, _ = foreign.read_own(script).partition(b"\n")
     words = os.fsdecode(first).removeprefix("#!").split(None, 1)
     return [word.strip() for word in words] or ["/bin/sh"]
 
 
 class _Script:
-    """The script as a child. `warns`: USR2 is our own warning of the time limit, not one for the script."""
+    """The script as a child process. `warns`: USR2 is our own warning of the time limit, not for the
+    script."""
 
     def __init__(self, directory: RunDirectory, warns: bool) -> None:
         self._script = users_script(directory)
@@ -76,16 +78,17 @@ class _Script:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, arguments: list[str], environment: dict[str, str]) -> int:
-        """Its exit code. A script that a signal ends takes this process along."""
+        """Run the script; returns its exit code. If a signal ends the script, this process ends by the same
+        signal."""
         hold()
-        # Slurm sends this to the script as well; whether the script ends is its own decision.
+        # Slurm sends SIGTERM to the script as well, which decides itself whether to end.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
         command = [*interpreter(self._script), str(self._script), *arguments]
         try:
             self._child = subprocess.Popen(command, env=environment, preexec_fn=release)
-            if signal.sigpending():  # since before the script could have set its traps
+            if signal.sigpending():  # it arrived before the script could set its traps
                 time.sleep(TRAPS_S)
         finally:
             release()

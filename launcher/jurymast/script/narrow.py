@@ -12,8 +12,8 @@ EACH = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
 
 
 def narrowed(environment: Mapping[str, str], asked: int, active: int, hosts: str) -> dict[str, str]:
-    """`environment` of a job that requested `asked` nodes, as it would be in a job with only the first
-    `active` of them. `hosts`: Slurm's list of those nodes."""
+    """The `environment` of a job that requested `asked` nodes, as it would be in a job with only the first
+    `active` of them. `hosts`: Slurm's list of these nodes."""
     values = dict(environment)
     values.update({name: str(active) for name in COUNTS if name in environment})
     values.update({name: hosts for name in LISTS if name in environment})
@@ -23,13 +23,13 @@ def narrowed(environment: Mapping[str, str], asked: int, active: int, hosts: str
 
 
 def _share(value: str, active: int, asked: int) -> str:
-    """Of a total (`16`, `h100:16`)."""
+    """The share of a total (`16`, `h100:16`) for `active` of `asked` nodes."""
     kind, colon, number = value.rpartition(":")
     return f"{kind}{colon}{int(number) * active // asked}" if number.isdigit() else value
 
 
 def _first(value: str, active: int) -> str:
-    """Of a list with repetitions, one entry a node: `8(x2),4`."""
+    """The first entries of a list with repetitions that has one entry per node: `8(x2),4`."""
     entries: list[str] = []
     for part in value.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

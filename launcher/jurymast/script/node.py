@@ -1,5 +1,5 @@
-"""A launcher of trainings, called by a batch script: in a training step it becomes the node's agent. It
-runs in the Python that trains."""
+"""A launcher of trainings that a batch script calls: in a training step it becomes the node's agent. It runs
+in the Python that trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jurymast.script.step import ANSWER, ASKED, Step
 from jurymast.script.trainings import Training
 
 POLL_S = 0.05
-# The step's front end is on the batch host; when that is gone for so long, so is the job.
+# The step's front end runs on the batch host; if it is silent for this long, the job has ended.
 ANSWER_LIMIT_S = 600.0
 
 
@@ -34,10 +34,10 @@ def run(launcher: str, arguments: list[str]) -> int:
     if folder := os.environ.get(shims.STEP_VARIABLE):
         return _join(Path(folder), launcher, arguments)
     if "SLURM_STEP_ID" in os.environ:
-        if os.environ.get("SLURM_PROCID") == "0":  # one of many says it
+        if os.environ.get("SLURM_PROCID") == "0":  # one of many ranks prints it
             say(f"{launcher}: this step was not recognized as a training and runs without failure handling")
         _really(launcher, arguments)
-    # In the script itself, on the batch host: as if srun had started it.
+    # Called by the script itself, on the batch host: run as if srun had started it.
     job = RunDirectory(os.environ[shims.RUN_VARIABLE])
     if _on_each_node(torchrun.parse(arguments, os.environ, launch=launcher == "launch"), job):
         say(f"{launcher} uses one node of {job.plan().active} and runs there without failure handling")
@@ -53,7 +53,7 @@ def _really(launcher: str, arguments: list[str]) -> NoReturn:
 
 
 def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
-    """Say what is to be trained, hear which run that is, and be its agent here."""
+    """Request the training, wait for its run, and become its agent on this node."""
     launch = torchrun.parse(arguments, os.environ, launch=launcher == "launch")
     if _on_each_node(launch, job := RunDirectory(os.environ[shims.RUN_VARIABLE])):
         node, active = int(os.environ["SLURM_NODEID"]), job.plan().active
@@ -71,7 +71,7 @@ def _join(folder: Path, launcher: str, arguments: list[str]) -> int:
 
 
 def _on_each_node(launch: torchrun.TorchrunLaunch, job: RunDirectory) -> bool:
-    """Whether each node of the job is to have a training of its own."""
+    """Whether each node of the job has a training of its own."""
     return launch.nodes == "1" and job.plan().active > 1
 
 
@@ -103,7 +103,7 @@ def _train(folder: Path, training: Training) -> int:
 
 
 def _ask(path: Path, training: Training) -> None:
-    """All nodes ask for the same; the first one's word counts."""
+    """Request this training, unless another node already has: all nodes request the same."""
     if not path.exists():
         note_first(path, asdict(training))
 

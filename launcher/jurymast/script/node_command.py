@@ -1,4 +1,5 @@
-"""What a training step's srun starts on each node: the step's command, as the user wrote it."""
+"""The program that a training step's srun starts on each node: it runs the step's command as the user wrote
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from jurymast.script import shims
 
 
 def seen(environment: Mapping[str, str], active: int) -> dict[str, str]:
-    """What the step's command is to see of its step, which has spare nodes besides."""
+    """The variables that hide the step's spare nodes from its command."""
     hosts, tasks = environment.get("SLURM_JOB_NODELIST", ""), str(active)
     counts = ("SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NPROCS",
               "SLURM_STEP_NUM_TASKS")  # fmt: skip
@@ -47,8 +48,8 @@ CONTAINER_COMMAND = """\
 {ours}
 exec "$@"
 """
-# Which node of which job a launcher is on. These prefixes name variables for a container, also for one that
-# has none of the host's (--cleanenv).
+# Variables that tell a launcher its job and node. These prefixes set a variable in a container, even in one
+# that gets none of the host's (--cleanenv).
 PLACE = ("SLURM_JOB_ID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_ID", "SLURMD_NODENAME")
 TELLING = ("APPTAINERENV", "SINGULARITYENV")
 
@@ -62,8 +63,9 @@ def node_command(
     own: Mapping[str, str],
     contained: bool = False,
 ) -> str:
-    """The text of that program, for the folder of a `step` of `job`, beside `active` nodes. `own`: what makes
-    the step's command that of a node, by its name. `contained`: the command starts a container."""
+    """The text of the program for a `step` of `job` (both folders) on `active` nodes. `own`: shell text, by
+    node name, that turns the step's command into that of the node. `contained`: the command starts a
+    container."""
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
     cases = [f"{shlex.quote(node)})\n{text}\n;;" for node, text in own.items()]
     text = "\n".join(['case "$SLURMD_NODENAME" in', *cases, "esac"]) if cases else ""
@@ -76,5 +78,5 @@ def node_command(
 
 
 def container_command(job: RunDirectory, step: Path) -> str:
-    """The text of the program that a container begins with, for the folder of a `step` of `job`."""
+    """The text of the program that runs first in a container, for a `step` of `job` (both folders)."""
     return CONTAINER_COMMAND.format(ours=shims.exports(job, step))

@@ -1,4 +1,4 @@
-"""What the processes of a batch script tell each other by files: JSON, whole or absent."""
+"""Files by which the processes of a batch script communicate: JSON, each whole or absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def note(path: Path, values: Any) -> None:
 
 
 def note_first(path: Path, values: Any) -> bool:
-    """Unless it is there: whether this is the first one's word."""
+    """Write the file unless it exists; returns whether this call wrote it."""
     own = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
     note(own, values)
     try:
@@ -28,7 +28,7 @@ def note_first(path: Path, values: Any) -> bool:
 
 
 def noted(path: Path) -> Any:
-    """None for a file that is not there."""
+    """The content of the file; None if it is missing."""
     try:
         return foreign.load_own(path)
     except FileNotFoundError:

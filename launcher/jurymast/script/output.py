@@ -1,5 +1,5 @@
-"""Where a step's output goes: to the file that its srun names, or to one file for each task; otherwise to
-where the step's front end writes. That is the job's output, unless the script redirects it. People look
+"""Where a step's output goes: to the file that its srun names, or to one file per task; otherwise to the
+standard output of the step's front end, which is the job's output unless the script redirects it. People look
 there for what the ranks print."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jurymast.journal import FileTail
 from jurymast.rundir import RunDirectory
 from jurymast.script.srun_options import Srun
 
-# %n and %t are the same where a node has one task, and a rank's number is what people look for.
+# %n and %t are equal if a node has one task; people look for the rank's number.
 TASK_FIELDS = "tnN"
 FIELDS = {
     "j": "SLURM_JOB_ID", "A": "SLURM_ARRAY_JOB_ID", "a": "SLURM_ARRAY_TASK_ID", "x": "SLURM_JOB_NAME",
@@ -26,7 +26,7 @@ FIELD = re.compile(r"%(\d*)([a-zA-Z%])")
 
 
 def expanded(pattern: str, environment: Mapping[str, str], task: int) -> str:
-    """srun's file name with its % fields filled in; unknown ones stay."""
+    """srun's file name with its % fields filled in; unknown fields stay."""
 
     def fill(match: re.Match[str]) -> str:
         width, name = int(match[1] or 0), match[2]
@@ -37,7 +37,7 @@ def expanded(pattern: str, environment: Mapping[str, str], task: int) -> str:
         variable = FIELDS.get(name)
         if variable is None or variable not in environment and name != "A":
             return match[0]
-        value = environment.get(variable) or environment["SLURM_JOB_ID"]  # %A of what is no array
+        value = environment.get(variable) or environment["SLURM_JOB_ID"]  # %A outside an array
         return value.zfill(width) if value.isdigit() else value
 
     return FIELD.sub(fill, pattern)
@@ -49,7 +49,7 @@ def is_each_tasks(pattern: str) -> bool:
 
 
 class Output:
-    """Of one step."""
+    """The output of one step."""
 
     def __init__(self, srun: Srun, environment: Mapping[str, str]) -> None:
         self._pattern = srun.last("output") or ""
@@ -61,11 +61,11 @@ class Output:
 
     @property
     def common(self) -> int:
-        """A descriptor for what the step's command prints itself."""
+        """A descriptor for what the step's command itself prints."""
         return 1 if is_each_tasks(self._pattern) else self._descriptor(0)
 
     def write(self, rank: int, lines: Sequence[bytes]) -> None:
-        """Raises OSError: nobody reads it any more, or the disk is full."""
+        """Write a rank's lines. Raises OSError if the reader is gone or the disk is full."""
         prefix = b"%d: " % rank if self._label else b""
         data = b"".join(prefix + line + b"\n" for line in lines)
         while data:
@@ -88,15 +88,16 @@ class Output:
 
 EVERY_S = 0.5
 READ_BYTES = 1 << 20
-# Of more ranks only the first is relayed: one process reads the logs of all.
+# If there are more ranks, only the first is relayed: one process reads the logs of all.
 RANKS_MAX = 64
 
 
 class Relay:
-    """While it is entered, on a thread of its own; everything is there when it is left."""
+    """Copies the ranks' logs to the step's output, on a thread of its own, while this context is entered.
+    Leaving the context waits until everything is copied."""
 
     def __init__(self, run: RunDirectory, output: Output, after: int, place: int | None = None) -> None:
-        """Of attempts `after` this one; of all ranks, or of those of the node at this `place`."""
+        """Copies attempts later than `after`; all ranks, or only those of the node at this `place`."""
         self._run, self._output = run, output
         plan = run.plan()
         each, first = plan.ranks_per_node, (place or 0) * plan.ranks_per_node
@@ -123,12 +124,12 @@ class Relay:
             while not over:
                 over = self._over.wait(EVERY_S)
                 newest = newest_attempt(self._run)
-                while self._attempt_shown < newest:  # an attempt before the newest says nothing any more
+                while self._attempt_shown < newest:  # an older attempt is complete
                     self._copy_all(self._attempt_shown, whole=True)
                     self._attempt_shown += 1
                 self._copy_all(self._attempt_shown, whole=over)
         except OSError:
-            return  # whoever read it has gone; the logs have all of it
+            return  # the reader is gone; the logs have everything
 
     def _copy_all(self, attempt: int, *, whole: bool) -> None:
         for log in self._logs(attempt):
@@ -146,7 +147,7 @@ class Relay:
 
 
 def newest_attempt(run: RunDirectory) -> int:
-    """0 when there was none, or nobody knows."""
+    """The number of the newest attempt; 0 if there is none or it cannot be read."""
     try:
         return run.newest_attempt()
     except RunDirectoryError:

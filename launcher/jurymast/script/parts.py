@@ -1,8 +1,8 @@
 """A training that a batch script starts by one srun for each node: each srun is a part.
 
-The parts meet here. The first part starts one step for all, and the others pass on what their node's ranks
+The parts meet here. The first part starts one step for all, and the others relay what their node's ranks
 print. torchrun would wait for all parts as well, so this loses no time. If some parts do not come, the others
-run as they are.
+run unchanged.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from jurymast.script.say import say
 from jurymast.script.srun_options import Srun
 from jurymast.script.step import ANSWER, POLL_S, Step, Together
 
-# The parts of a script's loop come within seconds, or minutes where it sleeps behind the first one.
+# The parts of a loop in a script come within seconds, or within minutes if it sleeps after the first one.
 LIMIT_S = 300.0
 PART, WORD, ENDED = "part-{}.json", "word.json", "ended.json"
-# What is one part's own, or would not mean the same for all nodes together.
+# Options that only one part has, or that would mean something else for all nodes together.
 OWN = frozenset({"relative", "exclude", "gpus"})
 SHELLS = frozenset({"_", "SHLVL"})
 
 
 @dataclass(frozen=True)
 class Part:
-    """One srun's: `node`, if it names one; `environment`: what its command is to see."""
+    """One srun. `node`: the node that it names, if any. `environment`: the variables of its command."""
 
     command: tuple[str, ...]
     node: str
@@ -57,15 +57,16 @@ def _exported(srun: Srun) -> dict[str, str]:
 
 
 def run(step: Step, srun: Srun, training: str) -> int | None:
-    """Exit code of a part of this training, or None: it is to run as it is."""
+    """Run a part of this training; returns its exit code, or None if the part has to run unchanged."""
     part = Part.of(srun, os.environ, step.nodes)
     folder, number = join(step.parts / training, part, step.active)
     return _lead(step, srun, folder) if number == 0 else _follow(srun, folder, number)
 
 
 def join(place: Path, part: Part, size: int) -> tuple[Path, int]:
-    """Where the parts of this training meet, and this one's number among them. One whose like is complete is
-    of the next: a script may start the same training again."""
+    """Return the folder where the parts of this training meet, and this part's number among them. If the
+    parts of one training are complete, the next part begins another: a script may start the same training
+    again."""
     values = asdict(part)
     for count in itertools.count(1):
         folder = place.with_name(f"{place.name}-{count}")
@@ -77,7 +78,8 @@ def join(place: Path, part: Part, size: int) -> tuple[Path, int]:
 
 
 def gather(folder: Path, size: int, limit_s: float = LIMIT_S) -> list[Part] | None:
-    """All parts once they are there. None when some do not come: nobody joins these any more then."""
+    """Return all parts once they have come; None if some do not come in time: then no part can join any
+    more."""
     end = time.monotonic() + limit_s
     files = [folder / PART.format(number) for number in range(size)]
     while not all(file.exists() for file in files):
@@ -91,7 +93,7 @@ def gather(folder: Path, size: int, limit_s: float = LIMIT_S) -> list[Part] | No
 
 
 def places(parts: Sequence[Part], nodes: Sequence[str]) -> list[int]:
-    """The place of each part's ranks: that of the node it names among these, or one that is left."""
+    """The place of each part's ranks among `nodes`: that of the node that the part names, or a free one."""
     left = list(range(len(nodes)))
     chosen: dict[int, int] = {}
     for number, part in enumerate(parts):
@@ -102,17 +104,17 @@ def places(parts: Sequence[Part], nodes: Sequence[str]) -> list[int]:
 
 
 def shell_text(part: Part, first: Part) -> str:
-    """What makes of the first part's command and environment those of another one."""
+    """Shell text that turns the first part's command and environment into those of another part."""
     ours, theirs = first.environment, part.environment
     differ = [n for n in sorted({*ours, *theirs} - SHELLS) if ours.get(n) != theirs.get(n)]
-    differ = [name for name in differ if name.isidentifier()]  # a function of the shell's has another name
+    differ = [name for name in differ if name.isidentifier()]  # skips shell functions, whose names differ
     lines = [f"export {name}={shlex.quote(theirs[name])}" for name in differ if name in theirs]
     lines += [f"unset {name}" for name in differ if name not in theirs]
     return "\n".join([*lines, f"set -- {shlex.join(part.command)}"])
 
 
 def for_all(srun: Srun) -> Srun:
-    """The first part's srun, as one for all nodes."""
+    """The first part's srun, changed into one for all nodes."""
     options = [given for given in srun.options if given.name not in OWN]
     if gpus := srun.last("gpus"):
         options.append(Given("gpus-per-node", gpus, (f"--gpus-per-node={gpus}",)))
@@ -129,7 +131,7 @@ def _lead(step: Step, srun: Srun, folder: Path) -> int | None:
         )
         return None
     found = places(parts, step.nodes[: step.active])
-    # Not on the node that a part names, which may be a spare: what counts is which ranks it has.
+    # A part may name a spare node, so shell text is chosen by the ranks that the node has.
     own = {step.likely[place]: shell_text(part, parts[0]) for part, place in zip(parts, found, strict=True)}
     together = Together(step.new_folder(), own, found[0])
     note(folder / WORD, {"step": str(together.folder), "places": found})
@@ -154,14 +156,15 @@ def _follow(srun: Srun, folder: Path, number: int) -> int | None:
 
 
 def _hand_on(folder: Path, step: Path, leader: int, output: Output, place: int) -> int:
-    """What the ranks print in the step's trainings, until the step ends: its exit code."""
+    """Relay what this part's ranks print in the step's trainings until the step ends; returns its exit
+    code."""
     training = 1
 
     def over() -> bool:
         return (folder / ENDED).exists() or not psutil.pid_exists(leader)
 
     while True:
-        last = over()  # before the look, or an answer of its last moment would be missed
+        last = over()  # before the last look, which then finds every answer
         answer = noted(step / ANSWER.format(training))
         if answer is not None and "run" in answer:
             with Relay(RunDirectory(answer["run"]), output, answer["after"], place):

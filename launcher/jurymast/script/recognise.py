@@ -12,34 +12,35 @@ from dataclasses import dataclass
 from jurymast import foreign
 from jurymast.script.srun_options import Srun
 
-# What starts ranks by torch's elastic agent, which our hook in Python finds wherever it is started.
+# Programs that start ranks through torch's elastic agent. Our hook in Python finds that agent however it is
+# started.
 LAUNCHER = re.compile(
     r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b"
     r"|\baccelerate(\.commands\.launch|\s+launch)\b|\b(fabric|lightning)\s+run\b"
 )
 SHELLS = ("bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
-# How many nodes a launcher is told of, and which of them this one is. Words are joined by a space.
+# Options that tell a launcher how many nodes there are and which one this is. Words are joined by a space.
 NODES = re.compile(r"--(?:nnodes|num[-_]machines)(?:=|\s+)[\"']?([^\s\"';|&]+)")
 NODE_NUMBER = re.compile(r"(--(?:node|machine)[-_]rank(?:=|\s+)[\"']?)[^\s\"';|&]+")
 PYTHON = re.compile(
     r"\bpython[\d.]*\s+(-[bBdEiIOPqsSuv]+\s+|-[WX]\s*\S+\s+)*(-[bBdEiIOPqsSuv]*m\s+[\w.]+|[^\s;|&-]\S*)"
     r"|\buv\s+run\s[^;|&\n]*\.py\b"
 )
-# Programs that start the command behind their own options.
+# Programs whose options are followed by the command that they start.
 WRAPPERS = frozenset({
     "chrt", "conda", "env", "ionice", "mamba", "micromamba", "nice", "nsys", "numactl", "pixi", "poetry",
     "setarch", "stdbuf", "taskset", "time", "timeout", "uv",
 })  # fmt: skip
-# Programs that start the command behind their own options and an image, in a container.
+# Programs whose options and image are followed by the command that they start in a container.
 CONTAINERS = frozenset({"apptainer", "shifter", "singularity"})
-# What stands in the first line of an image file of apptainer's, which can be run like a script.
+# In the first line of an apptainer image file, which can be run like a script.
 IMAGE_PROGRAM = "run-singularity"
 SCRIPT_BYTES_MAX = 1 << 16
 
 
 def starts_launcher(command: Sequence[str], read: Callable[[str], str]) -> bool:
-    """Whether a launcher of torch's stands in the command, in a shell's -c, or in a shell script that it
-    runs. `read` gives the text of a file, "" for what is none."""
+    """Whether the command contains one of torch's launchers, also in a shell's -c or in a shell script that
+    it runs. `read` returns the text of a file, "" for any other word."""
     if LAUNCHER.search(" ".join(command)):
         return True
     return any(LAUNCHER.search(text) for word in command if (text := read(word)).startswith("#!"))
@@ -47,7 +48,7 @@ def starts_launcher(command: Sequence[str], read: Callable[[str], str]) -> bool:
 
 @dataclass(frozen=True)
 class PythonCommand:
-    """`python -u SCRIPT ARGUMENTS`, or with a `module`."""
+    """`python -u SCRIPT ARGUMENTS`, or the same with a `module`."""
 
     script: str
     arguments: tuple[str, ...]
@@ -55,7 +56,8 @@ class PythonCommand:
 
 
 def python_command(command: Sequence[str]) -> PythonCommand | None:
-    """None for a command that is not Python's, and one with options of Python's that ranks would not get."""
+    """Parse a Python command; None for any other command, and for one with options of Python that ranks would
+    not get."""
     if not command or not re.fullmatch(r"python[\d.]*", _name(command[0])):
         return None
     rest = list(command[1:])
@@ -69,8 +71,8 @@ def python_command(command: Sequence[str]) -> PythonCommand | None:
 
 
 def starts_ranks(command: Sequence[str], read: Callable[[str], str]) -> bool:
-    """Whether it is Python's, with a script or module, or that of a program that starts Python: a shell, by
-    its -c or by a shell script that is the command, or a wrapper. In a container or not."""
+    """Whether the command runs a script or module with Python, directly or through a shell (by -c, or by a
+    shell script) or a wrapper, in a container or not."""
     command = command[in_container(command, read) :]
     if python_command(command) is not None:
         return True
@@ -83,15 +85,15 @@ def starts_ranks(command: Sequence[str], read: Callable[[str], str]) -> bool:
 
 
 def in_container(command: Sequence[str], read: Callable[[str], str]) -> int:
-    """The place in the command where a container's own command begins: the first word behind the image that
-    is a program or shell script which may start a training. 0 when there is none."""
+    """The index of the word with which a container's own command begins: the first program or shell script
+    after the image that may start a training. 0 if there is none."""
     program = _name(command[0]) if command else ""
     if program not in CONTAINERS:
         return 0
     runs = [place for place, word in enumerate(command) if word in ("exec", "run")]
     if program != "shifter" and not runs:
         return 0
-    first = 1 if program == "shifter" else runs[0] + 2  # behind the image
+    first = 1 if program == "shifter" else runs[0] + 2  # after the image
     return next((place for place in range(first, len(command)) if _may_start(command[place], read)), 0)
 
 
@@ -103,20 +105,20 @@ def _may_start(word: str, read: Callable[[str], str]) -> bool:
 
 
 def _name(word: str) -> str:
-    """A program's, without the folder that it is in."""
+    """A program's name without its folder."""
     return word.rpartition("/")[2]
 
 
 def names_python(command: Sequence[str]) -> bool:
-    """Whether a Python script or module stands in it, whoever may start that."""
+    """Whether the command contains a Python script or module, whichever program starts it."""
     return PYTHON.search(" ".join(command)) is not None
 
 
 def part_of(
     srun: Srun, environment: Mapping[str, str], nodes: Sequence[str], read: Callable[[str], str]
 ) -> str | None:
-    """A name for the training that a step on one of these nodes is a part of: the same for all parts. None
-    when it is none."""
+    """A name for the training of which a step on one of these nodes is a part: the same for all parts. None
+    if the step is no such part."""
     if len(nodes) < 2 or not _on_one_node(srun, environment):
         return None
     line = " ".join(srun.command)
@@ -128,7 +130,7 @@ def part_of(
         return None
     words = NODE_NUMBER.sub(r"\1-", line).split(" ")
     node = named_node(srun, nodes)
-    if len(texts) > 1 and node in nodes:  # a shell script may be told by its arguments which node it is on
+    if len(texts) > 1 and node in nodes:  # a shell script's arguments may name its node
         if (number := str(nodes.index(node))) in words:
             words[words.index(number)] = "-"
         words = ["-" if word in nodes else word for word in words]
@@ -136,7 +138,7 @@ def part_of(
 
 
 def named_node(srun: Srun, nodes: Sequence[str]) -> str:
-    """The node that a step on one node is to run on; "" when that is left to Slurm."""
+    """The node that a step on one node names; "" if Slurm may choose it."""
     relative = srun.last("relative") or ""
     if relative.isdigit() and int(relative) < len(nodes):
         return nodes[int(relative)]
@@ -144,7 +146,7 @@ def named_node(srun: Srun, nodes: Sequence[str]) -> str:
 
 
 def _on_one_node(srun: Srun, environment: Mapping[str, str]) -> bool:
-    """Whether srun starts one task in all."""
+    """Whether srun starts only one task."""
     nodes, tasks = srun.last("nodes"), srun.last("ntasks")
     if nodes is None or tasks is not None:
         return tasks == "1"
@@ -153,14 +155,14 @@ def _on_one_node(srun: Srun, environment: Mapping[str, str]) -> bool:
 
 
 def gpus_a_task(srun: Srun, environment: Mapping[str, str]) -> int:
-    """How many GPUs each task is to see; 0: all of its node's."""
+    """The number of GPUs that each task is to see; 0 means all GPUs of its node."""
     said = srun.last("gpus-per-task") or environment.get("SLURM_GPUS_PER_TASK", "")
     number = said.rpartition(":")[2]
     return int(number) if number.isdigit() else 0
 
 
 def tasks_a_node(srun: Srun, environment: Mapping[str, str], active: int) -> int:
-    """How many tasks it starts on each of the active nodes; 0 when it does not start equally many on all."""
+    """The number of tasks on each of the active nodes; 0 if it is not the same on all."""
     nodes = srun.last("nodes") or environment.get("SLURM_NNODES", "")
     if nodes not in (str(active), f"{active}-{active}"):
         return 0
@@ -173,7 +175,7 @@ def tasks_a_node(srun: Srun, environment: Mapping[str, str], active: int) -> int
 
 
 def read_shell_script(word: str) -> str:
-    """The beginning of a file of this name; "" when there is none."""
+    """The beginning of the file with this name; "" if there is none."""
     try:
         with foreign.reading(word) as file:
             return file.read(SCRIPT_BYTES_MAX).decode(errors="replace")

@@ -1,4 +1,5 @@
-"""What a batch script's job says to people: in the job's own output, beside the script's."""
+"""Messages for people from a batch script's job: they are printed in the job's own output, next to the
+script's."""
 
 from __future__ import annotations
 

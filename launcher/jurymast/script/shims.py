@@ -1,9 +1,9 @@
 """Programs that a batch script finds before the real ones.
 
-srun is found in a directory that is first on PATH. torchrun, and everything else that starts ranks, runs in
-Python: a hook that Python imports at its start replaces it, in the very Python that trains. So the script may
-activate an environment or a container that has its own torchrun; jurymast must be installed there as well.
-All these files are in the run directory, which is the only directory that a container needs to see.
+srun is in a directory that comes first on PATH. torchrun, like any other launcher that starts ranks, runs in
+Python: a hook that Python imports at its start replaces it in the very Python that trains. So the script may
+activate an environment or a container with its own torchrun, in which jurymast must be installed as well. All
+these files are in the run directory, the only directory that a container has to see.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from jurymast.errors import ClusterUnavailableError
 from jurymast.processes import run_module
 from jurymast.rundir import RunDirectory, make_folder, write_atomically
 
-# The batch script's run directory, for whatever runs below the script.
+# The batch script's run directory, for everything that runs below the script.
 RUN_VARIABLE = "JURYMAST_SCRIPT_RUN"
-# The script's Slurm job: in another one, which it may submit with all its variables, ours stand aside.
+# The script's Slurm job. In another job, submitted by the script with all its variables, our programs do
+# nothing.
 JOB_VARIABLE = "JURYMAST_SCRIPT_JOB"
-# The step's folder, for whatever runs below the command of a training step.
+# The step's folder, for everything that runs below the command of a training step.
 STEP_VARIABLE = "JURYMAST_STEP"
-# A module that is loaded by the script may put the real srun before ours on PATH; a function of the shell
-# comes before all of PATH.
+# A module that the script loads may put the real srun before ours on PATH, but a shell function comes before
+# everything on PATH.
 FUNCTION = "BASH_FUNC_srun%%"
 FUNCTION_TEXT = """\
 () {{  if [ "${job}" = "$SLURM_JOB_ID" ]; then {srun} "$@"; else command srun "$@"; fi
 }}"""
-# Directories that containers see besides their own. Where both variables are there, apptainer goes by the
-# first alone, so ours joins what the user has.
+# Directories that containers see in addition to their own. If both variables are set, apptainer reads only
+# the first, so our directory is added to the user's.
 BINDS = ("APPTAINER_BIND", "SINGULARITY_BIND")
 BIND = """\
 case "${0}${1}" in
@@ -44,8 +45,8 @@ SRUN = """\
 #!/bin/sh
 exec {ours} "$@"
 """
-# For a script that has set PYTHONPATH anew: the hook does the rest. The shell alone takes the folder out of
-# PATH, because it takes what is quoted as it stands: a run directory may be called anything.
+# For a script that has replaced PYTHONPATH; the hook does the rest. The shell itself removes the folder from
+# PATH, because it takes quoted text literally: a run directory may have any name.
 TORCHRUN = """\
 #!/bin/sh
 PATH=:$PATH:
@@ -69,12 +70,12 @@ def hook(directory: RunDirectory) -> Path:
 
 
 def trainings(directory: RunDirectory) -> Path:
-    """Where it is kept which run is which training; there from the first one on."""
+    """The folder that records which run belongs to which training; made with the first training."""
     return directory.submission / "trainings"
 
 
 def write(directory: RunDirectory, python: str) -> None:
-    """Raises OSError."""
+    """Write the programs into the run directory. Raises OSError."""
     place = folder(directory)
     make_folder(hook(directory))
     ours = shlex.join(run_module(python, "jurymast.script", "srun"))
@@ -86,13 +87,13 @@ def write(directory: RunDirectory, python: str) -> None:
 
 
 def write_program(path: Path, text: str) -> None:
-    """Raises OSError."""
+    """Write an executable file. Raises OSError."""
     write_atomically(path, text.encode())
     os.chmod(path, 0o700)
 
 
 def with_shims(environment: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
-    """`environment` with ours before all others, once."""
+    """`environment` with our programs before all others."""
     values = without_shims(environment)
     place = str(folder(directory))
     values["PATH"] = os.pathsep.join([place, values.get("PATH", os.defpath)])
@@ -104,7 +105,7 @@ def with_shims(environment: Mapping[str, str], directory: RunDirectory) -> dict[
 
 
 def exports(directory: RunDirectory, step: Path) -> str:
-    """The same and more, for the command of a training step, said to a shell: containers see the run
+    """Shell text that does the same in a training step's command, and lets containers see the run
     directory."""
     root = shlex.quote(str(directory.root))
     lines = [f"{RUN_VARIABLE}={root}", f'{JOB_VARIABLE}="$SLURM_JOB_ID"']
@@ -115,13 +116,13 @@ def exports(directory: RunDirectory, step: Path) -> str:
 
 
 def in_the_script(environment: Mapping[str, str]) -> bool:
-    """Whether this is below a batch script of ours, in its own job."""
+    """Whether this process runs below one of our batch scripts, in that script's own job."""
     job = environment.get(JOB_VARIABLE)
     return job is not None and RUN_VARIABLE in environment and job == environment.get("SLURM_JOB_ID")
 
 
 def without_shims(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` as the user has it."""
+    """`environment` as the user set it."""
     values = dict(environment)
     run = values.pop(RUN_VARIABLE, "")
     in_step = values.pop(STEP_VARIABLE, None) is not None

@@ -1,5 +1,5 @@
-"""The srun that a batch script finds: a training step goes to the run's agents, everything else to the
-real srun as it is."""
+"""The srun that a batch script finds: a training step goes to the run's agents, any other step unchanged to
+the real srun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> int:
-    """As srun's process: its exit code. Raises what a step raises."""
+    """Run in place of srun; returns its exit code. Raises what a step raises."""
     if not shims.in_the_script(os.environ):
         _really(arguments, shims.without_shims(os.environ))
     if shims.STEP_VARIABLE in os.environ:
@@ -50,7 +50,7 @@ def _may_train(srun: Srun | None) -> bool:
 
 
 def _as_training(step: Step, srun: Srun) -> int | None:
-    """Exit code of a training step; None for what is none."""
+    """Run a training step; returns its exit code, or None if the step is not a training."""
     tasks = recognise.tasks_a_node(srun, os.environ, step.active)
     read = recognise.read_shell_script
     if recognise.starts_launcher(srun.command, read):

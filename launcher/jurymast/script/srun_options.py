@@ -1,6 +1,6 @@
-"""srun's option grammar, to find the command behind its options.
+"""srun's option grammar, needed to find the command after its options.
 
-The union of srun 22.05 and 24.11, and of the pyxis plugin's options.
+The union of the options of srun 22.05 and 24.11 and of the pyxis plugin.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ SRUN = sbatch.Grammar(REQUIRED, OPTIONAL, NONE, SHORT)
 
 @dataclass(frozen=True)
 class Srun:
-    """One call of srun: its options, and the command."""
+    """One call of srun: its options and the command."""
 
     options: tuple[sbatch.Given, ...]
     command: tuple[str, ...]
 
     def last(self, *names: str) -> str | None:
-        """Value of the last of these; "" without one, None when none is there."""
+        """The value of the last of these options; "" if it has none, None if none of them is given."""
         found = [given.value or "" for given in self.options if given.name in names]
         return found[-1] if found else None
 
     def without(self, names: frozenset[str]) -> list[str]:
-        """The words of the options, but for these."""
+        """The words of all options but these."""
         return [word for given in self.options if given.name not in names for word in given.words]
 
 
 def parse(arguments: Sequence[str]) -> Srun | None:
-    """None for what this grammar does not know: the real srun may."""
+    """Parse srun's arguments; None if this grammar does not know them: the real srun may."""
     try:
         line = sbatch.split_command_line(arguments, {}, SRUN)
     except UsageError:
         return None
-    if ":" in line.script:  # a second step's options: heterogeneous
+    if ":" in line.script:  # options of a second step: heterogeneous
         return None
     return Srun(tuple(line.sbatch), tuple(line.script))

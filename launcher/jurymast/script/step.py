@@ -1,9 +1,9 @@
-"""A training step of a batch script, on the batch host: srun starts its command on active and spare nodes,
-launchers in it become agents, and a supervisor decides for them.
+"""A training step of a batch script, on the batch host: srun starts the step's command on active and spare
+nodes, launchers in it become agents, and a supervisor decides for them.
 
-Front end and nodes meet in the step's folder: the first launcher says there what is to be trained, the front
-end answers which run that is and where its supervisor listens. A launcher that is called again on the same
-nodes is the next training of the same step.
+Front end and nodes communicate by files in the step's folder: the first launcher requests a training, and the
+front end answers with its run and its supervisor's address. A launcher that is called again on the same nodes
+is the next training of the same step.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ from jurymast.script.trainings import Training, Trainings
 PROCESS_NAME = "jurymast-step"
 ASKED, ANSWER = "asked-{}.json", "answer-{}.json"
 POLL_S = 0.05
-# What a step's srun is told by us.
+# Options of a step's srun that jurymast sets itself.
 OURS = frozenset({
     "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "nodelist", "kill-on-bad-exit", "wait", "no-kill",
     "overlap", "exact", "exclusive", "output",
 })  # fmt: skip
-# Of processors, beside other steps: the opposite of what a step needs that must not wait for lost ones.
+# Options on sharing processors with other steps. They contradict --overlap, which a step needs so as not to
+# wait for lost ones.
 ALONE = frozenset({"exact", "exclusive", "overlap"})
-# What says how a node is shared out to its tasks, and the variables that say the same.
+# Options that share a node out to its tasks, and the variables for the same.
 SHARED_OUT = frozenset({
     "cpu-bind", "cpus-per-task", "gpu-bind", "gpus-per-task", "ntasks-per-gpu", "tres-bind", "tres-per-task",
 })  # fmt: skip
@@ -58,7 +59,7 @@ SHARES = (
     "SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK",
     "SLURM_NTASKS_PER_GPU", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK",
 )  # fmt: skip
-# Slurm ends a job in seconds; whatever stands behind the step in the script must not begin.
+# Slurm ends a job within seconds; until then, commands that follow the step in the script must not begin.
 END_LIMIT_S = 120.0
 STARTED_BY = os.getppid()  # the shell that runs the script
 
@@ -69,8 +70,8 @@ def true_variables_file(job: RunDirectory) -> Path:
 
 
 class StepAgents:
-    """The agents of a step, which began as launchers: they wait for the `answer`, which is complete with the
-    place where the supervisor listens."""
+    """The agents of a step, which began as launchers: they wait for the `answer`, which is complete once it
+    has the supervisor's address."""
 
     def __init__(self, path: Path, answer: Mapping[str, Any], process: subprocess.Popen[bytes]) -> None:
         self._path, self._answer, self._process = path, answer, process
@@ -83,7 +84,7 @@ class StepAgents:
         return self._process.poll() is None
 
     def end(self) -> None:
-        """What stands behind the launcher in the step's command runs on."""
+        """Do nothing: commands that follow the launcher in the step's command continue."""
 
     def give_up(self) -> None:
         end_srun(self._process)
@@ -91,8 +92,8 @@ class StepAgents:
 
 @dataclass(frozen=True)
 class Together:
-    """One step in place of one for each node: in this `folder`, with shell text for a node's `own` command.
-    The ranks of the node at this `place` among the active ones print to the step's own output."""
+    """One step in place of one per node, in this `folder`, with shell text for each node's `own` command. The
+    ranks of the node at this `place` among the active ones print to the step's own output."""
 
     folder: Path
     own: Mapping[str, str]
@@ -100,7 +101,7 @@ class Together:
 
 
 class Step:
-    """`job` is the run directory of the batch script."""
+    """Starts training steps. `job` is the run directory of the batch script."""
 
     def __init__(self, job: RunDirectory) -> None:
         self._job = job
@@ -108,7 +109,7 @@ class Step:
         self._allocation = Allocation.load(job)
         self._trainings = Trainings(job, self._allocation.key)
         self._lost = self._trainings.lost()
-        self._hidden: dict[str, str] = {}  # variables that the step's srun must not see, its command must
+        self._hidden: dict[str, str] = {}  # variables that only the step's command may see, not its srun
 
     @property
     def active(self) -> int:
@@ -116,23 +117,23 @@ class Step:
 
     @property
     def nodes(self) -> list[str]:
-        """Those that no earlier training has lost: active ones first, then spare ones."""
+        """The nodes that no earlier training has lost: active ones first, then spare ones."""
         return [node for node in self._allocation.nodes if node not in self._lost]
 
     @property
     def likely(self) -> list[str]:
-        """The nodes that the ranks will have, by their order, if all goes well: the batch host has none while
-        another one can."""
+        """The nodes that the ranks will have, in order, if nothing fails: the batch host has none if another
+        node can replace it."""
         last = sorted(self.nodes, key=lambda node: node == self._allocation.host)
         return [node for node in self.nodes if node in last[: self.active]]
 
     @property
     def parts(self) -> Path:
-        """Where the steps of one node each find each other, in this life of the job."""
+        """The folder where the steps of one node each meet, in this life of the job."""
         return self._job.submission / "steps" / f"{self._allocation.key}-parts"
 
     def run(self, srun: Srun, together: Together | None = None) -> int:
-        """The step's exit code, as srun would have it."""
+        """Run a training step; returns the exit code that srun would return."""
         name_process(PROCESS_NAME)
         folder = together.folder if together else self.new_folder()
         output = Output(srun, os.environ)
@@ -147,16 +148,17 @@ class Step:
         return code
 
     def run_tasks(self, srun: Srun, tasks: int) -> int:
-        """The same for a command that srun would start so many times on each node: a shell's, or Python's."""
+        """The same for a command of which srun would start this many tasks per node: Python's, or a
+        shell's."""
         place = in_container(srun.command, read_shell_script)
         own = srun.command[place:]
         python = own[0] if python_command(own) else sys.executable
         if python == sys.executable and (place or self._mounts(srun)):
-            python = "python3"  # the container's
+            python = "python3"  # the container's own
         gpus = str(gpus_a_task(srun, os.environ))
         agent = run_module(python, "jurymast.script", "tasks", str(tasks), gpus, *own)
         command = (*srun.command[:place], *agent)
-        # The agent is one task, and what it has is shared out to its ranks: it must have all of the node.
+        # The agent is one task that shares out what it has to its ranks, so it must have the whole node.
         self._hidden = {name: os.environ.pop(name) for name in SHARES if name in os.environ}
         options = [given for given in srun.options if given.name not in SHARED_OUT]
         options.append(Given("cpu-bind", "none", ("--cpu-bind=none",)))
@@ -165,8 +167,8 @@ class Step:
     def around_lost(
         self, environment: Mapping[str, str], arguments: Sequence[str], srun: Srun | None
     ) -> tuple[dict[str, str], list[str]]:
-        """Variables and arguments for other steps, which Slurm would start on nodes that it takes for alive,
-        or never, as it takes the processors of lost steps for busy."""
+        """Return variables and arguments for other steps. Without them Slurm would start these steps on lost
+        nodes, which it believes alive, or never, because it believes the processors of lost steps busy."""
         if not self._lost:
             return dict(environment), list(arguments)
         hosts = compressed(self.nodes[: self.active])
@@ -193,7 +195,7 @@ class Step:
         nodes = self.nodes
         program = folder / "node"
         log = self._job.submission / f"job-{self._allocation.job}-spares.log"
-        # srun goes by them for how many nodes there are.
+        # srun reads the number of nodes from these.
         true = foreign.load_own(true_variables_file(self._job))
         narrow = {name: os.environ[name] for name in true if name in os.environ}
         shown = {**narrow, **self._hidden, **seen(os.environ, self.active)}
@@ -203,7 +205,8 @@ class Step:
             words.insert(place, str(folder / "contained"))
         text = node_command(self._job, folder, shown, self.active, log, own, contained=place > 0)
         shims.write_program(program, text)
-        # Of a file for each task's stderr spare nodes would have one, too, and ranks' is not there.
+        # If each task has a file for stderr, spare nodes would have one as well, and ranks do not write
+        # there.
         each = is_each_tasks(srun.last("error") or "")
         command = [
             shims.real("srun", os.environ),
@@ -219,7 +222,7 @@ class Step:
         return subprocess.Popen(command, env=environment, stdout=output)
 
     def _mounts(self, srun: Srun) -> list[str]:
-        """Of a container (pyxis): it must see the run directory."""
+        """The option that lets a container (pyxis) see the run directory."""
         if srun.last("container-image", "container-name") is None:
             return []
         theirs = srun.last("container-mounts")
@@ -245,20 +248,20 @@ class Step:
             say(f"torchrun's options {names} are not used: jurymast's policy decides about restarts and logs")
         plan = training.plan(self._plan, run)
         run.save_plan(plan)
-        # What earlier lives of the job printed is there already.
+        # Earlier lives of the job have already printed their attempts.
         after = newest_attempt(run)
         agents = StepAgents(answer, {"run": str(run.root), "after": after}, process)
         with Relay(run, output, after, place):
             outcome = self._supervise(run, plan, agents)
         self._lost |= set(outcome.lost)
-        if outcome.state == "cancelled":  # by Slurm, or by hand, which means the job
+        if outcome.state == "cancelled":  # by Slurm or by hand: that means the whole job
             run_command(["scancel", self._allocation.job])
         if outcome.state in ("requeued", "cancelled"):
             _await_end()
         self._trainings.told(run, outcome.lost)
 
     def _supervise(self, run: RunDirectory, plan: RunPlan, agents: StepAgents) -> Outcome:
-        """The training's."""
+        """Run the training's supervisor until the outcome."""
         allocation = replace(self._allocation, nodes=tuple(self.nodes))
         path = run.submission / f"job-{allocation.job}.log"
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -270,8 +273,8 @@ class Step:
                 signal.signal(number, signal.SIG_DFL)
 
     def _end(self, process: subprocess.Popen[bytes], folder: Path) -> int:
-        """Of the command on all nodes that are there: srun waits for lost ones as well, and when Slurm has
-        seen that they are lost it may call that a failure."""
+        """Wait for the step's end; returns the exit code of its command on the nodes that are left. srun
+        waits for lost nodes as well, and may fail once Slurm has noticed that they are lost."""
         expected = self.nodes
         while True:
             ended = process.poll() is not None
@@ -286,7 +289,7 @@ class Step:
 
 
 def _await_training(path: Path, process: subprocess.Popen[bytes]) -> Training | None:
-    """What a launcher asks for; None when the command has ended with no further one."""
+    """The training that a launcher requests; None if the command has ended without a further request."""
     while True:
         ended = process.poll() is not None
         if (asked := noted(path)) is not None:
@@ -304,8 +307,8 @@ def _code(path: Path) -> int | None:
 
 
 def _await_end() -> None:
-    """Slurm ends this life of the job. A script that is gone goes on with nothing, and where Slurm finds a
-    job's processes by their parents it does not find this one any more."""
+    """Wait until Slurm ends this life of the job. This process also ends if the script has ended: if Slurm
+    finds a job's processes by their parents, it no longer finds this one."""
     until = time.monotonic() + END_LIMIT_S
     while time.monotonic() < until:
         if os.getppid() != STARTED_BY:

@@ -1,7 +1,7 @@
-"""torchrun's command line: what it trains, and with how many ranks on a node.
+"""torchrun's command line: what it trains, and how many ranks per node.
 
-torch's own parser would need torch, whose import takes seconds. The tables were read off the parsers of torch
-2.6 to 2.13.
+torch's own parser would have to import torch, which takes seconds. The tables are those of the parsers of
+torch 2.6 to 2.13.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ WITH_VALUE = frozenset({
     "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout",
 })  # fmt: skip
 SHORT = {"m": "module", "r": "redirects", "t": "tee", "h": "help"}
-# What brings the nodes together: jurymast does that, and to the same end.
+# Options for the nodes' rendezvous. They have no effect, because jurymast brings the nodes together itself.
 RENDEZVOUS = frozenset({
     "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "node-rank",
     "master-addr", "master-port", "local-addr",
 })  # fmt: skip
 KEPT = frozenset({"nproc-per-node", "module", "no-python", "use-env"})
-# What is said about an option that would change what ranks are, and is not there yet.
+# Messages for options that would change the ranks and are not supported yet.
 NOT_YET = {
     "run-path": "give the script without --run-path",
     "virtual-local-rank": "leave it out",
 }
-# torch reads an option that is not given from the environment.
+# torch reads an option that is not given from a variable with this prefix.
 VARIABLES = "PET_"
-LOCAL_RANK = "--local-rank=${local_rank}"  # torch fills the number in
+LOCAL_RANK = "--local-rank=${local_rank}"  # torch fills in the number
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Given:
 
 
 def parse(words: Sequence[str], environment: Mapping[str, str], *, launch: bool = False) -> TorchrunLaunch:
-    """What a torchrun command starts. `words` follow `torchrun`, or with `launch` `python -m
+    """What a torchrun command starts. `words` follow `torchrun`, or with `launch`, `python -m
     torch.distributed.launch`. Raises UsageError."""
     given = _split(words)
     for name in VARIABLES_READ:
@@ -104,13 +104,13 @@ def _split(words: Sequence[str]) -> _Given:
             given.values[name] = value if value is not None else rest.pop(0)
         else:
             given.values[name] = value or "1"
-        if name == "module":  # torch, too, takes the next word for the module only where it is the script
+        if name == "module":  # torch reads a module's name only in the script's place
             continue
     return given
 
 
 def _option(word: str) -> tuple[str, str | None]:
-    """Its full name with dashes, and the value that is part of the word."""
+    """The option's full name with dashes, and the value if it is part of the word."""
     if not word.startswith("--"):
         if word[1] not in SHORT:
             raise UsageError(f"torchrun: unknown option {word}")
@@ -126,8 +126,8 @@ def _option(word: str) -> tuple[str, str | None]:
 
 
 def rank_count(ranks: str, gpus: int, processors: int) -> int:
-    """Ranks on a node, as torch counts them: a number; `gpu`, its GPUs; `cpu`, its processors; `auto`, its
-    GPUs, or its processors if it has none. Raises UsageError."""
+    """The number of ranks on a node, as torch counts them: a number; `gpu`, its GPUs; `cpu`, its processors;
+    `auto`, its GPUs, or its processors if it has none. Raises UsageError."""
     if ranks.isdigit() and int(ranks):
         return int(ranks)
     if ranks == "gpu" and gpus:

@@ -54,7 +54,7 @@ class Training:
 
 
 class Trainings:
-    """`job`: the run directory of the batch script; `life`: names the job's present life."""
+    """The trainings of a batch script. `job`: its run directory; `life`: names the job's present life."""
 
     def __init__(self, job: RunDirectory, life: str) -> None:
         self._job, self._life = job, life
@@ -62,14 +62,14 @@ class Trainings:
         make_folder(self._folder)
 
     def claim(self, training: Training) -> tuple[RunDirectory, int | None]:
-        """The run of this training, and its exit code if it ended before the script received it."""
+        """Return the run of this training, and its exit code if it ended before the script received it."""
         number = 1
         while True:
             file = self._folder / f"{training.key}-{number}.json"
             entry = noted(file)
             if entry is None:
                 run = self._new_run()
-            elif entry["told"] or entry["life"] == self._life:  # over, or the same beside this one
+            elif entry["told"] or entry["life"] == self._life:  # finished, or running at the same time
                 number += 1
                 continue
             else:
