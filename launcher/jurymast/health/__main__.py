@@ -11,7 +11,7 @@ NICE = 19
 
 
 def main() -> None:
-    output = become_helper(NICE)  # before the imports: they take longer than a round of looks
+    output = become_helper(NICE)  # before the imports, which take longer than all looks
     from jurymast.health.child import ProbeChild
 
     ProbeChild(json.loads(sys.stdin.readline()), output).run()

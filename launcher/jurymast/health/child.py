@@ -1,10 +1,10 @@
 """The probe child: looks at this machine through every probe, each at its own interval, until its stdin ends.
 
-stdin: one line, {"context": {...}, "probes": [names], "once": bool}. Answers, a JSON object a line:
-    {"say": "look", "probe", "limit_s"}    before anything of a probe's is called: who hangs if it never ends
-    {"say": "looked", "probe", "state", "findings", "next_s"}    all that holds, and the events since;
-        `state` is looked, nothing (not for this machine) or failed; `next_s` until any probe looks again
-With `once` it ends after one look of each.
+stdin: one line, {"context": {...}, "probes": [names], "once": bool}. Answers, one JSON object per line:
+    {"say": "look", "probe", "limit_s"}    before a call into a probe: shows which one hangs
+    {"say": "looked", "probe", "state", "findings", "next_s"}    all that holds now, and events since then;
+        `state` is looked, nothing (not for this machine) or failed; `next_s`: seconds until the next look
+With `once` it ends after one look of each probe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jurymast.core.nodes.findings import Finding, Verdict
 from jurymast.health.probe import Context, Probe, failed, installed, open_probe
 from jurymast.health.tables import threshold
 
-# Drivers that are not in use may take seconds a GPU to open.
+# Drivers that are not in use may take seconds per GPU to open.
 OPEN_LOOKS = 3
 INTERVALS = 3
 FINDINGS_MAX = 100
@@ -30,7 +30,7 @@ FINDINGS_MAX = 100
 
 @dataclass
 class Turn:
-    """When a probe is due, on the monotonic clock; `probe` is None while it is yet to be opened."""
+    """When a probe is due, on the monotonic clock; `probe` is None until it has been opened."""
 
     due: float
     probe: Probe | None = None
@@ -47,7 +47,7 @@ class ProbeChild:
         self._turns: dict[str, Turn] = {}
 
     def run(self) -> None:
-        """Until stdin ends, or after one look of each."""
+        """Look until stdin ends, or with `once` until every probe has looked once."""
         points = installed()
         for name in self._names:
             if name in points:
@@ -68,7 +68,7 @@ class ProbeChild:
         self._say({"say": "look", "probe": name, "limit_s": self._limit_s(OPEN_LOOKS * self._least_s)})
         try:
             probe = open_probe(point, self._context)
-        except Exception as error:  # the edge to other people's code, which may raise anything
+        except Exception as error:  # other people's code, which may raise anything
             self._turns[name] = Turn(time.monotonic() + self._open_again_s)
             self._looked(name, "failed", [failed(name, error, "be opened").to_json()])
             return
@@ -97,7 +97,7 @@ class ProbeChild:
         )  # fmt: skip
 
     def _limit_s(self, wanted_s: float) -> float:
-        """With `once` somebody waits for the result."""
+        """The limit in seconds for a look; with `once` a person waits for the result."""
         return self._least_s if self._once else max(self._least_s, wanted_s)
 
     def _next_s(self) -> float:
@@ -105,7 +105,7 @@ class ProbeChild:
         return max(0.0, due - time.monotonic())
 
     def _told_to_end(self) -> bool:
-        """Waits for the next look to be due. True: stdin has ended, or no probe is left to look."""
+        """Wait until the next look is due. True if stdin has ended, or no probe is left."""
         return not self._turns or bool(select.select([sys.stdin.fileno()], [], [], self._next_s())[0])
 
     def _say(self, message: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class ProbeChild:
 
 
 def checked(finding: Finding) -> dict[str, Any]:
-    """A finding for the wire. Raises for one that its reader would not take."""
+    """A finding as JSON. Raises if its reader would not accept it."""
     values = finding.to_json()
     Finding.from_json(values)
     return values

@@ -1,8 +1,8 @@
 """One look at this machine through its probes: for `jurymast health`, and as a command for root.
 
-`python -m jurymast.health.once` is what a site's health check runs as root: it needs Python, this package and
-what the probes themselves import, and nothing else that is installed with jurymast. It prints what `jurymast
-health --json` prints; a site's own limits are options, since no policy is read.
+A site's health check runs `python -m jurymast.health.once` as root: it needs only Python, this package and
+what the probes themselves import. It prints what `jurymast health --json` prints; options give the site's own
+limits, since no policy is read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jurymast.health.tables import READINGS
 from jurymast.health.watcher import ProbeWatcher, names_to_ask
 from jurymast.reference import thresholds, xids
 
-# Nagios' codes.
+# Nagios' exit codes.
 OK, WARNING, CRITICAL, UNKNOWN = range(4)
-# How far back the kernel's log is read, seconds.
+# How far back the kernel's log is read, in seconds.
 LOG_S = 3600.0
 
 
@@ -37,7 +37,7 @@ def look(
     data_paths: tuple[str, ...] = (),
     local_path: str = "",
 ) -> dict[str, Any]:
-    """What the probes `names` see now; `limits` and `readings` of Xids go before the packaged ones."""
+    """Return what the probes `names` find now; `limits` and `readings` of Xids override the packaged ones."""
     context = Context(
         node=socket.gethostname(), thresholds=limits, xid=readings, data_paths=data_paths,
         local_path=os.path.expandvars(local_path), gpus=granted_gpus(os.environ),
@@ -75,7 +75,7 @@ def _view(watcher: ProbeWatcher, node: str) -> dict[str, Any]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        """argparse's own code would mean that the node is bad."""
+        """Exit with UNKNOWN: argparse's own code would mean that the node is bad."""
         self.exit(UNKNOWN, f"{self.prog}: error: {message}\n")
 
 

@@ -1,7 +1,7 @@
-"""What a health probe is: the interface that plugins implement and name under the entry point below.
+"""The interface of health probes, which plugins implement and name under the entry point below.
 
-A probe runs in a child process of the agent that is killed when a look takes too long, so it may call
-drivers that hang. It never decides anything: it reports findings, and `unknown` where it cannot see.
+A probe runs in a child process of the agent that is killed if a look takes too long, so it may call drivers
+that hang. It decides nothing: it reports findings, and `unknown` if it cannot see.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jurymast.core.nodes.findings import (
     Verdict,
 )
 
-# All that a package with probes needs of jurymast.
+# Everything that a package with probes needs from jurymast.
 __all__ = [
     "APPLICATION",
     "ENTRY_POINTS",
@@ -46,13 +46,13 @@ ENTRY_POINTS = "jurymast.probes"
 
 @dataclass(frozen=True)
 class Context:
-    """What a probe may know of the run on this node. Times in seconds.
+    """What a probe may know of the run on this node. Times are in seconds.
 
-    `thresholds` are the packaged ones with the policy's on top; `xid` maps codes to the policy's verdicts.
-    `paths` are directories that several nodes share and that the run writes to, `data_paths` those it only
-    reads, `local_path` a directory on this node's own disk ("": none). `gpus` is what Slurm granted (None:
-    not known). `started_at` is when the job started here, seconds since the epoch: older events are not of
-    this run. `fresh`: the run has done nothing here yet that a probe could see.
+    `thresholds` are the packaged ones, overridden by the policy's; `xid` maps codes to the policy's verdicts.
+    `paths` are shared directories to which the run writes, `data_paths` shared ones that it only reads,
+    `local_path` a directory on this node's own disk ("" if there is none). `gpus` is the number that Slurm
+    granted (None if not known). `started_at` is when the job started here, in seconds since the epoch: older
+    events are not the run's. `fresh`: the run has not done anything yet that a probe could see.
     """
 
     node: str = ""
@@ -68,9 +68,9 @@ class Context:
 
 @runtime_checkable
 class Probe(Protocol):
-    """`name` is the entry point's; `interval_s` is how often `look` is due.
+    """A health probe. `name` is the entry point's; `interval_s` is how often `look` is due.
 
-    The first look takes the baseline: counters are lifetime totals, and only what they gain counts. A look
+    The first look takes the baseline: counters are lifetime totals, and only their gains count. A look
     returns every finding that holds now, not only new ones; events (an Xid) are returned once. A look that
     raises, or takes longer than three intervals (and look-limit-s), is itself a finding.
     """
@@ -79,16 +79,16 @@ class Probe(Protocol):
     interval_s: float
 
     def look(self, now: float) -> Sequence[Finding]:
-        """`now`: seconds since the epoch."""
+        """Return the findings. `now`: seconds since the epoch."""
         ...
 
     def close(self) -> None:
-        """Give handles back; called once."""
+        """Release handles; called once."""
         ...
 
 
 def granted_gpus(environment: Mapping[str, str]) -> int | None:
-    """How many GPUs Slurm gave this job on this node; None when it does not say."""
+    """The number of GPUs that Slurm gave this job on this node; None if it does not say."""
     count = environment.get("SLURM_GPUS_ON_NODE", "")
     if count.isdigit():
         return int(count)
@@ -97,8 +97,8 @@ def granted_gpus(environment: Mapping[str, str]) -> int | None:
 
 
 def installed() -> dict[str, EntryPoint]:
-    """Probes by name, sorted; of two with one name the first on Python's path. Looks at the metadata of
-    packages and imports none of them."""
+    """The installed probes by name, sorted; of two with the same name, the first on Python's path. Reads only
+    the metadata of packages, and imports none."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=ENTRY_POINTS):
         found.setdefault(point.name, point)
@@ -106,8 +106,8 @@ def installed() -> dict[str, EntryPoint]:
 
 
 def open_probe(point: EntryPoint, context: Context) -> Probe | None:
-    """Import it and call it; None when it has nothing to see here. Raises whatever the plugin does, and
-    TypeError for what is no probe."""
+    """Import a probe and create it; None if it has nothing to see on this machine. Raises whatever the plugin
+    raises, and TypeError if the result is not a probe."""
     probe = point.load()(context)
     if probe is None or isinstance(probe, Probe):
         return probe
@@ -115,7 +115,7 @@ def open_probe(point: EntryPoint, context: Context) -> Probe | None:
 
 
 def failed(name: str, error: BaseException, doing: str) -> Finding:
-    """What a probe that raises comes to: nothing was seen, and nobody's node is to blame."""
+    """The finding for a probe that raised: nothing was seen, and no node is to blame."""
     return Finding(
         probe=name, code="probe-failed", verdict=Verdict.UNKNOWN, kind=HOST,
         message=f"the probe could not {doing}: {type(error).__name__}: {error}"[:500],

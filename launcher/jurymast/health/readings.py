@@ -1,4 +1,5 @@
-"""The kernel's files: one value of a file, what a counter gained of late, and a process's memory cgroups.
+"""Values from the kernel's files: single values, the recent gain of a counter, and a process's memory
+cgroups.
 
 See cgroups(7): lines of /proc/PID/cgroup are ID:CONTROLLERS:PATH, of version 2 with ID 0 and no controllers.
 """
@@ -12,8 +13,8 @@ from pathlib import Path
 
 
 def text(path: Path) -> str | None:
-    """What a small file says, stripped; None where it is not there or the driver does not answer (EINVAL,
-    EIO, EPERM and so on, by device and driver): that is not known, and never zero."""
+    """The stripped text of a small file; None if the file is missing or the driver does not answer (EINVAL,
+    EIO, EPERM and others, depending on the device). Such a value is not known, which does not mean zero."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -21,16 +22,17 @@ def text(path: Path) -> str | None:
 
 
 def number(path: Path) -> int | None:
-    """A file with one whole number; None for anything else."""
+    """The whole number in a file; None for any other content."""
     said = text(path)
     return int(said) if said is not None and said.lstrip("-").isdigit() else None
 
 
 class Gains:
-    """What a counter gained within the last `window_s` seconds, and since the first look.
+    """The gain of a counter within the last `window_s` seconds, and since the first look.
 
-    Counters of devices are lifetime totals: the first value is the baseline. One that goes back was reset,
-    and counts on from there. One that stops at its largest value (16 bits for some) gains nothing any more.
+    Counters of devices are lifetime totals: the first value is the baseline. A counter that falls was reset,
+    and counts from its new value. A counter that has reached its largest value (16 bits for some) gains
+    nothing more.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -40,7 +42,8 @@ class Gains:
         self.total = 0
 
     def add(self, now: float, value: int | None) -> int:
-        """The gain within the window that ends at `now` (seconds); None, for not readable, adds nothing."""
+        """Add a value (None if it could not be read); returns the gain within the window that ends at `now`
+        (seconds)."""
         if value is not None:
             gain = value - self._last if self._last is not None else 0
             if gain > 0:
@@ -52,8 +55,8 @@ class Gains:
         return sum(gain for _, gain in self._gained)
 
 
-# Where the kernel holds a process that waits for storage that nodes share: the file systems' own functions,
-# FUSE's, and waiting for a page of any file.
+# Kernel functions in which a process waits for shared storage: those of the file systems and of FUSE, and the
+# wait for a page of any file.
 _STORAGE_WAITS = (
     "nfs", "rpc_", "lustre", "ll_", "cl_", "ptlrpc", "ldlm", "osc_", "gpfs", "fuse", "ceph", "cifs",
     "request_wait_answer", "folio_wait", "wait_on_page",
@@ -61,12 +64,12 @@ _STORAGE_WAITS = (
 
 
 def waits_for_storage(where: str) -> bool:
-    """Whether a process that stands in the kernel function `where` (/proc/PID/wchan) waits for storage."""
+    """Whether a process in the kernel function `where` (/proc/PID/wchan) waits for storage."""
     return any(where.lstrip("_").startswith(word) or f"_{word}" in where for word in _STORAGE_WAITS)
 
 
 def stands_in(pid: int, proc: Path = Path("/proc")) -> tuple[str, str]:
-    """A process's state (R, S, D, ...) and the kernel function in which it waits; "" where not known."""
+    """A process's state (R, S, D, ...) and the kernel function in which it waits; "" if not known."""
     state = (text(proc / str(pid) / "stat") or "").rpartition(")")[2].split()
     where = text(proc / str(pid) / "wchan") or ""
     return (state[0] if state else ""), where.strip("0")
@@ -77,34 +80,34 @@ MOUNT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Cgroup:
-    """`path` as the kernel names it, below `mount`. In a container it may be the host's, and the mount the
-    container's own cgroup: then it lies outside of what is mounted."""
+    """A cgroup. `path` is its name in the kernel, below `mount`. In a container the path may be the host's,
+    while the mount shows the container's own cgroup: then the cgroup is outside the mount."""
 
     version: int
     mount: Path
     path: str
 
     def upwards(self) -> Iterator[Path]:
-        """From the cgroup's directory up to the mount."""
+        """The directories from the cgroup's up to the mount."""
         parts = [part for part in self.path.split("/") if part and part != ".."]
         for count in range(len(parts), -1, -1):
             yield self.mount.joinpath(*parts[:count])
 
     @property
     def kills_file(self) -> Path | None:
-        """What has the counter `oom_kill`; None where there is none."""
+        """The file with the counter `oom_kill`; None if there is none."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         places = (self.mount / self.path.lstrip("/"), self.mount)
         return next((place / name for place in places if (place / name).is_file()), None)
 
 
 def memory_cgroups(own: Path = Path("/proc/self/cgroup"), mount: Path = MOUNT) -> list[Cgroup]:
-    """Those of a process; `own`: its /proc/PID/cgroup. [] when that cannot be read."""
+    """The memory cgroups of a process; `own`: its /proc/PID/cgroup. [] if that cannot be read."""
     found = []
     for line in (text(own) or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:  # below `unified` where there is version 1 as well
+        if number == "0" and not controllers:  # with version 1 it is below `unified`
             found += [Cgroup(2, root, path) for root in (mount, mount / "unified")]
         elif "memory" in controllers.split(","):
             found.append(Cgroup(1, mount / "memory", path))
@@ -112,8 +115,8 @@ def memory_cgroups(own: Path = Path("/proc/self/cgroup"), mount: Path = MOUNT) -
 
 
 def where_kills_count(cgroups: Iterable[Cgroup]) -> tuple[str, Path | None]:
-    """(the cgroup's path as the kernel names it, "" for none; the file that has the counter `oom_kill` of it,
-    None where there is none to be seen)."""
+    """The cgroup whose kills can be counted, as (path as the kernel names it, "" for none; the file with its
+    counter `oom_kill`, None if none can be seen)."""
     path = ""
     for cgroup in cgroups:
         if (file := cgroup.kills_file) is not None:
@@ -123,7 +126,7 @@ def where_kills_count(cgroups: Iterable[Cgroup]) -> tuple[str, Path | None]:
 
 
 def oom_kills(file: Path | None) -> int | None:
-    """The counter `oom_kill` in `file`; None when it cannot be read."""
+    """The counter `oom_kill` in `file`; None if it cannot be read."""
     for line in ((text(file) if file is not None else None) or "").splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.isdigit():

@@ -1,5 +1,5 @@
-"""What probes look up: the classification of an Xid code, and limits; the policy's own come before the
-packaged ones."""
+"""Tables for probes: the classification of Xid codes, and limits. The policy's values override the packaged
+ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jurymast.reference import Xid, recovery_actions, thresholds, xids
 
 TEXT_MAX = 200
 _UNIT = re.compile(r"GPC\W*(\d+)\D+TPC\W*(\d+)", re.IGNORECASE)
-# What a policy may say of a code (health.xid), as a verdict and a kind.
+# The readings of a code that a policy may set (health.xid), as verdict and kind.
 READINGS = {
     "ok": (Verdict.OK, findings.SYMPATHETIC),
     "suspect": (Verdict.SUSPECT, findings.HARDWARE),
@@ -25,8 +25,9 @@ READINGS = {
 
 def xid_finding(code: int, device: str, text: str, at: float, context: Context) -> Finding:
     """The finding for one Xid event on `device` ("gpu3"), at `at` (seconds since the epoch). `text` is the
-    driver's own, or "" from where it is not given; Xid 154 goes by it. Whichever probe hears of the event,
-    the finding is the nvidia probe's, so that one event heard twice is one. A verdict of ok: ignore it."""
+    driver's own text, which decides about Xid 154, or "" if it is not known. Every probe reports it as the
+    nvidia probe's finding, so that an event that two probes see counts once. The verdict ok means that it is
+    to be ignored."""
     entry = xids().get(code)
     verdict, kind = reading(code, text, context)
     said = f" ({' '.join(text.split())[:TEXT_MAX]})" if text else ""
@@ -40,13 +41,13 @@ def xid_finding(code: int, device: str, text: str, at: float, context: Context) 
 
 
 def unit_in(text: str) -> str:
-    """The part of the GPU that the driver names, such as "GPC 1, TPC 3"; "" for none."""
+    """The part of the GPU that the driver names, such as "GPC 1, TPC 3"; "" if it names none."""
     found = _UNIT.search(text)
     return f"GPC {found[1]}, TPC {found[2]}" if found else ""
 
 
 def reading(code: int, text: str, context: Context) -> tuple[Verdict, str]:
-    """(verdict, kind) of a code: the policy's, else the table's; `unknown` for a code in neither."""
+    """(verdict, kind) of a code by the policy, or else by the table; `unknown` for a code in neither."""
     if str(code) in context.xid:
         return READINGS[context.xid[str(code)]]
     entry = xids().get(code)
@@ -56,13 +57,14 @@ def reading(code: int, text: str, context: Context) -> tuple[Verdict, str]:
 
 
 def _recommended(text: str, entry: Xid) -> Verdict:
-    """Xid 154: "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)"."""
+    """The verdict for Xid 154, such as "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot
+    Required)"."""
     target = text.lower().rpartition(" to ")[2]
     return next((verdict for words, verdict in recovery_actions().items() if words in target), entry.verdict)
 
 
 def threshold(context: Context, name: str) -> float:
-    """The limit `name`: the context's, else the packaged one. KeyError for a name that is in neither."""
+    """The limit `name` of the context, or else the packaged one. KeyError if there is neither."""
     if name in context.thresholds:
         return float(context.thresholds[name])
     table = thresholds()

@@ -1,5 +1,5 @@
-"""Keeps the probe child running, and outlives whatever happens to it: a driver may hang, crash, or hold a
-process so that not even SIGKILL ends it. `core.nodes.own_health` decides what follows."""
+"""Keeps the probe child running, and survives its faults: a driver may hang, crash, or block a process so
+that not even SIGKILL ends it. `core.nodes.own_health` decides what follows."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from jurymast.core.nodes.own_health import ChildEnd, ProbeLooked, ProbeLooks
 from jurymast.health.probe import Context, installed
 from jurymast.health.readings import stands_in, waits_for_storage
 
-# How long a child may take to start, or beyond what it said, before it says something.
+# How long a child may be silent at its start, or beyond the limit that it announced.
 START_LIMIT_S = 60.0
-# How long a process that was killed may take to be gone.
+# How long a killed process may take to end.
 GONE_S = 5.0
-# Signals that others send to a child; they say nothing about the probe that was looking.
+# Signals that other processes send to a child; they do not point at the probe that was looking.
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 class ProbeWatcher:
-    """`found` hears of findings that are new, changed, or gone (verdict ok). All methods are called in the
-    event loop.
+    """Runs the probes. Calls `found` with findings that are new, changed, or gone (verdict ok). All methods
+    must be called in the event loop.
 
     With `once`, `run` returns after one look through each probe.
     """
@@ -52,11 +52,11 @@ class ProbeWatcher:
         return self._looks.probes
 
     def findings(self) -> list[Finding]:
-        """All that hold now, and the newest events."""
+        """All findings that hold now, and the newest events."""
         return self._looks.findings()
 
     async def run(self) -> None:
-        """Never raises for a child's sake, and returns when no probe is left to look through."""
+        """Run the child until no probe is left. A fault of the child raises nothing."""
         while (names := self._looks.wanted()) and not self._closing.is_set():
             try:
                 end = await self._follow(await self._start(names))
@@ -91,9 +91,9 @@ class ProbeWatcher:
         return child
 
     async def _follow(self, child: Child) -> ChildEnd:
-        """Hear the child until it ends, or says nothing for longer than it may."""
+        """Read from the child until it ends, or is silent for longer than it may be."""
         looking, limit_s, starved = "", START_LIMIT_S, 0
-        # Not for ever: a cancelled `wait_for` may still give a line, and lose the cancellation.
+        # Checked again and again: a cancelled `wait_for` may still return a line, and lose the cancellation.
         while not self._closing.is_set():
             try:
                 line = await asyncio.wait_for(child.hear(), limit_s)
@@ -123,7 +123,7 @@ class ProbeWatcher:
         return ChildEnd("done")
 
     async def _ended(self, child: Child, looking: str) -> ChildEnd:
-        if not await child.gone(GONE_S):  # it has only closed its end
+        if not await child.gone(GONE_S):  # it has only closed its output
             await child.kill(GONE_S)
         code = child.code
         if code == 0 and not looking:
@@ -136,5 +136,5 @@ class ProbeWatcher:
 
 
 def names_to_ask(off: Collection[str]) -> list[str]:
-    """Every installed probe but those that are `off`."""
+    """All installed probes except those in `off`."""
     return [name for name in installed() if name not in off]

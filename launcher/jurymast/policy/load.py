@@ -1,7 +1,7 @@
-"""Policy files: YAML with every value's place kept, and layers laid over each other.
+"""Reads policy files, keeps the origin of every value, and merges layers.
 
-Layers, later wins: site, then what a file `extends`, then the file, then the job, then the command line.
-Mappings are merged key by key; anything else replaces what is below it.
+Layers, where later ones win: site, the files that a file `extends`, the file, the job, the command line.
+Mappings are merged key by key; any other value replaces the one below it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jurymast import foreign
 from jurymast.errors import PolicyError
 
 SITE_FILE = Path("/etc/jurymast/site.yaml")
-# Many times what a policy needs, and still read within a second: it may be a colleague's, or a site's.
+# Many times what a policy needs, and still read within a second: the file may be a colleague's or a site's.
 BYTES_MAX = 64 << 10
 VALUES_MAX = 1000
 FILES_MAX = 20
@@ -30,8 +30,8 @@ _UNEXPECTED = re.compile(r"[-+]?(0_*[0-9]|[0-9_]+:)")
 
 
 class Origin(NamedTuple):
-    """Where a value was written: `source` is a file, or another layer like "command line"; `line` counts from
-    1, 0: none. Origins sort by source, then line."""
+    """Where a value was written: `source` is a file or another layer such as "command line"; `line` counts
+    from 1, 0 for none. Origins sort by source, then line."""
 
     source: str
     line: int = 0
@@ -42,7 +42,7 @@ class Origin(NamedTuple):
 
 @dataclass
 class Layer:
-    """Plain values, and where each was written; key () is the whole."""
+    """Plain values, and where each was written; the key () is the whole."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Layer:
     extends: list[str] = field(default_factory=list)
 
     def origin(self, key: Key) -> Origin:
-        """Where `key` was written, or the nearest mapping around it."""
+        """Where `key`, or else the nearest mapping around it, was written."""
         while key and key not in self.origins:
             key = key[:-1]
         return self.origins.get(key, Origin(self.name))
@@ -63,11 +63,11 @@ def spelled(key: Key) -> str:
 
 
 def file_layer(path: Path, shown: str) -> Layer:
-    """Read one file. Raises PolicyError if it is unreadable, too large, not YAML, not a mapping, or has a
-    key twice."""
+    """Read one file. Raises PolicyError if it is unreadable, too large, not YAML, not a mapping, or has a key
+    twice."""
     try:
         return _read(path, shown)
-    except RecursionError as error:  # also of a mapping that has itself inside, through an alias
+    except RecursionError as error:  # also for a mapping that contains itself, through an alias
         raise PolicyError(f"{shown}: is nested too deeply") from error
 
 
@@ -100,7 +100,7 @@ def _read(path: Path, shown: str) -> Layer:
 
 
 def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
-    """The node's plain value; notes its place and those of everything in it."""
+    """The node's plain value; records its origin and those of everything in it."""
     layer.origins[key] = Origin(layer.name, node.start_mark.line + 1)
     if len(layer.origins) > VALUES_MAX:
         top = key[:1]
@@ -125,15 +125,15 @@ def _plain(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
             problems.append(f"{layer.name}:{line}: {spelled(place)}: is given twice")
             continue
         result[name] = _plain(value_node, place, layer, problems)
-        # A key's line is where its name stands: a mapping's own mark is the line of its first entry.
+        # A key's line is that of its name: a mapping's own mark is the line of its first entry.
         layer.origins[place] = Origin(layer.name, name_node.start_mark.line + 1)
     return result
 
 
 def _scalar(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any:
-    """YAML's own scalars (text, numbers, true and false, nothing); tags of other languages are refused.
+    """YAML's own scalars (text, numbers, true and false, null). Tags of other languages are refused.
 
-    What would be a number to base 60 or 8 stays text: whoever writes 1:30:00 or 010 means neither.
+    Numbers to base 60 or 8 stay text: 1:30:00 and 010 were meant otherwise.
     """
     if node.tag in _NUMBERS and _UNEXPECTED.match(node.value):
         return node.value
@@ -149,7 +149,7 @@ def _scalar(node: yaml.Node, key: Key, layer: Layer, problems: list[str]) -> Any
 
 
 def file_layers(path: Path, shown: str) -> list[Layer]:
-    """The file's layer over those it extends, lowest first. Raises PolicyError, also for a circle."""
+    """The layers of the file and of those it extends, lowest first. Raises PolicyError, also for a circle."""
     layers: list[Layer] = []
     _add_layers(path, shown, (), layers)
     return layers
@@ -160,7 +160,7 @@ def _add_layers(path: Path, shown: str, above: tuple[Path, ...], layers: list[La
     try:
         with foreign.asking(path):
             real = path.resolve()
-    except RuntimeError as error:  # Python before 3.13 says so of links that lead in a circle
+    except RuntimeError as error:  # Python before 3.13 raises this for circular links
         raise PolicyError(f"{shown}: cannot be read: its links form a circle") from error
     if real in above:
         raise PolicyError(f"{shown}: extends itself through {' -> '.join(str(p) for p in (*above, real))}")
@@ -174,7 +174,7 @@ def _add_layers(path: Path, shown: str, above: tuple[Path, ...], layers: list[La
 
 
 def site_layers(environment: Mapping[str, str]) -> list[Layer]:
-    """The site's layers: $JURYMAST_SITE (must exist when set; empty: none), or /etc/jurymast/site.yaml."""
+    """The site's layers: $JURYMAST_SITE (must exist if set; empty means none), or /etc/jurymast/site.yaml."""
     named = environment.get("JURYMAST_SITE")
     if named is not None:
         return file_layers(Path(named), named) if named else []
@@ -182,7 +182,7 @@ def site_layers(environment: Mapping[str, str]) -> list[Layer]:
 
 
 def pairs_layer(name: str, pairs: Sequence[tuple[str, Any]]) -> Layer:
-    """A layer from dotted keys and values, as `#JURYMAST` lines and the command line give them."""
+    """A layer from dotted keys and values, as on `#JURYMAST` lines and the command line."""
     layer = Layer(name)
     for dotted, value in pairs:
         *parents, last = dotted.split(".")
@@ -195,7 +195,7 @@ def pairs_layer(name: str, pairs: Sequence[tuple[str, Any]]) -> Layer:
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
-    """All layers as one, each value with its own origin. Lists and plain values replace, mappings merge."""
+    """Merge the layers, each value with its own origin. Lists and plain values replace, mappings merge."""
     merged = Layer("policy")
     for layer in layers:
         _lay(merged.values, layer.values, (), merged, layer)

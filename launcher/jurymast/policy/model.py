@@ -1,6 +1,6 @@
 """The policy's keys, their meaning and their defaults, in one place.
 
-A default is what one would write in the YAML file; it is read like any value.
+A default is given as one would write it in the YAML file, and is read like any value.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ Restarts = Annotated[
 
 
 def _switch(value: object) -> object:
-    """A tier is switched off with `off`; `on`, and `memory:` with nothing after it, mean all its defaults."""
+    """Read a tier that is switched as a whole: `off`; or `on` or nothing, which mean all its defaults."""
     if value in (False, "off"):
         return None
     return {} if value in (None, True, "on") else value
 
 
 class _Switch:
-    """Adds to a tier's schema that it may be switched off, and on where nothing must be said of it."""
+    """Adds to a tier's schema that it may be switched off, and on if nothing else has to be given."""
 
     def __init__(self, *, on: bool = False) -> None:
         self._written = [_ON, _OFF] if on else [_OFF]
@@ -77,7 +77,7 @@ class _Switch:
 
 
 def _key(default: Any, description: str) -> Any:
-    """A key with its default as written, of which pydantic makes the field's own type."""
+    """A key with its default as written, which pydantic converts to the field's type."""
     return Field(default, description=description)
 
 

@@ -1,4 +1,5 @@
-"""Layers -> one checked policy -> the frozen values the core decides with; every error at once."""
+"""Turns layers into one checked policy and the frozen values with which the core decides. Reports all errors
+together."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from jurymast.policy.load import Key, Layer, Origin, merge, spelled
 from jurymast.policy.model import Policy
 
 DEFAULT = Origin("default")
-# Nothing acts on these yet: a policy may only say of them what holds anyway.
+# Nothing implements these yet: a policy may only give the values that hold anyway.
 NOT_YET: tuple[Key, ...] = (("nodes", "min"), ("notify",))
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checked policy, the values as written, and where each came from."""
+    """A checked policy, with the values as written and the origin of each."""
 
     policy: Policy
     values: dict[str, Any]
@@ -31,7 +32,8 @@ class Resolved:
 
     @property
     def digest(self) -> str:
-        """Names the policy in the journal: equal values, equal digest, wherever they were written."""
+        """A hash of the policy for the journal: equal values have equal digests, wherever they were
+        written."""
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()[:16]
 
     def settings(self) -> Settings:
@@ -79,12 +81,12 @@ class Resolved:
         )
 
     def yaml(self, *, origins: bool = False) -> str:
-        """The values as a policy file; with `origins`, each with where it came from behind it."""
+        """The values as a policy file; with `origins`, each is followed by its origin."""
         return "".join(_lines(self.values, (), self.origins if origins else None))
 
 
 def resolve(layers: Sequence[Layer]) -> Resolved:
-    """Check each layer by itself, so that a mistake shows even where a higher layer hides it, then the whole.
+    """Check each layer by itself, so that a mistake shows even if a higher layer hides it, then the whole.
 
     Raises PolicyError with one line per mistake: `file:line: key.path: what is wrong`.
     """
@@ -109,7 +111,7 @@ def _problems(layer: Layer) -> Iterator[tuple[Origin, str]]:
         Policy.model_validate(layer.values)
     except ValidationError as error:
         for one in error.errors(include_url=False):
-            key = tuple(part for part in one["loc"] if part != "[key]")  # said of a mapping's own names
+            key = tuple(part for part in one["loc"] if part != "[key]")  # about a mapping's own names
             if one["type"] == "extra_forbidden":
                 what = f"unknown key{did_you_mean(str(key[-1]), _keys(key[:-1]))}"
             elif one["type"] == "value_error":
@@ -124,7 +126,7 @@ def _problems(layer: Layer) -> Iterator[tuple[Origin, str]]:
 
 
 def _value(values: Any, key: Key) -> Any:
-    """What stands there, None for nothing."""
+    """The value at `key`; None if there is none."""
     for part in key:
         values = values.get(part) if isinstance(values, dict) else None
     return values
@@ -138,7 +140,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _keys(key: Key) -> list[str]:
-    """Valid names below `key`."""
+    """The valid names below `key`."""
     section: type[BaseModel] | None = Policy
     for part in key:
         if isinstance(part, str) and section is not None:
@@ -149,7 +151,7 @@ def _keys(key: Key) -> list[str]:
 
 
 def _with_defaults(section: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
-    """`values` as written, with the model's defaults where nothing was."""
+    """`values` as written, with the model's defaults for missing ones."""
     result: dict[str, Any] = {}
     for name, info in section.model_fields.items():
         value = values.get(name, info.default) if name in values or not info.is_required() else None
@@ -180,7 +182,7 @@ def _lines(values: dict[str, Any], key: Key, origins: dict[Key, Origin] | None) 
             yield f"{indent}{name}:\n"
             yield from _lines(value, place, origins)
             continue
-        # A JSON text is YAML too, and says unambiguously what is text and what is a number.
+        # JSON text is also YAML, and distinguishes text from numbers.
         text = (
             value if isinstance(value, str) and _plain_word(value) else json.dumps(value, ensure_ascii=False)
         )
@@ -190,7 +192,7 @@ def _lines(values: dict[str, Any], key: Key, origins: dict[Key, Origin] | None) 
 
 
 def _plain_word(text: str) -> bool:
-    """Whether YAML reads `text` back as this very text when it stands without quotes."""
+    """Whether YAML reads `text` without quotes back as the same text."""
     import yaml
 
     try:

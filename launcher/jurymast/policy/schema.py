@@ -1,6 +1,6 @@
-"""The policy's JSON Schema, made from its model, for editors and for checks without jurymast. It knows the
-names, forms and ranges of values. `policy check` knows more, such as durations that must not be 0 and
-circles of `extends`, and says it better."""
+"""The policy's JSON Schema, made from its model, for editors and for checks without jurymast. It has the
+names, forms and ranges of values. `policy check` finds more mistakes, such as durations that must not be 0
+and circles of `extends`, and explains them better."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """As checked in: `configs/policy.schema.json`."""
+    """The text of `configs/policy.schema.json`."""
     return json.dumps(schema(), indent=2) + "\n"
 
 
 class Key(NamedTuple):
-    """`takes`: what one may write; `default`: as one would write it, "" where there is none."""
+    """A key of the policy. `takes`: what one may write; `default`: as one would write it, "" if there is
+    none."""
 
     name: str
     takes: str
@@ -48,7 +49,7 @@ def keys() -> list[Key]:
 
 
 def keys_text() -> str:
-    """As checked in: `docs/policy-keys.md`."""
+    """The text of `docs/policy-keys.md`."""
     rows = (f"| `{key.name}` | {key.takes} | {_code(key.default)} | {key.meaning} |" for key in keys())
     return "\n".join(
         [
@@ -73,14 +74,14 @@ def _keys(above: str, level: dict[str, Any], defined: dict[str, Any]) -> Iterato
         if below is None:
             yield Key(path, takes, default, meaning)
         else:
-            if takes:  # can be switched as a whole
+            if takes:  # it can be switched as a whole
                 more = ", or the keys below" if below["properties"] else ""
                 yield Key(path, f"{takes}{more}", default if default == "off" else "on", meaning)
             yield from _keys(f"{path}.", below, defined)
 
 
 def _section(found: dict[str, Any], defined: dict[str, Any]) -> dict[str, Any] | None:
-    """The keys below this one, if it has any."""
+    """The keys below this one, if there are any."""
     if "$ref" in found:
         section: dict[str, Any] = defined[found["$ref"].rpartition("/")[2]]
         return section
@@ -120,7 +121,7 @@ def _of_type(found: dict[str, Any]) -> str:
 
 
 def _written(value: object) -> str:
-    """As in YAML."""
+    """The value as written in YAML."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return value if isinstance(value, str) else re.sub(r"^null$", "", json.dumps(value))

@@ -1,4 +1,4 @@
-"""Readers of the values in a policy. A ValueError says what is wrong and what to write."""
+"""Readers of the values in a policy. They raise ValueError with what is wrong and what to write."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jurymast.core.settings import Budget
 from jurymast.core.texts import did_you_mean, seconds_in
 from jurymast.reference import thresholds, xids
 
-# Far below what the clocks of Python and of the system can count up to.
+# Far below what the clocks of Python and of the system can count.
 LONGEST_S = 100 * 365 * 86400.0
 _NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+")
 
 
 def duration(value: object) -> float:
-    """Seconds in "0.5s", "10m", "1h30m", "24h"."""
+    """The seconds of "0.5s", "10m", "1h30m" or "24h"."""
     seconds = seconds_in(value) if isinstance(value, str) else None
     if seconds is not None and seconds > LONGEST_S:
         raise ValueError(f"{written(value)} is longer than a hundred years")
@@ -35,17 +35,17 @@ def positive_duration(value: object) -> float:
 
 
 def auto_or_duration(value: object) -> float | None:
-    """None for "auto"."""
+    """Seconds of a duration; None for "auto"."""
     return None if value == "auto" else positive_duration(value)
 
 
 def auto_off_or_duration(value: object) -> float | None:
-    """None for "auto", 0 for "off" (which YAML reads as false)."""
+    """Seconds of a duration; None for "auto", 0 for "off" (which YAML reads as false)."""
     return 0.0 if value in (False, "off") else auto_or_duration(value)
 
 
 def whole_number(value: object, *, least: int = 0) -> int:
-    """A whole number of at least `least`; YAML's true and false are none."""
+    """A whole number of at least `least`; YAML's true and false are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{written(value)} is not a whole number")
     if value < least:
@@ -62,12 +62,12 @@ def none_or_one_or_more(value: object) -> int | None:
 
 
 def auto_or_count(value: object) -> int | None:
-    """None for "auto"."""
+    """A number; None for "auto"."""
     return None if value == "auto" else whole_number(value)
 
 
 def unlimited_or_count(value: object) -> int | None:
-    """None for "unlimited"."""
+    """A number; None for "unlimited"."""
     return None if value == "unlimited" else whole_number(value)
 
 
@@ -86,7 +86,7 @@ def budget(value: object) -> Budget:
 def cadence(value: object) -> Cadence:
     """A cadence: "auto", "200 steps" or "10m"."""
     try:
-        if isinstance(value, str) and not value.strip().isdigit():  # 200 may be seconds to whoever writes it
+        if isinstance(value, str) and not value.strip().isdigit():  # a writer may mean 200 seconds by 200
             return parse_cadence(value)
     except ValueError:
         pass
@@ -110,7 +110,7 @@ def fraction(value: object) -> float:
 
 
 def on_or_off(value: object) -> bool:
-    """YAML reads both words as true and false."""
+    """Whether a switch is on; YAML reads both words as true and false."""
     if isinstance(value, bool):
         return value
     if value in ("on", "off"):
@@ -159,7 +159,7 @@ def threshold_name(value: str) -> str:
 
 
 def written(value: object) -> str:
-    """`value` as a YAML file would say it, cut short; text that looks like something else has quotes."""
+    """`value` as written in a YAML file, cut short; text that would be read as something else has quotes."""
     if value is None:
         return "nothing"
     if isinstance(value, str) and (not value.strip() or _NUMBER.fullmatch(value)):

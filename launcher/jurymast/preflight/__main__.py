@@ -1,8 +1,8 @@
-"""`python -m jurymast.preflight LOCAL_RANK`: tests one device of this node at the agent's word.
+"""`python -m jurymast.preflight LOCAL_RANK`: tests one device of this node on the agent's request.
 
 JSON lines. In: {"do": "alone"} or {"do": "group", "name", "host", "port", "rank", "world", "limit_s"}. Out:
-{"said": "ready", "port"} once torch is there, then an answer an order, {"said": "done", "times", "wrong",
-"error"}; see `core.nodes.tests.Alone` for the last three. It ends with its standard input.
+{"said": "ready", "port"} once torch is imported, then for each order {"said": "done", "times", "wrong",
+"error"}; `core.nodes.tests.Alone` explains the last three. It ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def main() -> int:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning signal reaches every process of a step
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides
     die_with_parent()
-    # What a library prints must not come between the answers.
+    # What a library prints must not be mixed with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     local_rank = int(sys.argv[1])
-    # NCCL would end this process when a partner does not answer; so a wait for it raises instead.
+    # NCCL would end this process if a partner does not answer; this makes the wait raise instead.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
 
     import torch.distributed as dist
@@ -47,7 +47,7 @@ def main() -> int:
                 answer["times"], answer["wrong"] = measurements.test_device(measurements.choose(local_rank))
             else:
                 if order["rank"] == 0 and store is None:
-                    # Every pairing that this node leads meets here, under a name of its own.
+                    # All pairings that this node leads meet here, each under a name of its own.
                     store = dist.TCPStore(
                         order["host"], port, is_master=True, master_listen_fd=listener.detach(),
                         wait_for_workers=False, timeout=timedelta(seconds=STORE_LIMIT_S),
@@ -62,4 +62,4 @@ def main() -> int:
 if __name__ == "__main__":
     main()
     sys.stderr.flush()
-    os._exit(0)  # unloading torch takes a second, and there is nothing to give back
+    os._exit(0)  # unloading torch takes a second, and nothing has to be released

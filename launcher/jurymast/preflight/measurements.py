@@ -1,5 +1,5 @@
-"""Tests of a device: does it calculate correctly, and how fast? And all-reduce among test processes of one
-node or of two: how long do a small one and a larger one take?"""
+"""Tests of a device: whether it calculates correctly, and how fast. And the time of a small and of a larger
+all-reduce among the test processes of one or two nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 SEED = 20
-# Seconds for all products, and for all copies; each kind is done twice at least, however long that takes.
+# Seconds for all products, and for all copies. Each kind is done at least twice, however long that takes.
 PRODUCTS_S = 1.0
 COPIES_S = 0.2
 COPY_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}
@@ -22,11 +22,11 @@ COPY_PARTS = 8
 
 @dataclass(frozen=True)
 class Product:
-    """(rows, inner) x (inner, columns), entries whole and at most `most`.
+    """A product (rows, inner) x (inner, columns) of whole numbers of at most `most`.
 
-    inner * most^2 is at most the largest whole number up to which the type has all of them (2^8 for bfloat16,
-    2^11 for float16, 2^24 for float32, 2^53 for float64; TF32 takes factors of up to 2^10), so every sum in
-    every order is exact, and any other result is a wrong one.
+    inner * most^2 is at most the largest number up to which the type has all whole numbers (2^8 for bfloat16,
+    2^11 for float16, 2^24 for float32, 2^53 for float64; TF32 takes factors of up to 2^10). So every sum is
+    exact in every order, and any other result is wrong.
     """
 
     name: str
@@ -40,7 +40,7 @@ CPU_PRODUCTS = (
     Product("float32", torch.float32, 256, 255),
     Product("float64", torch.float64, 256, 4096),
 )
-# Rows and columns. On one thread a product then takes less than a millisecond: mostly undisturbed by others.
+# Rows and columns. On one thread a product takes less than a millisecond, mostly undisturbed by others.
 CPU_SIDE = 256
 GPU_PRODUCTS = (
     Product("bfloat16", torch.bfloat16, 256, 1),
@@ -53,9 +53,9 @@ GPU_SIDE = 8192
 
 
 def choose(local_rank: int) -> torch.device:
-    """This process's device: a GPU if there is any.
+    """This process's device: a GPU if there are any, else the CPU.
 
-    Raises RuntimeError when there are GPUs, but fewer than processes.
+    Raises RuntimeError if there are GPUs, but fewer than processes.
     """
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
@@ -67,7 +67,7 @@ def choose(local_rank: int) -> torch.device:
 
 
 def test_device(device: torch.device) -> tuple[dict[str, float], str]:
-    """(seconds by measure, what was wrong or ""). Raises RuntimeError when the device does not work."""
+    """(seconds by measure, what was wrong or ""). Raises RuntimeError if the device does not work."""
     products = CPU_PRODUCTS if device.type == "cpu" else GPU_PRODUCTS
     times: dict[str, float] = {}
     wrong: list[str] = []
@@ -82,10 +82,10 @@ def test_device(device: torch.device) -> tuple[dict[str, float], str]:
 
 
 def multiply(product: Product, device: torch.device, budget_s: float) -> tuple[float, str]:
-    """(seconds a product, what was wrong or ""): the same product again and again, each result checked.
+    """(seconds per product, what was wrong or ""): repeats the same product and checks each result.
 
-    The first against sums of its rows and columns that are calculated otherwise and on the CPU, the
-    others against the first.
+    The first is compared with sums of its rows and columns, calculated in another way and on the CPU, the
+    others with the first.
     """
     side = CPU_SIDE if device.type == "cpu" else GPU_SIDE
     generator = torch.Generator().manual_seed(SEED)
@@ -117,7 +117,7 @@ def multiply(product: Product, device: torch.device, budget_s: float) -> tuple[f
 def copy(device: torch.device) -> tuple[float, str]:
     """(seconds to copy a part of `COPY_BYTES` within the device's memory, what was wrong or "").
 
-    Part by part, so that the time is that of the memory also where other processes take turns.
+    Copies part by part, so that the time is the memory's even if other processes use it in turns.
     """
     count = COPY_BYTES[device.type] // 8
     source = torch.arange(count, dtype=torch.int64, device=device)
@@ -134,20 +134,20 @@ def copy(device: torch.device) -> tuple[float, str]:
 
 
 def _now(device: torch.device) -> float:
-    """Monotonic seconds once the device has done all it was given."""
+    """Monotonic seconds, read after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def quartile(times: list[float]) -> float:
-    """The lower one: what is possible, also on a machine that does other things too."""
+    """The lower quartile: what is possible, even on a machine that is also busy otherwise."""
     return sorted(times)[len(times) // 4]
 
 
 SMALL_BYTES = 8
 LARGE_BYTES = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}
-BUDGET_S = 0.5  # of each kind, beyond the first
+BUDGET_S = 0.5  # for each kind, after the first
 REPEATS_MAX = 50
 
 
@@ -156,7 +156,7 @@ def test_group(order: dict[str, Any], device: torch.device) -> dict[str, float]:
 
     `order`: see `jurymast.preflight.__main__`.
 
-    Raises RuntimeError when the others do not come, or not all answer within `limit_s`.
+    Raises RuntimeError if the others do not come, or do not all answer within `limit_s`.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=order["limit_s"])
@@ -178,7 +178,7 @@ def test_group(order: dict[str, Any], device: torch.device) -> dict[str, float]:
 
 
 def _times(data: torch.Tensor) -> list[float]:
-    """As often as the slowest rank can do it within the budget."""
+    """Seconds of repeated all-reduces: as many as the slowest rank can do within the budget."""
     first_s = _all_reduce(data)
     slowest = torch.tensor([first_s], device=data.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -187,7 +187,7 @@ def _times(data: torch.Tensor) -> list[float]:
 
 
 def _all_reduce(data: torch.Tensor) -> float:
-    """Seconds that one took."""
+    """Seconds of one all-reduce."""
     began = time.perf_counter()
     dist.all_reduce(data)
     if data.device.type == "cuda":
