@@ -1,4 +1,4 @@
-"""Closing the journal of a run that nobody supervises any more, after a cancel by hand."""
+"""Closes the journal of a run that no supervisor serves any more, after a cancel by hand."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jurymast.wire.endpoint import claim_epoch
 
 
 def record_cancel(directory: RunDirectory, *, by: str) -> RunState:
-    """Write into the journal, as a new epoch, that `by` cancelled the run; then write the outcome, which
-    other runs wait for that want to use its checkpoint directory. The run's job must be gone. Claiming the
+    """Record in the journal, as a new epoch, that `by` cancelled the run; then write the outcome, for which
+    other runs may wait that want to use the checkpoint directory. The run's job must have ended. Claiming the
     epoch fences a supervisor that could not be reached. Raises RunDirectoryError, OSError."""
     epoch = claim_epoch(directory.epochs)
     state = replay(directory)

@@ -1,5 +1,5 @@
-"""Is this site ready, and the node that a script runs on? One check after the other, each with what to do
-about a no."""
+"""Checks whether this site is ready, and the node on which a script runs. Each check that fails says what to
+do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OLDEST_SLURM = (22, 5)
 OLDEST_TORCH = (2, 6)
 CLOCKS_AGREE_S = 2.0
 SPOOL_MODE = 0o1733
-# The time that the last checkpoint may take once Slurm ends a job, and how soon a lost node is Slurm's, too.
+# Seconds that the last checkpoint may need once Slurm ends a job.
 LEAST_KILL_WAIT_S = 30
 SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "9p", "wekafs", "pvfs", "orangefs", "cifs")
 
@@ -40,7 +40,8 @@ YES, NO, NOTE = "yes", "no", "note"
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """`answer`: yes, no (something to do), or note (works, but less well; or could not be seen)."""
+    """The result of one check. `answer`: yes, no (something has to be done), or note (it works, but less
+    well, or could not be checked)."""
 
     name: str
     answer: str
@@ -53,7 +54,8 @@ class DoctorCheck:
 
 @dataclass(frozen=True)
 class SlurmSite:
-    """`conf`: slurm.conf as `scontrol show config` tells it, empty where Slurm does not answer."""
+    """What the checks need to know. `conf`: slurm.conf as `scontrol show config` prints it, empty if Slurm
+    does not answer."""
 
     runs: Path
     spool: Path
@@ -61,7 +63,7 @@ class SlurmSite:
 
 
 def examine(runs: Path, spool: Path) -> Iterator[DoctorCheck]:
-    """All checks, in the order in which to put things right."""
+    """Run all checks, in the order in which problems should be solved."""
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         yield DoctorCheck(
@@ -81,7 +83,7 @@ def examine(runs: Path, spool: Path) -> Iterator[DoctorCheck]:
 
 
 def slurm_conf() -> tuple[dict[str, str], str]:
-    """({key: value}, "") or ({}, why not)."""
+    """Return ({key: value}, "") or ({}, why it is not known)."""
     try:
         told = run_command(["scontrol", "show", "config"])
     except ClusterUnavailableError as error:
@@ -122,7 +124,7 @@ def _runs_directory(site: SlurmSite) -> DoctorCheck:
 
 
 def filesystem(path: Path) -> str:
-    """Type of the file system that `path` is on; "" when the kernel does not say."""
+    """The type of the file system of `path`; "" if the kernel does not say."""
     best, kind = -1, ""
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
@@ -136,7 +138,7 @@ def filesystem(path: Path) -> str:
 
 
 def _torch(site: SlurmSite) -> DoctorCheck:
-    """By its metadata: importing it takes seconds."""
+    """Reads the package's metadata: importing torch takes seconds."""
     python = f"{sys.executable} (Python {sys.version_info.major}.{sys.version_info.minor})"
     try:
         version = importlib.metadata.version("torch")
@@ -156,7 +158,8 @@ def _torch(site: SlurmSite) -> DoctorCheck:
 
 
 def closed_above(path: Path) -> Path | None:
-    """The first directory above `path` that only its owner may enter; None if that is the user itself."""
+    """The first directory above `path` that is another user's and that only its owner may enter; None if
+    there is none."""
     for directory in reversed(path.parents):
         status = foreign.status(directory)
         if not status.st_mode & stat.S_IXOTH and status.st_uid not in (os.getuid(),):
@@ -165,7 +168,7 @@ def closed_above(path: Path) -> Path | None:
 
 
 def _gpu_library(site: SlurmSite) -> DoctorCheck:
-    """Login nodes seldom have one; what counts is on the nodes."""
+    """Login nodes seldom have the library; the nodes matter."""
     code = "import pynvml as p; p.nvmlInit(); print(p.nvmlSystemGetDriverVersion(), p.nvmlDeviceGetCount())"
     try:
         done = subprocess.run(
@@ -232,7 +235,7 @@ def _node_timeout(site: SlurmSite) -> DoctorCheck:
 
 
 def _drain(site: SlurmSite) -> DoctorCheck:
-    """Which way a bad node can be taken out of service."""
+    """How a bad node can be taken out of service."""
     if not site.conf:
         return _unseen("drain")
     level = _admin_level()
@@ -303,7 +306,8 @@ def _spool(site: SlurmSite) -> DoctorCheck:
 
 
 def _clock(site: SlurmSite) -> DoctorCheck:
-    """Against the controller's: scontrol ends its answer with when slurmctld answered."""
+    """Compare the clock with the controller's: scontrol's answer ends with the time at which slurmctld
+    answered."""
     if not site.conf:
         return _unseen("clocks")
     try:
@@ -329,13 +333,13 @@ def _unseen(name: str) -> DoctorCheck:
 
 
 def seconds(text: str) -> int | None:
-    """Slurm's "30 sec"; None when there is no number."""
+    """The number in Slurm's "30 sec"; None if there is no number."""
     match = re.match(r"(\d+)", text)
     return int(match.group(1)) if match else None
 
 
 def doctor_blocks(checks: Sequence[DoctorCheck]) -> list[Block]:
-    """A table, then what to do."""
+    """Lay out a table of the checks, followed by what to do."""
     rows = [(check.name, check.answer, check.found) for check in checks]
     blocks: list[Block] = [Table(("CHECK", "READY", "FOUND"), rows)]
     for answer, title in ((NO, "to do"), (NOTE, "worth knowing")):
@@ -346,7 +350,7 @@ def doctor_blocks(checks: Sequence[DoctorCheck]) -> list[Block]:
 
 
 LOOK_S = 60.0
-# In the script's own Python, which need not have jurymast.
+# Runs in the script's own Python, which need not have jurymast.
 LOOK = """
 import importlib.metadata as m, sys
 def version(name):
@@ -358,7 +362,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def examine_script(environment: Mapping[str, str]) -> Iterator[DoctorCheck]:
-    """Nothing outside a Slurm job."""
+    """Check the node on which a batch script runs; nothing outside a Slurm job."""
     if "SLURM_JOB_ID" not in environment:
         return
     yield _python(environment)
@@ -393,8 +397,8 @@ def _python(environment: Mapping[str, str]) -> DoctorCheck:
 
 
 def _interface(variable: str, value: str, here: set[str]) -> DoctorCheck:
-    """Checks a variable as NCCL reads it: a list of prefixes of names; after `=` whole names, after `^`
-    the names to leave out. gloo knows whole names only."""
+    """Check a variable as NCCL reads it: a list of prefixes of names; whole names after `=`, excluded names
+    after `^`. gloo accepts only whole names."""
     exact, others = "=" in value[:2], value.startswith("^")
     names = re.sub(r"^\^?=?", "", value).split(",")
 

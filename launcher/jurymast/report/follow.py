@@ -1,4 +1,4 @@
-"""Following a run to its end: what `submit --wait` shows."""
+"""Follows a run to its end: the output of `submit --wait`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jurymast.rundir import RunDirectory
 POLL_S = 0.2
 FIRST_LOOK_S = 1.0
 LOOK_EVERY_S = 5.0
-# Into a log file a line of progress now and then is enough; on a terminal it is drawn over.
+# A log file gets a line of progress only now and then; on a terminal the line is replaced.
 PROGRESS_EVERY_S = 30.0
-# A job that has just ended may have written its last words a moment ago.
+# A job that has just ended may still be writing its last entries.
 LAST_WORDS_S = 2.0
-# The whole is in the report, and in what --json prints.
+# The report and --json have the whole text.
 REASON_CHARACTERS = 240
-# Told by the incident's own line, in fewer words.
+# Shown in fewer words by the incident's own line.
 _TOLD_ELSEWHERE = frozenset(
     kind.__name__
     for kind in (
@@ -38,7 +38,7 @@ _DECISIONS_SHOWN = frozenset(kind.__name__ for kind in (Launch, Requeue, RaiseAl
 
 
 class ProgressLine:
-    """Lines on `stream`, and under them, on a terminal, one line that is drawn over."""
+    """Prints lines on `stream`; on a terminal, a line of progress below them is replaced again and again."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -54,7 +54,7 @@ class ProgressLine:
         self._stream.flush()
 
     def show(self, text: str, now: float) -> None:
-        """The newest state of progress; a pipe gets it every half a minute."""
+        """Show the newest progress; a pipe gets a line every half a minute."""
         if text == self._shown:
             return
         if self._terminal:
@@ -76,19 +76,19 @@ class ProgressLine:
 
 
 class Narrator:
-    """Turns new journal entries into lines."""
+    """Prints new journal entries as lines."""
 
     def __init__(self, directory: RunDirectory, progress: ProgressLine) -> None:
         self.watcher = StatusWatcher(directory)
         self._progress = progress
-        self._told = 0  # incidents whose decision was told
+        self._told = 0  # number of incidents whose decision was printed
 
     @property
     def state(self) -> RunState:
         return self.watcher.state
 
     def poll(self) -> bool:
-        """Tell what is new; True when something was."""
+        """Print what is new; returns whether there was anything."""
         entries = self.watcher.poll()
         for entry in entries:
             if "decision" in entry:
@@ -110,7 +110,7 @@ class Narrator:
             self._progress.say(sentence(entry), entry["t"])
 
     def _tell_incidents(self, until: float) -> None:
-        """Those decided by `until`: a decision is understood best after its cause."""
+        """Print the incidents decided by `until`: a decision is best understood after its cause."""
         for incident in self.state.incidents[self._told :]:
             if incident.decided_at is None or incident.decided_at > until:
                 return
@@ -120,7 +120,7 @@ class Narrator:
 
 
 def progress_line(state: RunState) -> str:
-    """One line: state, attempt, step, step time, newest checkpoint."""
+    """One line with state, attempt, step, step time and newest checkpoint."""
     line = f"{state.public_state}, attempt {state.attempt}, step {shown_step(state)}"
     if state.step_s:
         line += f", {duration(state.step_s)} a step"
@@ -128,10 +128,10 @@ def progress_line(state: RunState) -> str:
 
 
 def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
-    """Follow the run until it ends, telling its progress on `stream` (stderr); returns its exit code.
+    """Follow the run until it ends, printing its progress on `stream` (stderr); returns its exit code.
 
-    When its job ends without a word from the supervisor: 79, or 80 when Slurm says it was cancelled.
-    Raises RunDirectoryError.
+    If the job ends without an outcome from the supervisor: 79, or 80 if Slurm reports a cancel. Raises
+    RunDirectoryError.
     """
     directory = RunDirectory(run_directory)
     progress = ProgressLine(sys.stderr if stream is None else stream)
@@ -146,7 +146,7 @@ def wait(run_directory: Path | str, stream: TextIO | None = None) -> int:
 
 
 def _follow(follower: Narrator, progress: ProgressLine) -> Liveness:
-    """Until the run has ended, by its journal or by its job."""
+    """Wait until the run has ended, by its journal or by its job."""
     look_at, told, gone_at = time.monotonic() + FIRST_LOOK_S, "", 0.0
     life = Liveness("unknown")
     while True:
@@ -167,7 +167,7 @@ def _follow(follower: Narrator, progress: ProgressLine) -> Liveness:
 
 
 def end_lines(follower: Narrator, life: Liveness) -> list[str]:
-    """How it ended; for a failure the cause with its traceback."""
+    """How the run ended; for a failure, the cause with its traceback."""
     state = follower.state
     word, why = public_state(state, life)
     lines = [

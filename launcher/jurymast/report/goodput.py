@@ -1,5 +1,5 @@
-"""A run's goodput report, as one JSON object and as text that is read at 3 a.m.: where its node-time went,
-and what its failures cost."""
+"""A run's goodput report, as one JSON object and as text: where its node-time went, and what its failures
+cost."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PARTS = ("detect", "diagnose", "decide", "replace", "launch", "restore", "rework
 
 
 def account_of(watcher: StatusWatcher, life: Liveness, now: float) -> Account:
-    """Until `now`; of a run that died without a word, until its last event."""
+    """The run's account until `now`; if the run died without a last entry, until its last event."""
     return watcher.tail.ledger.account(None if life.kind == "gone" else now)
 
 
 def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float | None = None) -> Report:
-    """Times in seconds, or ISO 8601 with zone; node-time in node-seconds; ratios 0..1."""
+    """The report. Times are in seconds or ISO 8601 with zone, node-time in node-seconds, ratios 0..1."""
     life = look(watcher.directory, watcher.state) if life is None else life
     now = time.time() if now is None else now
     state, plan = watcher.state, watcher.plan
@@ -66,12 +66,12 @@ def report_view(watcher: StatusWatcher, life: Liveness | None = None, now: float
 
 
 def _failures(state: RunState) -> int:
-    """Incidents that nobody asked for."""
+    """The number of incidents that nobody requested."""
     return sum(1 for incident in state.incidents if incident.charged in ("infrastructure", "application"))
 
 
 def _observed_s(account: Account) -> float:
-    """Time during which a failure could have happened: while nodes were allocated."""
+    """The time in which a failure could have happened, during which nodes were allocated; in seconds."""
     return sum(interval.us for interval in account.timeline) / 1e6
 
 
@@ -86,7 +86,8 @@ def _mtbf_json(found: Mtbf, state: RunState) -> dict[str, Any]:
 
 
 def _predicted_s(state: RunState) -> float:
-    """MTBF of the run's nodes at the policy's rate, or at what fleets report."""
+    """The MTBF of the run's nodes in seconds, at the policy's failure rate or else at the rate that fleets
+    report."""
     rate = state.settings.rate
     return default_mtbf_s(state.active) if rate is None else mtbf_s(state.active, rate)
 
@@ -123,7 +124,7 @@ def _provenance(watcher: StatusWatcher, plan: RunPlan, state: RunState) -> dict[
 
 
 def compare(first: Report, second: Report) -> dict[str, Any]:
-    """Two reports side by side: differences are second - first; categories as shares of the node-time."""
+    """Compare two reports: differences are second - first; categories are shares of the node-time."""
     ratios: Mapping[str, Any] = first["ratios"]
     names = ordered(list({*first["categories"], *second["categories"]}))
     return {
@@ -136,7 +137,7 @@ def compare(first: Report, second: Report) -> dict[str, Any]:
 
 
 def share(report: Mapping[str, Any], category: str) -> float:
-    """The category's part of all node-time, 0..1."""
+    """The category's share of all node-time, 0..1."""
     total = report["total_node_seconds"]
     return report["categories"].get(category, 0.0) / total if total else 0.0
 
@@ -146,7 +147,7 @@ def _difference(first: float | None, second: float | None) -> float | None:
 
 
 def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
-    """`bar` is the character that bars are drawn with."""
+    """Lay out the report as text. Bars are drawn with the character `bar`."""
     blocks: list[Block] = [
         Line(f"run {report['run']}: {report['state']} ({reach(report)})", "bold"),
         *(Line(f"warning    {text}", "bold yellow") for text in report["warnings"]),
@@ -167,7 +168,7 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
 
 
 def reach(report: Mapping[str, Any], form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """The time at which the report ends, and whether the run ended there."""
+    """The time at which the report ends, and whether the run had ended by then."""
     kind = "provisional" if report["provisional"] else "final"
     if report["until"] is None:
         return f"{kind}, its times are not known"
@@ -248,7 +249,7 @@ def source_text(report: Mapping[str, Any]) -> str:
 
 
 def compare_blocks(both: Mapping[str, Any]) -> list[Block]:
-    """Two runs side by side."""
+    """Lay out the comparison of two runs."""
     first, second, difference = both["first"], both["second"], both["difference"]
     ratios = [
         [name, percent(first["ratios"][name]), percent(second["ratios"][name]), points(change)]

@@ -1,11 +1,11 @@
-"""Text for people: lines and tables, laid out by rich on a terminal and plainly in a pipe."""
+"""Text for people: lines and tables, laid out by rich on a terminal and as plain text in a pipe."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Words that carry a meaning get its colour on a terminal; the text never depends on it.
+# Colours of words on a terminal. No meaning depends on colour alone.
 STYLES = {
     "succeeded": "bold green", "running": "green", "active": "green", "failed": "bold red",
     "cancelled": "yellow", "recovering": "bold yellow", "suspect": "yellow", "requeued": "yellow",
@@ -21,8 +21,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """`right` holds the indexes of the columns that are aligned to the right. With `wrap` the last column
-    is text that may take several lines on a terminal; without it rows stay whole, however long."""
+    """`right` has the indexes of right-aligned columns. With `wrap`, the last column may take several lines
+    on a terminal; without it rows stay whole, however long they are."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -34,7 +34,7 @@ Block = Line | Table
 
 
 def clean(text: str) -> str:
-    """`text` without control characters: what a script printed must not drive the reader's terminal."""
+    """`text` without control characters: what a script printed must not control the reader's terminal."""
     if text.isprintable():  # nearly always
         return text
     return "".join(c if c in "\n\t" or (c.isprintable()) else "�" for c in text)
@@ -47,7 +47,7 @@ def one_line(text: str, most: int | None = None) -> str:
 
 
 def render(blocks: Sequence[Block], *, terminal: bool, width: int = 100) -> str:
-    """The blocks as text that ends with a newline. `width` in columns counts on a terminal only."""
+    """Render the blocks as text that ends with a newline. `width` in columns matters only on a terminal."""
     return _rich(blocks, width) if terminal else _plain(blocks)
 
 
@@ -62,7 +62,7 @@ def _plain(blocks: Sequence[Block]) -> str:
 
 
 def plain_table(table: Table) -> list[str]:
-    """Columns two blanks apart, as squeue and kubectl print them."""
+    """Lines with columns two spaces apart, as squeue and kubectl print them."""
     rows = [[one_line(str(cell)) for cell in row] for row in (table.headers, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

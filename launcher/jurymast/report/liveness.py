@@ -1,5 +1,5 @@
-"""Is a run's job alive, and what does its supervisor say? The journal cannot tell if its writer died
-without a word, or cannot write."""
+"""Whether a run's job is alive, and what its supervisor answers. The journal does not show that its writer
+died or cannot write."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from jurymast.core.messages import Condition
 
 ANSWER_LIMIT_S = 10.0
-# A supervisor that wrote this recently lives, and Slurm need not be asked.
+# A supervisor that wrote this recently is alive; Slurm need not be asked.
 FRESH_S = 5.0
 CLUSTER_BYTES_MAX = 1000
 _CLUSTER = re.compile(r"[\w.-]+")
-# While steps are done a supervisor writes every two seconds, of a run that is no longer young less often. On
-# a full disk it cannot write, and is asked itself.
+# While steps are done, a supervisor writes every two seconds, later in a run less often. On a full disk it
+# cannot write, so it is asked directly.
 SILENT_S = 10.0
-# Slurm's words for a job that will not run any more (squeue(1), JOB STATE CODES).
+# Slurm's states of a job that will not run again (squeue(1), JOB STATE CODES).
 ENDED_STATES = frozenset(
     {
         "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
@@ -43,8 +43,8 @@ WAITING_STATES = frozenset(
 
 @dataclass(frozen=True)
 class Liveness:
-    """`kind`: ended (the journal says so), alive, pending, gone or unknown. `detail` is Slurm's word for
-    it, for PENDING with the reason. `job` is the Slurm job that was looked at, `pid` the local process."""
+    """The result of a look. `kind`: ended (by the journal), alive, pending, gone or unknown. `detail`:
+    Slurm's state, for PENDING with the reason. `job`: the Slurm job; `pid`: the local process."""
 
     kind: str
     detail: str = ""
@@ -57,7 +57,7 @@ class Liveness:
 
 
 def slurm_jobs(directory: RunDirectory, state: RunState) -> list[tuple[str, str]]:
-    """(job id, Slurm cluster or "") of every Slurm job of the run, oldest first; those still queued too."""
+    """(job id, Slurm cluster or "") of every Slurm job of the run, oldest first, including queued ones."""
     folder = directory.submission / "jobs"
     try:
         jobs = foreign.found(folder, "*")
@@ -71,7 +71,7 @@ def slurm_jobs(directory: RunDirectory, state: RunState) -> list[tuple[str, str]
 
 
 def _cluster(path: Path) -> str:
-    """ "" also for what is no cluster's name: it may be another user's file."""
+    """The Slurm cluster that the file names; "" if that is not a name: the file may be another user's."""
     try:
         text = foreign.read(path, CLUSTER_BYTES_MAX).decode(errors="replace").strip()
     except OSError:
@@ -80,7 +80,8 @@ def _cluster(path: Path) -> str:
 
 
 def look(directory: RunDirectory, state: RunState, *, fresh_s: float = FRESH_S) -> Liveness:
-    """Whether the run's newest job lives. Asks Slurm unless its supervisor was seen within `fresh_s`."""
+    """Whether the run's newest job is alive. Asks Slurm unless the supervisor wrote within the last `fresh_s`
+    seconds."""
     if state.ended:
         return Liveness("ended", state.phase.value)
     if fresh_s > 0 and _silence_s(directory) < fresh_s:
@@ -94,13 +95,15 @@ def look(directory: RunDirectory, state: RunState, *, fresh_s: float = FRESH_S) 
 
 
 def _silence_s(directory: RunDirectory) -> float:
-    """Time since the supervisor wrote into its journal, or its pulse, which beats between long steps too."""
+    """Seconds since the supervisor last wrote its journal, or its pulse, which also beats during long
+    steps."""
     found = (list(directory.journal_files()), [directory.epochs / PULSE])
     return time.time() - max((_written_at(max(paths)) for paths in found if paths), default=0.0)
 
 
 def _written_at(path: Path) -> float:
-    """Opened first, because only then NFS asks the server instead of its cache."""
+    """When the file was written, in seconds since the epoch. The file is opened first: only then does NFS ask
+    the server instead of its cache."""
     try:
         with foreign.reading(path) as file:
             return os.fstat(file.fileno()).st_mtime
@@ -124,7 +127,7 @@ def _local(directory: RunDirectory) -> Liveness:
 
 
 def slurm_state(job: str, cluster: str = "") -> Liveness:
-    """What squeue says of a job. A job it has forgotten (MinJobAge) is gone."""
+    """What squeue says of a job. A job that Slurm has forgotten (MinJobAge) is gone."""
     where = [f"--clusters={cluster}"] if cluster else []
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", *where, "--format=%T|%r"]
     try:
@@ -148,7 +151,7 @@ def slurm_state(job: str, cluster: str = "") -> Liveness:
 
 
 def judge(job: str, word: str, reason: str) -> Liveness:
-    """From squeue's %T and %r."""
+    """The liveness of a job by squeue's %T and %r."""
     if word in ENDED_STATES:
         return Liveness("gone", word, job)
     if word in WAITING_STATES:
@@ -157,15 +160,14 @@ def judge(job: str, word: str, reason: str) -> Liveness:
 
 
 def hear(directory: RunDirectory, state: RunState, silent_s: float) -> Condition | None:
-    """The supervisor's own answer about a run whose journal has been silent for `silent_s` seconds; None
-    if there is no need to ask, or no answer. A run that has ended may still be waiting for its last
-    checkpoint."""
+    """The supervisor's own answer, if the run's journal has been silent for `silent_s` seconds; None if there
+    is no need to ask, or no answer. A run that has ended may still wait for its last checkpoint."""
     if foreign.exists(directory.outcome_file) or (silent_s < SILENT_S and not state.ended):
         return None
     if find(directory.epochs) is None:
         return None
     from jurymast.core.messages import Condition
-    from jurymast.wire.ask import ask  # with asyncio, which is seldom needed
+    from jurymast.wire.ask import ask  # imports asyncio, which is seldom needed
 
     try:
         answer = ask(directory, "how", by="")

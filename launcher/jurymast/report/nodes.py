@@ -1,4 +1,4 @@
-"""Nodes over all runs: rows for `jurymast nodes`, and their table."""
+"""Nodes over all runs: the rows of `jurymast nodes`, and their table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def node_rows(runs: Path, exclusion_s: float) -> list[Row]:
-    """One row for each node that served a run below `runs`; nodes with the most against them come first."""
+    """One row per node that served a run below `runs`. The nodes that are most suspect come first."""
     now = time.time()
     out = out_of_service(now)
     earlier, forgiven = past_runs(runs), forgiven_nodes(runs)
@@ -69,7 +69,7 @@ def _row(record: NodeRecord, out: tuple[float, str] | None, fleet: float, now: f
 
 
 def node_blocks(rows: list[Row], *, everything: bool) -> list[Block]:
-    """The table; without `everything` it shows only nodes with something against them."""
+    """Lay out the table. Without `everything` it has only nodes that something speaks against."""
     shown = [r for r in rows if everything or r["incidents"] or r["lemon_score"] or r["excluded"]]
     blocks: list[Block] = []
     if shown:

@@ -1,5 +1,5 @@
-"""A run's forecast, as one JSON object and as text: the figures first, then what would change them, then what
-they rest on."""
+"""A run's forecast, as one JSON object and as text: the figures, what would change them, and the
+assumptions."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ DEFINITIONS = {
 
 
 def plan_view(found: Forecast, restart: Sequence[str] = ()) -> dict[str, Any]:
-    """Times in minutes or seconds as named, sizes in bytes, bandwidths in GB (1e9 bytes) per second, ratios
-    0..1. None: needs the checkpoint's size or the storage's speed. `restart`: what the restart time rests on
-    when nobody said it."""
+    """The forecast. Times are in minutes or seconds as named, sizes in bytes, bandwidths in GB (1e9 bytes)
+    per second, ratios 0..1. None means that the checkpoint's size or the storage's speed is needed.
+    `restart`: how the restart time is made up if no option gave it."""
     question, way = found.question, found.way
     checkpoint_bytes = question.checkpoint_bytes
     bytes_per_day = None if checkpoint_bytes is None else checkpoint_bytes * durable_per_day(way)
@@ -90,7 +90,7 @@ def _spares_json(choice: SpareChoice) -> dict[str, Any]:
 
 
 def _one_more(found: Forecast) -> float:
-    """Allocation goodput gained by one more spare; negative when it costs more than it saves."""
+    """Allocation goodput gained by one more spare; negative if it costs more than it saves."""
     next_one = next(c for c in found.more_spares if c.spares == found.spares.spares + 1)
     return next_one.allocation_goodput - found.spares.allocation_goodput
 
@@ -104,7 +104,7 @@ def _needed_json(needed: Needed) -> dict[str, Any]:
 
 
 def _assumed(found: Forecast, restart: Sequence[str]) -> list[str]:
-    """The assumptions that no option replaced, for people."""
+    """The assumptions that no option replaced, as lines for people."""
     question = found.question
     said = []
     if question.by_target:
@@ -132,8 +132,8 @@ def _assumed(found: Forecast, restart: Sequence[str]) -> list[str]:
 def restart_lines(
     measured: Measured, durations: Durations, nodes: int, checkpoint_bytes: float | None
 ) -> list[str]:
-    """How the restart time is made up if no option gave it. The option is `--restart`, or for `plan`
-    `--restart-s`."""
+    """How the restart time is made up if no option gave it, as lines. The option is `--restart`, or
+    `--restart-s` for `plan`."""
     own_s = durations.detection_s + durations.stop_s + durations.launch_s
     node_bytes = NODE_BYTES if checkpoint_bytes is None else checkpoint_bytes / nodes
     guess = "; the checkpoint's size is a guess (--checkpoint-bytes)" if checkpoint_bytes is None else ""
@@ -177,7 +177,7 @@ def plan_blocks(plan: Mapping[str, Any]) -> list[Block]:
 
 
 def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures that a plan is asked for, each with its name."""
+    """The main figures of a plan, each with its name."""
     found = [("a failure", f"every {minutes(plan['mttf_minutes'])}"), ("a save", _save(plan))]
     if plan["bytes_per_day"] is not None:
         written = f"{size(round(plan['bytes_per_day']))} a day, {speed(plan['average_write_gb_per_s'])}"
@@ -230,7 +230,7 @@ def _spares(plan: Mapping[str, Any]) -> list[Block]:
 
 
 def gains(plan: Mapping[str, Any]) -> list[str]:
-    """What would change the figures, one line for each."""
+    """What would change the figures, one line each."""
     lines = [f"one more spare: {points(plan['gain']['one_more_spare'])} of allocation goodput"]
     faster = plan["gain"]["storage_twice_as_fast"]
     if faster is not None:
@@ -259,7 +259,7 @@ def _needed(each: Mapping[str, Any]) -> str:
 
 
 def minutes(value: float) -> str:
-    """Minutes as people read them: 6.2 min below two hours, else hours or days."""
+    """Minutes for people: 6.2 min below two hours, else hours or days."""
     if value < 1.0:
         return f"{60.0 * value:.3g} s"
     return (
@@ -272,5 +272,5 @@ def speed(gb_per_s: float) -> str:
 
 
 def points(change: float) -> str:
-    """A difference of two ratios in percentage points."""
+    """A difference of two ratios, in percentage points."""
     return f"{100.0 * change:+.2f} points"

@@ -1,4 +1,4 @@
-"""All runs of a runs directory, as rows and as a table, with squeue's columns for those that Slurm knows."""
+"""All runs of a runs directory, as rows and as a table, with squeue's columns for runs that Slurm knows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jurymast.report.status import StatusWatcher, public_state, read_status, sho
 from jurymast.report.words import iso, percent, squeue_time
 from jurymast.rundir import RunDirectory
 
-# squeue's short codes for our states.
+# squeue's codes for our states.
 CODES = {
     "queued": "PD", "requeued": "PD", "starting": "R", "running": "R", "recovering": "R", "succeeded": "CD",
     "failed": "F", "cancelled": "CA",
@@ -30,9 +30,10 @@ Row = dict[str, Any]
 
 
 def list_runs(runs: Path, names: Iterable[str], *, everything: bool) -> list[Row]:
-    """One row a run, in the order of `names`; without `everything` those that ended a day ago are left out.
+    """One row per run, in the order of `names`. Without `everything`, runs that ended over a day ago are left
+    out.
 
-    A run directory that cannot be read is shown with state `unreadable`.
+    A run directory that cannot be read has the state `unreadable`.
     """
     known = squeue_rows()
     rows = []
@@ -48,7 +49,7 @@ def list_runs(runs: Path, names: Iterable[str], *, everything: bool) -> list[Row
 
 
 def _ended_long_ago(directory: RunDirectory) -> bool:
-    """By the supervisor's last word, without reading the journal."""
+    """Reads the supervisor's outcome, not the journal."""
     path = directory.root / "outcome.json"
     try:
         ended = foreign.load(path)["state"] in ("succeeded", "failed", "cancelled")
@@ -58,7 +59,7 @@ def _ended_long_ago(directory: RunDirectory) -> bool:
 
 
 def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
-    """The row of one run; `known` is what squeue told, by job id."""
+    """The row of one run; `known` has squeue's columns by job id."""
     state, plan = watcher.state, watcher.plan
     jobs = slurm_jobs(watcher.directory, state)
     squeue = known.get(jobs[-1][0]) if jobs else None
@@ -90,7 +91,7 @@ def run_row(watcher: StatusWatcher, known: Mapping[str, list[str]]) -> Row:
 
 
 def _until(life: Liveness) -> float | None:
-    """Accounts of a run that is gone end with its last event."""
+    """When to end the account: None, which means the last event, for a run whose job is gone."""
     return None if life.kind == "gone" else time.time()
 
 
@@ -111,7 +112,7 @@ def _nodelist(names: tuple[str, ...]) -> str:
 
 
 def squeue_rows() -> dict[str, list[str]]:
-    """{job id: squeue's columns} of the user's jobs; empty when there is no Slurm or it does not answer."""
+    """{job id: squeue's columns} of the user's jobs; empty if there is no Slurm or it does not answer."""
     command = ["squeue", "--noheader", "--me", f"--format={_FORMAT}"]
     try:
         done = subprocess.run(
@@ -127,7 +128,7 @@ def squeue_rows() -> dict[str, list[str]]:
 
 
 def ps_blocks(rows: Sequence[Row]) -> list[Block]:
-    """squeue's columns first, then the run's own."""
+    """Lay out the rows: squeue's columns first, then the run's own."""
     headers = (
         "JOBID", "PARTITION", "NAME", "USER", "ST", "TIME", "NODES", "NODELIST(REASON)", "STEP", "RESTARTS",
         "GOODPUT", "STATE", "RUN",

@@ -16,19 +16,19 @@ from jurymast.report.words import amounts, count, duration, size, some
 
 Entry = Mapping[str, Any]
 
-# One a node and attempt, or nothing but the passing of time.
+# Entries for each node and attempt, or for the passing of time.
 ROUTINE = frozenset({"NodeReady", "WorkersStarted", "WorkersStopped", "NodeFinished", "Tick"})
 
 
 def is_routine(entry: Entry) -> bool:
-    """True for entries that are shown only on request: routine, or a probe that could not see something."""
+    """Whether an entry is shown only on request: routine, or a probe that could not see something."""
     unseen = entry.get("verdict") == "unknown" and entry.get("kind") not in (APPLICATION, SYMPATHETIC)
     return entry.get("event") in ROUTINE or (entry.get("event") == "HealthFound" and unseen)
 
 
 def sentence(entry: Entry) -> str:
-    """What one journal entry says; for the same report of several nodes, what the first says. Entries of
-    unknown kinds are named."""
+    """A journal entry as a sentence; if several nodes report the same, that of the first. Of an unknown kind,
+    only the name is shown."""
     if "each" in entry:
         first, *more = single(dict(entry))
         return f"{sentence(first)} (and {len(more)} more nodes)"
@@ -41,12 +41,12 @@ def sentence(entry: Entry) -> str:
 
 
 def short_reason(evidence: str, why: str, most: int) -> str:
-    """A decision's reason on one line of about `most` characters: of the evidence, so much as fits."""
+    """A decision's reason on one line of about `most` characters, with as much of the evidence as fits."""
     return one_line(because(one_line(evidence, max(most // 2, most - len(why) - 2)), why))
 
 
 def decision(incident: Entry) -> str:
-    """What was decided and why, for where the evidence is shown beside it."""
+    """What was decided and why, for places that show the evidence as well."""
     action = str(incident["action"] or "none yet")
     return f"{action}: {incident['why']}" if incident["why"] else action
 
@@ -126,7 +126,7 @@ def _restored(e: Entry) -> str:
     skipped = f"; skipped {'; '.join(e['skipped'])}" if e.get("skipped") else ""
     if not e["step"]:
         return f"no checkpoint: a fresh start{skipped}"
-    if e["tier"] == MEMORY:  # in whatever tier: the plan says how much from where
+    if e["tier"] == MEMORY:  # from any tier: the plan says how much from which
         return f"step {e['step']} restored in {duration(e['seconds'])}{skipped}"
     amount = f"{size(e['size_bytes'])} " if e.get("size_bytes") else ""
     return (

@@ -1,4 +1,4 @@
-"""What `jurymast simulate` found, as text, and what that rests on."""
+"""The results of `jurymast simulate` as text, and the assumptions behind them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def simulate_blocks(found: Mapping[str, Any]) -> list[Block]:
 def simulated_lines(
     measured: Measured, durations: Durations, setup: Mapping[str, Any], said: Mapping[str, Any]
 ) -> list[str]:
-    """The assumptions of `simulate`. `setup` has nodes, rate and replicas; `said` has the options, None
+    """The assumptions of `simulate`. `setup` has nodes, rate and replicas; `said` has the options, with None
     for those that were not given."""
     lines = ["failures are detected and ranks restarted as fast on all these nodes as on four"]
     if said["restart"] is None:

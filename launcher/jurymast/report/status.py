@@ -1,4 +1,4 @@
-"""A run's status, as one JSON object and as text: a fold of its journal, and what Slurm says of its job."""
+"""A run's status, as one JSON object and as text, from its journal and from what Slurm says of its job."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from jurymast.wire.endpoint import find
 if TYPE_CHECKING:
     from jurymast.core.messages import Condition
 
-# While steps are done a supervisor writes every two seconds, of a run that is no longer young less often, but
-# then it is asked. Steps that nobody has heard of for much longer are worth a word.
+# While steps are done, a supervisor writes every two seconds, later in a run less often, but then it is
+# asked. If no step is heard of for much longer, a warning is shown.
 QUIET_S = 30.0
 RATE_LEVEL = 0.95
 
-# With more nodes than this, those that just do their work are counted instead of listed.
+# If there are more nodes than this, those that work normally are counted instead of listed.
 NODES_LISTED_MAX = 32
 INCIDENTS_LISTED = 10
 ALERTS_LISTED = 3
 TEXT_CHARACTERS = 200
-EVIDENCE_CHARACTERS = 600  # of what is shown once
+EVIDENCE_CHARACTERS = 600  # if it is shown only once
 
 View = Mapping[str, Any]
 
 
 @dataclass
 class Facts:
-    """What status tells beyond the run's state: the newest entry of some kinds."""
+    """What status shows besides the run's state: the newest entry of some kinds."""
 
     started: Entry | None = None
     saved: Entry | None = None
@@ -72,7 +72,7 @@ class Facts:
 
 
 class StatusWatcher:
-    """Reads a run's journal once, then only what is new; `view` is the status as of the last `poll`."""
+    """Reads a run's journal once, then only what is new. `view` is the status as of the last `poll`."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -88,14 +88,14 @@ class StatusWatcher:
         return list(self.new())
 
     def new(self) -> Iterator[Entry]:
-        """As `poll`, one by one: of thousands of nodes all would take much memory."""
+        """Like `poll`, but yields one entry at a time: those of thousands of nodes would take much memory."""
         for entry in self.tail.new():
             self.facts.take(entry)
             yield entry
 
     def view(self, life: Liveness | None = None, now: float | None = None) -> dict[str, Any]:
-        """The status object; unless `life` is given it is looked up, and the supervisor asked if need be.
-        `now`: seconds since the epoch."""
+        """The status object. `life` is looked up if it is not given, and the supervisor is asked if
+        necessary. `now`: seconds since the epoch."""
         now, told = time.time() if now is None else now, None
         if life is None:
             life = look(self.directory, self.state)
@@ -104,7 +104,7 @@ class StatusWatcher:
 
 
 def read_status(directory: RunDirectory) -> StatusWatcher:
-    """A watcher that has read the whole journal. Raises RunDirectoryError: the plan cannot be read."""
+    """A watcher that has read the whole journal. Raises RunDirectoryError if the plan cannot be read."""
     watcher = StatusWatcher(directory)
     for _ in watcher.new():
         pass
@@ -112,7 +112,8 @@ def read_status(directory: RunDirectory) -> StatusWatcher:
 
 
 def public_state(state: RunState, life: Liveness) -> tuple[str, str]:
-    """(state, why) as shown: the journal's word, unless the job died or waits without the journal knowing."""
+    """(state, why) as shown: by the journal, unless the job has died or waits and the journal does not show
+    it."""
     if life.kind == "gone" and not state.ended:
         word = "cancelled" if life.detail == "CANCELLED" else "failed"
         return word, f"{_job(life)} ended ({life.detail}) and its supervisor left no word"
@@ -135,7 +136,7 @@ def _job(life: Liveness) -> str:
 
 
 def shown_step(state: RunState) -> int:
-    """The newest step done; while an attempt has not stepped yet, the newest of the earlier ones."""
+    """The newest step done; until an attempt has done a step, the newest of the earlier attempts."""
     return state.step if state.first_step_at is not None else state.best_step
 
 
@@ -183,7 +184,7 @@ def status_view(watcher: StatusWatcher, life: Liveness, now: float, told: Condit
 
 
 def incident_json(incident: Incident) -> dict[str, Any]:
-    """The incident's own JSON, its times as ISO 8601."""
+    """The incident's JSON, with times as ISO 8601."""
     values = incident.to_json()
     values["at"], values["recovered_at"] = iso(values["at"]), iso(values["recovered_at"])
     values["meaning"] = meaning(incident.cause) or None
@@ -191,7 +192,7 @@ def incident_json(incident: Incident) -> dict[str, Any]:
 
 
 def tiers_json(state: RunState) -> dict[str, Any]:
-    """By tier: the newest complete step there, and what failed since."""
+    """By tier: the newest complete step, and what has failed since."""
     return {
         name: {
             "step": tier.step, "at": iso(tier.at) if tier.step is not None else None,
@@ -226,11 +227,11 @@ def _next(state: RunState, life: Liveness, now: float) -> str:
 
 
 def data_gaps(watcher: StatusWatcher) -> list[str]:
-    """What a report must not leave out: what of the journal is missing, and steps that no checkpoint has."""
+    """What a report must not leave out: missing parts of the journal, and steps that no checkpoint has."""
     state, found = watcher.state, list(watcher.tail.unread)
     kept = [t.step for name, t in state.saved.items() if name not in (MEMORY, PEER) and t.step is not None]
     unsaved = state.step - max(kept, default=0)
-    # Only a Checkpointer tells of a restore, and counts steps as the training does.
+    # Only a Checkpointer reports a restore, and counts steps as the training does.
     if (
         state.phase is Phase.SUCCEEDED
         and watcher.facts.restored is not None
@@ -246,7 +247,7 @@ def data_gaps(watcher: StatusWatcher) -> list[str]:
 
 
 def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition | None) -> list[str]:
-    """What somebody should look at, most urgent first. `told`: see `report.liveness.hear`."""
+    """What needs attention, most urgent first. `told`: see `report.liveness.hear`."""
     state, found = watcher.state, data_gaps(watcher)
     unwritten = told.journal if told is not None else ""
     if life.kind == "gone" and not state.ended:
@@ -281,14 +282,14 @@ def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition
 
 
 def _quiet_limit_s(state: RunState, now: float, told: Condition | None) -> float:
-    """From a journal that is older than this a step is missing."""
+    """The age of the journal, in seconds, from which on a step is missing."""
     if state.phase is not Phase.RUNNING or (told is not None and told.step > shown_step(state)):
         return math.inf
     return QUIET_S if told is not None else max(QUIET_S, 2 * pause_s(state, now))
 
 
 def next_save(state: RunState) -> int | None:
-    """The step that is saved next; None where that is not known."""
+    """The step that is saved next; None if it is not known."""
     if state.phase is not Phase.RUNNING or state.first_step_at is None:
         return None
     agreed, every = state.cadence, state.settings.cadence_steps
@@ -301,7 +302,7 @@ def next_save(state: RunState) -> int | None:
 
 
 def cadence_json(state: RunState, plan: RunPlan, now: float) -> dict[str, Any]:
-    """Status' key `cadence`. What is not agreed or measured yet is null."""
+    """The key `cadence` of the status. Values that are not agreed or measured yet are null."""
     agreed = state.cadence
     shared = state.settings.shared_every_s
     if shared is None and (written := state.saved.get(SHARED)):
@@ -317,7 +318,7 @@ def cadence_json(state: RunState, plan: RunPlan, now: float) -> dict[str, Any]:
         return values
     saving = Saving(agreed.stall_s, agreed.copy_s, agreed.slowdown)
     every_s = agreed.every_steps * agreed.step_s or None
-    if shared is not None and every_s is not None:  # what is copied is what was saved
+    if shared is not None and every_s is not None:  # only what was saved can be copied
         values["durable_every_seconds"] = max(shared, every_s)
     known = bool(agreed.stall_s and agreed.mtbf_s and every_s)
     values.update(
@@ -330,7 +331,7 @@ def cadence_json(state: RunState, plan: RunPlan, now: float) -> dict[str, Any]:
 
 
 def _rate(state: RunState, plan: RunPlan, now: float) -> dict[str, Any] | None:
-    """Failures per 1,000 node-days with the interval of its posterior, and what that rests on."""
+    """Failures per 1,000 node-days with the interval of its posterior, and its basis."""
     found = failure_rate(state, state.now if state.ended else max(now, state.now))
     if found is None:
         return None
@@ -343,7 +344,7 @@ def _rate(state: RunState, plan: RunPlan, now: float) -> dict[str, Any] | None:
 
 
 def cadence_lines(view: Mapping[str, Any]) -> list[str]:
-    """For people: the cadence, then the rate."""
+    """The cadence and then the rate, as lines for people."""
     found = view["cadence"]
     rate = found["rate"]
     if rate is None:
@@ -383,7 +384,7 @@ def _saves(found: Mapping[str, Any]) -> str:
 
 
 def status_blocks(view: View, *, now: float, everything: bool = False) -> list[Block]:
-    """What `jurymast status` shows. `now`: seconds since the epoch."""
+    """The output of `jurymast status`. `now`: seconds since the epoch."""
     word = view["state"]
     blocks: list[Block] = [
         Line(f"run        {view['run']}", "bold"),
@@ -426,7 +427,7 @@ def _state_detail(view: View, now: float) -> str:
 
 
 def _ended_by(view: View) -> str:
-    """What the block on the cause does not say anyway."""
+    """Why the run ended, without what the block on the cause shows."""
     last = view["incidents"][-1] if view["state"] == "failed" and view["incidents"] else None
     stopped = last is not None and last["action"] == "stop"
     return _cut(last["why"] if last is not None and stopped else view["end_reason"])
@@ -499,7 +500,7 @@ def _incident_blocks(view: View, everything: bool) -> list[Block]:
 
 
 def _cut(text: str) -> str:
-    """A text that may be long, cut short; `--json` and the report have all of it."""
+    """A text cut to a length that fits; `--json` and the report have all of it."""
     return one_line(text, TEXT_CHARACTERS)
 
 
@@ -512,7 +513,7 @@ def _took(incident: View) -> str:
 
 
 def _steps(incident: View) -> str:
-    """Steps lost: from where, back to where."""
+    """The steps that were lost: from which step back to which."""
     if incident["step_restored"] is None:
         return str(incident["step_lost_from"])
     return f"{incident['step_lost_from']} -> {incident['step_restored']}"
@@ -523,7 +524,7 @@ def _seconds(text: str) -> float:
 
 
 def _clock(text: str | None) -> str:
-    """HH:MM:SS, with the date when it is not today's."""
+    """HH:MM:SS, with the date if it is not today's."""
     if text is None:
         return "-"
     at = datetime.fromisoformat(text)

@@ -1,4 +1,4 @@
-"""Reading a journal while it is being written: only what is new, each time."""
+"""Reads a journal while it is being written: each time only what is new."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from jurymast.rundir import RunDirectory
 
 
 class _EpochTail:
-    """One epoch's file. Entries are numbered from 1, so what is missing shows, too."""
+    """Reads one epoch's file. Entries are numbered from 1, so missing ones are noticed."""
 
     def __init__(self, path: Path) -> None:
         self._tail = FileTail(path)
-        self.line = 0  # of the newest entry, from 1 on
+        self.line = 0  # number of the newest entry's line, from 1
         self._number = 0
         self._bad: list[int] = []
         self._missing = 0
 
     def entries(self, *, over: bool) -> Iterator[Entry]:
-        """Those that are new. `over`: a later epoch has begun, so half a line is all that will come."""
+        """The new entries. `over`: a later epoch has begun, so an unfinished line will not be completed."""
         while lines := self._tail.lines(partial=over):
             for line in lines:
                 self.line += 1
@@ -49,10 +49,10 @@ class _EpochTail:
 
 
 class JournalTail:
-    """New entries of a run's journal, and the state and accounts they lead to.
+    """New entries of a run's journal, and the state and account to which they lead.
 
-    Epochs are read in order; what a supervisor still writes after the next one has begun does not count,
-    as in `journal.read`.
+    Epochs are read in order. As in `journal.read`, entries that a supervisor wrote after the next epoch had
+    begun do not count.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -77,13 +77,13 @@ class JournalTail:
         return found
 
     def poll(self) -> list[Entry]:
-        """The entries since the last call, oldest first; entries that report the same of several nodes are
+        """The entries since the last call, oldest first. Entries that report the same of several nodes stay
         together (see `journal.single`). `state` includes them."""
         return list(self.new())
 
     def new(self) -> Iterator[Entry]:
-        """As `poll`, one by one: `state` includes those that were yielded. Raises RunDirectoryError, which
-        names the line, for an entry that contradicts the lines before it."""
+        """Like `poll`, but yields one entry at a time; `state` includes the yielded ones. Raises
+        RunDirectoryError, which names the line, for an entry that contradicts earlier lines."""
         files = list(self.directory.journal_files())
         for number, path in enumerate(files, 1):
             epoch = self._epochs.setdefault(path.name, _EpochTail(path))
@@ -94,7 +94,7 @@ class JournalTail:
                     yield entry
 
     def _take(self, entry: Entry, where: str) -> None:
-        """Whatever it says: a colleague's journal need not be one that jurymast has written."""
+        """Accept any content: a colleague's journal may not have been written by jurymast."""
         try:
             take(self.state, entry, self._feed)
         except Exception as error:
@@ -104,7 +104,7 @@ class JournalTail:
             ) from error
 
     def _begin(self, path: Path) -> EpochBegin:
-        """Of that epoch, as soon as it says so."""
+        """The beginning of that epoch, kept as soon as it is known."""
         if path.name not in self._begins:
             begin = begin_of(read_file(path))
             if begin == EpochBegin():

@@ -1,4 +1,4 @@
-"""Numbers, times and sizes as people read them."""
+"""Numbers, times and sizes for people."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from jurymast.core.texts import some as some
 
 
 def iso(t: float | None) -> str | None:
-    """Seconds since the epoch -> ISO 8601 in the local zone, milliseconds kept; None stays None."""
+    """Render seconds since the epoch as ISO 8601 in the local zone, with milliseconds; None stays None."""
     if t is None:
         return None
     return datetime.fromtimestamp(t, timezone.utc).astimezone().isoformat(timespec="milliseconds")
 
 
 def clock(t: float) -> str:
-    """Seconds since the epoch -> local date and time to the second."""
+    """Render seconds since the epoch as local date and time, to the second."""
     return datetime.fromtimestamp(t).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def duration(seconds: float | None) -> str:
-    """12.3 s, 4 min 05 s, 3 h 07 min, 2 d 04 h; - when not known."""
+    """Render a duration: 12.3 s, 4 min 05 s, 3 h 07 min, 2 d 04 h; - if it is not known."""
     if seconds is None:
         return "-"
     if seconds < 1:
@@ -39,12 +39,12 @@ def duration(seconds: float | None) -> str:
 
 
 def plain_seconds(seconds: float) -> str:
-    """For columns of seconds: a number alone, - for none."""
+    """Render a number of seconds without unit, for columns; - for none."""
     return "-" if seconds == 0 else f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}"
 
 
 def squeue_time(seconds: float) -> str:
-    """As squeue prints a run time: [days-]hours:minutes:seconds, minutes:seconds below an hour."""
+    """Render a run time as squeue does: [days-]hours:minutes:seconds, minutes:seconds below an hour."""
     whole = max(0, int(seconds))
     days, hours, minutes, rest = whole // 86_400, whole % 86_400 // 3600, whole % 3600 // 60, whole % 60
     if days:
@@ -53,7 +53,7 @@ def squeue_time(seconds: float) -> str:
 
 
 def amounts(tiers: Mapping[str, int]) -> str:
-    """31 MB from memory, 10 MB from peer."""
+    """Render bytes by tier: 31 MB from memory, 10 MB from peer."""
     return ", ".join(f"{size(count)} from {tier}" for tier, count in tiers.items() if count)
 
 
@@ -66,7 +66,7 @@ def percent_fine(ratio: float) -> str:
 
 
 def node_time(node_seconds: float) -> str:
-    """12.3 node-s, 45 node-min, 6.7 node-h."""
+    """Render node-time: 12.3 node-s, 45 node-min, 6.7 node-h."""
     if node_seconds < 120:
         return f"{node_seconds:.1f} node-s"
     if node_seconds < 7200:

@@ -1,6 +1,6 @@
-"""Pages for a browser: each is one file that loads nothing, reads without scripts, and prints.
+"""Pages for a browser. Each is one file that loads nothing, can be read without scripts, and prints.
 
-A page's module computes what is to be seen as a dataclass; its template only lays that out.
+A page's module computes its content as a dataclass; its template only lays that out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jurymast.report.layout import clean
 
 
 def render(template: str, page: object, data: Mapping[str, Any]) -> str:
-    """The page. `data` is the JSON object that it is made from; the page contains it."""
+    """Render the page. `data` is the JSON object from which it is made, and is part of the page."""
     return _environment().get_template(template).render(page=page, data=data)
 
 
@@ -38,19 +38,20 @@ def _environment() -> Environment:
         environment.filters[own.__name__] = own
     for name in ("style", "script"):
         source, _, _ = loader.get_source(environment, f"page.{'css' if name == 'style' else 'js'}")
-        # The only style and script that a browser obeys, whatever a run's texts contain.
+        # The only style and script that a browser accepts, whatever a run's texts contain.
         environment.globals[name] = Markup(source)
         environment.globals[f"{name}_hash"] = _hash(source)
     return environment
 
 
 def _hash(source: str) -> str:
-    """As a Content-Security-Policy names what it allows."""
+    """The hash by which a Content-Security-Policy allows a source."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
 def _shown(value: object) -> object:
-    """Without control characters, whatever a run's texts contain; autoescape follows. None is not known."""
+    """The value without control characters, whatever a run's texts contain; autoescape follows. None means
+    not known."""
     if value is None:
         return "-"
     return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,4 +1,4 @@
-"""The geometry of the pages' pictures: what is drawn where. Templates turn it into inline SVG."""
+"""The geometry of the pages' charts. Templates turn it into inline SVG."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ GROUPS = {category.name: category.group for category in CATEGORIES}
 OTHER = "other"
 DAY_S = 86_400.0
 
-# The time line of nodes, in pixels.
+# The timeline of nodes, in pixels.
 ROWS_MAX = 64
 RECTANGLES_MAX = 2000
 LABEL_PX, CHART_PX, ROW_PX, TOP_PX, FLAG_PX = 150, 1000, 16, 42, 17
 
 
 def kind(category: str) -> str:
-    """The class that gives a category its colour; one of another version has the colour of all such."""
+    """The class for a category's colour; categories of other versions share one colour."""
     return f"c-{category if category in GROUPS else OTHER}"
 
 
@@ -35,7 +35,7 @@ class AxisTick:
 
 @dataclass(frozen=True)
 class Bar:
-    """`kind` is its class in page.css, as of all shapes below; `tip` is told when it is pointed at."""
+    """A bar. `kind` is its class in page.css, as for all shapes below; `tip` is shown on hovering."""
 
     kind: str
     x: float
@@ -48,8 +48,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Slice:
-    """A category's part of all node-time, 0..1; `x` is where it begins in a bar of length 1, `bar` its length
-    beside the longest."""
+    """A category's share of all node-time, 0..1. `x` is its place in a bar of length 1, `bar` its length
+    relative to the longest."""
 
     name: str
     kind: str
@@ -62,7 +62,7 @@ class Slice:
 
 
 def slices(categories: Mapping[str, float], total: float) -> tuple[Slice, ...]:
-    """`categories` and `total` in node-seconds."""
+    """Make slices of `categories`; these and `total` are in node-seconds."""
     longest = max(categories.values(), default=0.0) or 1.0
     found, x = [], 0.0
     for name, seconds in categories.items():
@@ -82,7 +82,7 @@ def slices(categories: Mapping[str, float], total: float) -> tuple[Slice, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """`label` names the node, or how many do the same."""
+    """`label` names the node, or says how many nodes do the same."""
 
     label: str
     intervals: tuple[Interval, ...]
@@ -100,7 +100,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Flag:
-    """An incident on the time line. Without `number` too close to the one before for a number."""
+    """An incident on the timeline. Without `number` if the one before is too close for a number."""
 
     id: int
     x: float
@@ -122,8 +122,8 @@ class Timeline:
 
 
 def rows_of(account: Account, most: int = ROWS_MAX) -> tuple[list[Row], int]:
-    """The rows to draw, and how many nodes have none. With more than `most` nodes, those that did exactly
-    the same share a row, and the rows with the most changes are kept."""
+    """The rows to draw, and how many nodes have none. If there are more than `most` nodes, those with the
+    same history share a row, and the rows with the most changes are kept."""
     nodes = list(account.stays)
     groups: dict[object, list[str]] = {}
     for name in nodes:
@@ -143,7 +143,7 @@ def _label(names: Sequence[str]) -> str:
 
 
 def coarse(intervals: Iterable[Interval], start: int, end: int, columns: int) -> list[Interval]:
-    """At most one interval a column: what took most of it. Gaps stay gaps."""
+    """At most one interval per column: the one that fills most of it. Gaps stay gaps."""
     width = max(1, -(-(end - start) // columns))
     shares: dict[int, Counter[str]] = {}
     for interval in intervals:
@@ -163,7 +163,7 @@ def coarse(intervals: Iterable[Interval], start: int, end: int, columns: int) ->
 
 
 def _drawn(rows: Sequence[Row], start: int, end: int) -> list[list[Interval]]:
-    """Each row's rectangles: exact while they are few, else by columns."""
+    """The rectangles of each row: exact if there are few, else by columns."""
     exact = [list(row.intervals) for row in rows]
     columns = CHART_PX
     while sum(map(len, exact)) > RECTANGLES_MAX and columns >= 8:
@@ -173,7 +173,7 @@ def _drawn(rows: Sequence[Row], start: int, end: int) -> list[list[Interval]]:
 
 
 def timeline(account: Account, incidents: Sequence[Incident]) -> Timeline | None:
-    """None when nothing is booked yet."""
+    """Lay out the timeline; None if nothing is in the account yet."""
     booked = [*account.waits, *account.timeline]
     if not booked or account.end <= booked[0].start:
         return None
@@ -227,7 +227,7 @@ def ticks(start: int, end: int) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class PlotArea:
-    """A picture's size and margins in pixels; shares of its inside (0..1, upwards) become places."""
+    """A chart's size and margins in pixels; turns shares of its inside (0..1, upwards) into coordinates."""
 
     height: int = 260
     width: int = 900
@@ -265,7 +265,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plot:
-    """`chosen` is a place on the x axis that is marked."""
+    """A chart; `chosen` is a marked place on the x axis."""
 
     label: str
     frame: PlotArea
@@ -278,7 +278,7 @@ class Plot:
 
 
 def share_ticks(frame: PlotArea, low: float, high: float) -> tuple[AxisTick, ...]:
-    """Round values of a y axis from `low` to `high`, both 0..1: three to seven of them."""
+    """Three to seven round values for a y axis from `low` to `high`, both 0..1."""
     steps = (number / 10**digits for digits in range(6, 0, -1) for number in (1, 2, 5))
     step = next(step for step in steps if (high - low) / step <= 6)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

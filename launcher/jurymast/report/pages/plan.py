@@ -1,4 +1,4 @@
-"""The forecast as a page: the figures, goodput over the cadence, and what spares buy."""
+"""The forecast as a page: the figures, goodput over the cadence, and the gain of spares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jurymast.report.words import count, duration, percent
 
 FRAME = PlotArea(height=300, bottom=50)
 POINTS = 120
-# The curve reaches this far either way of the cadence that was chosen.
+# The curve goes from the chosen cadence divided by this to the chosen cadence times this.
 REACH = 30.0
 ROUND_S = (
     0.1, 0.3, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10_800, 36_000, 86_400, 259_200, 864_000,
@@ -25,7 +25,7 @@ ROUND_S = (
 
 @dataclass(frozen=True)
 class WayView:
-    """One way to save, as it is shown."""
+    """One way to save, as the page shows it."""
 
     name: str
     every: str
@@ -38,8 +38,8 @@ class WayView:
 
 @dataclass(frozen=True)
 class SpareRow:
-    """`bar`, 0..1, compares what remains of the allocation, from a little for the least to 1 for the most, or
-    nobody would see them differ."""
+    """`bar` compares the allocation goodput, from a little above 0 for the least to 1 for the most: otherwise
+    no difference could be seen."""
 
     spares: int
     waiting: float
@@ -65,7 +65,7 @@ class PlanPage:
 
 
 def page(plan: Mapping[str, Any], found: Forecast) -> str:
-    """The whole page; `plan` is `plan_view(found)`."""
+    """Render the whole page; `plan` is `plan_view(found)`."""
     return render("plan.html.j2", plan_page(plan, found), plan)
 
 
@@ -117,7 +117,8 @@ def _spares(plan: Mapping[str, Any]) -> tuple[SpareRow, ...]:
 
 
 def _curve(found: Forecast) -> Plot:
-    """Goodput over the interval, logarithmic, at the expected rate and at both ends of its interval."""
+    """Goodput over the interval on a logarithmic axis, at the expected rate and at both ends of its
+    interval."""
     question, chosen_s = found.question, found.way.interval_s
     low, high = question.rate.interval()
     first, last = math.log(chosen_s / REACH), math.log(chosen_s * REACH)

@@ -1,4 +1,4 @@
-"""The goodput report as a page: how the run stands, where its node-time went, what each incident cost."""
+"""The goodput report as a page: the run's state, where its node-time went, and what each incident cost."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jurymast.report.words import count, duration, node_time, percent
 RATIO_NAMES = {
     "ettr": "ETTR", "runtime_goodput": "Runtime goodput", "allocation_goodput": "Allocation goodput",
 }  # fmt: skip
-# How a state looks; all others are calm.
+# The looks of states; all others are calm.
 TONES = {
     "succeeded": "good", "failed": "bad", "cancelled": "warn", "recovering": "warn", "requeued": "warn",
 }  # fmt: skip
-# The category that a part of an incident is booked as.
+# The category to which a part of an incident is charged.
 PART_CATEGORIES = {
     "detect": "detection", "diagnose": "diagnosis", "decide": "decision", "replace": "replacement",
     "launch": "relaunch", "restore": "restore", "rework": "rework",
@@ -40,8 +40,8 @@ class Card:
 
 @dataclass(frozen=True)
 class IncidentView:
-    """`seconds` by part in the order of PARTS; `bars` are those in a bar of length 1. `steps`: from where to
-    where the run went back."""
+    """`seconds` are by part, in the order of PARTS; `bars` shows them in a bar of length 1. `steps`: from
+    which step the run went back to which."""
 
     id: int
     at: str
@@ -67,7 +67,7 @@ class IncidentView:
 
 @dataclass(frozen=True)
 class TierRow:
-    """`step` None: nothing is there yet."""
+    """`step` is None if the tier has nothing yet."""
 
     name: str
     step: int | None
@@ -80,7 +80,7 @@ class TierRow:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """`failure` is the incident that the run ended with; `sums` the incidents' seconds by part."""
+    """`failure` is the incident with which the run ended; `sums` has the incidents' seconds by part."""
 
     title: str
     run: str
@@ -106,7 +106,7 @@ class ReportPage:
 
 
 def page(report: Mapping[str, Any], account: Account, state: RunState) -> str:
-    """The whole page; `report` is `report_view` of the same moment as `account` and `state`."""
+    """Render the whole page; `report` is `report_view` at the same moment as `account` and `state`."""
     return render("report.html.j2", report_page(report, account, state), report)
 
 
@@ -145,7 +145,7 @@ def report_page(report: Mapping[str, Any], account: Account, state: RunState) ->
 
 
 def _extent(report: Mapping[str, Any]) -> str:
-    """How large the run is, and how far it came."""
+    """The run's size and progress."""
     nodes, spares = report["nodes"]["active"], report["nodes"]["spares"]
     size = count(nodes, "active node") + (f" and {count(spares, 'spare')}" if spares else "")
     steps = (
@@ -155,7 +155,7 @@ def _extent(report: Mapping[str, Any]) -> str:
 
 
 def _summary(report: Mapping[str, Any], found: Sequence[Slice]) -> str:
-    """The bar of the categories in a sentence."""
+    """The bar of categories as a sentence."""
     total = report["total_node_seconds"]
     if not total:
         return "No node-time has been spent yet."

@@ -32,10 +32,10 @@ from jurymast.sim.simulation import SimOutcome
 FRAME = PlotArea()
 SPREAD = PlotArea(height=76, left=40, right=40, bottom=26)
 LANE_PX, MARK_PX = 32, 3
-# Incidents of one run that are told in full.
+# Number of incidents of one run that are shown in full.
 TOLD_MAX = 20
 PRODUCTIVE = "step"
-# How a mark looks, by what was decided; the last one where several share a place.
+# The looks of marks, by decision; the last one is for several at the same place.
 MARKS = {"restart": "restart", "swap": "swap"}
 ENDED = "ended"
 
@@ -48,7 +48,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Spread:
-    """A dot for each run, a bar from the 5th to the 95th percentile, a line at the mean."""
+    """A dot for each run, a bar from the 5th to the 95th percentile, and a line at the mean."""
 
     frame: PlotArea
     box: Bar
@@ -59,7 +59,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class CauseLane:
-    """All incidents of a cause; `y` is where the lane begins."""
+    """All incidents of one cause; `y` is where the lane begins."""
 
     cause: str
     number: int
@@ -101,7 +101,7 @@ class SimulationPage:
 
 
 def page(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> str:
-    """The whole page; `found` is what `simulate --json` prints, `outcomes` have a history."""
+    """Render the whole page; `found` is what `simulate --json` prints, `outcomes` have a history."""
     return render("simulation.html.j2", simulation_page(found, outcomes), found)
 
 
@@ -150,7 +150,7 @@ def _cards(found: Mapping[str, Any]) -> tuple[Card, ...]:
 
 
 def _scale(least: float, most: float) -> tuple[float, float]:
-    """A little more than these, within 0..1."""
+    """A range a little larger than this one, within 0..1."""
     room = max(0.1 * (most - least), 0.0005)
     return max(0.0, least - room), min(1.0, most + room)
 
@@ -194,7 +194,7 @@ def _share(part: Mapping[str, int], category: str) -> float:
 
 
 def _losses(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> Plot:
-    """All categories but the productive one, one on top of the other, as shares of all runs' time."""
+    """All categories except the productive one, stacked, as shares of all runs' time."""
     sums = [sum((Counter(part) for part in parts), Counter[str]())
             for parts in zip(*(outcome.history for outcome in outcomes), strict=True)]  # fmt: skip
     names = ordered([name for name in {name for part in sums for name in part} if name != PRODUCTIVE])
@@ -214,7 +214,7 @@ def _losses(found: Mapping[str, Any], outcomes: Sequence[SimOutcome]) -> Plot:
 
 
 def _lanes(outcome: SimOutcome, days: float) -> Lanes | None:
-    """A lane for each cause, a mark for each incident; those that would cover each other share one."""
+    """A lane for each cause and a mark for each incident; marks that would overlap share one."""
     if not outcome.incidents:
         return None
     causes = Counter(each.cause for each in outcome.incidents).most_common()
